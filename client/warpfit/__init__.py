@@ -1,0 +1,1 @@
+"""warpfit: expression evaluation for symbolic regression, on a GPU, through the network."""

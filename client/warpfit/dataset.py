@@ -1,0 +1,201 @@
+"""The canonical form of a data set and its content id."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from warpfit.errors import InvalidArgumentError
+
+_MAGIC: Final = b"warpfit.dataset.v1\n"
+#: Wire code of each dtype.
+DTYPES: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
+DTYPE_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape of a data set: everything about it but the numbers."""
+
+    dtype: np.dtype[Any]
+    """float32 or float64, little-endian."""
+    variables: int
+    rows: int
+    has_target: bool = False
+    has_weights: bool = False
+    names: tuple[str, ...] = ()
+    """Variable names, one for each variable, or empty."""
+
+    @property
+    def columns(self) -> int:
+        """Columns that travel: variables, then target, then weights."""
+        return self.variables + self.has_target + self.has_weights
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload in bytes."""
+        return self.columns * self.rows * self.dtype.itemsize
+
+    def header(self) -> bytes:
+        """Bytes that are hashed before the payload (evaluator.proto gives the layout)."""
+        encoded = [name.encode() for name in self.names]
+        return b"".join(
+            [
+                _MAGIC,
+                struct.pack(
+                    "<BBBQQI",
+                    DTYPE_CODES[self.dtype],
+                    self.has_target,
+                    self.has_weights,
+                    self.variables,
+                    self.rows,
+                    len(encoded),
+                ),
+                *(struct.pack("<I", len(name)) + name for name in encoded),
+            ]
+        )
+
+    def check(self) -> None:
+        """Check the shape.
+
+        Raises:
+            InvalidArgumentError: for no rows, no variables, or names that do not fit.
+
+        """
+        for count, what in ((self.rows, "rows"), (self.variables, "variables")):
+            if count < 1:
+                raise InvalidArgumentError(
+                    f"the data set has {count} {what}",
+                    "EMPTY_DATASET",
+                    "Send at least one row and one variable",
+                    what,
+                )
+        if self.names and len(self.names) != self.variables:
+            raise InvalidArgumentError(
+                f"{len(self.names)} names for {self.variables} variables",
+                "NAME_MISMATCH",
+                "Name every variable, or none",
+                "names",
+            )
+        if len(set(self.names)) != len(self.names):
+            raise InvalidArgumentError(
+                "variable names repeat", "NAME_MISMATCH", "Give each a name of its own", "names"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A resident or uploadable data set in canonical form.
+
+    ``matrix`` is C-contiguous [columns, rows]: the variables, then the target if there is one,
+    then the weights if there are any. The arrays must not be written to afterwards.
+    """
+
+    layout: Layout
+    matrix: NDArray[Any]
+
+    @classmethod
+    def of(
+        cls,
+        X: NDArray[Any],  # noqa: N803 (the field's name for a design matrix)
+        y: NDArray[Any] | None = None,
+        weights: NDArray[Any] | None = None,
+        *,
+        names: Sequence[str] = (),
+        dtype: DTypeLike = np.float32,
+    ) -> Dataset:
+        """Bring scikit-learn shaped arrays into canonical form.
+
+        Args:
+            X: [rows, variables]; a one-dimensional array is one variable.
+            y: target [rows], or None.
+            weights: weight of each row [rows], non-negative, or None.
+            names: one name for each variable, or empty.
+            dtype: float32 or float64; what the server computes in.
+
+        Raises:
+            InvalidArgumentError: if shapes do not fit or the dtype is neither.
+
+        """
+        X = np.asarray(X)  # noqa: N806
+        X = X[:, np.newaxis] if X.ndim == 1 else X  # noqa: N806
+        if X.ndim != 2:
+            raise InvalidArgumentError(
+                f"X has {X.ndim} dimensions, not 2", "BAD_SHAPE", "Send [rows, variables]", "X"
+            )
+        layout = Layout(
+            dtype=_canonical_dtype(dtype),
+            variables=X.shape[1],
+            rows=X.shape[0],
+            has_target=y is not None,
+            has_weights=weights is not None,
+            names=tuple(names),
+        )
+        layout.check()
+        matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
+        with np.errstate(over="ignore"):
+            matrix[: layout.variables] = X.T
+            for row, (column, name) in enumerate(
+                ((c, n) for c, n in ((y, "y"), (weights, "weights")) if c is not None),
+                start=layout.variables,
+            ):
+                matrix[row] = _column(column, layout.rows, name)
+        return cls(layout, matrix)
+
+    @property
+    def variables(self) -> NDArray[Any]:
+        """Variable matrix, [variables, rows]."""
+        return self.matrix[: self.layout.variables]
+
+    @property
+    def target(self) -> NDArray[Any] | None:
+        """Target [rows], or None."""
+        return self.matrix[self.layout.variables] if self.layout.has_target else None
+
+    @property
+    def weights(self) -> NDArray[Any] | None:
+        """Weights [rows], or None."""
+        return self.matrix[-1] if self.layout.has_weights else None
+
+    @cached_property
+    def content_id(self) -> bytes:
+        """SHA-256 of header and payload, 32 bytes."""
+        digest = hashlib.sha256(self.layout.header())
+        digest.update(self.matrix.data)
+        return digest.digest()
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Views of the payload, ``size`` bytes each, the last one shorter."""
+        payload = self.matrix.reshape(-1).data.cast("B")
+        return (payload[start : start + size] for start in range(0, len(payload), size))
+
+
+def _canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    canonical = np.dtype(dtype).newbyteorder("<")
+    if canonical not in DTYPE_CODES:
+        raise InvalidArgumentError(
+            f"dtype {np.dtype(dtype)} is not supported",
+            "BAD_DTYPE",
+            "Use float32 or float64",
+            "dtype",
+        )
+    return canonical
+
+
+def _column(column: NDArray[Any], rows: int, name: str) -> NDArray[Any]:
+    array = np.asarray(column)
+    if array.shape not in ((rows,), (rows, 1)):
+        raise InvalidArgumentError(
+            f"{name} has shape {array.shape}, X has {rows} rows",
+            "BAD_SHAPE",
+            f"Send {name} as [{rows}]",
+            name,
+        )
+    return array.reshape(rows)

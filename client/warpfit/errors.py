@@ -1,0 +1,144 @@
+"""One exception tree and one exception <-> status table, for the client and the server.
+
+::
+
+    WarpfitError
+    ├── InvalidArgumentError        what the caller sent is wrong
+    │   ├── ProgramError            ... in one token of one expression
+    │   └── ParseError              ... in the text of one expression (never leaves the client)
+    ├── DatasetNotFoundError        the data set is not resident (the client re-uploads by itself)
+    ├── ResourceExhaustedError      over a limit, or out of memory
+    ├── UnavailableError            the engine is starting or restarting; retry
+    ├── DeadlineExceededError       the deadline passed before the answer was ready
+    ├── CancelledError              the caller cancelled
+    ├── UnauthenticatedError        no valid credentials
+    ├── PermissionDeniedError       valid credentials, not allowed
+    └── InternalError               a bug of warpfit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Final
+
+
+@dataclass(eq=False)
+class WarpfitError(Exception):
+    """Base of all errors that warpfit raises on purpose.
+
+    ``str(error)`` names what is wrong, the place and the remedy.
+    """
+
+    message: str
+    """What is wrong, one sentence without a full stop."""
+    reason: str = ""
+    """Stable upper-case identifier such as ``STACK_UNDERFLOW``; programs may test it."""
+    remedy: str = ""
+    """What to do about it."""
+    field: str = ""
+    """Field of the request or argument of the call that is wrong."""
+    expression: int | None = None
+    """Index of the expression in the batch, from 0."""
+    token: int | None = None
+    """Index of the token in that expression, from 0."""
+    needed: int | None = None
+    """Amount that the request needs (bytes unless the message says otherwise)."""
+    available: int | None = None
+    """Amount that is available, or the limit."""
+
+    status: ClassVar[str] = "INTERNAL"
+    """Name of the gRPC status code."""
+
+    def __str__(self) -> str:
+        """Message, place and remedy in one line."""
+        place = [
+            f"{name} {value}"
+            for name, value in (("expression", self.expression), ("token", self.token))
+            if value is not None
+        ]
+        where = f" ({', '.join(place)})" if place else ""
+        remedy = f". {self.remedy}" if self.remedy else ""
+        return f"{self.message}{where}{remedy}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by field, so that an error crosses processes whole."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+
+class InvalidArgumentError(WarpfitError):
+    """What the caller sent is wrong; repeating it cannot help."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class ProgramError(InvalidArgumentError):
+    """A program of the batch is malformed; ``expression`` and ``token`` say where."""
+
+
+class ParseError(InvalidArgumentError):
+    """The text of an expression cannot be parsed; the message shows the place with a caret."""
+
+
+class DatasetNotFoundError(WarpfitError):
+    """The data set is not resident on the server."""
+
+    status = "NOT_FOUND"
+
+
+class ResourceExhaustedError(WarpfitError):
+    """A limit is exceeded or memory is short; ``needed`` and ``available`` say by how much."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class UnavailableError(WarpfitError):
+    """The service cannot answer now; a retry after a short wait is safe and likely to succeed."""
+
+    status = "UNAVAILABLE"
+
+
+class DeadlineExceededError(WarpfitError):
+    """The deadline of the call passed before the answer was ready."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class CancelledError(WarpfitError):
+    """The caller cancelled the call."""
+
+    status = "CANCELLED"
+
+
+class UnauthenticatedError(WarpfitError):
+    """The call carries no valid credentials."""
+
+    status = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(WarpfitError):
+    """The caller is known but not allowed to do this."""
+
+    status = "PERMISSION_DENIED"
+
+
+class InternalError(WarpfitError):
+    """A bug of warpfit; the server's log has the details."""
+
+    status = "INTERNAL"
+
+
+#: The class to raise for each gRPC status name; any other status becomes InternalError.
+BY_STATUS: Final[dict[str, type[WarpfitError]]] = {
+    cls.status: cls
+    for cls in (
+        InvalidArgumentError,
+        DatasetNotFoundError,
+        ResourceExhaustedError,
+        UnavailableError,
+        DeadlineExceededError,
+        CancelledError,
+        UnauthenticatedError,
+        PermissionDeniedError,
+        InternalError,
+    )
+}

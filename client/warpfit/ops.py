@@ -1,0 +1,460 @@
+"""THE operator table: one row an operator; everything else reads it.
+
+The parser, the printers, the NumPy reference, the CPU engine, the CUDA interpreter, the PTX
+transpiler, ``GetServerInfo`` and the documentation are all generated from or driven by the rows
+below, and the tests are parametrised over them. Adding an operator is adding one row. A wire code
+is never reused and never changes its meaning.
+
+Kernel language
+---------------
+``kernel`` and ``derivative`` are expressions that are valid both in Python and in CUDA C++, so that
+every engine can paste them into the code that it generates:
+
+* operands ``a``, ``b``, ``c``; in a derivative also ``r``, the operator's own result;
+* ``+ - * /``, unary minus, comparisons, parentheses, decimal literals (a generator gives each
+  literal the data's floating type);
+* ``select(condition, x, y)``, which evaluates to ``x`` where the condition holds;
+* the functions in ``KERNEL_FUNCTIONS``, with the meaning they have in C.
+
+``cuda`` replaces ``kernel`` in CUDA code and ``cuda_fast`` does so for float32 in fast mode;
+``ptx`` is an instruction for the transpiler. Rows without them fall back: ptx -> a function of the
+device library -> ``cuda`` -> ``kernel``.
+
+Kinks: a derivative is 0 where it does not exist or is not unique (abs, sign, relu at 0; floor,
+ceil, comparisons, logic everywhere), and ``min``/``max`` pass the derivative to their first operand
+on a tie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+#: Token codes below the first operator. Code 0 is never valid.
+VARIABLE: Final = 1
+PARAMETER: Final = 2
+CONSTANT: Final = 3
+FIRST_OPERATOR: Final = 16
+
+#: Functions that a ``kernel`` or ``derivative`` may call, beside ``select``.
+KERNEL_FUNCTIONS: Final = frozenset(
+    ("abs", "sqrt", "cbrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot")
+    + ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf")
+    + ("floor", "ceil")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One row of the operator table."""
+
+    code: int
+    """Wire code, 16 to 255; stable for ever."""
+    name: str
+    """Function name in the text language, and the key of the row."""
+    arity: int
+    """Number of operands, 1 to 3."""
+    numpy: Callable[..., Array]
+    """Definition on float64 arrays: what every engine is tested against."""
+    kernel: str
+    """The same in the kernel language."""
+    derivative: tuple[str, ...]
+    """Partial derivative for each operand, in the kernel language with ``r`` as the result."""
+    latex: str
+    """LaTeX with ``{a}``, ``{b}``, ``{c}`` as placeholders."""
+    symbol: str | None = None
+    """Infix or prefix form; None prints as a function call."""
+    precedence: int = 100
+    """Binding strength of the infix or prefix form; 100 for a call."""
+    cuda: str | None = None
+    """CUDA C++ for both types, where ``kernel`` does not do."""
+    cuda_fast: str | None = None
+    """CUDA C++ for float32 in fast mode (approximate, subnormals may flush to zero)."""
+    sympy: str | None = None
+    """Python expression over ``a``, ``b``, ``c`` and the names of the sympy module."""
+    notes: str = ""
+    """Domain, and what happens outside it."""
+
+    @property
+    def operands(self) -> str:
+        """Names of the operands: ``"a"``, ``"ab"`` or ``"abc"``."""
+        return "abc"[: self.arity]
+
+    @property
+    def cuda_precise(self) -> str:
+        """CUDA C++ expression for precise mode."""
+        return self.cuda or self.kernel
+
+    @property
+    def cuda_approximate(self) -> str:
+        """CUDA C++ expression for fast mode."""
+        return self.cuda_fast or self.cuda_precise
+
+
+def _truth(condition: Array) -> Array:
+    return np.asarray(condition, dtype=np.float64)
+
+
+def _logistic(a: Array) -> Array:
+    small = np.exp(-np.abs(a))
+    return np.where(a < 0, small, 1.0) / (1.0 + small)
+
+
+def _erf(a: Array) -> Array:
+    flat = [math.erf(value) for value in np.ravel(a).tolist()]
+    return np.array(flat, dtype=np.float64).reshape(np.shape(a))
+
+
+def _where(a: Array, b: Array, c: Array) -> Array:
+    return np.asarray(np.where(a != 0, b, c))
+
+
+def _guarded(condition: Array, value: Callable[[], Array], otherwise: float) -> Array:
+    return np.where(condition, value(), otherwise)
+
+
+_ROWS: Final = (
+    # Arithmetic
+    Operator(
+        code=16, name="add", arity=2, symbol="+", precedence=50, numpy=np.add,
+        kernel="a + b", derivative=("1", "1"), latex="{a} + {b}", sympy="a + b",
+    ),
+    Operator(
+        code=17, name="sub", arity=2, symbol="-", precedence=50, numpy=np.subtract,
+        kernel="a - b", derivative=("1", "-1"), latex="{a} - {b}", sympy="a - b",
+    ),
+    Operator(
+        code=18, name="mul", arity=2, symbol="*", precedence=60, numpy=np.multiply,
+        kernel="a * b", derivative=("b", "a"), latex="{a} \\cdot {b}", sympy="a * b",
+    ),
+    Operator(
+        code=19, name="div", arity=2, symbol="/", precedence=60, numpy=np.divide,
+        kernel="a / b", derivative=("1 / b", "-r / b"), latex="\\frac{{{a}}}{{{b}}}",
+        cuda_fast="__fdividef(a, b)", sympy="a / b", notes="x/0 is ±inf, 0/0 is NaN",
+    ),
+    Operator(
+        code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=np.power,
+        kernel="pow(a, b)",
+        derivative=(
+            "select(b == 0, 0, b * pow(a, b - 1))",
+            "select(a == 0, 0, r * log(a))",
+        ),
+        latex="{{{a}}}^{{{b}}}", cuda_fast="fast_pow(a, b)", sympy="a ** b",
+        notes="NaN for a < 0 unless b is an integer; right-associative; `**` is the same",
+    ),
+    Operator(
+        code=21, name="neg", arity=1, symbol="-", precedence=70, numpy=np.negative,
+        kernel="-a", derivative=("-1",), latex="-{a}", sympy="-a",
+    ),
+    Operator(
+        code=22, name="abs", arity=1, numpy=np.abs, kernel="abs(a)",
+        derivative=("select(a > 0, 1, select(a < 0, -1, 0))",),
+        latex="\\left|{a}\\right|", sympy="Abs(a)",
+    ),
+    # Exponentials, logarithms, roots and powers
+    Operator(
+        code=23, name="log", arity=1, numpy=np.log, kernel="log(a)", derivative=("1 / a",),
+        latex="\\ln\\left({a}\\right)", cuda_fast="__logf(a)", sympy="log(a)",
+        notes="natural; NaN for a < 0, -inf at 0",
+    ),
+    Operator(
+        code=24, name="exp", arity=1, numpy=np.exp, kernel="exp(a)", derivative=("r",),
+        latex="e^{{{a}}}", cuda_fast="__expf(a)", sympy="exp(a)",
+    ),
+    Operator(
+        code=25, name="sqrt", arity=1, numpy=np.sqrt, kernel="sqrt(a)",
+        derivative=("0.5 / r",), latex="\\sqrt{{{a}}}", cuda_fast="fast_sqrt(a)", sympy="sqrt(a)",
+        notes="NaN for a < 0",
+    ),
+    Operator(
+        code=26, name="inv", arity=1, numpy=np.reciprocal, kernel="1 / a",
+        derivative=("-r * r",), latex="\\frac{{1}}{{{a}}}", cuda_fast="__fdividef(1.0f, a)",
+        sympy="1 / a", notes="±inf at ±0",
+    ),
+    Operator(
+        code=27, name="square", arity=1, numpy=np.square, kernel="a * a",
+        derivative=("2 * a",), latex="{{{a}}}^2", sympy="a ** 2",
+    ),
+    Operator(
+        code=28, name="cube", arity=1, numpy=lambda a: a * a * a, kernel="a * a * a",
+        derivative=("3 * a * a",), latex="{{{a}}}^3", sympy="a ** 3",
+    ),
+    Operator(
+        code=29, name="cbrt", arity=1, numpy=np.cbrt, kernel="cbrt(a)",
+        derivative=("1 / (3 * r * r)",), latex="\\sqrt[3]{{{a}}}",
+        sympy="sign(a) * Abs(a) ** Rational(1, 3)", notes="real root, also for a < 0",
+    ),
+    # Selection
+    Operator(
+        code=30, name="min", arity=2, numpy=np.minimum,
+        kernel="select(a < b, a, select(a != a, a, b))",
+        derivative=("select(a <= b, 1, 0)", "select(a <= b, 0, 1)"),
+        latex="\\min\\left({a}, {b}\\right)", sympy="Min(a, b)", notes="NaN if either is NaN",
+    ),
+    Operator(
+        code=31, name="max", arity=2, numpy=np.maximum,
+        kernel="select(a > b, a, select(a != a, a, b))",
+        derivative=("select(a >= b, 1, 0)", "select(a >= b, 0, 1)"),
+        latex="\\max\\left({a}, {b}\\right)", sympy="Max(a, b)", notes="NaN if either is NaN",
+    ),
+    # Trigonometric and hyperbolic
+    Operator(
+        code=32, name="sin", arity=1, numpy=np.sin, kernel="sin(a)", derivative=("cos(a)",),
+        latex="\\sin\\left({a}\\right)", cuda_fast="__sinf(a)", sympy="sin(a)",
+        notes="radians; NaN at ±inf",
+    ),
+    Operator(
+        code=33, name="cos", arity=1, numpy=np.cos, kernel="cos(a)", derivative=("-sin(a)",),
+        latex="\\cos\\left({a}\\right)", cuda_fast="__cosf(a)", sympy="cos(a)",
+        notes="radians; NaN at ±inf",
+    ),
+    Operator(
+        code=34, name="tan", arity=1, numpy=np.tan, kernel="tan(a)",
+        derivative=("1 + r * r",), latex="\\tan\\left({a}\\right)", cuda_fast="__tanf(a)",
+        sympy="tan(a)", notes="radians; NaN at ±inf",
+    ),
+    Operator(
+        code=35, name="asin", arity=1, numpy=np.arcsin, kernel="asin(a)",
+        derivative=("1 / sqrt((1 - a) * (1 + a))",), latex="\\arcsin\\left({a}\\right)",
+        sympy="asin(a)", notes="NaN for |a| > 1",
+    ),
+    Operator(
+        code=36, name="acos", arity=1, numpy=np.arccos, kernel="acos(a)",
+        derivative=("-1 / sqrt((1 - a) * (1 + a))",), latex="\\arccos\\left({a}\\right)",
+        sympy="acos(a)", notes="NaN for |a| > 1",
+    ),
+    Operator(
+        code=37, name="atan", arity=1, numpy=np.arctan, kernel="atan(a)",
+        derivative=("1 / (1 + a * a)",), latex="\\arctan\\left({a}\\right)", sympy="atan(a)",
+    ),
+    Operator(
+        code=38, name="atan2", arity=2, numpy=np.arctan2, kernel="atan2(a, b)",
+        derivative=("b / (a * a + b * b)", "-a / (a * a + b * b)"),
+        latex="\\operatorname{{atan2}}\\left({a}, {b}\\right)", sympy="atan2(a, b)",
+        notes="angle of the point (b, a)",
+    ),
+    Operator(
+        code=39, name="sinh", arity=1, numpy=np.sinh, kernel="sinh(a)", derivative=("cosh(a)",),
+        latex="\\sinh\\left({a}\\right)", sympy="sinh(a)",
+    ),
+    Operator(
+        code=40, name="cosh", arity=1, numpy=np.cosh, kernel="cosh(a)", derivative=("sinh(a)",),
+        latex="\\cosh\\left({a}\\right)", sympy="cosh(a)",
+    ),
+    Operator(
+        code=41, name="tanh", arity=1, numpy=np.tanh, kernel="tanh(a)",
+        derivative=("1 - r * r",), latex="\\tanh\\left({a}\\right)", cuda_fast="fast_tanh(a)",
+        sympy="tanh(a)",
+    ),
+    Operator(
+        code=42, name="log1p", arity=1, numpy=np.log1p, kernel="log1p(a)",
+        derivative=("1 / (1 + a)",), latex="\\ln\\left(1 + {a}\\right)", sympy="log(1 + a)",
+        notes="NaN for a < -1",
+    ),
+    Operator(
+        code=43, name="expm1", arity=1, numpy=np.expm1, kernel="expm1(a)",
+        derivative=("r + 1",), latex="e^{{{a}}} - 1", sympy="exp(a) - 1",
+    ),
+    Operator(
+        code=44, name="log2", arity=1, numpy=np.log2, kernel="log2(a)",
+        derivative=("1.4426950408889634 / a",), latex="\\log_2\\left({a}\\right)",
+        cuda_fast="__log2f(a)", sympy="log(a, 2)", notes="NaN for a < 0, -inf at 0",
+    ),
+    Operator(
+        code=45, name="log10", arity=1, numpy=np.log10, kernel="log10(a)",
+        derivative=("0.4342944819032518 / a",), latex="\\log_{{10}}\\left({a}\\right)",
+        cuda_fast="__log10f(a)", sympy="log(a, 10)", notes="NaN for a < 0, -inf at 0",
+    ),
+    # Steps
+    Operator(
+        code=46, name="floor", arity=1, numpy=np.floor, kernel="floor(a)", derivative=("0",),
+        latex="\\left\\lfloor {a} \\right\\rfloor", sympy="floor(a)",
+    ),
+    Operator(
+        code=47, name="ceil", arity=1, numpy=np.ceil, kernel="ceil(a)", derivative=("0",),
+        latex="\\left\\lceil {a} \\right\\rceil", sympy="ceiling(a)",
+    ),
+    Operator(
+        code=48, name="sign", arity=1, numpy=np.sign,
+        kernel="select(a > 0, 1, select(a < 0, -1, select(a == 0, 0, a)))", derivative=("0",),
+        latex="\\operatorname{{sgn}}\\left({a}\\right)", sympy="sign(a)",
+    ),
+    # Comparisons and logic: 1.0 or 0.0; any value but 0 is true, NaN too
+    Operator(
+        code=49, name="lt", arity=2, symbol="<", precedence=40,
+        numpy=lambda a, b: _truth(a < b), kernel="select(a < b, 1, 0)", derivative=("0", "0"),
+        latex="\\left[{a} < {b}\\right]", sympy="Piecewise((1, a < b), (0, True))",
+    ),
+    Operator(
+        code=50, name="le", arity=2, symbol="<=", precedence=40,
+        numpy=lambda a, b: _truth(a <= b), kernel="select(a <= b, 1, 0)", derivative=("0", "0"),
+        latex="\\left[{a} \\le {b}\\right]", sympy="Piecewise((1, a <= b), (0, True))",
+    ),
+    Operator(
+        code=51, name="gt", arity=2, symbol=">", precedence=40,
+        numpy=lambda a, b: _truth(a > b), kernel="select(a > b, 1, 0)", derivative=("0", "0"),
+        latex="\\left[{a} > {b}\\right]", sympy="Piecewise((1, a > b), (0, True))",
+    ),
+    Operator(
+        code=52, name="ge", arity=2, symbol=">=", precedence=40,
+        numpy=lambda a, b: _truth(a >= b), kernel="select(a >= b, 1, 0)", derivative=("0", "0"),
+        latex="\\left[{a} \\ge {b}\\right]", sympy="Piecewise((1, a >= b), (0, True))",
+    ),
+    Operator(
+        code=53, name="eq", arity=2, symbol="==", precedence=40,
+        numpy=lambda a, b: _truth(a == b), kernel="select(a == b, 1, 0)", derivative=("0", "0"),
+        latex="\\left[{a} = {b}\\right]", sympy="Piecewise((1, Eq(a, b)), (0, True))",
+    ),
+    Operator(
+        code=54, name="ne", arity=2, symbol="!=", precedence=40,
+        numpy=lambda a, b: _truth(a != b), kernel="select(a != b, 1, 0)", derivative=("0", "0"),
+        latex="\\left[{a} \\ne {b}\\right]", sympy="Piecewise((1, Ne(a, b)), (0, True))",
+        notes="1 if either is NaN",
+    ),
+    Operator(
+        code=55, name="and", arity=2, symbol="and", precedence=20,
+        numpy=lambda a, b: _truth(np.logical_and(a, b)),
+        kernel="select(a != 0, select(b != 0, 1, 0), 0)", derivative=("0", "0"),
+        latex="{a} \\wedge {b}", sympy="Piecewise((1, And(Ne(a, 0), Ne(b, 0))), (0, True))",
+    ),
+    Operator(
+        code=56, name="or", arity=2, symbol="or", precedence=10,
+        numpy=lambda a, b: _truth(np.logical_or(a, b)),
+        kernel="select(a != 0, 1, select(b != 0, 1, 0))", derivative=("0", "0"),
+        latex="{a} \\vee {b}", sympy="Piecewise((1, Or(Ne(a, 0), Ne(b, 0))), (0, True))",
+    ),
+    Operator(
+        code=57, name="not", arity=1, symbol="not", precedence=30,
+        numpy=lambda a: _truth(np.logical_not(a)), kernel="select(a != 0, 0, 1)",
+        derivative=("0",), latex="\\neg {a}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
+    ),
+    Operator(
+        code=58, name="where", arity=3, numpy=_where,
+        kernel="select(a != 0, b, c)",
+        derivative=("0", "select(a != 0, 1, 0)", "select(a != 0, 0, 1)"),
+        latex="\\begin{{cases}} {b} & {a} \\ne 0 \\\\ {c} & \\text{{otherwise}} \\end{{cases}}",
+        sympy="Piecewise((b, Ne(a, 0)), (c, True))", notes="b where a is not 0, else c",
+    ),
+    Operator(
+        code=59, name="fma", arity=3, numpy=lambda a, b, c: a * b + c, kernel="a * b + c",
+        derivative=("b", "a", "1"), latex="{a} \\cdot {b} + {c}", sympy="a * b + c",
+        cuda_fast="__fmaf_rn(a, b, c)",
+        notes="product and sum are rounded each, as in NumPy; fast mode may round once",
+    ),
+    # Protected forms of genetic-programming libraries
+    Operator(
+        code=60, name="aq", arity=2, numpy=lambda a, b: a / np.hypot(1.0, b),
+        kernel="a / hypot(1, b)", cuda_fast="a * rsqrtf(1.0f + b * b)",
+        derivative=("1 / hypot(1, b)", "-r * b / (1 + b * b)"),
+        latex="\\frac{{{a}}}{{\\sqrt{{1 + {{\\left({b}\\right)}}^2}}}}",
+        sympy="a / sqrt(1 + b ** 2)", notes="analytic quotient a / sqrt(1 + b^2) (Ni et al. 2013)",
+    ),
+    Operator(
+        code=61, name="logabs", arity=1, numpy=lambda a: np.log(np.abs(a)),
+        kernel="log(abs(a))", cuda_fast="__logf(abs(a))", derivative=("1 / a",),
+        latex="\\ln\\left|{a}\\right|", sympy="log(Abs(a))", notes="-inf at 0",
+    ),
+    Operator(
+        code=62, name="sqrtabs", arity=1, numpy=lambda a: np.sqrt(np.abs(a)),
+        kernel="sqrt(abs(a))", cuda_fast="fast_sqrt(abs(a))",
+        derivative=("select(a > 0, 0.5 / r, select(a < 0, -0.5 / r, 0))",),
+        latex="\\sqrt{{\\left|{a}\\right|}}", sympy="sqrt(Abs(a))",
+    ),
+    Operator(
+        code=63, name="powabs", arity=2, numpy=lambda a, b: np.power(np.abs(a), b),
+        kernel="pow(abs(a), b)", cuda_fast="fast_pow_positive(abs(a), b)",
+        derivative=(
+            "select(b == 0, 0, select(a > 0, b, select(a < 0, -b, 0)) * pow(abs(a), b - 1))",
+            "select(a == 0, 0, r * log(abs(a)))",
+        ),
+        latex="{{\\left|{a}\\right|}}^{{{b}}}", sympy="Abs(a) ** b",
+    ),
+    # Statistics and learning
+    Operator(
+        code=64, name="logistic", arity=1, numpy=_logistic,
+        kernel="select(a < 0, exp(-abs(a)), 1) / (1 + exp(-abs(a)))",
+        cuda_fast="__fdividef(1.0f, 1.0f + __expf(-a))",
+        derivative=("r * (1 - r)",), latex="\\sigma\\left({a}\\right)", sympy="1 / (1 + exp(-a))",
+        notes="1 / (1 + exp(-a)), without overflow",
+    ),
+    Operator(
+        code=65, name="erf", arity=1, numpy=_erf, kernel="erf(a)",
+        derivative=("1.1283791670955126 * exp(-a * a)",),
+        latex="\\operatorname{{erf}}\\left({a}\\right)", sympy="erf(a)",
+    ),
+    Operator(
+        code=66, name="relu", arity=1, numpy=lambda a: np.maximum(a, 0.0),
+        kernel="select(a <= 0, 0, a)", derivative=("select(a > 0, 1, 0)",),
+        latex="\\max\\left(0, {a}\\right)", sympy="Max(0, a)",
+    ),
+    # Protected forms with a threshold; the threshold is rounded to the data's type
+    Operator(
+        code=67, name="pdiv", arity=2,
+        numpy=lambda a, b: _guarded(np.abs(b) > 0.001, lambda: a / b, 1.0),
+        kernel="select(abs(b) > 0.001, a / b, 1)",
+        derivative=("select(abs(b) > 0.001, 1 / b, 0)", "select(abs(b) > 0.001, -r / b, 0)"),
+        latex="\\operatorname{{pdiv}}\\left({a}, {b}\\right)",
+        sympy="Piecewise((a / b, Abs(b) > 0.001), (1, True))",
+        notes="gplearn's div: 1 where |b| <= 0.001",
+    ),
+    Operator(
+        code=68, name="plog", arity=1,
+        numpy=lambda a: _guarded(np.abs(a) > 0.001, lambda: np.log(np.abs(a)), 0.0),
+        kernel="select(abs(a) > 0.001, log(abs(a)), 0)",
+        derivative=("select(abs(a) > 0.001, 1 / a, 0)",),
+        latex="\\operatorname{{plog}}\\left({a}\\right)",
+        sympy="Piecewise((log(Abs(a)), Abs(a) > 0.001), (0, True))",
+        notes="gplearn's log: log|a|, 0 where |a| <= 0.001",
+    ),
+    Operator(
+        code=69, name="pinv", arity=1,
+        numpy=lambda a: _guarded(np.abs(a) > 0.001, lambda: 1.0 / a, 0.0),
+        kernel="select(abs(a) > 0.001, 1 / a, 0)",
+        derivative=("-r * r",), latex="\\operatorname{{pinv}}\\left({a}\\right)",
+        sympy="Piecewise((1 / a, Abs(a) > 0.001), (0, True))",
+        notes="gplearn's inv: 1/a, 0 where |a| <= 0.001",
+    ),
+    Operator(
+        code=70, name="zdiv", arity=2,
+        numpy=lambda a, b: _guarded(b != 0, lambda: a / b, 1.0),
+        kernel="select(b != 0, a / b, 1)",
+        derivative=("select(b != 0, 1 / b, 0)", "select(b != 0, -r / b, 0)"),
+        latex="\\operatorname{{zdiv}}\\left({a}, {b}\\right)",
+        sympy="Piecewise((a / b, Ne(b, 0)), (1, True))",
+        notes="protectedDiv of the DEAP examples: 1 where b is 0",
+    ),
+)  # fmt: skip
+
+
+def _table(rows: tuple[Operator, ...]) -> Mapping[str, Operator]:
+    codes = [row.code for row in rows]
+    if len(set(codes)) != len(codes) or not all(FIRST_OPERATOR <= code < 256 for code in codes):
+        raise ValueError("operator codes must be unique and between 16 and 255")
+    return MappingProxyType({row.name: row for row in rows})
+
+
+#: All operators by name, in the order of their codes.
+OPERATORS: Final = _table(_ROWS)
+#: All operators by wire code.
+BY_CODE: Final[Mapping[int, Operator]] = MappingProxyType({op.code: op for op in _ROWS})
+
+
+def _arities() -> NDArray[np.int8]:
+    arities = np.full(256, -1, dtype=np.int8)
+    arities[[VARIABLE, PARAMETER, CONSTANT]] = 0
+    for row in _ROWS:
+        arities[row.code] = row.arity
+    arities.setflags(write=False)
+    return arities
+
+
+#: Arity for each token code, shape [256], int8; leaves have 0, invalid codes have -1.
+ARITIES: Final = _arities()

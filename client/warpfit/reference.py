@@ -1,0 +1,89 @@
+"""Plain NumPy float64 evaluation: the truth that every engine is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, VARIABLE, Operator
+from warpfit.request import Loss
+
+Floats = NDArray[np.float64]
+
+
+def evaluate_program(program: Program, variables: ArrayLike, parameters: ArrayLike = ()) -> Floats:
+    """Evaluate one program.
+
+    Args:
+        program: the expression.
+        variables: [variables, rows].
+        parameters: [parameters].
+
+    Returns:
+        float64 [rows].
+
+    """
+    columns = np.asarray(variables, dtype=np.float64)
+    vector = np.asarray(parameters, dtype=np.float64)
+
+    def leaf(code: int, value: float) -> Floats:
+        if code == VARIABLE:
+            return np.asarray(columns[int(value)])
+        return np.asarray(value if code == CONSTANT else vector[int(value)], dtype=np.float64)
+
+    def operator(op: Operator, operands: list[Floats]) -> Floats:
+        return np.asarray(op.numpy(*operands), dtype=np.float64)
+
+    with np.errstate(all="ignore"):
+        result = program.fold(leaf, operator)
+    return np.broadcast_to(result, columns.shape[1:]).copy()
+
+
+def evaluate(
+    programs: Sequence[Program],
+    variables: ArrayLike,
+    parameters: Sequence[ArrayLike] | None = None,
+) -> Floats:
+    """Evaluate programs with one parameter vector each; float64 [programs, rows]."""
+    vectors = [()] * len(programs) if parameters is None else parameters
+    return np.stack(
+        [evaluate_program(p, variables, v) for p, v in zip(programs, vectors, strict=True)]
+    )
+
+
+def loss(
+    kind: Loss, values: ArrayLike, target: ArrayLike, weights: ArrayLike | None = None
+) -> Floats:
+    """Loss over the last axis of ``values``, as `warpfit.Loss` defines it.
+
+    Args:
+        kind: which loss.
+        values: predictions [..., rows].
+        target: [rows].
+        weights: [rows], or None for 1 everywhere.
+
+    Returns:
+        float64 [...].
+
+    """
+    f = np.asarray(values, dtype=np.float64)
+    y = np.asarray(target, dtype=np.float64)
+    w = np.ones_like(y) if weights is None else np.asarray(weights, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        if kind is Loss.MAE:
+            return np.asarray(np.sum(w * np.abs(f - y), axis=-1) / np.sum(w))
+        sse = np.sum(w * np.square(f - y), axis=-1)
+        mean = np.sum(w * y) / np.sum(w)
+        total = np.sum(w * np.square(y - mean))
+        return np.asarray(
+            {
+                Loss.SSE: sse,
+                Loss.MSE: sse / np.sum(w),
+                Loss.RMSE: np.sqrt(sse / np.sum(w)),
+                Loss.R2: 1.0 - sse / total,
+                Loss.NMSE: sse / total,
+            }[kind]
+        )

@@ -1,0 +1,92 @@
+"""What an evaluation asks for, and what comes back: the types between the stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Batch
+
+
+class Precision(StrEnum):
+    """How float32 is computed; float64 data is always precise."""
+
+    PRECISE = "precise"
+    """Within 2 ulp of the correctly rounded result for each operator (CUDA: its documented ulp)."""
+    FAST = "fast"
+    """Approximate division, exponentials, logarithms and powers; subnormals may flush to zero."""
+
+
+class Loss(StrEnum):
+    """Loss of predictions f against the target y with weights w (1 without weights).
+
+    Computed in float64 whatever the data's type. NaN in any used row makes the loss NaN, also
+    where the weight is 0.
+    """
+
+    SSE = "sse"
+    """Sum of w (f - y)^2."""
+    MSE = "mse"
+    """SSE divided by the sum of w."""
+    RMSE = "rmse"
+    """Square root of MSE."""
+    MAE = "mae"
+    """Sum of w |f - y| divided by the sum of w."""
+    R2 = "r2"
+    """1 - SSE / sum of w (y - m)^2, where m is the weighted mean of y; a score: 1 is best."""
+    NMSE = "nmse"
+    """SSE / sum of w (y - m)^2, that is 1 - R2."""
+
+
+class Tier(StrEnum):
+    """Which evaluator of a CUDA engine to use; a CPU engine has only an interpreter."""
+
+    AUTO = "auto"
+    INTERPRETER = "interpreter"
+    COMPILED = "compiled"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """One call of Evaluate: programs, data set and what is wanted back."""
+
+    dataset_id: bytes
+    """SHA-256 content id of the data set, 32 bytes."""
+    batch: Batch
+    rows: tuple[int, int] | None = None
+    """Half-open row range; None for all rows."""
+    precision: Precision = Precision.PRECISE
+    loss: Loss | None = None
+    """Loss to compute for each program and parameter vector; None for none."""
+    values: bool = True
+    """Whether the values of all rows are wanted."""
+    tier: Tier = Tier.AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of one evaluation went, in nanoseconds."""
+
+    decode: int = 0
+    queue: int = 0
+    copy_in: int = 0
+    compute: int = 0
+    copy_out: int = 0
+    tier: Tier = Tier.INTERPRETER
+    cache_hits: int = 0
+    """Expressions served by an already compiled kernel."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """Answer of an evaluation, in the memory order of the wire."""
+
+    values: NDArray[Any] | None = None
+    """[programs, K, rows], C order, the data set's dtype; None if not asked for."""
+    losses: NDArray[np.float64] | None = None
+    """[programs, K], C order; None if not asked for."""
+    timings: Timings = field(default_factory=Timings)

@@ -1,0 +1,282 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_FLOAT64: _ClassVar[DType]
+
+class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRECISION_PRECISE: _ClassVar[Precision]
+    PRECISION_FAST: _ClassVar[Precision]
+
+class Loss(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOSS_NONE: _ClassVar[Loss]
+    LOSS_SSE: _ClassVar[Loss]
+    LOSS_MSE: _ClassVar[Loss]
+    LOSS_RMSE: _ClassVar[Loss]
+    LOSS_MAE: _ClassVar[Loss]
+    LOSS_R2: _ClassVar[Loss]
+    LOSS_NMSE: _ClassVar[Loss]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_AUTO: _ClassVar[Tier]
+    TIER_INTERPRETER: _ClassVar[Tier]
+    TIER_COMPILED: _ClassVar[Tier]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_FLOAT64: DType
+PRECISION_PRECISE: Precision
+PRECISION_FAST: Precision
+LOSS_NONE: Loss
+LOSS_SSE: Loss
+LOSS_MSE: Loss
+LOSS_RMSE: Loss
+LOSS_MAE: Loss
+LOSS_R2: Loss
+LOSS_NMSE: Loss
+TIER_AUTO: Tier
+TIER_INTERPRETER: Tier
+TIER_COMPILED: Tier
+
+class DatasetLayout(_message.Message):
+    __slots__ = ("dtype", "variables", "rows", "has_target", "has_weights", "names")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TARGET_FIELD_NUMBER: _ClassVar[int]
+    HAS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    dtype: DType
+    variables: int
+    rows: int
+    has_target: bool
+    has_weights: bool
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., variables: _Optional[int] = ..., rows: _Optional[int] = ..., has_target: bool = ..., has_weights: bool = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UploadVariablesRequest(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: UploadHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class UploadHeader(_message.Message):
+    __slots__ = ("layout", "content_id")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    layout: DatasetLayout
+    content_id: bytes
+    def __init__(self, layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., content_id: _Optional[bytes] = ...) -> None: ...
+
+class DatasetInfo(_message.Message):
+    __slots__ = ("content_id", "layout")
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    content_id: bytes
+    layout: DatasetLayout
+    def __init__(self, content_id: _Optional[bytes] = ..., layout: _Optional[_Union[DatasetLayout, _Mapping]] = ...) -> None: ...
+
+class GetVariablesRequest(_message.Message):
+    __slots__ = ("content_id",)
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    content_id: bytes
+    def __init__(self, content_id: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseVariablesRequest(_message.Message):
+    __slots__ = ("content_id",)
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    content_id: bytes
+    def __init__(self, content_id: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseVariablesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier")
+    CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    content_id: bytes
+    rows: RowRange
+    programs: Programs
+    precision: Precision
+    values: bool
+    loss: Loss
+    tier: Tier
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+
+class RowRange(_message.Message):
+    __slots__ = ("start", "stop")
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    stop: int
+    def __init__(self, start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class Programs(_message.Message):
+    __slots__ = ("codes", "values", "lengths", "parameter_counts", "parameters", "vectors")
+    CODES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    codes: bytes
+    values: bytes
+    lengths: bytes
+    parameter_counts: bytes
+    parameters: bytes
+    vectors: int
+    def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., parameter_counts: _Optional[bytes] = ..., parameters: _Optional[bytes] = ..., vectors: _Optional[int] = ...) -> None: ...
+
+class EvaluateResponse(_message.Message):
+    __slots__ = ("header", "losses", "values", "offset", "timings")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    header: ResultHeader
+    losses: bytes
+    values: bytes
+    offset: int
+    timings: Timings
+    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class ResultHeader(_message.Message):
+    __slots__ = ("dtype", "programs", "vectors", "rows")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    dtype: DType
+    programs: int
+    vectors: int
+    rows: int
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., programs: _Optional[int] = ..., vectors: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("decode", "queue", "copy_in", "compute", "copy_out", "tier", "cache_hits")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    COPY_IN_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    COPY_OUT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    decode: int
+    queue: int
+    copy_in: int
+    compute: int
+    copy_out: int
+    tier: Tier
+    cache_hits: int
+    def __init__(self, decode: _Optional[int] = ..., queue: _Optional[int] = ..., copy_in: _Optional[int] = ..., compute: _Optional[int] = ..., copy_out: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., cache_hits: _Optional[int] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ServerInfo(_message.Message):
+    __slots__ = ("version", "engine", "devices", "limits", "operators")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    OPERATORS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    engine: str
+    devices: _containers.RepeatedCompositeFieldContainer[Device]
+    limits: Limits
+    operators: _containers.RepeatedCompositeFieldContainer[OperatorInfo]
+    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ...) -> None: ...
+
+class Device(_message.Message):
+    __slots__ = ("name", "threads", "memory", "compute_capability", "driver", "tiers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    threads: int
+    memory: int
+    compute_capability: str
+    driver: str
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    def __init__(self, name: _Optional[str] = ..., threads: _Optional[int] = ..., memory: _Optional[int] = ..., compute_capability: _Optional[str] = ..., driver: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests")
+    MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATASET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    message_bytes: int
+    dataset_bytes: int
+    resident_bytes: int
+    programs: int
+    tokens: int
+    program_tokens: int
+    vectors: int
+    result_bytes: int
+    requests: int
+    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
+
+class OperatorInfo(_message.Message):
+    __slots__ = ("code", "name", "arity", "symbol", "notes")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARITY_FIELD_NUMBER: _ClassVar[int]
+    SYMBOL_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    name: str
+    arity: int
+    symbol: str
+    notes: str
+    def __init__(self, code: _Optional[int] = ..., name: _Optional[str] = ..., arity: _Optional[int] = ..., symbol: _Optional[str] = ..., notes: _Optional[str] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("reason", "message", "remedy", "field", "expression", "token", "needed", "available")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    EXPRESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    remedy: str
+    field: str
+    expression: int
+    token: int
+    needed: int
+    available: int
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., remedy: _Optional[str] = ..., field: _Optional[str] = ..., expression: _Optional[int] = ..., token: _Optional[int] = ..., needed: _Optional[int] = ..., available: _Optional[int] = ...) -> None: ...
