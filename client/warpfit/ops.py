@@ -46,9 +46,11 @@ FIRST_OPERATOR: Final = 16
 
 #: Functions that a ``kernel`` or ``derivative`` may call, beside ``select``.
 KERNEL_FUNCTIONS: Final = frozenset(
-    ("abs", "sqrt", "cbrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot")
-    + ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf")
-    + ("floor", "ceil")
+    {
+        *("abs", "sqrt", "cbrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "hypot"),
+        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf"),
+        *("floor", "ceil"),
+    }
 )
 
 

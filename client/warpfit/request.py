@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.dataset import Layout
+from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 
 
@@ -65,6 +67,47 @@ class Evaluation:
     values: bool = True
     """Whether the values of all rows are wanted."""
     tier: Tier = Tier.AUTO
+
+    def check(self, layout: Layout) -> None:
+        """Check the whole evaluation against the data set that it names.
+
+        Raises:
+            InvalidArgumentError: for a bad row range, a missing target, or nothing wanted.
+            ProgramError: for the first bad token.
+
+        """
+        start, stop = self.row_range(layout)
+        if not 0 <= start < stop <= layout.rows:
+            raise InvalidArgumentError(
+                f"row range {start}:{stop} does not fit the data set's {layout.rows} rows",
+                "ROWS_OUT_OF_RANGE",
+                "Give 0 <= start < stop <= rows",
+                "rows",
+            )
+        if self.loss is not None and not layout.has_target:
+            raise InvalidArgumentError(
+                f"loss {self.loss.value} needs a target, and the data set has none",
+                "TARGET_MISSING",
+                "Upload the data set with y, or ask for values only",
+                "loss",
+            )
+        if self.loss is None and not self.values:
+            raise InvalidArgumentError(
+                "neither values nor a loss is asked for",
+                "NOTHING_WANTED",
+                "Set values or loss",
+                "values",
+            )
+        self.batch.check(layout.variables)
+
+    def row_range(self, layout: Layout) -> tuple[int, int]:
+        """Half-open range of the rows to evaluate."""
+        return (0, layout.rows) if self.rows is None else self.rows
+
+    def shape(self, layout: Layout) -> tuple[int, int, int]:
+        """Shape of the value matrix in wire order: programs, K, rows."""
+        start, stop = self.row_range(layout)
+        return len(self.batch), self.batch.vectors, stop - start
 
 
 @dataclass(frozen=True, slots=True)
