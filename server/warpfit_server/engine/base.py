@@ -10,19 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.request import Evaluation, Tier, Timings
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What an engine computes on."""
-
-    name: str
-    threads: int = 0
-    memory: int = 0
-    compute_capability: str = ""
-    driver: str = ""
-    tiers: tuple[Tier, ...] = (Tier.INTERPRETER,)
+from warpfit.info import Device
+from warpfit.request import Evaluation, Timings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,3 +69,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop threads and free memory."""
+
+
+__all__ = ["Device", "Engine", "Outputs"]

@@ -1,0 +1,71 @@
+"""What a server says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpfit.request import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What an engine computes on."""
+
+    name: str
+    threads: int = 0
+    """Threads of a CPU engine; 0 for a GPU."""
+    memory: int = 0
+    """Bytes."""
+    compute_capability: str = ""
+    """CUDA, such as ``"9.0"``."""
+    driver: str = ""
+    """CUDA driver version."""
+    tiers: tuple[Tier, ...] = (Tier.INTERPRETER,)
+    """Evaluators that the engine offers on this device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds that a server enforces; over one it answers RESOURCE_EXHAUSTED."""
+
+    message_bytes: int = 128 << 20
+    """One protobuf message, either way."""
+    dataset_bytes: int = 8 << 30
+    """One data set."""
+    resident_bytes: int = 16 << 30
+    """All data sets together."""
+    programs: int = 100_000
+    """Programs in a batch."""
+    tokens: int = 5_000_000
+    """Tokens in a batch."""
+    program_tokens: int = 100_000
+    """Tokens in a program."""
+    vectors: int = 10_000
+    """Parameter vectors for each program."""
+    result_bytes: int = 4 << 30
+    """One answer."""
+    requests: int = 64
+    """Evaluations and uploads in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorInfo:
+    """An operator as the server offers it."""
+
+    code: int
+    name: str
+    arity: int
+    symbol: str
+    notes: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Answer of ``GetServerInfo``."""
+
+    version: str
+    engine: str
+    """``"cpu"`` or ``"cuda"``."""
+    devices: tuple[Device, ...]
+    limits: Limits
+    operators: tuple[OperatorInfo, ...]
