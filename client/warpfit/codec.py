@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit import errors, info
-from warpfit.dataset import DTYPE_CODES, DTYPES, Dataset, Layout
+from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.info import ServerInfo
 from warpfit.ir import Batch
@@ -24,6 +24,7 @@ K = TypeVar("K")
 ERROR_METADATA_KEY: Final = "warpfit-error-bin"
 CONTENT_ID_BYTES: Final = 32
 
+_DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
 _PRECISIONS: Final = {Precision.PRECISE: pb.PRECISION_PRECISE, Precision.FAST: pb.PRECISION_FAST}
 _TIERS: Final = {
     Tier.AUTO: pb.TIER_AUTO,
@@ -47,7 +48,7 @@ _LOSSES: Final = {
 def layout_to_message(layout: Layout) -> pb.DatasetLayout:
     """Encode a data set's shape."""
     return pb.DatasetLayout(
-        dtype=DTYPE_CODES[layout.dtype],
+        dtype=_DTYPES[layout.dtype],
         variables=layout.variables,
         rows=layout.rows,
         has_target=layout.has_target,
@@ -224,7 +225,7 @@ def result_header(
     programs, vectors, rows = shape
     return pb.EvaluateResponse(
         header=pb.ResultHeader(
-            dtype=DTYPE_CODES[layout.dtype], programs=programs, vectors=vectors, rows=rows
+            dtype=_DTYPES[layout.dtype], programs=programs, vectors=vectors, rows=rows
         ),
         losses=b"" if losses is None else _pack(losses, "<f8"),
     )
