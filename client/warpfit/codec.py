@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError, Message
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit import errors, info
@@ -24,6 +25,9 @@ K = TypeVar("K")
 ERROR_METADATA_KEY: Final = "warpfit-error-bin"
 CONTENT_ID_BYTES: Final = 32
 
+#: Field 3 (``values``) of EvaluateResponse, wire type 2.
+_VALUES_TAG: Final = bytes([3 << 3 | 2])
+
 _DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
 _PRECISIONS: Final = {Precision.PRECISE: pb.PRECISION_PRECISE, Precision.FAST: pb.PRECISION_FAST}
 _TIERS: Final = {
@@ -40,6 +44,26 @@ _LOSSES: Final = {
     Loss.R2: pb.LOSS_R2,
     Loss.NMSE: pb.LOSS_NMSE,
 }
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parse_message(cls: type[M], data: bytes) -> M:
+    """Parse a request.
+
+    Raises:
+        InvalidArgumentError: if the bytes are not a message of this type.
+
+    """
+    try:
+        return cls.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(
+            f"the request is not a {cls.DESCRIPTOR.full_name}",
+            "MALFORMED_MESSAGE",
+            "Encode it from warpfit/v1/evaluator.proto",
+        ) from error
 
 
 # ------------------------------------------------------------------------------------ data sets
@@ -218,17 +242,43 @@ def _enum(table: Mapping[K, int], value: int, field: str) -> K:
 # -------------------------------------------------------------------------------- the way back
 
 
-def result_header(
-    layout: Layout, shape: tuple[int, int, int], losses: NDArray[np.float64] | None
-) -> pb.EvaluateResponse:
-    """Start an answer: the header and, where asked for, the losses [programs, K]."""
+def result_header(layout: Layout, shape: tuple[int, int, int]) -> pb.ResultHeader:
+    """Encode the shape of an answer: programs, K, rows."""
     programs, vectors, rows = shape
-    return pb.EvaluateResponse(
-        header=pb.ResultHeader(
-            dtype=_DTYPES[layout.dtype], programs=programs, vectors=vectors, rows=rows
-        ),
-        losses=b"" if losses is None else _pack(losses, "<f8"),
+    return pb.ResultHeader(
+        dtype=_DTYPES[layout.dtype], programs=programs, vectors=vectors, rows=rows
     )
+
+
+def value_pieces(
+    header: pb.ResultHeader, values: memoryview, start: int, chunk_bytes: int
+) -> Iterator[bytes]:
+    """Serialize a contiguous part of the value matrix, which begins at byte ``start``.
+
+    Yields serialized EvaluateResponse messages of at most ``chunk_bytes`` of values each; the one
+    at byte 0 carries the header. Framed by hand: protobuf would copy each piece twice more.
+    """
+    for begin in range(0, len(values), chunk_bytes):
+        piece = values[begin : begin + chunk_bytes]
+        offset = start + begin
+        rest = pb.EvaluateResponse(offset=offset, header=None if offset else header)
+        yield b"".join((rest.SerializeToString(), _VALUES_TAG, _varint(len(piece)), piece))
+
+
+def result_end(losses: NDArray[np.float64] | None, timings: Timings) -> bytes:
+    """Serialize the last message of an answer: losses [programs, K] and timings."""
+    return pb.EvaluateResponse(
+        losses=b"" if losses is None else _pack(losses, "<f8"), timings=timings_to_message(timings)
+    ).SerializeToString()
+
+
+def _varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)
 
 
 def timings_to_message(timings: Timings) -> pb.Timings:
@@ -279,7 +329,7 @@ class ResultAssembler:
         if message.values:
             self._fill(message)
         if message.HasField("timings"):
-            self._timings = timings_from_message(message.timings)
+            self._finish(message)
 
     def result(self) -> Result:
         """Finish.
@@ -301,9 +351,15 @@ class ResultAssembler:
         if self._evaluation.values:
             shape = (header.programs, header.vectors, header.rows)
             self._values = np.empty(shape, dtype=DTYPES[header.dtype])
+
+    def _finish(self, message: pb.EvaluateResponse) -> None:
         if self._evaluation.loss is not None:
             losses = np.frombuffer(message.losses, dtype="<f8")
-            self._losses = losses.reshape(header.programs, header.vectors)
+            batch = self._evaluation.batch
+            if losses.size != len(batch) * batch.vectors:
+                raise _broken_answer("lacks losses")
+            self._losses = losses.reshape(len(batch), batch.vectors)
+        self._timings = timings_from_message(message.timings)
 
     def _fill(self, message: pb.EvaluateResponse) -> None:
         piece = message.values

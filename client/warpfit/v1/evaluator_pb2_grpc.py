@@ -94,8 +94,8 @@ class EvaluatorServicer(object):
 
     def Evaluate(self, request, context):
         """Evaluate programs over a data set. The answer is a stream of one or more messages: the first
-        carries `header` and, if asked for, `losses`; each may carry a piece of `values`; the last
-        carries `timings`. A small answer is one message that carries all of them.
+        carries `header`; each may carry a piece of `values`; the last carries `timings` and, if asked
+        for, `losses`. A small answer is one message that carries all of them.
 
         INVALID_ARGUMENT: BAD_DATASET_ID, EMPTY_BATCH, EMPTY_PROGRAM, LENGTH_MISMATCH,
         UNKNOWN_OPERATOR, BAD_INDEX, VARIABLE_OUT_OF_RANGE, PARAMETER_OUT_OF_RANGE,
