@@ -75,8 +75,24 @@ class ProgramError(InvalidArgumentError):
     """A program of the batch is malformed; ``expression`` and ``token`` say where."""
 
 
+@dataclass(eq=False)
 class ParseError(InvalidArgumentError):
-    """The text of an expression cannot be parsed; the message shows the place with a caret."""
+    """The text of an expression cannot be parsed; ``str`` shows the place with a caret."""
+
+    text: str = ""
+    """The whole text."""
+    position: int | None = None
+    """Index of the character where it went wrong, from 0."""
+
+    def __str__(self) -> str:
+        """Message, place and remedy, then the text around the place and a caret below it."""
+        summary = super().__str__()
+        if self.position is None:
+            return summary
+        start = max(0, self.position - 50)
+        excerpt = self.text[start : self.position + 30]
+        line = "".join(character if character.isprintable() else " " for character in excerpt)
+        return f"{summary}\n    {line}\n    {' ' * (self.position - start)}^"
 
 
 class DatasetNotFoundError(WarpfitError):

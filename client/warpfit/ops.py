@@ -71,7 +71,10 @@ class Operator:
     derivative: tuple[str, ...]
     """Partial derivative for each operand, in the kernel language with ``r`` as the result."""
     latex: str
-    """LaTeX with ``{a}``, ``{b}``, ``{c}`` as placeholders."""
+    """LaTeX with ``{a}``, ``{b}``, ``{c}`` as placeholders. ``{a:51}`` stands in parentheses
+    unless its own LaTeX binds at least as strongly as 51; a plain ``{a}`` never does."""
+    latex_precedence: int | None = None
+    """Binding strength of the LaTeX form, where it is not ``precedence``."""
     symbol: str | None = None
     """Infix or prefix form; None prints as a function call."""
     precedence: int = 100
@@ -127,20 +130,20 @@ _ROWS: Final = (
     # Arithmetic
     Operator(
         code=16, name="add", arity=2, symbol="+", precedence=50, numpy=np.add,
-        kernel="a + b", derivative=("1", "1"), latex="{a} + {b}", sympy="a + b",
+        kernel="a + b", derivative=("1", "1"), latex="{a:50} + {b:51}", sympy="a + b",
     ),
     Operator(
         code=17, name="sub", arity=2, symbol="-", precedence=50, numpy=np.subtract,
-        kernel="a - b", derivative=("1", "-1"), latex="{a} - {b}", sympy="a - b",
+        kernel="a - b", derivative=("1", "-1"), latex="{a:50} - {b:51}", sympy="a - b",
     ),
     Operator(
         code=18, name="mul", arity=2, symbol="*", precedence=60, numpy=np.multiply,
-        kernel="a * b", derivative=("b", "a"), latex="{a} \\cdot {b}", sympy="a * b",
+        kernel="a * b", derivative=("b", "a"), latex="{a:60} \\cdot {b:61}", sympy="a * b",
     ),
     Operator(
         code=19, name="div", arity=2, symbol="/", precedence=60, numpy=np.divide,
         kernel="a / b", derivative=("1 / b", "-r / b"), latex="\\frac{{{a}}}{{{b}}}",
-        cuda_fast="__fdividef(a, b)", sympy="a / b", notes="x/0 is ±inf, 0/0 is NaN",
+        latex_precedence=90, cuda_fast="__fdividef(a, b)", sympy="a / b", notes="x/0 is ±inf, 0/0 is NaN",
     ),
     Operator(
         code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=np.power,
@@ -149,12 +152,12 @@ _ROWS: Final = (
             "select(b == 0, 0, b * pow(a, b - 1))",
             "select(a == 0, 0, r * log(a))",
         ),
-        latex="{{{a}}}^{{{b}}}", cuda_fast="fast_pow(a, b)", sympy="a ** b",
+        latex="{{{a:91}}}^{{{b}}}", cuda_fast="fast_pow(a, b)", sympy="a ** b",
         notes="NaN for a < 0 unless b is an integer; right-associative; `**` is the same",
     ),
     Operator(
         code=21, name="neg", arity=1, symbol="-", precedence=70, numpy=np.negative,
-        kernel="-a", derivative=("-1",), latex="-{a}", sympy="-a",
+        kernel="-a", derivative=("-1",), latex="-{a:60}", latex_precedence=50, sympy="-a",
     ),
     Operator(
         code=22, name="abs", arity=1, numpy=np.abs, kernel="abs(a)",
@@ -169,7 +172,7 @@ _ROWS: Final = (
     ),
     Operator(
         code=24, name="exp", arity=1, numpy=np.exp, kernel="exp(a)", derivative=("r",),
-        latex="e^{{{a}}}", cuda_fast="__expf(a)", sympy="exp(a)",
+        latex="e^{{{a}}}", latex_precedence=80, cuda_fast="__expf(a)", sympy="exp(a)",
     ),
     Operator(
         code=25, name="sqrt", arity=1, numpy=np.sqrt, kernel="sqrt(a)",
@@ -178,16 +181,16 @@ _ROWS: Final = (
     ),
     Operator(
         code=26, name="inv", arity=1, numpy=np.reciprocal, kernel="1 / a",
-        derivative=("-r * r",), latex="\\frac{{1}}{{{a}}}", cuda_fast="__fdividef(1.0f, a)",
-        sympy="1 / a", notes="±inf at ±0",
+        derivative=("-r * r",), latex="\\frac{{1}}{{{a}}}", latex_precedence=90,
+        cuda_fast="__fdividef(1.0f, a)", sympy="1 / a", notes="±inf at ±0",
     ),
     Operator(
         code=27, name="square", arity=1, numpy=np.square, kernel="a * a",
-        derivative=("2 * a",), latex="{{{a}}}^2", sympy="a ** 2",
+        derivative=("2 * a",), latex="{{{a:91}}}^2", latex_precedence=80, sympy="a ** 2",
     ),
     Operator(
         code=28, name="cube", arity=1, numpy=lambda a: a * a * a, kernel="a * a * a",
-        derivative=("3 * a * a",), latex="{{{a}}}^3", sympy="a ** 3",
+        derivative=("3 * a * a",), latex="{{{a:91}}}^3", latex_precedence=80, sympy="a ** 3",
     ),
     Operator(
         code=29, name="cbrt", arity=1, numpy=np.cbrt, kernel="cbrt(a)",
@@ -258,12 +261,12 @@ _ROWS: Final = (
     ),
     Operator(
         code=42, name="log1p", arity=1, numpy=np.log1p, kernel="log1p(a)",
-        derivative=("1 / (1 + a)",), latex="\\ln\\left(1 + {a}\\right)", sympy="log(1 + a)",
+        derivative=("1 / (1 + a)",), latex="\\ln\\left(1 + {a:51}\\right)", sympy="log(1 + a)",
         notes="NaN for a < -1",
     ),
     Operator(
         code=43, name="expm1", arity=1, numpy=np.expm1, kernel="expm1(a)",
-        derivative=("r + 1",), latex="e^{{{a}}} - 1", sympy="exp(a) - 1",
+        derivative=("r + 1",), latex="e^{{{a}}} - 1", latex_precedence=50, sympy="exp(a) - 1",
     ),
     Operator(
         code=44, name="log2", arity=1, numpy=np.log2, kernel="log2(a)",
@@ -293,62 +296,69 @@ _ROWS: Final = (
     Operator(
         code=49, name="lt", arity=2, symbol="<", precedence=40,
         numpy=lambda a, b: _truth(a < b), kernel="select(a < b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a} < {b}\\right]", sympy="Piecewise((1, a < b), (0, True))",
+        latex="\\left[{a:41} < {b:41}\\right]", latex_precedence=100,
+        sympy="Piecewise((1, a < b), (0, True))",
     ),
     Operator(
         code=50, name="le", arity=2, symbol="<=", precedence=40,
         numpy=lambda a, b: _truth(a <= b), kernel="select(a <= b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a} \\le {b}\\right]", sympy="Piecewise((1, a <= b), (0, True))",
+        latex="\\left[{a:41} \\le {b:41}\\right]", latex_precedence=100,
+        sympy="Piecewise((1, a <= b), (0, True))",
     ),
     Operator(
         code=51, name="gt", arity=2, symbol=">", precedence=40,
         numpy=lambda a, b: _truth(a > b), kernel="select(a > b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a} > {b}\\right]", sympy="Piecewise((1, a > b), (0, True))",
+        latex="\\left[{a:41} > {b:41}\\right]", latex_precedence=100,
+        sympy="Piecewise((1, a > b), (0, True))",
     ),
     Operator(
         code=52, name="ge", arity=2, symbol=">=", precedence=40,
         numpy=lambda a, b: _truth(a >= b), kernel="select(a >= b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a} \\ge {b}\\right]", sympy="Piecewise((1, a >= b), (0, True))",
+        latex="\\left[{a:41} \\ge {b:41}\\right]", latex_precedence=100,
+        sympy="Piecewise((1, a >= b), (0, True))",
     ),
     Operator(
         code=53, name="eq", arity=2, symbol="==", precedence=40,
         numpy=lambda a, b: _truth(a == b), kernel="select(a == b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a} = {b}\\right]", sympy="Piecewise((1, Eq(a, b)), (0, True))",
+        latex="\\left[{a:41} = {b:41}\\right]", latex_precedence=100,
+        sympy="Piecewise((1, Eq(a, b)), (0, True))",
     ),
     Operator(
         code=54, name="ne", arity=2, symbol="!=", precedence=40,
         numpy=lambda a, b: _truth(a != b), kernel="select(a != b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a} \\ne {b}\\right]", sympy="Piecewise((1, Ne(a, b)), (0, True))",
+        latex="\\left[{a:41} \\ne {b:41}\\right]", latex_precedence=100,
+        sympy="Piecewise((1, Ne(a, b)), (0, True))",
         notes="1 if either is NaN",
     ),
     Operator(
         code=55, name="and", arity=2, symbol="and", precedence=20,
         numpy=lambda a, b: _truth(np.logical_and(a, b)),
         kernel="select(a != 0, select(b != 0, 1, 0), 0)", derivative=("0", "0"),
-        latex="{a} \\wedge {b}", sympy="Piecewise((1, And(Ne(a, 0), Ne(b, 0))), (0, True))",
+        latex="{a:20} \\wedge {b:21}", sympy="Piecewise((1, And(Ne(a, 0), Ne(b, 0))), (0, True))",
     ),
     Operator(
         code=56, name="or", arity=2, symbol="or", precedence=10,
         numpy=lambda a, b: _truth(np.logical_or(a, b)),
         kernel="select(a != 0, 1, select(b != 0, 1, 0))", derivative=("0", "0"),
-        latex="{a} \\vee {b}", sympy="Piecewise((1, Or(Ne(a, 0), Ne(b, 0))), (0, True))",
+        latex="{a:10} \\vee {b:11}", sympy="Piecewise((1, Or(Ne(a, 0), Ne(b, 0))), (0, True))",
     ),
     Operator(
         code=57, name="not", arity=1, symbol="not", precedence=30,
         numpy=lambda a: _truth(np.logical_not(a)), kernel="select(a != 0, 0, 1)",
-        derivative=("0",), latex="\\neg {a}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
+        derivative=("0",), latex="\\neg {a:61}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
     ),
     Operator(
         code=58, name="where", arity=3, numpy=_where,
         kernel="select(a != 0, b, c)",
         derivative=("0", "select(a != 0, 1, 0)", "select(a != 0, 0, 1)"),
-        latex="\\begin{{cases}} {b} & {a} \\ne 0 \\\\ {c} & \\text{{otherwise}} \\end{{cases}}",
+        latex="\\begin{{cases}} {b} & {a:41} \\ne 0 \\\\ {c} & \\text{{otherwise}} \\end{{cases}}",
+        latex_precedence=40,
         sympy="Piecewise((b, Ne(a, 0)), (c, True))", notes="b where a is not 0, else c",
     ),
     Operator(
         code=59, name="fma", arity=3, numpy=lambda a, b, c: a * b + c, kernel="a * b + c",
-        derivative=("b", "a", "1"), latex="{a} \\cdot {b} + {c}", sympy="a * b + c",
-        cuda_fast="__fmaf_rn(a, b, c)",
+        derivative=("b", "a", "1"), latex="{a:60} \\cdot {b:61} + {c:51}", latex_precedence=50,
+        sympy="a * b + c", cuda_fast="__fmaf_rn(a, b, c)",
         notes="product and sum are rounded each, as in NumPy; fast mode may round once",
     ),
     # Protected forms of genetic-programming libraries
@@ -356,7 +366,7 @@ _ROWS: Final = (
         code=60, name="aq", arity=2, numpy=lambda a, b: a / np.hypot(1.0, b),
         kernel="a / hypot(1, b)", cuda_fast="a * rsqrtf(1.0f + b * b)",
         derivative=("1 / hypot(1, b)", "-r * b / (1 + b * b)"),
-        latex="\\frac{{{a}}}{{\\sqrt{{1 + {{\\left({b}\\right)}}^2}}}}",
+        latex="\\frac{{{a}}}{{\\sqrt{{1 + {{{b:91}}}^2}}}}", latex_precedence=90,
         sympy="a / sqrt(1 + b ** 2)", notes="analytic quotient a / sqrt(1 + b^2) (Ni et al. 2013)",
     ),
     Operator(
@@ -377,7 +387,7 @@ _ROWS: Final = (
             "select(b == 0, 0, select(a > 0, b, select(a < 0, -b, 0)) * pow(abs(a), b - 1))",
             "select(a == 0, 0, r * log(abs(a)))",
         ),
-        latex="{{\\left|{a}\\right|}}^{{{b}}}", sympy="Abs(a) ** b",
+        latex="{{\\left|{a}\\right|}}^{{{b}}}", latex_precedence=80, sympy="Abs(a) ** b",
     ),
     # Statistics and learning
     Operator(

@@ -1,0 +1,63 @@
+"""The text language's symbols, words and names: what the parser reads and the printer writes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from warpfit.ops import OPERATORS, Operator
+
+#: Operators by infix symbol; their strengths stand in the rows.
+INFIX: Final[Mapping[str, Operator]] = MappingProxyType(
+    {row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 2}
+    | {"**": OPERATORS["pow"]}
+)
+#: Operators by prefix symbol.
+PREFIX: Final[Mapping[str, Operator]] = MappingProxyType(
+    {row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 1}
+)
+#: Symbols that are words; as the name of a variable such a word needs backticks.
+WORDS: Final = frozenset(symbol for symbol in (*INFIX, *PREFIX) if symbol.isalpha())
+
+RIGHT_ASSOCIATIVE: Final = frozenset({"pow"})
+#: Operators that do not chain: equals need parentheses around them.
+COMPARISONS: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+#: Operators that can be called with any number of operands from two; a chain from the left.
+CHAINED: Final = frozenset({"add", "mul", "min", "max", "and", "or"})
+
+#: Named constants; a data set's variable of the same name wins.
+CONSTANTS: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        **dict.fromkeys(("inf", "Inf", "infinity", "oo"), math.inf),
+        **dict.fromkeys(("nan", "NaN"), math.nan),
+        **dict.fromkeys(("e", "E"), math.e),
+        "pi": math.pi,
+    }
+)
+
+#: Other names of operators, as languages and libraries of the field write them.
+ALIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **{"plus": "add", "Add": "add", "subtract": "sub", "minus": "sub"},
+        **{"multiply": "mul", "times": "mul", "Mul": "mul", "divide": "div", "truediv": "div"},
+        **{"power": "pow", "Pow": "pow", "negative": "neg", "reciprocal": "inv"},
+        **{"Abs": "abs", "fabs": "abs", "absolute": "abs", "sgn": "sign"},
+        **{"ln": "log", "sqr": "square", "ceiling": "ceil"},
+        **{"minimum": "min", "Min": "min", "maximum": "max", "Max": "max"},
+        **{"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arctan2": "atan2"},
+        **{"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
+        **{"equal": "eq", "not_equal": "ne"},
+        **{"logical_and": "and", "logical_or": "or", "logical_not": "not"},
+        **{"ifelse": "where", "ite": "where", "cond": "where", "select": "where"},
+        **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
+        **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},
+    }
+)
+
+#: Names of variables that need no backticks, unless they are among `WORDS`.
+IDENTIFIER: Final = re.compile(r"[^\W\d]\w*")
+#: A variable or parameter by its position, counted from 1.
+INDEXED: Final = re.compile(r"([xp])0*([1-9][0-9]{0,9})")
