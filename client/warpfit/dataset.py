@@ -149,6 +149,13 @@ class Dataset:
                 matrix[row] = _column(column, layout.rows, name)
         return cls(layout, matrix)
 
+    @classmethod
+    def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
+        """Wrap canonical arrays whose content id is known, without hashing them again."""
+        dataset = cls(layout, matrix)
+        dataset.__dict__["content_id"] = content_id
+        return dataset
+
     @property
     def variables(self) -> NDArray[Any]:
         """Variable matrix, [variables, rows]."""

@@ -1,0 +1,36 @@
+"""``warpfit serve``, also ``python -m warpfit_server``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from warpfit.errors import WarpfitError
+from warpfit_server.config import Config
+from warpfit_server.logs import configure_logging
+from warpfit_server.server import Server
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status."""
+    config = Config.from_arguments(arguments)
+    configure_logging(config.log_level, config.log_format)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        with Server(config) as server:
+            print(server.describe(), flush=True)
+            stop.wait()
+            logging.getLogger("warpfit").info("stopping")
+    except WarpfitError as error:
+        print(f"warpfit: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Messages between the front door and an engine process, over a socket pair of the two.
+
+Each message is a frozen dataclass, pickled (the two ends are one program), in one packet of a
+SOCK_SEQPACKET socket, so a message arrives whole or not at all. Bulk data never travels here: it
+lies in segments, whose file descriptors travel beside the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from warpfit.dataset import Layout
+from warpfit.errors import WarpfitError
+from warpfit.info import Device
+from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit_server.frame import Frame
+
+_PACKET_BYTES: Final = 128 << 10
+
+
+# ------------------------------------------------------------------------ front door -> engine
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make the data set in a segment usable; answered by Loaded."""
+
+    content_id: bytes
+    layout: Layout
+    segment: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Forget a data set."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Forget a segment."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate the batch in a segment; answered by Progress..., then Finished."""
+
+    request: int
+    segment: int
+    size: int
+    frame: Frame
+    dataset_id: bytes
+    rows: tuple[int, int]
+    precision: Precision
+    loss: Loss | None
+    tier: Tier
+    submitted: int
+    """``time.monotonic_ns()`` of the front door."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process."""
+
+
+# ------------------------------------------------------------------------ engine -> front door
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine can take work."""
+
+    engine: str
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Outcome of Load."""
+
+    content_id: bytes
+    error: WarpfitError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The values of the first programs of a request are final."""
+
+    request: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The engine is done with a request and its segment."""
+
+    request: int
+    timings: Timings = field(default_factory=Timings)
+    error: WarpfitError | None = None
+
+
+# --------------------------------------------------------------------------------- the channel
+
+Message = Load | Unload | Detach | Evaluate | Stop | Ready | Loaded | Progress | Finished
+
+
+class ChannelClosedError(Exception):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end of the socket pair; `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._lock = threading.Lock()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Return this process's end and the socket to give to the other process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), theirs
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message and file descriptors.
+
+        Raises:
+            ChannelClosedError: if the other end is gone.
+
+        """
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._lock:
+                socket.send_fds(self._socket, [data], list(descriptors))
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+
+    def receive(self) -> tuple[Message, list[int]]:
+        """Wait for the next message and its file descriptors.
+
+        Raises:
+            ChannelClosedError: if the other end is gone.
+
+        """
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(
+                self._socket, _PACKET_BYTES, 4, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+        if not data:
+            raise ChannelClosedError("end of stream")
+        if flags & socket.MSG_TRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ChannelClosedError("a message is longer than a packet")
+        message: Message = pickle.loads(data)
+        return message, descriptors
+
+    def close(self) -> None:
+        """Close this end, which wakes a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):  # the other end may have closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

@@ -1,0 +1,142 @@
+"""The server's configuration: one frozen dataclass, from flags and WARPFIT_* variables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from warpfit.info import Limits
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+_LIMITS: Final = Limits()
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: ``4096``, ``256MiB``, ``16GB``.
+
+    Raises:
+        ValueError: if it is none.
+
+    """
+    match = re.fullmatch(r"(\d+)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it like 4096, 256MiB or 16GB")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def parse_log_level(text: str) -> str:
+    """Read a log level by name."""
+    if text.lower() not in ("debug", "info", "warning", "error"):
+        raise ValueError(f"{text!r} is no log level; use debug, info, warning or error")
+    return text.lower()
+
+
+def _option(
+    default: Any,
+    text: str,
+    parse: Callable[[str], Any] = str,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    metadata = {"help": text, "parse": parse, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of the server.
+
+    Each field ``some_name`` is the flag ``--some-name`` and the variable ``WARPFIT_SOME_NAME``; a
+    flag wins over a variable.
+    """
+
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(50551, "port to listen on; 0 takes a free one", int)
+    engine: str = _option(
+        "auto", "auto takes CUDA when a device answers", choices=("auto", "cpu", "cuda")
+    )
+    device: int = _option(0, "CUDA device", int)
+    threads: int | None = _option(None, "threads of the CPU engine (default: all cores)", int)
+    cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
+    log_level: str = _option("info", "debug, info, warning or error", parse_log_level)
+    log_format: str = _option("text", "form of the log lines", choices=("text", "json"))
+    grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM", float)
+    chunk_bytes: int = _option(1 << 20, "values in one message of an answer", parse_bytes)
+    idle_bytes: int = _option(512 << 20, "result memory kept for reuse", parse_bytes)
+    max_message_bytes: int = _option(_LIMITS.message_bytes, "one message", parse_bytes)
+    max_dataset_bytes: int = _option(_LIMITS.dataset_bytes, "one data set", parse_bytes)
+    max_resident_bytes: int | None = _option(
+        None, "all data sets (default: half of the memory)", parse_bytes
+    )
+    max_programs: int = _option(_LIMITS.programs, "programs in a batch", int)
+    max_tokens: int = _option(_LIMITS.tokens, "tokens in a batch", int)
+    max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program", int)
+    max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
+    max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
+    max_requests: int = _option(_LIMITS.requests, "calls in flight", int)
+
+    @property
+    def cache_path(self) -> Path | None:
+        """Directory of compiled code, or None for the engine's default."""
+        return Path(self.cache_dir) if self.cache_dir else None
+
+    def limits(self) -> Limits:
+        """Collect the limits that clients are told."""
+        names = [f.name for f in fields(Limits) if f.name != "resident_bytes"]
+        resident = self.max_resident_bytes
+        return Limits(
+            resident_bytes=_half_of_memory() if resident is None else resident,
+            **{name: getattr(self, f"max_{name}") for name in names},
+        )
+
+    def to_json(self) -> str:
+        """Serialize for the engine process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    @classmethod
+    def from_arguments(
+        cls, arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ
+    ) -> Config:
+        """Read flags and variables; print help or an error and exit where they are wrong."""
+        parser = argparse.ArgumentParser(
+            prog="warpfit serve",
+            description="Serve expression evaluation over gRPC.",
+            epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
+            "written like 256MiB.",
+        )
+        for setting in fields(cls):
+            _add_flag(parser, setting, environment)
+        return cls(**vars(parser.parse_args(arguments)))
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser, setting: Any, environment: Mapping[str, str]
+) -> None:
+    metadata = setting.metadata
+    default = environment.get(f"WARPFIT_{setting.name.upper()}", setting.default)
+    if metadata["choices"] and default not in metadata["choices"]:
+        parser.error(f"WARPFIT_{setting.name.upper()} must be one of {metadata['choices']}")
+    parser.add_argument(
+        "--" + setting.name.replace("_", "-"),
+        default=default,
+        type=metadata["parse"],
+        choices=metadata["choices"],
+        help=metadata["help"] + ("" if default in (None, "") else " (default: %(default)s)"),
+        metavar=None if metadata["choices"] else setting.name.split("_")[-1].upper(),
+    )

@@ -1,0 +1,142 @@
+"""The engine process: takes messages from the front door, evaluates, answers.
+
+The main thread reads messages; evaluations run in a pool of ``engine.concurrency`` threads. When
+the front door is gone, the process ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final
+
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError, InternalError, WarpfitError
+from warpfit.request import Evaluation, Timings
+from warpfit_server import channel as wire
+from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server.config import Config
+from warpfit_server.engine import create_engine
+from warpfit_server.engine.base import Engine, Outputs
+from warpfit_server.logs import configure_logging
+from warpfit_server.segments import Segment
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+
+
+class EngineProcess:
+    """State of the engine process: the engine and the segments that it has been given."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._segments: dict[int, Segment] = {}
+        self._pool = ThreadPoolExecutor(engine.concurrency, "evaluate")
+
+    def run(self) -> None:
+        """Serve until Stop or the end of the channel."""
+        self._channel.send(wire.Ready(self._engine.name, tuple(self._engine.devices())))
+        while True:
+            message, descriptors = self._channel.receive()
+            match message:
+                case wire.Stop():
+                    return
+                case wire.Evaluate():
+                    segment = self._attach(message.segment, message.size, descriptors)
+                    self._pool.submit(self._evaluate, message, segment)
+                case wire.Load():
+                    self._load(message, descriptors)
+                case wire.Unload():
+                    self._engine.unload(message.content_id)
+                case wire.Detach():
+                    self._segments.pop(message.segment).close()
+                case _:
+                    raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
+
+    def _attach(self, identifier: int, size: int, descriptors: Sequence[int]) -> Segment:
+        if descriptors:
+            self._segments[identifier] = Segment(identifier, descriptors[0], size)
+        return self._segments[identifier]
+
+    def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
+        segment = Segment(message.segment, descriptors[0], message.size)
+        layout = message.layout
+        matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
+        dataset = Dataset.resident(layout, matrix, message.content_id)
+        segment.close()  # the matrix keeps the mapping
+        error = None
+        try:
+            self._engine.load(dataset)
+        except WarpfitError as refused:
+            error = refused
+        self._channel.send(wire.Loaded(message.content_id, error))
+
+    def _evaluate(self, message: wire.Evaluate, segment: Segment) -> None:
+        started = time.monotonic_ns()
+        try:
+            timings = self._run(message, segment)
+            finished = wire.Finished(
+                message.request, replace(timings, queue=started - message.submitted)
+            )
+        except WarpfitError as error:
+            finished = wire.Finished(message.request, error=error)
+        except Exception:
+            _LOG.exception("evaluation failed")
+            bug = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
+            finished = wire.Finished(message.request, error=bug)
+        self._channel.send(finished)
+
+    def _run(self, message: wire.Evaluate, segment: Segment) -> Timings:
+        frame = message.frame
+        outputs = Outputs(
+            values=frame.values_view(segment),
+            losses=frame.losses_view(segment),
+            cancelled=frame.flag(segment),
+            ready=lambda programs: self._channel.send(wire.Progress(message.request, programs)),
+        )
+        if outputs.cancelled[0]:
+            raise CancelledError("cancelled before it ran", "CANCELLED")
+        evaluation = Evaluation(
+            dataset_id=message.dataset_id,
+            batch=frame.batch(segment),
+            rows=message.rows,
+            precision=message.precision,
+            loss=message.loss,
+            values=frame.values,
+            tier=message.tier,
+        )
+
+        return self._engine.evaluate(evaluation, outputs)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run an engine: ``process.py DESCRIPTOR CONFIG``; the supervisor starts it like this."""
+    descriptor, text = arguments
+    config = Config.from_json(text)
+    configure_logging(config.log_level, config.log_format)
+    channel = Channel(socket.socket(fileno=int(descriptor)))
+    try:
+        engine = create_engine(
+            config.engine,
+            threads=config.threads,
+            device=config.device,
+            cache_directory=config.cache_path,
+        )
+        EngineProcess(engine, channel).run()
+    except ChannelClosedError:
+        _LOG.info("the front door is gone")
+    except WarpfitError as error:
+        _LOG.error("the engine cannot run: %s", error)
+        os._exit(3)
+    logging.shutdown()
+    os._exit(0)  # a running evaluation must not hold the process
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

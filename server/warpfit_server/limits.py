@@ -1,0 +1,76 @@
+"""What a request may ask for at most; every refusal names the limit and its flag."""
+
+from __future__ import annotations
+
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError
+from warpfit.info import Limits
+from warpfit.ir import Batch
+from warpfit.request import Evaluation
+
+
+def check_batch(batch: Batch, limits: Limits) -> None:
+    """Refuse a batch that is too large, before its tokens are looked at.
+
+    Raises:
+        ResourceExhaustedError: naming the limit and the flag that raises it.
+
+    """
+    longest = int(batch.lengths.max(initial=0))
+    for reason, what, needed, allowed, flag in (
+        ("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs"),
+        ("TOO_MANY_TOKENS", "tokens in the batch", len(batch.codes), limits.tokens, "tokens"),
+        (
+            "PROGRAM_TOO_LONG",
+            "tokens in a program",
+            longest,
+            limits.program_tokens,
+            "program-tokens",
+        ),
+        ("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors"),
+    ):
+        _refuse_over(reason, what, needed, allowed, flag)
+
+
+def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> None:
+    """Refuse an answer that is too large, before it is allocated; the rows have been checked.
+
+    Raises:
+        ResourceExhaustedError: naming the limit and the flag that raises it.
+
+    """
+    programs, vectors, rows = evaluation.shape(layout)
+    losses = 8 * programs * vectors
+    values = evaluation.values * programs * vectors * rows * layout.dtype.itemsize
+    _refuse_over(
+        "RESULT_TOO_LARGE", "bytes of results", losses + values, limits.result_bytes, "result-bytes"
+    )
+
+
+def _refuse_over(reason: str, what: str, needed: int, allowed: int, flag: str) -> None:
+    if needed > allowed:
+        raise ResourceExhaustedError(
+            f"{needed} {what}, the limit is {allowed}",
+            reason,
+            f"Send smaller batches, or start the server with a higher --max-{flag}",
+            needed=needed,
+            available=allowed,
+        )
+
+
+def check_dataset(layout: Layout, limits: Limits) -> None:
+    """Refuse a data set that is too large, before anything is allocated for it.
+
+    Raises:
+        ResourceExhaustedError: naming the limit and the flag that raises it.
+
+    """
+    if layout.nbytes > limits.dataset_bytes:
+        raise ResourceExhaustedError(
+            f"the data set has {layout.nbytes} bytes, the limit is {limits.dataset_bytes}",
+            "DATASET_TOO_LARGE",
+            "Use float32 or fewer rows, or start the server with a higher --max-dataset-bytes",
+            "layout",
+            needed=layout.nbytes,
+            available=limits.dataset_bytes,
+        )

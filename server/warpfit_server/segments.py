@@ -1,0 +1,113 @@
+"""Anonymous shared memory between the front door and an engine process.
+
+A segment is a memory file without a name (``memfd_create``): the kernel frees it when the last
+process that maps it ends, however it ends, so nothing is left over after a crash, and it does not
+depend on the size of ``/dev/shm``. The file descriptor crosses to the engine process over the
+socket of `warpfit_server.channel`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from warpfit.errors import ResourceExhaustedError
+
+_SMALLEST: Final = 64 << 10
+
+
+class Segment:
+    """One piece of shared memory; arrays made by `array` keep the mapping alive."""
+
+    def __init__(self, identifier: int, descriptor: int, size: int) -> None:
+        self.identifier = identifier
+        """Number that names the segment in messages."""
+        self.descriptor = descriptor
+        """File descriptor, owned by this object."""
+        self.size = size
+        """Bytes."""
+        self._map = mmap.mmap(descriptor, size)
+
+    @classmethod
+    def create(cls, identifier: int, size: int) -> Segment:
+        """Allocate zeroed shared memory.
+
+        Raises:
+            ResourceExhaustedError: if the machine has none left.
+
+        """
+        descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC)
+        try:
+            os.truncate(descriptor, size)
+            return cls(identifier, descriptor, size)
+        except (OSError, ValueError) as error:
+            os.close(descriptor)
+            raise ResourceExhaustedError(
+                f"no shared memory for {size} bytes: {error}",
+                "MEMORY",
+                "Send smaller batches, or give the server more memory",
+                needed=size,
+            ) from error
+
+    def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        """View of the segment as an array, C order."""
+        return np.ndarray(shape, dtype, buffer=self._map, offset=offset)
+
+    def view(self) -> memoryview:
+        """View of the segment as bytes."""
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory goes when the last array over it is gone."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        """Close the descriptor of a segment that nobody closed."""
+        self.close()
+
+
+class SegmentPool:
+    """Allocates segments and keeps idle ones for reuse, up to a number of bytes.
+
+    Reused segments hold old bytes: whoever reads one must know that it was written first.
+    """
+
+    def __init__(self, idle_bytes: int) -> None:
+        self._idle_bytes_allowed = idle_bytes
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Segment]] = {}
+        self._idle_bytes = 0
+        self._next = 0
+
+    def acquire(self, size: int) -> Segment:
+        """Return a segment of at least ``size`` bytes, to be given back with `release`."""
+        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
+        with self._lock:
+            if self._idle.get(capacity):
+                self._idle_bytes -= capacity
+                return self._idle[capacity].pop()
+        return self.create(capacity)
+
+    def create(self, size: int) -> Segment:
+        """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused."""
+        with self._lock:
+            self._next += 1
+            identifier = self._next
+        return Segment.create(identifier, size)
+
+    def release(self, segment: Segment) -> bool:
+        """Take a segment back; False if it was dropped because enough are idle."""
+        with self._lock:
+            if self._idle_bytes + segment.size <= self._idle_bytes_allowed:
+                self._idle_bytes += segment.size
+                self._idle.setdefault(segment.size, []).append(segment)
+                return True
+        segment.close()
+        return False

@@ -1,0 +1,197 @@
+"""The gRPC servicer: decode -> check -> engine -> encode, with no logic of its own.
+
+Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they are
+parsed and framed, and malformed bytes get an answer that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Final
+
+import grpc
+
+from warpfit import codec
+from warpfit.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, WarpfitError
+from warpfit.info import Limits, ServerInfo
+from warpfit.v1 import evaluator_pb2 as pb
+from warpfit_server import channel as wire
+from warpfit_server.datasets import DatasetStore, Upload
+from warpfit_server.limits import check_batch, check_result
+from warpfit_server.supervisor import EngineSupervisor, Job
+
+_LOG: Final = logging.getLogger("warpfit.service")
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
+
+
+class EvaluatorService:
+    """Implements the RPCs of evaluator.proto."""
+
+    def __init__(
+        self,
+        datasets: DatasetStore,
+        supervisor: EngineSupervisor,
+        limits: Limits,
+        chunk_bytes: int,
+    ) -> None:
+        self._datasets = datasets
+        self._supervisor = supervisor
+        self._limits = limits
+        self._chunk_bytes = chunk_bytes
+        self._places = threading.BoundedSemaphore(limits.requests)
+
+    def handlers(self) -> grpc.GenericRpcHandler[bytes, bytes]:
+        """Bind the methods to their names."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
+                "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
+                "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
+                "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
+                "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
+            },
+        )
+
+    def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Receive a data set into shared memory and give it to the engine."""
+        with _errors_to_status(context), self._place():
+            parsed = (codec.parse_message(pb.UploadVariablesRequest, m) for m in messages)
+            first = next(parsed, pb.UploadVariablesRequest())
+            layout, content_id = codec.upload_header(first)
+            try:
+                with self._datasets.lease(content_id) as resident:
+                    return codec.dataset_info(content_id, resident.layout).SerializeToString()
+            except WarpfitError:
+                upload = self._datasets.begin(layout, content_id)
+            self._receive(upload, parsed)
+            return codec.dataset_info(content_id, layout).SerializeToString()
+
+    def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Say whether a data set is resident, and renew it."""
+        with _errors_to_status(context):
+            request = codec.parse_message(pb.GetVariablesRequest, message)
+            with self._datasets.lease(codec.check_content_id(request.content_id)) as dataset:
+                return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
+
+    def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Give a data set back."""
+        with _errors_to_status(context):
+            request = codec.parse_message(pb.ReleaseVariablesRequest, message)
+            self._datasets.release(codec.check_content_id(request.content_id))
+            return pb.ReleaseVariablesResponse().SerializeToString()
+
+    def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Describe the server."""
+        with _errors_to_status(context):
+            codec.parse_message(pb.GetServerInfoRequest, message)
+            info = ServerInfo(
+                version=version("warpfit"),
+                engine=self._supervisor.engine,
+                devices=self._supervisor.devices,
+                limits=self._limits,
+                operators=codec.operator_infos(),
+            )
+            return codec.info_to_message(info).SerializeToString()
+
+    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Evaluate a batch and stream the answer while the engine still computes."""
+        with _errors_to_status(context), self._place():
+            arrived = time.monotonic_ns()
+            request = codec.parse_message(pb.EvaluateRequest, message)
+            evaluation = codec.evaluation_from_message(request)
+            with self._datasets.lease(evaluation.dataset_id) as dataset:
+                check_batch(evaluation.batch, self._limits)
+                evaluation.check(dataset.layout)
+                check_result(evaluation, dataset.layout, self._limits)
+                job = self._supervisor.submit(evaluation, dataset)
+                decode = time.monotonic_ns() - arrived
+                header = codec.result_header(dataset.layout, evaluation.shape(dataset.layout))
+                try:
+                    if not context.add_callback(job.abandon):
+                        job.abandon()
+                    yield from self._answer(job, header, decode)
+                finally:
+                    job.let_go()
+
+    def _receive(self, upload: Upload, messages: Iterator[pb.UploadVariablesRequest]) -> None:
+        try:
+            for message in messages:
+                if message.WhichOneof("part") != "data":
+                    raise InvalidArgumentError(
+                        "the upload has a second header",
+                        "BAD_HEADER",
+                        "Send one header, then only messages with `data`",
+                        "header",
+                    )
+                upload.add(message.data)
+            self._datasets.commit(upload)
+        except BaseException:
+            self._datasets.abandon(upload)
+            raise
+        self._load(upload.content_id)
+
+    def _load(self, content_id: bytes) -> None:
+        with self._datasets.lease(content_id) as dataset:
+            try:
+                self._supervisor.load(dataset).result()
+            except WarpfitError:
+                self._datasets.release(content_id)
+                raise
+
+    def _answer(self, job: Job, header: pb.ResultHeader, decode: int) -> Iterator[bytes]:
+        frame = job.frame
+        values = job.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
+        sent = 0
+        while isinstance(event := job.next_event(), wire.Progress):
+            ready = event.programs * frame.program_bytes
+            ready -= ready % self._chunk_bytes  # only whole chunks before the end
+            yield from codec.value_pieces(header, values[sent:ready], sent, self._chunk_bytes)
+            sent = max(sent, ready)
+        *pieces, last = [*codec.value_pieces(header, values[sent:], sent, self._chunk_bytes), b""]
+        yield from pieces
+        timings = replace(event.timings, decode=decode)
+        yield last + codec.result_end(frame.losses_view(job.segment), timings)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if not self._places.acquire(blocking=False):
+            raise ResourceExhaustedError(
+                f"{self._limits.requests} calls are in flight, which is the limit",
+                "TOO_MANY_REQUESTS",
+                "Retry with back-off, or start the server with a higher --max-requests",
+                needed=self._limits.requests + 1,
+                available=self._limits.requests,
+            )
+        try:
+            yield
+        finally:
+            self._places.release()
+
+
+@contextmanager
+def _errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
+    try:
+        yield
+    except WarpfitError as error:
+        _abort(context, error)
+    except grpc.RpcError:
+        _LOG.debug("the client went away")
+        raise
+    except Exception:
+        _LOG.exception("call failed")
+        _abort(
+            context,
+            InternalError("the server failed on this call", "INTERNAL", "Report it as a bug"),
+        )
+
+
+def _abort(context: grpc.ServicerContext, error: WarpfitError) -> None:
+    context.set_trailing_metadata(((codec.ERROR_METADATA_KEY, codec.error_to_detail(error)),))
+    context.abort(grpc.StatusCode[error.status], str(error))
