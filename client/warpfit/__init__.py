@@ -1,1 +1,88 @@
-"""warpfit: expression evaluation for symbolic regression, on a GPU, through the network."""
+"""warpfit: expression evaluation for symbolic regression, on a GPU, through the network.
+
+::
+
+    import warpfit
+
+    with warpfit.connect("127.0.0.1:50551") as client:
+        data = client.upload(X, y)
+        values = client.evaluate(data, ["x1 + p1*x2"], [[0.5]])
+        losses = client.evaluate(data, ["x1 + p1*x2"], [[0.5]], loss="mse")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ParseError,
+    PermissionDeniedError,
+    ProgramError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    WarpfitError,
+)
+from warpfit.ir import Program
+
+# Bound now, because importing the module `warpfit.parse` later would shadow the function.
+from warpfit.parse import parse
+from warpfit.request import Loss, Precision, Tier
+
+if TYPE_CHECKING:
+    from warpfit.aio import AsyncClient, connect_async
+    from warpfit.client import Client, connect
+    from warpfit.config import RetryPolicy, TransportConfig
+
+    __version__: str
+
+_LAZY: Final = {
+    "warpfit.aio": ("AsyncClient", "connect_async"),
+    "warpfit.client": ("Client", "connect"),
+    "warpfit.config": ("RetryPolicy", "TransportConfig"),
+}
+
+__all__ = [
+    "AsyncClient",
+    "CancelledError",
+    "Client",
+    "DatasetNotFoundError",
+    "DeadlineExceededError",
+    "InternalError",
+    "InvalidArgumentError",
+    "Loss",
+    "ParseError",
+    "PermissionDeniedError",
+    "Precision",
+    "Program",
+    "ProgramError",
+    "ResourceExhaustedError",
+    "RetryPolicy",
+    "Tier",
+    "TransportConfig",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "WarpfitError",
+    "__version__",
+    "connect",
+    "connect_async",
+    "parse",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use what needs gRPC, which doubles the time of ``import warpfit``."""
+    if name == "__version__":
+        return metadata.version("warpfit")
+    if name == "testing":
+        return import_module("warpfit.testing")
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'warpfit' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, TypeVar
@@ -45,6 +46,15 @@ _LOSSES: Final = {
     Loss.NMSE: pb.LOSS_NMSE,
 }
 
+
+#: gRPC's own words for a message over the limit, sent or received.
+_TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
+#: What to do about an error that gRPC itself raised.
+_REMEDIES: Final = {
+    "UNAVAILABLE": "Check that the server runs and that address and port are right",
+    "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once",
+    "UNIMPLEMENTED": "Server and client differ in version: upgrade the older one",
+}
 
 M = TypeVar("M", bound=Message)
 
@@ -116,6 +126,21 @@ def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[pb.UploadVar
     )
     for chunk in dataset.chunks(chunk_bytes):
         yield pb.UploadVariablesRequest(data=bytes(chunk))
+
+
+def get_message(dataset: Dataset) -> pb.GetVariablesRequest:
+    """Encode the question whether a data set is resident."""
+    return pb.GetVariablesRequest(content_id=dataset.content_id)
+
+
+def release_message(dataset: Dataset) -> pb.ReleaseVariablesRequest:
+    """Encode the release of a data set."""
+    return pb.ReleaseVariablesRequest(content_id=dataset.content_id)
+
+
+def release_response() -> pb.ReleaseVariablesResponse:
+    """Encode that a data set was released."""
+    return pb.ReleaseVariablesResponse()
 
 
 def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
@@ -307,6 +332,11 @@ def timings_from_message(message: pb.Timings) -> Timings:
     )
 
 
+def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
+    """Parse one message of an answer that `value_pieces` or `result_end` framed."""
+    return pb.EvaluateResponse.FromString(data)
+
+
 class ResultAssembler:
     """Collects the messages of one answer; the values go into one preallocated array."""
 
@@ -408,7 +438,22 @@ def error_from_status(
     for key, value in metadata or ():
         if key == ERROR_METADATA_KEY and isinstance(value, bytes):
             return _error_from_detail(cls, value)
-    return cls(details or status, status)
+    return _grpc_error(cls, status, details)
+
+
+def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitError:
+    """Explain an error that gRPC itself raised, on either side."""
+    sizes = _TOO_LARGE.search(details)
+    if sizes:
+        return errors.ResourceExhaustedError(
+            f"one message has {sizes[1]} bytes, the limit is {sizes[2]}",
+            "MESSAGE_TOO_LARGE",
+            "Send fewer expressions at once, or raise the limit on the side that refused it "
+            "(client: TransportConfig.message_bytes; server: its message limit)",
+            needed=int(sizes[1]),
+            available=int(sizes[2]),
+        )
+    return cls(details or status, status, _REMEDIES.get(status, ""))
 
 
 def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
@@ -423,6 +468,11 @@ def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
 
 
 # --------------------------------------------------------------------------------------- server
+
+
+def info_request() -> pb.GetServerInfoRequest:
+    """Encode the question what the server is."""
+    return pb.GetServerInfoRequest()
 
 
 def info_to_message(server: ServerInfo) -> pb.ServerInfo:

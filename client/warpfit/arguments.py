@@ -1,0 +1,191 @@
+"""From what callers pass to what travels: data sets and evaluations, checked before sending."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Any, TypeAlias, TypedDict, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from warpfit.data import Data
+from warpfit.dataset import Dataset
+from warpfit.errors import InvalidArgumentError
+from warpfit.ir import Batch, Program
+from warpfit.progress import Progress
+from warpfit.request import Evaluation, Loss, Precision, Tier
+
+E = TypeVar("E", bound=StrEnum)
+Rows: TypeAlias = slice | tuple[int, int] | None
+Parameters: TypeAlias = Sequence[ArrayLike] | ArrayLike | None
+
+
+class UploadOptions(TypedDict, total=False):
+    """Keywords of `upload`."""
+
+    names: Sequence[str] | None
+    """One name for each variable; by default a DataFrame's column names, or none."""
+    dtype: DTypeLike
+    """float32 (default) or float64: what the server computes in."""
+    progress: Progress | bool | None
+    """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """Keywords of `evaluate` and `run`."""
+
+    loss: Loss | str | None
+    """Ask for this loss of each expression; None for none."""
+    rows: Rows
+    """slice or (start, stop) of consecutive rows; None for all."""
+    precision: Precision | str
+    """``"precise"`` (default) or ``"fast"``."""
+    tier: Tier | str
+    """Evaluator of a CUDA engine: ``"auto"`` (default), ``"interpreter"`` or ``"compiled"``."""
+    timeout: float | None
+    """Seconds for the whole call, retries and a repeated upload included; None for no limit."""
+
+
+def canonical(
+    X: Any,  # noqa: N803 (the field's name for a design matrix)
+    y: Any = None,
+    weights: Any = None,
+    *,
+    names: Sequence[str] | None = None,
+    dtype: DTypeLike = "float32",
+) -> Dataset:
+    """Bring anything array-like into canonical form.
+
+    Args:
+        X: [rows, variables]: an array, nested sequences, or a pandas DataFrame, whose column names
+            become the variables' names.
+        y: target [rows], or None.
+        weights: non-negative weight of each row [rows], or None.
+        names: one name for each variable; None takes a DataFrame's column names.
+        dtype: float32 or float64.
+
+    Raises:
+        InvalidArgumentError: if a cell is no number, or the shapes do not fit.
+
+    """
+    if names is None:
+        names = _column_names(X)
+    columns = [
+        None if column is None else _numbers(column, name)
+        for column, name in ((y, "y"), (weights, "weights"))
+    ]
+    return Dataset.of(_numbers(X, "X"), *columns, names=names, dtype=dtype)
+
+
+def _column_names(X: Any) -> tuple[str, ...]:  # noqa: N803
+    columns = tuple(getattr(X, "columns", ()))
+    # A DataFrame that was made without names numbers its columns; those are no names.
+    return columns if all(isinstance(column, str) for column in columns) else ()
+
+
+def _numbers(data: Any, name: str) -> NDArray[Any]:
+    """Return an array of real numbers; copies only what is not one already."""
+    try:
+        array = np.asarray(data)
+        return array if array.dtype.kind in "biuf" else array.astype(np.float64, casting="unsafe")
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{name} is no table of numbers: {error}",
+            "NOT_NUMBERS",
+            f"Convert text, dates and ragged lists in {name} to numbers first",
+            name,
+        ) from error
+
+
+def build_evaluation(
+    data: Data,
+    expressions: Any,
+    parameters: Parameters,
+    values: bool | None,
+    options: EvaluateOptions,
+) -> tuple[Evaluation, bool]:
+    """Turn a caller's arguments into a checked evaluation.
+
+    Args:
+        data: the data set.
+        expressions: one expression or a batch of them.
+        parameters: see `warpfit.Client.run`.
+        values: whether values are wanted; None wants them where no loss is asked for.
+        options: what else the caller asked for.
+
+    Returns:
+        The evaluation, and whether the answer has a leading axis for parameter vectors.
+
+    Raises:
+        InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
+        ProgramError: for a bad expression.
+        ParseError: for the text of one.
+
+    """
+    programs = _programs(expressions, data.names)
+    entries = _entries(parameters, single=_is_single(expressions), programs=len(programs))
+    loss = options.get("loss")
+    evaluation = Evaluation(
+        dataset_id=data.content_id,
+        batch=Batch.of(programs, entries),
+        rows=_row_range(options.get("rows"), data.layout.rows),
+        precision=_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
+        loss=None if loss is None else _member(Loss, loss, "loss"),
+        values=loss is None if values is None else values,
+        tier=_member(Tier, options.get("tier", Tier.AUTO), "tier"),
+    )
+    evaluation.check(data.layout)
+    return evaluation, entries is not None and any(np.ndim(entry) == 2 for entry in entries)
+
+
+def _is_single(expressions: Any) -> bool:
+    """Tell one expression from a batch; a DEAP tree is a list, but of a class of its own."""
+    if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
+        return True
+    return isinstance(expressions, list) and type(expressions) is not list
+
+
+def _programs(expressions: Any, names: tuple[str, ...]) -> list[Program]:
+    batch = [expressions] if _is_single(expressions) else list(expressions)
+    if all(isinstance(expression, Program) for expression in batch):
+        return batch
+    from warpfit.frontends import as_programs
+
+    return list(as_programs(batch, names))
+
+
+def _entries(parameters: Parameters, *, single: bool, programs: int) -> Sequence[ArrayLike] | None:
+    """One entry for each program; a single expression's vector may stand alone."""
+    if parameters is None:
+        return None
+    entries: Any = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    bare = programs == 1 and all(np.ndim(entry) == 0 for entry in entries)
+    whole: list[Any] = [parameters]
+    return whole if single or bare else entries
+
+
+def _row_range(rows: Rows, count: int) -> tuple[int, int] | None:
+    if not isinstance(rows, slice):
+        return None if rows is None else (int(rows[0]), int(rows[1]))
+    start, stop, step = rows.indices(count)
+    if step != 1:
+        raise InvalidArgumentError(
+            f"row step {step} is not supported",
+            "BAD_ROWS",
+            "Give a slice of consecutive rows, or upload the rows that you want as a data set",
+            "rows",
+        )
+    return start, stop
+
+
+def _member(kind: type[E], value: str, field: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidArgumentError(
+            f"{field} {value!r} is not known",
+            "BAD_ENUM",
+            f"Use one of: {', '.join(kind)}",
+            field,
+        ) from None

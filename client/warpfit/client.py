@@ -1,0 +1,196 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self, TypeVar, Unpack
+
+from numpy.typing import NDArray
+
+from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
+from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
+from warpfit.core import Call, Operation, Operations, Sleep, Step
+from warpfit.data import Answer, Data
+from warpfit.dataset import Dataset
+from warpfit.errors import WarpfitError
+from warpfit.info import ServerInfo
+from warpfit.transport import GrpcTransport, Transport
+
+T = TypeVar("T")
+
+
+class UploadedData(Data):
+    """Data handle that gives the data set back when its ``with`` block ends."""
+
+    def __init__(self, dataset: Dataset, client: Client) -> None:
+        super().__init__(dataset)
+        self._client = client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.release(self)
+
+
+class Client:
+    """Evaluates expressions on a server; any number of threads may share it.
+
+    ::
+
+        with warpfit.connect("127.0.0.1:50551") as client:
+            data = client.upload(X, y)
+            losses = client.evaluate(data, ["x1 + p1*x2"], [[0.5]], loss="mse")
+
+    Every method raises `warpfit.errors.WarpfitError`: UnavailableError when the server stays away
+    longer than the retry policy allows, ResourceExhaustedError over one of its limits.
+    """
+
+    def __init__(self, transport: Transport, config: ClientConfig) -> None:
+        """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
+        self._transport = transport
+        self._operations = Operations(config)
+
+    def upload(
+        self,
+        X: Any,  # noqa: N803 (the field's name for a design matrix)
+        y: Any = None,
+        weights: Any = None,
+        **options: Unpack[UploadOptions],
+    ) -> UploadedData:
+        """Make a data set resident on the server; sends nothing if its content is there already.
+
+        Args:
+            X: [rows, variables]: NumPy array, pandas DataFrame, or anything array-like.
+            y: target [rows], needed for losses.
+            weights: non-negative weight of each row in losses, [rows].
+            **options: ``names``, ``dtype`` ("float32" or "float64") and ``progress``
+                (callable(bytes_done, bytes_total), or True for a tqdm bar).
+
+        Returns:
+            A handle, which is also a context manager that gives the data set back.
+
+        Raises:
+            InvalidArgumentError: if shapes do not fit or a cell is no number.
+            ResourceExhaustedError: if the server has no room for it.
+
+        """
+        return UploadedData(self._drive(self._operations.upload(X, y, weights, options)), self)
+
+    def evaluate(
+        self,
+        data: Data,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[EvaluateOptions],
+    ) -> NDArray[Any]:
+        """Evaluate expressions: their values, or a loss of each if ``loss=`` is given.
+
+        Args:
+            data: what `upload` returned, on this client or any other.
+            expressions: strings, Programs, SymPy expressions, DEAP trees or gplearn programs; a
+                sequence of them or a single one.
+            parameters: for each expression one vector [n] or K vectors [K, n]; for a single
+                expression its vector or vectors alone.
+            **options: ``loss`` ("sse", "mse", "rmse", "mae", "r2", "nmse"), ``rows`` (slice or
+                (start, stop)), ``precision`` ("precise" or "fast"), ``tier``, ``timeout``
+                (seconds for everything, retries included).
+
+        Returns:
+            Values [rows, expressions] in the data's dtype, or losses [expressions], float64. With
+            K vectors for each expression there is a leading axis of length K.
+
+        Raises:
+            ParseError: for a string that is no expression.
+            ProgramError: for an expression that does not fit the data or its parameters.
+            InvalidArgumentError: for anything else that is wrong with the arguments.
+            DeadlineExceededError: if ``timeout`` passes.
+
+        """
+        return self.run(data, expressions, parameters, **options).array
+
+    def run(
+        self,
+        data: Data,
+        expressions: Any,
+        parameters: Parameters = None,
+        *,
+        values: bool | None = None,
+        **options: Unpack[EvaluateOptions],
+    ) -> Answer:
+        """Evaluate expressions and return everything: values, losses and the server's timings.
+
+        As `evaluate`, and in addition ``values=True`` asks for values beside a loss.
+        """
+        operation = self._operations.run(data, expressions, parameters, values, options)
+        return self._drive(operation)
+
+    def release(self, data: Data) -> None:
+        """Give a data set back; the handle stays usable, the next evaluation uploads it again."""
+        self._drive(self._operations.release(data))
+
+    def info(self, timeout: float | None = None) -> ServerInfo:
+        """Ask for version, engine, devices, limits and the operator table."""
+        return self._drive(self._operations.info(timeout))
+
+    def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
+        """Wait until the server answers.
+
+        Raises:
+            DeadlineExceededError: if it does not within ``timeout`` seconds.
+
+        """
+        return self._drive(self._operations.wait_ready(timeout))
+
+    def close(self) -> None:
+        """Close the connection; data sets stay on the server until they are released or evicted."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drive(self, operation: Operation[T]) -> T:
+        try:
+            step = next(operation)
+            while True:
+                try:
+                    outcome = self._perform(step)
+                except WarpfitError as error:
+                    step = operation.throw(error)
+                else:
+                    step = operation.send(outcome)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        finally:
+            operation.close()
+
+    def _perform(self, step: Step) -> Any:
+        if isinstance(step, Call):
+            return self._transport.call(step)
+        if isinstance(step, Sleep):
+            return time.sleep(step.seconds)
+        return step.function()
+
+
+def connect(
+    address: str,
+    *,
+    retry: RetryPolicy | None = None,
+    transport: TransportConfig | None = None,
+) -> Client:
+    """Make a client; nothing is sent before the first call.
+
+    Args:
+        address: ``"HOST:PORT"``.
+        retry: when to repeat a call that the server could not answer.
+        transport: chunk size, message limits and keepalive.
+
+    Raises:
+        InvalidArgumentError: if the address has no port.
+
+    """
+    config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
+    return Client(GrpcTransport(address, config.transport), config)

@@ -1,0 +1,273 @@
+"""What a client does, without input or output: operations that both clients drive.
+
+An operation is a generator. It yields steps, its driver performs each one (blocking or awaiting),
+and throws a failed step's `WarpfitError` back in. All decisions are made here: what to encode, when
+to retry, when to upload again. The drivers in `warpfit.client` and `warpfit.aio` make none.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from warpfit import codec
+from warpfit.arguments import (
+    EvaluateOptions,
+    Parameters,
+    UploadOptions,
+    build_evaluation,
+    canonical,
+)
+from warpfit.config import ClientConfig, RetryPolicy
+from warpfit.data import Answer, Data
+from warpfit.dataset import Dataset
+from warpfit.errors import (
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from warpfit.info import ServerInfo
+from warpfit.progress import Progress, reporter, silent
+from warpfit.request import Evaluation, Result
+
+T = TypeVar("T")
+C = TypeVar("C", bound="Collector")
+
+
+class Collector(Protocol):
+    """Takes the messages of an answer, one by one, while later ones are on their way."""
+
+    def add(self, message: Any) -> None:
+        """Take the next message."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Step: one remote call, without retries."""
+
+    method: str
+    """Name of the method in evaluator.proto."""
+    request: Any
+    """The message, or an iterable of messages where the contract says stream."""
+    collector: Collector
+    timeout: float | None
+    """Seconds, or None to wait for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Step: wait."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Step: compute something that takes long enough to stand in the way of an event loop."""
+
+    function: Callable[[], Any]
+
+
+Step: TypeAlias = Call | Sleep | Work
+#: Yields steps, is sent what a `Work` returned (None for the others), returns its result.
+Operation: TypeAlias = Generator[Step, Any, T]
+
+
+class Single:
+    """Collects the only message of a unary answer."""
+
+    def __init__(self) -> None:
+        self.message: Any = None
+
+    def add(self, message: Any) -> None:
+        """Take the message."""
+        self.message = message
+
+
+class Outgoing:
+    """The messages of an upload; remembers a failure of the user's progress callback.
+
+    gRPC iterates in a thread of its own, where an exception would be lost. So a failure ends the
+    stream, and the transport raises it in the caller's thread.
+    """
+
+    def __init__(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> None:
+        self._dataset = dataset
+        self._chunk_bytes = chunk_bytes
+        self._report = report
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each message, and report it when the next one is asked for."""
+        total = self._dataset.layout.nbytes
+        messages = codec.upload_messages(self._dataset, self._chunk_bytes)
+        for sent, message in enumerate(messages):
+            yield message
+            try:
+                self._report(min(sent * self._chunk_bytes, total), total)
+            except Exception as error:  # whatever the user's callback raises
+                self.failure = error
+                return
+
+
+class Deadline:
+    """A moment that all attempts of an operation share."""
+
+    def __init__(self, timeout: float | None) -> None:
+        if timeout is not None and not timeout > 0:
+            raise InvalidArgumentError(
+                f"timeout {timeout} is not positive",
+                "BAD_TIMEOUT",
+                "Give seconds, or None to wait for ever",
+                "timeout",
+            )
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def remaining(self) -> float | None:
+        """Seconds left, not below 0; None without a deadline."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+@dataclass(slots=True)
+class Retries:
+    """Counts the failed attempts of one call and decides about the next."""
+
+    policy: RetryPolicy
+    deadline: Deadline
+    failures: int = 0
+    first_failure: float = 0.0
+
+    def pause_after(self, error: UnavailableError) -> float:
+        """Seconds to wait before the next attempt.
+
+        Raises:
+            UnavailableError: ``error``, once the policy's time is used up.
+            DeadlineExceededError: if the caller's deadline comes before the next attempt.
+
+        """
+        now = time.monotonic()
+        self.first_failure = self.first_failure if self.failures else now
+        self.failures += 1
+        patience = self.first_failure + self.policy.total_seconds - now
+        if patience <= 0:
+            raise error
+        pause = min(patience, self.policy.pause(self.failures, random.random()))
+        remaining = self.deadline.remaining()
+        if remaining is not None and pause >= remaining:
+            raise DeadlineExceededError(
+                f"no answer within {self.deadline.timeout:g} s; the last of {self.failures} "
+                f"attempts failed: {error.message}",
+                "DEADLINE_EXCEEDED",
+                "Raise timeout=, and look at the server's log",
+            ) from error
+        return pause
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Every operation that a client offers."""
+
+    config: ClientConfig
+
+    def upload(
+        self,
+        X: Any,  # noqa: N803 (the field's name for a design matrix)
+        y: Any,
+        weights: Any,
+        options: UploadOptions,
+    ) -> Operation[Dataset]:
+        """Make a data set resident; sends nothing but a question if it is already."""
+        dataset: Dataset = yield Work(lambda: _prepare(X, y, weights, options))
+        deadline = Deadline(None)
+        with reporter(options.get("progress")) as report:
+            try:
+                yield from self._unary("GetVariables", codec.get_message(dataset), deadline)
+                report(dataset.layout.nbytes, dataset.layout.nbytes)
+            except DatasetNotFoundError:
+                yield from self._send(dataset, deadline, report)
+        return dataset
+
+    def run(
+        self,
+        data: Data,
+        expressions: Any,
+        parameters: Parameters,
+        values: bool | None,
+        options: EvaluateOptions,
+    ) -> Operation[Answer]:
+        """Evaluate; uploads the data set again, once, if the server does not know it."""
+        deadline = Deadline(options.get("timeout"))
+        evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
+        try:
+            result = yield from self._evaluate(evaluation, deadline)
+        except DatasetNotFoundError:
+            yield from self._send(data.dataset, deadline, silent)
+            result = yield from self._evaluate(evaluation, deadline)
+        return Answer.of(result, leading_axis=leading_axis)
+
+    def release(self, data: Data) -> Operation[None]:
+        """Give a data set back; one that is not resident needs no release."""
+        try:
+            yield from self._unary("ReleaseVariables", codec.release_message(data.dataset))
+        except DatasetNotFoundError:
+            return
+
+    def wait_ready(self, timeout: float) -> Operation[ServerInfo]:
+        """Ask until the server answers, for ``timeout`` seconds whatever the retry policy says."""
+        policy = replace(self.config.retry, total_seconds=math.inf)
+        patient = Operations(replace(self.config, retry=policy))
+        return patient.info(timeout)
+
+    def info(self, timeout: float | None) -> Operation[ServerInfo]:
+        """Ask for version, engine, devices, limits and operators."""
+        message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
+        return codec.info_from_message(message)
+
+    def _evaluate(self, evaluation: Evaluation, deadline: Deadline) -> Operation[Result]:
+        message = codec.evaluation_to_message(evaluation)
+
+        def attempt() -> tuple[Any, codec.ResultAssembler]:
+            return message, codec.ResultAssembler(evaluation)
+
+        return (yield from self._retried("Evaluate", attempt, deadline)).result()
+
+    def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
+        chunk_bytes = self.config.transport.chunk_bytes
+
+        def attempt() -> tuple[Outgoing, Single]:
+            return Outgoing(dataset, chunk_bytes, report), Single()
+
+        yield from self._retried("UploadVariables", attempt, deadline)
+
+    def _unary(self, method: str, request: Any, deadline: Deadline | None = None) -> Operation[Any]:
+        single = yield from self._retried(
+            method, lambda: (request, Single()), deadline or Deadline(None)
+        )
+        return single.message
+
+    def _retried(
+        self, method: str, attempt: Callable[[], tuple[Any, C]], deadline: Deadline
+    ) -> Operation[C]:
+        retries = Retries(self.config.retry, deadline)
+        while True:
+            request, collector = attempt()
+            try:
+                yield Call(method, request, collector, deadline.remaining())
+            except UnavailableError as error:
+                yield Sleep(retries.pause_after(error))
+            else:
+                return collector
+
+
+def _prepare(X: Any, y: Any, weights: Any, options: UploadOptions) -> Dataset:  # noqa: N803
+    dataset = canonical(
+        X, y, weights, names=options.get("names"), dtype=options.get("dtype", "float32")
+    )
+    dataset.content_id  # noqa: B018 (hashed here, where it may take long, and kept)
+    return dataset

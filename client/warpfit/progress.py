@@ -1,0 +1,54 @@
+"""Reporting how far an upload has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from warpfit.errors import InvalidArgumentError
+
+#: Called with the bytes done and the bytes in total; starts again when an upload is repeated.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+def silent(done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@contextmanager
+def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
+    """Turn what the user passed into a callable; True opens a tqdm bar and closes it at the end.
+
+    Raises:
+        InvalidArgumentError: if a bar is asked for and tqdm is not installed.
+
+    """
+    if callable(progress):
+        yield progress
+    elif progress:
+        with _bar() as report:
+            yield report
+    else:
+        yield silent
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "progress=True needs tqdm, which is not installed",
+            "MISSING_PACKAGE",
+            "Install it (pip install tqdm), or pass a callable(bytes_done, bytes_total)",
+            "progress",
+        ) from error
+
+    with tqdm(desc="upload", unit="B", unit_scale=True, unit_divisor=1024) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
