@@ -143,7 +143,8 @@ _ROWS: Final = (
     Operator(
         code=19, name="div", arity=2, symbol="/", precedence=60, numpy=np.divide,
         kernel="a / b", derivative=("1 / b", "-r / b"), latex="\\frac{{{a}}}{{{b}}}",
-        latex_precedence=90, cuda_fast="__fdividef(a, b)", sympy="a / b", notes="x/0 is ±inf, 0/0 is NaN",
+        latex_precedence=90, cuda_fast="__fdividef(a, b)", sympy="a / b",
+        notes="x/0 is ±inf, 0/0 is NaN",
     ),
     Operator(
         code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=np.power,

@@ -324,9 +324,10 @@ class _Reader:
         chained = row.name in CHAINED
         operands = self.group.operands
         if operands != row.arity and not (chained and operands > row.arity):
-            more = " or more" if chained else ""
+            wanted = f"{row.arity} or more" if chained else str(row.arity)
+            plural = "s" if row.arity > 1 else ""
             self._fail(
-                f"{row.name} takes {row.arity}{more} operand{'s' * (row.arity > 1)}, got {operands}",
+                f"{row.name} takes {wanted} operand{plural}, got {operands}",
                 "WRONG_ARITY",
                 f"Write {row.name}({', '.join(row.operands)})",
                 self.group.position,

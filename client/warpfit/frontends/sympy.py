@@ -1,0 +1,232 @@
+"""SymPy expressions to `Program` and back.
+
+Only real values exist here: ``I``, complex infinity and unevaluated integrals, sums or derivatives
+are refused, and a constant whose value is not real becomes what NumPy computes, NaN as a rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import sympy
+from sympy.core.function import AppliedUndef
+from sympy.logic.boolalg import BooleanFalse, BooleanTrue
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.grammar import COMPARISONS, INDEXED
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
+
+#: Operator for each class of SymPy nodes; Min, Max, And and Or are chains.
+CLASSES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **{"Abs": "abs", "sign": "sign", "floor": "floor", "ceiling": "ceil"},
+        **{name: name for name in ("exp", "log", "erf", "atan2", "sin", "cos", "tan")},
+        **{name: name for name in ("asin", "acos", "atan", "sinh", "cosh", "tanh")},
+        **{"Min": "min", "Max": "max", "And": "and", "Or": "or", "Not": "not", "ITE": "where"},
+        **{"StrictLessThan": "lt", "LessThan": "le", "Equality": "eq", "Unequality": "ne"},
+        **{"StrictGreaterThan": "gt", "GreaterThan": "ge"},
+    }
+)
+#: Operators for powers with these exponents.
+POWERS: Final[Mapping[Any, str]] = MappingProxyType(
+    {sympy.Integer(-1): "inv", sympy.Rational(1, 2): "sqrt"}
+    | {sympy.Integer(2): "square", sympy.Integer(3): "cube"}
+)
+
+
+#: Larger whole numbers become floats: SymPy multiplies integer powers of integers out.
+_LARGEST_INTEGER: Final = 10
+
+#: What a node is made of, in postfix order: nodes and the names of operators.
+_Pieces = list[Any]
+
+
+def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
+    """Convert a SymPy expression.
+
+    Args:
+        expression: any expression or condition over the operators of `warpfit.ops`.
+        names: names of the data set's variables; other symbols are x1, x2, ... and p1, p2, ....
+
+    Raises:
+        InvalidArgumentError: if a symbol or a function is unknown, or a number is not real.
+
+    """
+    indices = {name: index for index, name in enumerate(names)}
+    codes: list[int] = []
+    values: list[float] = []
+    waiting: _Pieces = [expression]
+    while waiting:
+        piece = waiting.pop()
+        if isinstance(piece, str):
+            code, value = OPERATORS[piece].code, 0.0
+        elif piece.is_Symbol:
+            code, value = _symbol(piece, indices)
+        elif isinstance(piece, BooleanTrue | BooleanFalse):
+            code, value = CONSTANT, float(bool(piece))
+        elif piece.is_Number or piece.is_NumberSymbol:
+            code, value = CONSTANT, math.nan if piece is sympy.nan else float(piece)
+        else:
+            waiting.extend(reversed(_pieces(piece)))
+            continue
+        codes.append(code)
+        values.append(value)
+    return Program(codes, values)
+
+
+def _symbol(symbol: Any, indices: Mapping[str, int]) -> tuple[int, float]:
+    indexed = INDEXED.fullmatch(symbol.name)
+    if symbol.name in indices:
+        return VARIABLE, float(indices[symbol.name])
+    if indexed:
+        return VARIABLE if indexed[1] == "x" else PARAMETER, float(indexed[2]) - 1
+    raise InvalidArgumentError(
+        f"SymPy symbol {symbol.name!r} is no variable or parameter",
+        "UNKNOWN_NAME",
+        "Symbols are the names of the data set, or x1, x2, ... and p1, p2, ...",
+        "expressions",
+    )
+
+
+def _pieces(node: Any) -> _Pieces:
+    if node.is_Add:
+        return _sum(node)
+    if node.is_Mul:
+        return _product(node)
+    if node.is_Pow:
+        return _power(*node.args)
+    if isinstance(node, sympy.Piecewise):
+        return _piecewise(node)
+    name = CLASSES.get(type(node).__name__)
+    if name is None or isinstance(node, AppliedUndef):
+        raise _unknown(node)
+    return _chain(list(node.args), name) if OPERATORS[name].arity == 2 else [*node.args, name]
+
+
+def _chain(operands: _Pieces, name: str) -> _Pieces:
+    pieces = operands[:1]
+    for operand in operands[1:]:
+        pieces += [operand, name]
+    return pieces
+
+
+def _sum(node: Any) -> _Pieces:
+    """Terms with a positive sign first, then the others subtracted."""
+    positive = [term for term in node.args if not term.could_extract_minus_sign()]
+    negative = [-term for term in node.args if term.could_extract_minus_sign()]
+    if not positive:
+        return [*_chain(negative, "add"), "neg"]
+    pieces = _chain(positive, "add")
+    for term in negative:
+        pieces += [term, "sub"]
+    return pieces
+
+
+def _product(node: Any) -> _Pieces:
+    """Quotient of the factors and of those with a negative constant exponent.
+
+    A rational number is divided, not rounded to a factor first.
+    """
+    factors, divisors = [], []
+    for factor in node.args:
+        exponent = factor.args[1] if factor.is_Pow else None
+        if exponent is not None and exponent.is_Number and exponent.is_negative:
+            divisors.append(sympy.Pow(factor.args[0], -exponent))
+        elif factor.is_Rational and not factor.is_Integer:
+            factors.append(sympy.Integer(factor.p))
+            divisors.append(sympy.Integer(factor.q))
+        else:
+            factors.append(factor)
+    minus = sympy.S.NegativeOne in factors
+    factors = [factor for factor in factors if factor not in (sympy.S.One, sympy.S.NegativeOne)]
+    pieces = _chain(factors, "mul") or [sympy.S.One]
+    if divisors:
+        pieces += [*_chain(divisors, "mul"), "div"]
+    return [*pieces, "neg"] if minus else pieces
+
+
+def _power(base: Any, exponent: Any) -> _Pieces:
+    if exponent in POWERS:
+        return [base, POWERS[exponent]]
+    if base == sympy.S.Exp1:
+        return [exponent, "exp"]
+    return [base, exponent, "pow"]
+
+
+def _piecewise(node: Any) -> _Pieces:
+    """Nest ``where``; NaN where no condition holds."""
+    one, zero = sympy.S.One, sympy.S.Zero
+    if len(node.args) == 2 and node.args[0].expr == one and node.args[1].args == (zero, True):
+        return [node.args[0].cond]
+    conditional = [pair for pair in node.args if pair.cond != sympy.true]
+    otherwise = [pair.expr for pair in node.args if pair.cond == sympy.true]
+    pieces: _Pieces = []
+    for pair in conditional:
+        pieces += [pair.cond, pair.expr]
+    return [*pieces, *(otherwise or [sympy.nan])[:1], *["where"] * len(conditional)]
+
+
+def _unknown(node: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"SymPy's {type(node).__name__} is no operator of warpfit",
+        "UNKNOWN_FUNCTION",
+        "Rewrite the expression with functions of the operator table",
+        "expressions",
+    )
+
+
+def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
+    """Convert a program to a SymPy expression, which SymPy simplifies by its own rules.
+
+    Args:
+        program: the program.
+        names: names of the data set's variables; those beyond them become x1, x2, ....
+
+    """
+
+    def leaf(code: int, value: float) -> Any:
+        if code == CONSTANT:
+            return _number(value)
+        if code == VARIABLE and value < len(names):
+            return sympy.Symbol(names[int(value)])
+        return sympy.Symbol(f"{'x' if code == VARIABLE else 'p'}{int(value) + 1}")
+
+    return program.fold(leaf, _apply)
+
+
+def _apply(row: Operator, operands: list[Any]) -> Any:
+    if row.name in COMPARISONS and sympy.nan in operands:
+        return _number(float(row.numpy(np.nan, 0.0)))
+    if all(operand.is_number for operand in operands):
+        value = _computed(row, operands)
+        # Exact arithmetic would give complex numbers, or integers of any length.
+        if not 1e-15 <= abs(value) <= 1e15:
+            return _number(value)
+    return _function(row.name)(*operands)
+
+
+def _computed(row: Operator, operands: list[Any]) -> float:
+    with np.errstate(all="ignore"):
+        return float(row.numpy(*(np.float64(operand) for operand in operands)))
+
+
+def _number(value: float) -> Any:
+    exact = value.is_integer() and abs(value) <= _LARGEST_INTEGER
+    return sympy.Integer(int(value)) if exact else sympy.Float(value)
+
+
+@lru_cache(maxsize=len(OPERATORS))
+def _function(name: str) -> Callable[..., Any]:
+    row = OPERATORS[name]
+    if row.sympy is None:
+        raise _unknown(row)
+    # The text is a constant of the operator table, never input.
+    source = f"lambda {', '.join(row.operands)}: {row.sympy}"
+    function: Callable[..., Any] = eval(source, dict(vars(sympy)))
+    return function
