@@ -1,0 +1,208 @@
+"""The ``warpfit`` command: serve, eval, info."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.request import Loss, Precision, Tier, Timings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from warpfit.data import Answer
+    from warpfit.info import ServerInfo
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status: 0, 2 for an error, 130 for an interrupt."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] == ["serve"]:
+            return _serve(words[1:])
+        options = _parser().parse_args(words)
+        command: Callable[[argparse.Namespace], None] = options.command
+        command(options)
+    except WarpfitError as error:
+        print(f"warpfit: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="warpfit",
+        description="Evaluate expressions for symbolic regression, on a GPU or a CPU.",
+    )
+    parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # Only for the list of commands: `main` hands everything behind it to the server's own parser.
+    commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
+    _add_eval(commands)
+    info = commands.add_parser("info", help="describe a running server")
+    info.add_argument("address", metavar="HOST:PORT")
+    info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate an expression on a CSV file",
+        description="Evaluate an expression on a CSV file. The header names the variables; p1, "
+        "p2, ... are parameters. Put -- before an expression that begins with a minus.",
+        epilog="example: warpfit eval data.csv 'x1*p1 + x2' --target y --params 1.5",
+    )
+    evaluate.add_argument("file", type=Path, metavar="FILE.csv")
+    evaluate.add_argument("expression")
+    evaluate.add_argument("--target", metavar="COLUMN", help="column to predict")
+    evaluate.add_argument(
+        "--params", type=float, nargs="+", default=[], metavar="P", help="values of p1, p2, ..."
+    )
+    evaluate.add_argument("--loss", choices=list(Loss), help="default: mse if there is a target")
+    evaluate.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
+    evaluate.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    evaluate.add_argument("--precision", choices=list(Precision), default=Precision.PRECISE)
+    evaluate.add_argument("--tier", choices=list(Tier), default=Tier.AUTO)
+    evaluate.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
+    evaluate.add_argument(
+        "--head", type=int, default=5, metavar="N", help="rows to print (default: 5)"
+    )
+    evaluate.add_argument("--profile", action="store_true", help="print where the time went")
+    evaluate.add_argument("--timeout", type=float, metavar="SECONDS")
+    evaluate.set_defaults(command=_eval)
+
+
+def _rows(text: str) -> slice:
+    start, colon, stop = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP")
+    return slice(int(start) if start else None, int(stop) if stop else None)
+
+
+# ------------------------------------------------------------------------------------- commands
+
+
+def _serve(arguments: list[str]) -> int:
+    from warpfit.embedded import require_server
+
+    require_server()
+    from warpfit_server.__main__ import main as serve
+
+    return serve(arguments)
+
+
+def _info(options: argparse.Namespace) -> None:
+    from warpfit.client import connect
+
+    with connect(options.address) as client:
+        print(_describe(client.info(options.timeout)))
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from warpfit.client import connect
+    from warpfit.table import read_table
+
+    table, target = read_table(options.file).split(options.target)
+    if options.loss and target is None:
+        raise InvalidArgumentError(
+            f"loss {options.loss} needs a target",
+            "TARGET_MISSING",
+            f"Add --target with one of: {', '.join(table.names)}",
+        )
+    loss = options.loss or (None if target is None else Loss.MSE)
+    with _address(options.address) as address, connect(address) as client:
+        data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
+        answer = client.run(
+            data,
+            options.expression,
+            options.params,
+            loss=loss,
+            values=True,
+            rows=options.rows,
+            precision=options.precision,
+            tier=options.tier,
+            timeout=options.timeout,
+        )
+    start = options.rows.indices(len(table.columns))[0] if options.rows else 0
+    _print_answer(answer, loss, target, start, options.head)
+    if options.profile:
+        print(_profile(answer.timings))
+
+
+@contextmanager
+def _address(given: str | None) -> Iterator[str]:
+    if given:
+        yield given
+        return
+    from warpfit.embedded import embedded_server
+
+    with embedded_server() as address:
+        yield address
+
+
+# --------------------------------------------------------------------------------------- output
+
+
+def _print_answer(
+    answer: Answer, loss: str | None, target: NDArray[np.float64] | None, start: int, head: int
+) -> None:
+    assert answer.values is not None
+    if answer.losses is not None:
+        print(f"{loss}  {answer.losses[0]:.8g}")
+    shown = answer.values[: max(head, 0), 0].tolist()
+    columns = [["row", *map(str, range(start, start + len(shown)))]]
+    columns.append(["value", *(f"{value:.7g}" for value in shown)])
+    if target is not None:
+        columns.append(["target", *(f"{y:.7g}" for y in target[start : start + len(shown)])])
+    if shown:
+        print(_aligned(columns))
+    rest = len(answer.values) - len(shown)
+    if rest:
+        print(f"... and {rest} more row{'s' if rest > 1 else ''}")
+
+
+def _aligned(columns: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*columns, strict=True)
+    )
+
+
+def _profile(timings: Timings) -> str:
+    stages = ("decode", "queue", "copy_in", "compute", "copy_out")
+    columns = [
+        ["stage", *stages],
+        ["microseconds", *(f"{getattr(timings, stage) / 1000:.1f}" for stage in stages)],
+    ]
+    return f"{_aligned(columns)}\ntier {timings.tier}, cache hits {timings.cache_hits}"
+
+
+def _describe(server: ServerInfo) -> str:
+    lines = [f"warpfit {server.version}, engine {server.engine}", "devices"]
+    for device in server.devices:
+        facts = [
+            f"{device.threads} threads" if device.threads else "",
+            f"{device.memory / 2**30:.1f} GiB" if device.memory else "",
+            f"compute capability {device.compute_capability}" if device.compute_capability else "",
+            f"driver {device.driver}" if device.driver else "",
+            f"tiers {', '.join(device.tiers)}",
+        ]
+        lines.append(f"  {device.name}: {', '.join(fact for fact in facts if fact)}")
+    limits = [(name, getattr(server.limits, name)) for name in server.limits.__slots__]
+    columns = [[f"  {name}" for name, _ in limits], [f"{value:,}" for _, value in limits]]
+    names = [f"{op.name}/{op.arity}" for op in server.operators]
+    lines += ["limits", _aligned(columns), f"{len(names)} operators (name/operands)"]
+    lines += [f"  {' '.join(names[start : start + 10])}" for start in range(0, len(names), 10)]
+    return "\n".join(lines)

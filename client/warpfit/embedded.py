@@ -1,0 +1,110 @@
+"""A server as a child process, for as long as a block of code needs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from queue import Empty, SimpleQueue
+from typing import IO, Final
+
+from warpfit.errors import InvalidArgumentError, UnavailableError
+
+#: The very first start on a machine compiles the engine.
+START_SECONDS: Final = 120.0
+_STOP_SECONDS: Final = 15.0
+_READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
+
+
+@contextmanager
+def embedded_server(
+    arguments: Sequence[str] = (), *, start_seconds: float = START_SECONDS
+) -> Iterator[str]:
+    """Start a server on a free port of this machine; stop it when the block ends.
+
+    Args:
+        arguments: further flags of ``warpfit serve``.
+        start_seconds: how long it may take to start.
+
+    Yields:
+        Its address, ``HOST:PORT``.
+
+    Raises:
+        InvalidArgumentError: if the server is not installed.
+        UnavailableError: if it does not start; the message carries the end of its log.
+
+    """
+    require_server()
+    command = [sys.executable, "-m", "warpfit_server", "--host", "127.0.0.1", "--port", "0"]
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log,
+        subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        try:
+            yield _address(process, log, start_seconds)
+        finally:
+            _stop(process)
+
+
+def require_server() -> None:
+    """Check that the server's package is installed.
+
+    Raises:
+        InvalidArgumentError: if it is not.
+
+    """
+    if find_spec("warpfit_server") is None or find_spec("numba") is None:
+        raise InvalidArgumentError(
+            "the server is not installed here",
+            "MISSING_PACKAGE",
+            "Install it (pip install 'warpfit[server]'), or name a running server's address",
+        )
+
+
+def _address(process: subprocess.Popen[str], log: IO[str], seconds: float) -> str:
+    found: SimpleQueue[str | None] = SimpleQueue()
+    threading.Thread(target=_read, args=(process, found), daemon=True).start()
+    try:
+        address = found.get(timeout=seconds)
+    except Empty:
+        address = None
+    if address is None:
+        raise _failed(process, log)
+    return address
+
+
+def _read(process: subprocess.Popen[str], found: SimpleQueue[str | None]) -> None:
+    """Look for the start-up line, then drain the pipe so that the server never blocks on it."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        match = _READY.search(line)
+        if match:
+            found.put(match[1])
+    found.put(None)
+
+
+def _failed(process: subprocess.Popen[str], log: IO[str]) -> UnavailableError:
+    log.seek(0)
+    tail = "\n".join(log.read().splitlines()[-10:])
+    status = process.poll()
+    what = "did not get ready in time" if status is None else f"ended with status {status}"
+    return UnavailableError(
+        f"the embedded server {what}" + (f"; its log ends with:\n{tail}" if tail else ""),
+        "SERVER_NOT_STARTED",
+        "Run `warpfit serve` by itself to see why",
+    )
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,108 @@
+"""Reading a CSV file of numbers, with errors that name the place."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InvalidArgumentError
+
+_DELIMITERS: Final = ",;\t"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Named columns of numbers."""
+
+    names: tuple[str, ...]
+    columns: NDArray[np.float64]
+    """[rows, columns]."""
+
+    def split(self, target: str | None) -> tuple[Table, NDArray[np.float64] | None]:
+        """Take the target column out.
+
+        Raises:
+            InvalidArgumentError: if there is no such column.
+
+        """
+        if target is None:
+            return self, None
+        if target not in self.names:
+            raise InvalidArgumentError(
+                f"there is no column {target!r}",
+                "UNKNOWN_COLUMN",
+                f"The columns are: {', '.join(self.names)}",
+                "target",
+            )
+        index = self.names.index(target)
+        rest = Table(
+            self.names[:index] + self.names[index + 1 :], np.delete(self.columns, index, axis=1)
+        )
+        return rest, self.columns[:, index]
+
+
+def read_table(path: Path) -> Table:
+    """Read a CSV file, separated by comma, semicolon or tab.
+
+    The first line names the columns; if it holds only numbers, they are named x1, x2, ...
+
+    Raises:
+        InvalidArgumentError: if the file cannot be read, or a cell is no number; the message names
+            file, line and column.
+
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            first = file.readline()
+            file.seek(0)
+            delimiter = max(_DELIMITERS, key=first.count)
+            return _parse(path, csv.reader(file, delimiter=delimiter))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"{path} cannot be read: {reason}", "BAD_FILE", "Give a CSV file in UTF-8"
+        ) from error
+
+
+def _parse(path: Path, reader: Any) -> Table:
+    lines = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
+    filled = ((number, row) for number, row in lines if any(row))
+    number, header = next(filled, (0, []))
+    named = not all(_is_number(cell) for cell in header)
+    names = tuple(header) if named else tuple(f"x{i}" for i in range(1, len(header) + 1))
+    rows = [] if named else [_numbers(path, number, header, names)]
+    rows += [_numbers(path, number, row, names) for number, row in filled]
+    if not rows:
+        raise InvalidArgumentError(f"{path} holds no rows of numbers", "EMPTY_FILE")
+    return Table(names, np.array(rows))
+
+
+def _numbers(path: Path, line: int, row: list[str], names: tuple[str, ...]) -> list[float]:
+    if len(row) != len(names):
+        raise InvalidArgumentError(
+            f"{path}, line {line}: {len(row)} cells where the first line has {len(names)}",
+            "RAGGED_FILE",
+            "Give every line the same number of cells",
+        )
+    try:
+        return [float(cell) for cell in row]
+    except ValueError:
+        bad = next(index for index, cell in enumerate(row) if not _is_number(cell))
+        raise InvalidArgumentError(
+            f"{path}, line {line}, column {bad + 1} ({names[bad]}): {row[bad]!r} is no number",
+            "NOT_A_NUMBER",
+            "Write nan for a missing number, or remove the line or column",
+        ) from None
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
