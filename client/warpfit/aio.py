@@ -15,7 +15,7 @@ from warpfit.data import Answer, Data
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.info import ServerInfo
-from warpfit.transport import check_address, failure
+from warpfit.transport import check_address, client_closed, failure
 from warpfit.v1.evaluator_pb2_grpc import EvaluatorStub
 
 T = TypeVar("T")
@@ -41,11 +41,14 @@ class AsyncGrpcTransport:
 
     def __init__(self, address: str, config: TransportConfig) -> None:
         check_address(address)
+        self._closed = False
         self._channel = grpc.aio.insecure_channel(address, config.channel_options())
         self._stub = EvaluatorStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
+        if self._closed:
+            raise client_closed()
         rpc = getattr(self._stub, call.method)(call.request, timeout=call.timeout)
         try:
             if hasattr(rpc, "__aiter__"):
@@ -61,6 +64,7 @@ class AsyncGrpcTransport:
 
     async def close(self) -> None:
         """Close the channel."""
+        self._closed = True
         await self._channel.close(grace=None)
 
 

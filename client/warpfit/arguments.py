@@ -88,7 +88,9 @@ def _numbers(data: Any, name: str) -> NDArray[Any]:
     """Return an array of real numbers; copies only what is not one already."""
     try:
         array = np.asarray(data)
-        return array if array.dtype.kind in "biuf" else array.astype(np.float64, casting="unsafe")
+        if array.dtype.kind not in "biufO":
+            raise TypeError(f"its dtype is {array.dtype}")
+        return array.astype(np.float64) if array.dtype.kind == "O" else array
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"{name} is no table of numbers: {error}",

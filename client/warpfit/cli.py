@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier, Timings
 
 if TYPE_CHECKING:
@@ -120,12 +121,13 @@ def _eval(options: argparse.Namespace) -> None:
             "TARGET_MISSING",
             f"Add --target with one of: {', '.join(table.names)}",
         )
+    program = parse(options.expression, table.names)
     loss = options.loss or (None if target is None else Loss.MSE)
     with _address(options.address) as address, connect(address) as client:
         data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
         answer = client.run(
             data,
-            options.expression,
+            program,
             options.params,
             loss=loss,
             values=True,

@@ -378,16 +378,18 @@ class ResultAssembler:
         batch = self._evaluation.batch
         if (header.programs, header.vectors) != (len(batch), batch.vectors):
             raise _broken_answer("has another shape than the request")
+        if header.dtype not in DTYPES:
+            raise _broken_answer(f"has values of unknown dtype {header.dtype}")
         if self._evaluation.values:
             shape = (header.programs, header.vectors, header.rows)
             self._values = np.empty(shape, dtype=DTYPES[header.dtype])
 
     def _finish(self, message: pb.EvaluateResponse) -> None:
         if self._evaluation.loss is not None:
-            losses = np.frombuffer(message.losses, dtype="<f8")
             batch = self._evaluation.batch
-            if losses.size != len(batch) * batch.vectors:
-                raise _broken_answer("lacks losses")
+            if len(message.losses) != 8 * len(batch) * batch.vectors:
+                raise _broken_answer(f"has {len(message.losses)} bytes of losses")
+            losses = np.frombuffer(message.losses, dtype="<f8")
             self._losses = losses.reshape(len(batch), batch.vectors)
         self._timings = timings_from_message(message.timings)
 
@@ -437,7 +439,10 @@ def error_from_status(
     cls = errors.BY_STATUS.get(status, errors.InternalError)
     for key, value in metadata or ():
         if key == ERROR_METADATA_KEY and isinstance(value, bytes):
-            return _error_from_detail(cls, value)
+            try:
+                return _error_from_detail(cls, value)
+            except DecodeError:
+                break  # the plain status is better than nothing
     return _grpc_error(cls, status, details)
 
 

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
 from warpfit.arguments import (
@@ -90,26 +90,29 @@ class Single:
 
 
 class Outgoing:
-    """The messages of an upload; remembers a failure of the user's progress callback.
+    """The messages of an upload, as an iterator; keeps a failure of the user's progress callback.
 
     gRPC iterates in a thread of its own, where an exception would be lost. So a failure ends the
     stream, and the transport raises it in the caller's thread.
     """
 
     def __init__(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> None:
-        self._dataset = dataset
-        self._chunk_bytes = chunk_bytes
-        self._report = report
         self.failure: Exception | None = None
+        self._messages = self._stream(dataset, chunk_bytes, report)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._messages)
+
+    def _stream(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> Iterator[Any]:
         """Yield each message, and report it when the next one is asked for."""
-        total = self._dataset.layout.nbytes
-        messages = codec.upload_messages(self._dataset, self._chunk_bytes)
-        for sent, message in enumerate(messages):
+        total = dataset.layout.nbytes
+        for sent, message in enumerate(codec.upload_messages(dataset, chunk_bytes)):
             yield message
             try:
-                self._report(min(sent * self._chunk_bytes, total), total)
+                report(min(sent * chunk_bytes, total), total)
             except Exception as error:  # whatever the user's callback raises
                 self.failure = error
                 return

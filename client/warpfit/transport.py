@@ -33,11 +33,14 @@ class GrpcTransport:
 
     def __init__(self, address: str, config: TransportConfig) -> None:
         check_address(address)
+        self._closed = False
         self._channel = grpc.insecure_channel(address, config.channel_options())
         self._stub = EvaluatorStub(self._channel)  # type: ignore[no-untyped-call]
 
     def call(self, call: Call) -> None:
         """Perform one call; an interrupt in the caller's thread cancels it on the server too."""
+        if self._closed:
+            raise client_closed()
         method = getattr(self._stub, call.method)
         # A unary answer is awaited as a future: unlike a plain call it can be interrupted.
         unary = hasattr(method, "future")
@@ -53,6 +56,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Close the channel."""
+        self._closed = True
         self._channel.close()
 
 
@@ -67,6 +71,15 @@ def from_rpc_error(error: Any) -> WarpfitError:
     """Rebuild the server's error, or explain gRPC's own."""
     return codec.error_from_status(
         error.code().name, error.details() or "", error.trailing_metadata()
+    )
+
+
+def client_closed() -> WarpfitError:
+    """Explain a call after ``close``."""
+    return InvalidArgumentError(
+        "the client is closed",
+        "CLIENT_CLOSED",
+        "Keep it open as long as it is used, or make another",
     )
 
 
