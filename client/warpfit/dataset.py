@@ -104,7 +104,7 @@ class Dataset:
     @classmethod
     def of(
         cls,
-        X: NDArray[Any],  # noqa: N803 (the field's name for a design matrix)
+        X: NDArray[Any],
         y: NDArray[Any] | None = None,
         weights: NDArray[Any] | None = None,
         *,
@@ -124,8 +124,8 @@ class Dataset:
             InvalidArgumentError: if shapes do not fit or the dtype is neither.
 
         """
-        X = np.asarray(X)  # noqa: N806
-        X = X[:, np.newaxis] if X.ndim == 1 else X  # noqa: N806
+        X = np.asarray(X)
+        X = X[:, np.newaxis] if X.ndim == 1 else X
         if X.ndim != 2:
             raise InvalidArgumentError(
                 f"X has {X.ndim} dimensions, not 2", "BAD_SHAPE", "Send [rows, variables]", "X"

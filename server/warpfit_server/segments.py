@@ -24,14 +24,16 @@ _SMALLEST: Final = 64 << 10
 class Segment:
     """One piece of shared memory; arrays made by `array` keep the mapping alive."""
 
+    descriptor = -1
+    """File descriptor, owned by this object; -1 once closed."""
+
     def __init__(self, identifier: int, descriptor: int, size: int) -> None:
         self.identifier = identifier
         """Number that names the segment in messages."""
-        self.descriptor = descriptor
-        """File descriptor, owned by this object."""
         self.size = size
         """Bytes."""
         self._map = mmap.mmap(descriptor, size)
+        self.descriptor = descriptor  # last: if mapping fails, the caller still owns it
 
     @classmethod
     def create(cls, identifier: int, size: int) -> Segment:

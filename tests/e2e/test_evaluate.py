@@ -1,0 +1,132 @@
+"""Whole calls through a real server process, compared with the reference."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.server import ServerProcess
+from warpfit import reference
+from warpfit.request import Loss
+from warpfit.workload import thesis_mix
+
+ROWS = 1025
+
+
+def _data(seed=0, rows=ROWS, variables=10, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, variables)).astype(dtype)
+    return X, rng.normal(size=rows).astype(dtype)
+
+
+def _reference(programs, X, parameters):
+    return reference.evaluate(programs, X.T, parameters).T
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-3), ("float64", 1e-10)])
+def test_values_and_losses_agree_with_the_reference(client, dtype, tolerance):
+    X, y = _data(dtype=dtype)
+    programs, parameters = thesis_mix(1, 40, operators=("add", "sub", "mul", "sqrtabs", "sin"))
+    with client.upload(X, y, dtype=dtype) as data:
+        values = client.evaluate(data, programs, parameters=parameters)
+        losses = client.evaluate(data, programs, parameters=parameters, loss="mse")
+    assert values.shape == (ROWS, 40)
+    assert values.dtype == dtype
+    expected = _reference(programs, X, parameters)
+    np.testing.assert_allclose(values, expected, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        losses, reference.loss(Loss.MSE, values.T.astype(float), y), rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_every_loss_with_weights_and_rows(client, loss):
+    X, y = _data(2)
+    weights = np.random.default_rng(3).uniform(0.1, 2, ROWS).astype(np.float32)
+    with client.upload(X, y, weights) as data:
+        got = client.evaluate(
+            data, ["x1 + p1*x2", "x3"], parameters=[[0.5], []], loss=loss, rows=slice(7, 900)
+        )
+    predictions = np.stack([X[:, 0] + np.float32(0.5) * X[:, 1], X[:, 2]])[:, 7:900]
+    expected = reference.loss(loss, predictions, y[7:900], weights[7:900])
+    np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def test_parameter_vectors_add_a_leading_axis(client):
+    X, y = _data(4)
+    vectors = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    with client.upload(X, y, dtype="float64") as data:
+        values = client.evaluate(data, ["p1*x1 + p2", "x2"], parameters=[vectors, np.empty((3, 0))])
+        losses = client.evaluate(
+            data, ["p1*x1 + p2", "x2"], parameters=[vectors, np.empty((3, 0))], loss="sse"
+        )
+    assert values.shape == (3, ROWS, 2)
+    assert losses.shape == (3, 2)
+    for k, (a, b) in enumerate(vectors):
+        column = a * X[:, 0].astype(float) + b
+        np.testing.assert_allclose(values[k, :, 0], column)
+        np.testing.assert_allclose(losses[k, 0], np.sum((column - y) ** 2))
+        np.testing.assert_array_equal(values[k, :, 1], X[:, 1])
+
+
+def test_a_large_result_arrives_whole(client):
+    X, _ = _data(5, rows=200_003, variables=2)
+    with client.upload(X) as data:
+        values = client.evaluate(data, ["x1", "x2", "x1 + x2", "neg(x1)", "x1"])
+    for column, expected in enumerate([X[:, 0], X[:, 1], X[:, 0] + X[:, 1], -X[:, 0], X[:, 0]]):
+        np.testing.assert_array_equal(values[:, column], expected)
+
+
+def test_special_values_travel_unchanged(client):
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38, -2.0])
+    with client.upload(special.astype(np.float32)[:, None]) as data:
+        values = client.evaluate(data, ["x1", "inf * 1", "nan + x1"])
+    np.testing.assert_array_equal(
+        values[:, 0].view(np.uint32), special.astype(np.float32).view(np.uint32)
+    )
+    assert np.isposinf(values[:, 1]).all()
+    assert np.isnan(values[:, 2]).all()
+
+
+def test_a_second_client_finds_the_data_resident(server: ServerProcess):
+    X, y = _data(6)
+    with warpfit.connect(server.address) as first, warpfit.connect(server.address) as second:
+        data = first.upload(X, y)
+        before = server.shared_memory()
+        again = second.upload(X, y)
+        assert again.content_id == data.content_id
+        assert server.shared_memory() == before
+        np.testing.assert_array_equal(
+            first.evaluate(data, ["x1 * x2"]), second.evaluate(again, ["x1 * x2"])
+        )
+
+
+def _worker(address: str, seed: int, rounds: int) -> bool:
+    X, y = _data(7)
+    with warpfit.connect(address) as client:
+        data = client.upload(X, y)
+        for turn in range(rounds):
+            programs, parameters = thesis_mix(
+                1000 * seed + turn, 20, operators=("add", "sub", "mul", "neg")
+            )
+            got = client.evaluate(data, programs, parameters=parameters)
+            expected = _reference(programs, X, parameters).astype(np.float32)
+            np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
+    return True
+
+
+def test_worker_processes_share_a_data_set(server: ServerProcess):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        results = pool.starmap(_worker, [(server.address, seed, 5) for seed in range(3)])
+    assert results == [True] * 3
+
+
+def test_info_names_engine_limits_and_operators(client):
+    info = client.info()
+    assert info.engine == "cpu"
+    assert info.devices[0].threads == 2
+    assert info.limits.requests == 64
+    assert {op.name: op.code for op in info.operators}["add"] == 16

@@ -1,0 +1,74 @@
+"""A real server process for end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+class ServerProcess:
+    """``python -m warpfit_server`` on a free loopback port; a context manager."""
+
+    def __init__(self, *flags: str, log: Path | None = None, **environment: str) -> None:
+        self._log = log.open("w") if log else None
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", "cpu", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        assert self.process.stdout is not None
+        self.banner = self.process.stdout.readline()
+        if "listening on" not in self.banner:
+            raise RuntimeError(f"the server did not start: {self.banner!r}")
+        self.address = self.banner.split()[3]
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def engine(self, timeout: float = 30.0) -> psutil.Process:
+        """The engine process that runs now."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    return child
+            time.sleep(0.01)
+        raise TimeoutError("no engine process")
+
+    def kill_engine(self) -> None:
+        """SIGKILL the engine process."""
+        self.engine().send_signal(signal.SIGKILL)
+
+    def shared_memory(self) -> int:
+        """Bytes of memory files that the front door holds open or mapped."""
+        inodes = {}
+        for maps in psutil.Process(self.process.pid).memory_maps(grouped=False):
+            if "memfd:warpfit" in maps.path:
+                inodes[maps.addr] = maps.size
+        return sum(inodes.values())
+
+    def descriptors(self) -> int:
+        """Open file descriptors of the front door."""
+        return psutil.Process(self.process.pid).num_fds()
+
+    def stop(self) -> int:
+        """SIGTERM, wait, return the exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        status = self.process.wait(timeout=30)
+        if self.process.stdout:
+            self.process.stdout.close()
+        if self._log:
+            self._log.close()
+        return status

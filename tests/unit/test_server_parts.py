@@ -1,0 +1,305 @@
+"""Segments, frames, channel, data-set store, limits and configuration, without processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from warpfit.dataset import Dataset
+from warpfit.errors import (
+    DatasetNotFoundError,
+    InvalidArgumentError,
+    ProgramError,
+    ResourceExhaustedError,
+)
+from warpfit.info import Limits
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.workload import thesis_mix
+from warpfit_server import channel as wire
+from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server.config import Config, parse_bytes
+from warpfit_server.datasets import DatasetStore
+from warpfit_server.frame import Frame
+from warpfit_server.limits import check_batch, check_dataset, check_result
+from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.supervisor import Job
+
+DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
+
+
+def _evaluation(**changes):
+    programs, parameters = thesis_mix(3, 7, variables=4)
+    fields = {"dataset_id": DATA.content_id, "batch": Batch.of(programs, parameters)}
+    return Evaluation(**{**fields, **changes})
+
+
+class TestSegments:
+    def test_two_mappings_share_bytes(self):
+        ours = Segment.create(1, 4096)
+        theirs = Segment(1, os.dup(ours.descriptor), 4096)
+        ours.array("<f4", (3,), 64)[...] = [1, 2, 3]
+        assert theirs.array("<f4", (3,), 64).tolist() == [1, 2, 3]
+
+    def test_arrays_outlive_the_descriptor(self):
+        segment = Segment.create(1, 4096)
+        array = segment.array("u1", (4096,))
+        segment.close()
+        del segment
+        array[...] = 7
+        assert array.sum() == 7 * 4096
+
+    def test_pool_reuses_and_caps(self):
+        pool = SegmentPool(idle_bytes=128 << 10)
+        first = pool.acquire(100)
+        assert first.size == 64 << 10
+        assert pool.release(first)
+        assert pool.acquire(65536) is first
+        large = pool.acquire(1 << 20)
+        assert not pool.release(large)
+        assert large.descriptor == -1
+
+    def test_impossible_size(self):
+        with pytest.raises(ResourceExhaustedError) as caught:
+            SegmentPool(0).create(1 << 62)
+        assert caught.value.needed == 1 << 62
+
+
+class TestFrame:
+    @pytest.mark.parametrize("loss", [None, Loss.MSE])
+    @pytest.mark.parametrize("values", [True, False])
+    def test_batch_survives_and_views_do_not_overlap(self, loss, values):
+        evaluation = _evaluation(loss=loss, values=values)
+        frame = Frame.of(evaluation, DATA.layout)
+        segment = Segment.create(1, frame.nbytes)
+        frame.write(segment, evaluation.batch)
+        if values:
+            frame.values_view(segment)[...] = np.nan
+        if loss:
+            frame.losses_view(segment)[...] = np.nan
+        frame.flag(segment)[0] = 255
+        copy = frame.batch(segment)
+        for name in ("codes", "values", "lengths", "parameter_counts", "parameters"):
+            np.testing.assert_array_equal(getattr(copy, name), getattr(evaluation.batch, name))
+
+    def test_write_clears_the_cancellation_of_an_earlier_use(self):
+        frame = Frame.of(_evaluation(), DATA.layout)
+        segment = Segment.create(1, frame.nbytes)
+        frame.flag(segment)[0] = 1
+        frame.write(segment, _evaluation().batch)
+        assert frame.flag(segment)[0] == 0
+
+
+class TestJob:
+    def test_segment_goes_back_when_both_sides_let_go(self):
+        frame = Frame.of(_evaluation(), DATA.layout)
+        released = []
+        job = Job(Segment.create(1, frame.nbytes), frame, released.append)
+        job.let_go()
+        assert not released
+        job.abandon()
+        assert frame.flag(job.segment)[0] == 1
+        job.let_go()
+        assert released == [job.segment]
+        frame.flag(job.segment)[0] = 0
+        job.abandon()  # the segment may be somebody else's by now
+        assert frame.flag(job.segment)[0] == 0
+
+
+class TestChannel:
+    def test_messages_and_descriptors_cross(self):
+        ours, socket = Channel.pair()
+        theirs = Channel(socket)
+        segment = Segment.create(5, 4096)
+        evaluation = _evaluation()
+        message = wire.Evaluate(
+            request=1,
+            segment=5,
+            size=4096,
+            frame=Frame.of(evaluation, DATA.layout),
+            dataset_id=DATA.content_id,
+            rows=(0, 10),
+            precision=Precision.FAST,
+            loss=Loss.R2,
+            tier=Tier.AUTO,
+            submitted=123,
+        )
+        ours.send(message, [segment.descriptor])
+        received, descriptors = theirs.receive()
+        assert received == message
+        assert os.fstat(descriptors[0]).st_ino == os.fstat(segment.descriptor).st_ino
+        os.close(descriptors[0])
+
+    def test_errors_cross_whole(self):
+        ours, socket = Channel.pair()
+        error = ProgramError("bad", "REASON", "mend it", "programs", 3, 4)
+        ours.send(wire.Finished(9, Timings(queue=5), error))
+        received, _ = Channel(socket).receive()
+        assert received.error.__dict__ == error.__dict__
+        assert str(received.error) == "bad (expression 3, token 4). mend it"
+
+    def test_closing_wakes_the_reader(self):
+        ours, socket = Channel.pair()
+        theirs = Channel(socket)
+        outcome = []
+
+        def read():
+            try:
+                theirs.receive()
+            except ChannelClosedError:
+                outcome.append("closed")
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        ours.close()
+        thread.join(5)
+        assert outcome == ["closed"]
+        with pytest.raises(ChannelClosedError):
+            theirs.send(wire.Stop())
+
+
+class TestDatasetStore:
+    def _store(self, resident_bytes):
+        removed = []
+        limits = Limits(resident_bytes=resident_bytes)
+        return DatasetStore(limits, SegmentPool(0), removed.append), removed
+
+    def _put(self, store, dataset, size=64):
+        upload = store.begin(dataset.layout, dataset.content_id)
+        for chunk in dataset.chunks(size):
+            upload.add(bytes(chunk))
+        return store.commit(upload)
+
+    def test_round_trip(self):
+        store, _ = self._store(1 << 20)
+        self._put(store, DATA)
+        with store.lease(DATA.content_id) as resident:
+            shape = (DATA.layout.columns, DATA.layout.rows)
+            np.testing.assert_array_equal(resident.segment.array("<f4", shape), DATA.matrix)
+
+    def test_budget_counts_reservations_and_eviction_skips_what_is_in_use(self):
+        size = DATA.layout.nbytes
+        store, removed = self._store(2 * size)
+        others = [Dataset.of(np.full((10, 4), k), np.arange(10.0)) for k in range(2)]
+        self._put(store, DATA)
+        self._put(store, others[0])
+        with store.lease(DATA.content_id):
+            self._put(store, others[1])
+            assert removed == [others[0].content_id]
+            with store.lease(others[1].content_id), pytest.raises(ResourceExhaustedError) as caught:
+                store.begin(others[0].layout, others[0].content_id)
+        assert (caught.value.needed, caught.value.available) == (size, 0)
+
+    def test_abandoned_upload_gives_its_bytes_back(self):
+        store, _ = self._store(DATA.layout.nbytes)
+        for _ in range(3):
+            store.abandon(store.begin(DATA.layout, DATA.content_id))
+        self._put(store, DATA)
+
+    def test_same_content_twice_is_held_once(self):
+        store, _ = self._store(2 * DATA.layout.nbytes)
+        first = self._put(store, DATA)
+        assert self._put(store, DATA) is first
+        other = Dataset.of(np.ones((10, 4)), np.arange(10.0))
+        self._put(store, other)
+        with store.lease(DATA.content_id), store.lease(other.content_id):
+            pass
+
+    def test_release_waits_for_the_last_use(self):
+        store, removed = self._store(1 << 20)
+        self._put(store, DATA)
+        with store.lease(DATA.content_id):
+            store.release(DATA.content_id)
+            assert removed == []
+            with pytest.raises(DatasetNotFoundError), store.lease(DATA.content_id):
+                pass
+        assert removed == [DATA.content_id]
+        with pytest.raises(DatasetNotFoundError):
+            store.release(DATA.content_id)
+
+    @pytest.mark.parametrize(
+        ("pieces", "reason"),
+        [([16], "TRUNCATED_UPLOAD"), ([200, 1], "SURPLUS_UPLOAD"), ([200], "BAD_DIGEST")],
+    )
+    def test_wrong_content(self, pieces, reason):
+        store, _ = self._store(1 << 20)
+        upload = store.begin(DATA.layout, DATA.content_id)
+        with pytest.raises(InvalidArgumentError) as caught:
+            for size in pieces:
+                upload.add(bytes(size))
+            store.commit(upload)
+        assert caught.value.reason == reason
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("limits", "reason", "flag"),
+        [
+            (Limits(programs=6), "TOO_MANY_PROGRAMS", "--max-programs"),
+            (Limits(tokens=50), "TOO_MANY_TOKENS", "--max-tokens"),
+            (Limits(program_tokens=9), "PROGRAM_TOO_LONG", "--max-program-tokens"),
+            (Limits(vectors=0), "TOO_MANY_VECTORS", "--max-vectors"),
+        ],
+    )
+    def test_batch(self, limits, reason, flag):
+        with pytest.raises(ResourceExhaustedError) as caught:
+            check_batch(_evaluation().batch, limits)
+        assert caught.value.reason == reason
+        assert flag in str(caught.value)
+        check_batch(_evaluation().batch, Limits())
+
+    def test_result(self):
+        size = 7 * 10 * 4 + 7 * 8
+        check_result(_evaluation(), DATA.layout, Limits(result_bytes=size))
+        with pytest.raises(ResourceExhaustedError, match="--max-result-bytes"):
+            check_result(_evaluation(), DATA.layout, Limits(result_bytes=size - 1))
+
+    def test_dataset(self):
+        check_dataset(DATA.layout, Limits(dataset_bytes=200))
+        with pytest.raises(ResourceExhaustedError, match="--max-dataset-bytes"):
+            check_dataset(DATA.layout, Limits(dataset_bytes=199))
+
+
+class TestConfig:
+    def test_flags_win_over_variables_over_defaults(self):
+        environment = {"WARPFIT_PORT": "1", "WARPFIT_HOST": "::1", "WARPFIT_MAX_TOKENS": "17"}
+        config = Config.from_arguments(["--port", "2"], environment)
+        assert (config.port, config.host, config.max_tokens) == (2, "::1", 17)
+        assert config.limits().tokens == 17
+        assert Config.from_arguments([], {}) == Config()
+
+    def test_crosses_to_the_engine_process(self):
+        config = Config.from_arguments(["--threads", "3", "--cache-dir", "somewhere"], {})
+        assert Config.from_json(config.to_json()) == config
+
+    @pytest.mark.parametrize(
+        ("arguments", "environment"),
+        [
+            (["--engine", "tpu"], {}),
+            ([], {"WARPFIT_ENGINE": "tpu"}),
+            ([], {"WARPFIT_PORT": "many"}),
+            (["--chunk-bytes", "1 furlong"], {}),
+            (["--log-level", "loud"], {}),
+        ],
+    )
+    def test_wrong_settings_are_refused(self, arguments, environment, capsys):
+        with pytest.raises(SystemExit) as caught:
+            Config.from_arguments(arguments, environment)
+        assert caught.value.code == 2
+        assert "error:" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("text", "size"), [("4096", 4096), ("1KiB", 1024), ("2 GB", 2 * 10**9), ("3mib", 3 << 20)]
+    )
+    def test_sizes(self, text, size):
+        assert parse_bytes(text) == size
+
+    def test_help_names_every_flag(self, capsys):
+        with pytest.raises(SystemExit):
+            Config.from_arguments(["--help"], {})
+        text = capsys.readouterr().out
+        for flag in ("--host", "--port", "--max-resident-bytes", "--log-format", "--grace"):
+            assert flag in text
