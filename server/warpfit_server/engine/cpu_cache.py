@@ -1,0 +1,190 @@
+"""Compiled code of the CPU engine, kept on disk so that only the very first start compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from warpfit import ops
+from warpfit_server.engine import cpu_interpret, cpu_kernels, cpu_lower, cpu_math, cpu_vector
+from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour
+
+_log = logging.getLogger(__name__)
+_DIGEST_BYTES: Final = 32
+_lock = threading.Lock()
+
+
+def default_directory() -> Path:
+    """WARPFIT_CACHE_DIR, or the user's cache directory."""
+    configured = os.environ.get("WARPFIT_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "warpfit"
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Loaded kernels of one flavour; the addresses are valid while the object lives."""
+
+    addresses: NDArray[np.int64]
+    """By wire code, int64 [256]; 0 where there is no operator."""
+    losses: dict[str, int]
+    """By name of the loss kernel."""
+    owner: Any
+    """LLVM execution engine that owns the code."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """All compiled code of the engine."""
+
+    lower: Any
+    interpret: Any
+    kernels: dict[Flavour, Kernels]
+
+
+def load(directory: Path) -> Compiled:
+    """Load the engine's code from ``directory``, or compile it and try to store it there."""
+    start = time.perf_counter()
+    missing = [f for f in FLAVOURS if not _object_path(directory, f).exists()]
+    if missing:
+        _log.info("compiling the CPU engine into %s (first start only, about 10 s)", directory)
+    lower, interpret = _compile_numba(directory)
+    kernels = {flavour: _load_kernels(_object(directory, flavour)) for flavour in FLAVOURS}
+    _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
+    return Compiled(lower, interpret, kernels)
+
+
+def _object(directory: Path, flavour: Flavour) -> bytes:
+    path = _object_path(directory, flavour)
+    stored = _read(path)
+    if stored is not None:
+        return stored
+    code = cpu_kernels.build(flavour)
+    _write(path, code)
+    return code
+
+
+def _object_path(directory: Path, flavour: Flavour) -> Path:
+    return directory / f"{flavour.name}-{_fingerprint()[:32]}.o"
+
+
+def _fingerprint() -> str:
+    """Hash everything that shapes the code: sources, compiler, CPU."""
+    digest = hashlib.sha256()
+    for module in (ops, cpu_vector, cpu_math, cpu_kernels):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    for part in (
+        llvmlite.__version__,
+        llvm.get_process_triple(),
+        llvm.get_host_cpu_name(),
+        llvm.get_host_cpu_features().flatten(),
+    ):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    """Read a stored object; None if it is absent or damaged."""
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() != digest:
+        _log.warning("compiled code in %s is damaged: compiling again", path)
+        return None
+    return code
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Store an object so that concurrent readers see all of it or nothing."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        Path(file.name).replace(path)
+    except OSError as error:
+        _log.warning("cannot keep compiled code in %s: %s", path.parent, error)
+
+
+def _load_kernels(code: bytes) -> Kernels:
+    _make_library_visible()
+    machine = cpu_kernels.target_machine()
+    owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    owner.add_object_file(llvm.ObjectFileRef.from_data(code))
+    owner.finalize_object()
+    addresses = np.zeros(256, dtype=np.int64)
+    for name, row in ops.OPERATORS.items():
+        addresses[row.code] = owner.get_function_address(cpu_kernels.symbol(name))
+    addresses[cpu_lower.COPY_CODE] = owner.get_function_address(cpu_kernels.symbol(COPY))
+    losses = {name: owner.get_function_address(cpu_kernels.symbol(name)) for name in LOSS_KERNELS}
+    return Kernels(addresses, losses, owner)
+
+
+def _make_library_visible() -> None:
+    """Tell LLVM's linker where the C library's functions are."""
+    name = ctypes.util.find_library("m")
+    library = ctypes.CDLL(name)
+    for function in sorted(ops.KERNEL_FUNCTIONS - {"abs"}):
+        pointer = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+        llvm.add_symbol(function, pointer)
+
+
+def _compile_numba(directory: Path) -> tuple[Any, Any]:
+    def array(kind: Any, dimensions: int = 1) -> Any:
+        return types.Array(kind, dimensions, "C", readonly=True)
+
+    word, double, byte = types.int64, types.float64, types.uint8
+    words, doubles = types.Array(word, 1, "C"), types.Array(double, 1, "C")
+    table = types.Array(word, 2, "C")
+    lower = types.void(
+        array(byte), array(double), words, array(types.int8), types.Array(double, 2, "C"),
+        table, table, table, doubles,
+    )  # fmt: skip
+    interpret = types.boolean(
+        words, words, table, table, table, doubles, words, array(double), words,
+        word, word, word, word, array(byte), doubles,
+    )  # fmt: skip
+    with _cached_in(directory) as jit:
+        return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret)
+
+
+@contextlib.contextmanager
+def _cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
+    """Give a compiler whose results Numba keeps below ``directory``, or nowhere if it cannot."""
+
+    def jit(signature: Any, function: Any) -> Any:
+        options = {"nogil": True, "error_model": "numpy"}
+        try:
+            return numba.njit(signature, cache=True, **options)(function)
+        except (OSError, RuntimeError) as error:
+            _log.warning("cannot keep compiled code in %s: %s", directory, error)
+            return numba.njit(signature, **options)(function)
+
+    with _lock:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(directory / "numba")
+        try:
+            yield jit
+        finally:
+            numba.config.CACHE_DIR = before
