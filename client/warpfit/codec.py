@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -368,6 +369,8 @@ class ResultAssembler:
             InternalError: if a part of the answer never came.
 
         """
+        if self._evaluation.values and self._values is None:
+            raise _broken_answer("has no values")
         total = 0 if self._values is None else self._values.nbytes
         if self._timings is None or self._filled != total:
             raise _broken_answer(f"ended after {self._filled} of {total} value bytes")
@@ -382,7 +385,7 @@ class ResultAssembler:
             raise _broken_answer(f"has values of unknown dtype {header.dtype}")
         if self._evaluation.values:
             shape = (header.programs, header.vectors, header.rows)
-            self._values = np.empty(shape, dtype=DTYPES[header.dtype])
+            self._values = _allocate(shape, DTYPES[header.dtype])
 
     def _finish(self, message: pb.EvaluateResponse) -> None:
         if self._evaluation.loss is not None:
@@ -402,6 +405,18 @@ class ResultAssembler:
             raise _broken_answer("has surplus value bytes")
         target[self._filled : self._filled + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
         self._filled += len(piece)
+
+
+def _allocate(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        return np.empty(shape, dtype=dtype)
+    except (MemoryError, ValueError) as error:
+        raise errors.ResourceExhaustedError(
+            f"there is no memory here for {' x '.join(map(str, shape))} values",
+            "MEMORY",
+            "Ask for losses, for fewer rows or for fewer expressions at once",
+            needed=math.prod(shape) * dtype.itemsize,
+        ) from error
 
 
 def _broken_answer(what: str) -> errors.InternalError:

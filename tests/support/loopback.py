@@ -1,5 +1,7 @@
 """A real gRPC server on loopback that answers from `warpfit.testing.InProcessServer`."""
 
+# ruff: noqa: N802 (the methods' names come from the contract)
+
 from __future__ import annotations
 
 import threading
@@ -21,7 +23,7 @@ class _Messages(list):
 
 
 class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
-    """Hands every call to ``server``; while ``hang`` is true, an evaluation waits to be cancelled."""
+    """Hands every call to ``server``; if ``hang`` is true, an evaluation waits for its end."""
 
     def __init__(self, server: InProcessServer) -> None:
         self.server = server

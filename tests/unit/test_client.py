@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.loopback import serve
 
 import warpfit
+from support.loopback import serve
 from warpfit import Program, reference, testing
 from warpfit.config import RetryPolicy, TransportConfig
 

@@ -1,0 +1,122 @@
+"""The canonical form of data sets and their content ids."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from warpfit.dataset import Dataset
+from warpfit.errors import InvalidArgumentError
+
+MATRICES = hnp.arrays(
+    st.sampled_from([np.float32, np.float64, np.int16]), hnp.array_shapes(min_dims=2, max_dims=2)
+)
+X = np.arange(12.0).reshape(6, 2)
+Y = np.arange(6.0)
+
+
+def content_id_by_hand(dtype, X, y, weights, names):
+    """The rule of evaluator.proto, written down a second time."""
+    code, letter = {"float32": (1, "f"), "float64": (2, "d")}[dtype]
+    digest = hashlib.sha256(b"warpfit.dataset.v1\n")
+    digest.update(bytes([code, y is not None, weights is not None]))
+    digest.update(struct.pack("<QQI", X.shape[1], X.shape[0], len(names)))
+    for name in names:
+        digest.update(struct.pack("<I", len(name.encode())) + name.encode())
+    for column in [*X.T, *(c for c in (y, weights) if c is not None)]:
+        digest.update(struct.pack(f"<{len(column)}{letter}", *column.tolist()))
+    return digest.digest()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("y", [None, Y])
+@pytest.mark.parametrize("weights", [None, Y * 2])
+@pytest.mark.parametrize("names", [(), ("a", "größe")])
+def test_content_ids_follow_the_contract(dtype, y, weights, names):
+    dataset = Dataset.of(X, y, weights, names=names, dtype=dtype)
+    assert dataset.content_id == content_id_by_hand(dtype, X, y, weights, names)
+
+
+@given(MATRICES, st.booleans())
+def test_memory_order_and_strides_do_not_matter(matrix, fortran):
+    plain = Dataset.of(matrix)
+    other = Dataset.of(np.repeat(np.array(matrix, order="F" if fortran else "C"), 2, axis=0)[::2])
+    assert plain.content_id == other.content_id
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(plain.variables, matrix.T.astype(np.float32))
+    assert plain.matrix.flags.c_contiguous
+
+
+@given(st.binary(min_size=1), st.data())
+def test_any_change_of_content_changes_the_id(raw, data):
+    values = np.frombuffer(raw, dtype=np.uint8).astype(np.float64)
+    changed = values.copy()
+    changed[data.draw(st.integers(0, len(values) - 1))] += 1
+    assert Dataset.of(values).content_id != Dataset.of(changed).content_id
+
+
+def test_ids_tell_layouts_with_equal_payload_apart():
+    ids = {
+        Dataset.of(X).content_id,
+        Dataset.of(X[:, :1], X[:, 1]).content_id,
+        Dataset.of(X.T.reshape(12)).content_id,
+        Dataset.of(X, names=["a", "b"]).content_id,
+        Dataset.of(X, names=["b", "a"]).content_id,
+        Dataset.of(X, dtype="float64").content_id,
+    }
+    assert len(ids) == 6
+
+
+def test_columns_are_found_again():
+    dataset = Dataset.of(X, Y, Y + 1)
+    np.testing.assert_array_equal(dataset.variables, X.T)
+    np.testing.assert_array_equal(dataset.target, Y)
+    np.testing.assert_array_equal(dataset.weights, Y + 1)
+    assert Dataset.of(X, weights=Y).target is None
+    np.testing.assert_array_equal(Dataset.of(X, weights=Y).weights, Y)
+    assert Dataset.of(X, Y).weights is None
+
+
+@given(st.integers(1, 200))
+def test_chunks_are_the_payload(size):
+    dataset = Dataset.of(X, Y)
+    chunks = list(dataset.chunks(size))
+    assert b"".join(chunks) == dataset.matrix.tobytes()
+    assert all(len(chunk) == size for chunk in chunks[:-1])
+    assert sum(map(len, chunks)) == dataset.layout.nbytes
+
+
+def test_special_values_and_overflow_keep_their_meaning():
+    dataset = Dataset.of(np.array([np.nan, np.inf, -0.0, 1e300, 1e-45]))
+    np.testing.assert_array_equal(
+        dataset.variables[0], np.array([np.nan, np.inf, -0.0, np.inf, 1e-45], dtype=np.float32)
+    )
+    assert np.signbit(dataset.variables[0, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "reason"),
+    [
+        ((np.zeros((2, 2, 2)),), {}, "BAD_SHAPE"),
+        ((np.float64(3),), {}, "BAD_SHAPE"),
+        ((X, Y[:-1]), {}, "BAD_SHAPE"),
+        ((X, Y, np.ones((6, 2))), {}, "BAD_SHAPE"),
+        ((np.zeros((0, 3)),), {}, "EMPTY_DATASET"),
+        ((np.zeros((3, 0)),), {}, "EMPTY_DATASET"),
+        ((X,), {"names": ["a"]}, "NAME_MISMATCH"),
+        ((X,), {"names": ["a", "a"]}, "NAME_MISMATCH"),
+        ((X,), {"dtype": "float16"}, "BAD_DTYPE"),
+        ((X,), {"dtype": "int32"}, "BAD_DTYPE"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, options, reason):
+    with pytest.raises(InvalidArgumentError) as caught:
+        Dataset.of(*arguments, **options)
+    assert caught.value.reason == reason
+    assert caught.value.remedy
