@@ -1,0 +1,65 @@
+"""NVRTC: CUDA C++ to PTX or machine code, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cuda.bindings import nvrtc
+
+from warpfit.errors import InternalError
+
+
+def version() -> str:
+    """Version of the compiler, such as ``"13.0"``."""
+    status, major, minor = nvrtc.nvrtcVersion()
+    _check(status, None)
+    return f"{major}.{minor}"
+
+
+def to_ptx(source: str, architecture: int, options: Sequence[str] = ()) -> str:
+    """Compile to PTX text for compute capability ``architecture`` (90 for 9.0)."""
+    program = _compile(source, [f"--gpu-architecture=compute_{architecture}", *options])
+    try:
+        return _output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0").decode()
+    finally:
+        _check(nvrtc.nvrtcDestroyProgram(program)[0], None)
+
+
+def to_cubin(source: str, architecture: int, options: Sequence[str] = ()) -> bytes:
+    """Compile to machine code for compute capability ``architecture`` (90 for 9.0)."""
+    program = _compile(source, [f"--gpu-architecture=sm_{architecture}", *options])
+    try:
+        return _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        _check(nvrtc.nvrtcDestroyProgram(program)[0], None)
+
+
+def _compile(source: str, options: list[str]) -> nvrtc.nvrtcProgram:
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"warpfit.cu", 0, [], [])
+    _check(status, None)
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    _check(status, program)
+    return program
+
+
+def _output(program: nvrtc.nvrtcProgram, size_of: object, read: object) -> bytes:
+    status, size = size_of(program)  # type: ignore[operator]
+    _check(status, None)
+    buffer = bytes(size)
+    (status,) = read(program, buffer)  # type: ignore[operator]
+    _check(status, None)
+    return buffer
+
+
+def _check(status: nvrtc.nvrtcResult, program: nvrtc.nvrtcProgram | None) -> None:
+    if status == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        return
+    log = b""
+    if program is not None:
+        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+    raise InternalError(
+        f"NVRTC failed with {status.name}: {log.rstrip(bytes(1)).decode(errors='replace')}",
+        "NVRTC_FAILED",
+        "Check that the CUDA packages belong to one CUDA release",
+    )

@@ -1,0 +1,146 @@
+"""The shape of an expression: what a compiled kernel depends on, without any number in it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Batch
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+
+_POW: Final = OPERATORS["pow"].code
+#: Constant exponents that get code of their own, in the kernel language.
+POWERS: Final = {
+    -2: "(1 / a) * (1 / a)",
+    -1: "1 / a",
+    1: "a",
+    2: "a * a",
+    3: "a * a * a",
+    4: "(a * a) * (a * a)",
+}
+#: Operand of a `pow` token whose exponent is part of the shape: the exponent plus this.
+EXPONENT_BIAS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of one expression after lifting.
+
+    A VARIABLE token carries the variable's index, a PARAMETER token the number of a slot (a value
+    that the kernel reads at run time), an operator 0, and ``pow`` with a literal exponent that
+    exponent plus `EXPONENT_BIAS` (it then has one operand).
+    """
+
+    codes: bytes
+    operands: tuple[int, ...]
+    slots: int
+    """Number of slots."""
+    key: bytes
+    """16-byte BLAKE2b hash of the tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiftedBatch:
+    """Shapes of a whole batch, and where the value of each slot comes from."""
+
+    shapes: tuple[Shape, ...]
+    slot_starts: NDArray[np.int64]
+    """Index of each expression's first slot, and the total; [programs + 1]."""
+    key: bytes
+    """Hash of the shapes in their order."""
+    _from_parameter: NDArray[np.bool_]
+    _tokens: NDArray[np.int64]
+    _programs: NDArray[np.int64]
+
+    def slot_values(self, batch: Batch) -> NDArray[np.float64]:
+        """Values of all slots for each parameter vector; [K, slots].
+
+        Args:
+            batch: the lifted batch, or one of the same shapes with other numbers.
+
+        """
+        vectors = np.arange(batch.vectors)[:, np.newaxis]
+        values = np.broadcast_to(batch.values[self._tokens], (batch.vectors, len(self._tokens)))
+        if not self._from_parameter.any():
+            return np.array(values)
+        counts = batch.parameter_counts.astype(np.int64)[self._programs]
+        index = np.where(self._from_parameter, batch.values[self._tokens], 0.0).astype(np.int64)
+        places = batch.parameter_starts[:-1][self._programs] + vectors * counts + index
+        places = np.where(self._from_parameter, places, 0)
+        return np.where(self._from_parameter, batch.parameters[places], values)
+
+
+def lift(batch: Batch) -> LiftedBatch:
+    """Replace constants and parameters of a checked batch by slots, in order of appearance."""
+    literal = _literal_exponents(batch)
+    is_slot = (batch.codes == PARAMETER) | ((batch.codes == CONSTANT) & ~literal)
+    program = np.repeat(np.arange(len(batch)), batch.lengths)
+    tokens = np.flatnonzero(is_slot)
+    first, number = _number_slots(batch, tokens, program[tokens])
+    slot_tokens = tokens[first]
+    slot_starts = np.searchsorted(program[slot_tokens], np.arange(len(batch) + 1))
+    operands = np.where(batch.codes == VARIABLE, batch.values, 0.0).astype(np.int64)
+    operands[tokens] = number - slot_starts[program[tokens]]
+    exponents = np.flatnonzero(literal)
+    operands[exponents + 1] = batch.values[exponents].astype(np.int64) + EXPONENT_BIAS
+    codes = np.where(batch.codes == CONSTANT, np.uint8(PARAMETER), batch.codes)
+    starts = np.zeros(len(batch) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(program[~literal], minlength=len(batch)), out=starts[1:])
+    shapes = _shapes(codes[~literal], operands[~literal].astype("<u4"), starts, slot_starts)
+    return LiftedBatch(
+        shapes=shapes,
+        slot_starts=slot_starts,
+        key=hashlib.blake2b(b"".join(shape.key for shape in shapes), digest_size=16).digest(),
+        _from_parameter=batch.codes[slot_tokens] == PARAMETER,
+        _tokens=slot_tokens,
+        _programs=program[slot_tokens],
+    )
+
+
+def _literal_exponents(batch: Batch) -> NDArray[np.bool_]:
+    literal = (batch.codes == CONSTANT) & np.isin(batch.values, list(POWERS))
+    literal[:-1] &= batch.codes[1:] == _POW
+    literal[-1] = False
+    return literal
+
+
+def _number_slots(
+    batch: Batch, tokens: NDArray[np.int64], programs: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number slots through the batch: equal parameters of a program share one, constants do not.
+
+    Returns:
+        The index into ``tokens`` of each slot's first appearance, and each token's slot.
+
+    """
+    constant = batch.codes[tokens] == CONSTANT
+    identity = np.empty(len(tokens), dtype=[("program", "i8"), ("constant", "i8"), ("index", "i8")])
+    identity["program"] = programs
+    identity["constant"] = constant
+    identity["index"] = np.where(constant, tokens, batch.values[tokens] * ~constant).astype(np.int64)
+    _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty(len(order), dtype=np.int64)
+    number[order] = np.arange(len(order))
+    return first[order], number[inverse]
+
+
+def _shapes(
+    codes: NDArray[np.uint8],
+    operands: NDArray[np.uint32],
+    starts: NDArray[np.int64],
+    slot_starts: NDArray[np.int64],
+) -> tuple[Shape, ...]:
+    code_bytes, operand_list, operand_bytes = codes.tobytes(), operands.tolist(), operands.tobytes()
+    bounds = starts.tolist()
+    slots = np.diff(slot_starts).tolist()
+    shapes = []
+    for start, stop, count in zip(bounds, bounds[1:], slots, strict=False):
+        piece = code_bytes[start:stop]
+        digest = hashlib.blake2b(piece + operand_bytes[4 * start : 4 * stop], digest_size=16)
+        shapes.append(Shape(piece, tuple(operand_list[start:stop]), count, digest.digest()))
+    return tuple(shapes)
