@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
@@ -33,9 +33,10 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 class EngineProcess:
     """State of the engine process: the engine and the segments that it has been given."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: Channel, chunk_bytes: int) -> None:
         self._engine = engine
         self._channel = channel
+        self._chunk_bytes = chunk_bytes
         self._segments: dict[int, Segment] = {}
         self._pool = ThreadPoolExecutor(engine.concurrency, "evaluate")
 
@@ -98,7 +99,7 @@ class EngineProcess:
             values=frame.values_view(segment),
             losses=frame.losses_view(segment),
             cancelled=frame.flag(segment),
-            ready=lambda programs: self._channel.send(wire.Progress(message.request, programs)),
+            ready=self._progress(message),
         )
         if outputs.cancelled[0]:
             raise CancelledError("cancelled before it ran", "CANCELLED")
@@ -114,6 +115,19 @@ class EngineProcess:
 
         return self._engine.evaluate(evaluation, outputs)
 
+    def _progress(self, message: wire.Evaluate) -> Callable[[int], None]:
+        """Report progress when it frees at least one chunk of values for sending."""
+        step = max(1, self._chunk_bytes // max(1, message.frame.program_bytes))
+        reported = 0
+
+        def ready(programs: int) -> None:
+            nonlocal reported
+            if message.frame.values and programs - reported >= step:
+                reported = programs
+                self._channel.send(wire.Progress(message.request, programs))
+
+        return ready
+
 
 def main(arguments: Sequence[str]) -> None:
     """Run an engine: ``process.py DESCRIPTOR CONFIG``; the supervisor starts it like this."""
@@ -128,7 +142,7 @@ def main(arguments: Sequence[str]) -> None:
             device=config.device,
             cache_directory=config.cache_path,
         )
-        EngineProcess(engine, channel).run()
+        EngineProcess(engine, channel, config.chunk_bytes).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     except WarpfitError as error:

@@ -1,0 +1,204 @@
+"""What the service costs around the engine: latency, throughput, start-up.
+
+``python tests/bench/service.py`` starts servers on loopback and writes results/service.json.
+Bulk transfers are compared with one unary gRPC call that carries the same bytes in one protobuf
+message, in the same run, because absolute figures depend on the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import warpfit
+from support.results import write_result
+from support.server import ServerProcess
+from warpfit import codec
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit.v1 import evaluator_pb2 as pb
+from warpfit.workload import thesis_mix
+
+SEED = 20261121
+ROUNDS = 5
+_NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+def median_seconds(action: Callable[[], object], rounds: int = ROUNDS) -> float:
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def start_up() -> float:
+    """Seconds from the command to the start-up line, with a filled compile cache."""
+
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        server = ServerProcess()
+        times.append(time.perf_counter() - started)
+        server.stop()
+    return statistics.median(times)
+
+
+def overhead(client: warpfit.Client, rounds: int = 200) -> dict[str, float]:
+    """Milliseconds beyond the engine's own time: 300 fresh expressions, 1,000 rows, loss only."""
+    rng = np.random.default_rng(SEED)
+    X = rng.uniform(0.5, 2, size=(1000, 10)).astype(np.float32)
+    data = client.upload(X, X[:, 0])
+    walls, engines = [], []
+    for turn in range(rounds):
+        programs, parameters = thesis_mix(SEED + turn)
+        started = time.perf_counter_ns()
+        answer = client.run(data, programs, parameters, loss="mse")
+        walls.append(time.perf_counter_ns() - started)
+        engines.append(answer.timings.compute)
+    extra = sorted((w - e) / 1e6 for w, e in zip(walls, engines, strict=True))
+    return {
+        "engine_p50_ms": statistics.median(engines) / 1e6,
+        "total_p50_ms": statistics.median(walls) / 1e6,
+        "overhead_p50_ms": extra[len(extra) // 2],
+        "overhead_p99_ms": extra[int(len(extra) * 0.99)],
+    }
+
+
+def decoding(rounds: int = 200) -> float:
+    """Milliseconds to decode and validate 300 programs, median."""
+    programs, parameters = thesis_mix(SEED)
+    data = warpfit.dataset.Dataset.of(np.ones((1000, 10)), np.ones(1000))
+    evaluation = Evaluation(
+        data.content_id, Batch.of(programs, parameters), loss=Loss.MSE, values=False
+    )
+    message = codec.evaluation_to_message(evaluation).SerializeToString()
+
+    def decode() -> None:
+        request = codec.parse_message(pb.EvaluateRequest, message)
+        codec.evaluation_from_message(request).check(data.layout)
+
+    return median_seconds(decode, rounds) * 1e3
+
+
+def transfers(client: warpfit.Client) -> dict[str, float]:
+    """GB/s of a 120 MB answer and a 400 MB upload, and of unary calls with the same bytes."""
+    rng = np.random.default_rng(SEED)
+    small = client.upload(rng.normal(size=(100_000, 10)).astype(np.float32))
+    expressions = [f"x{i % 10 + 1}" for i in range(300)]
+    matrix = rng.normal(size=(1_000_000, 100)).astype(np.float32)
+    answer_bytes, upload_bytes = 300 * 100_000 * 4, matrix.nbytes
+    engine = client.run(small, expressions).timings.compute / 1e9
+    answer = median_seconds(lambda: client.evaluate(small, expressions))
+    uploads = []
+    for turn in range(3):
+        matrix[0, 0] = turn  # fresh content
+        started = time.perf_counter()
+        client.release(client.upload(matrix))
+        uploads.append(time.perf_counter() - started)
+    with unary_server() as address:
+        unary_answer = unary(address, "Fetch", answer_bytes)
+        unary_upload = unary(address, "Store", upload_bytes)
+    upload = statistics.median(uploads)
+    return {
+        "answer_gb_s": answer_bytes / answer / 1e9,
+        "answer_engine_seconds": engine,
+        "answer_unary_gb_s": answer_bytes / unary_answer / 1e9,
+        "answer_speed_up": unary_answer / answer,
+        "upload_gb_s": upload_bytes / upload / 1e9,
+        "upload_unary_gb_s": upload_bytes / unary_upload / 1e9,
+        "upload_speed_up": unary_upload / upload,
+    }
+
+
+def unary(address: str, method: str, size: int) -> float:
+    """Seconds of one unary call that moves ``size`` bytes in one message, median."""
+    payload = np.random.default_rng(SEED).bytes(size)
+    with grpc.insecure_channel(address, _NO_LIMIT) as channel:
+        call = channel.unary_unary(
+            f"/bench/{method}",
+            pb.UploadVariablesRequest.SerializeToString,
+            pb.UploadVariablesRequest.FromString,
+        )
+
+        def move() -> None:
+            if method == "Store":
+                call(pb.UploadVariablesRequest(data=payload))
+            else:
+                np.frombuffer(call(pb.UploadVariablesRequest()).data, np.float32).copy()
+
+        return median_seconds(move, 3)
+
+
+@contextmanager
+def unary_server() -> Iterator[str]:
+    """Another process with a plain unary service."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "unary"],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.communicate(timeout=30)
+
+
+def serve_unary() -> None:
+    """Be the plain unary service until standard input ends."""
+    answer = np.random.default_rng(SEED).bytes(300 * 100_000 * 4)
+    stored = bytearray(1_000_000 * 100 * 4)
+
+    def store(request: pb.UploadVariablesRequest, _: object) -> pb.UploadVariablesRequest:
+        stored[:] = request.data
+        return pb.UploadVariablesRequest()
+
+    def fetch(request: pb.UploadVariablesRequest, _: object) -> pb.UploadVariablesRequest:
+        return pb.UploadVariablesRequest(data=answer)
+
+    server = grpc.server(ThreadPoolExecutor(2), options=_NO_LIMIT)
+    methods = {
+        name: grpc.unary_unary_rpc_method_handler(
+            handler,
+            pb.UploadVariablesRequest.FromString,
+            pb.UploadVariablesRequest.SerializeToString,
+        )
+        for name, handler in (("Store", store), ("Fetch", fetch))
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", methods),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    server.start()
+    sys.stdin.read()
+    server.stop(None)
+
+
+def main() -> None:
+    # The first server also fills the compile cache, which the start-up time presumes.
+    with ServerProcess() as server, warpfit.connect(server.address) as client:
+        content = {
+            "seed": SEED,
+            "decode_and_validate_300_programs_ms": decoding(),
+            "evaluate_300_fresh_1000_rows_loss": overhead(client),
+            "transfers": transfers(client),
+        }
+    content["start_up_seconds"] = start_up()
+    path = write_result("service", content)
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    serve_unary() if sys.argv[1:] == ["unary"] else main()
