@@ -1,0 +1,42 @@
+"""Layout of the interpreter's instructions: what lower.py writes and interpreter.cu reads."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ops import OPERATORS
+
+#: Word 0 of an instruction: case label, flags, index of a leaf that is loaded before the case.
+LABEL_BITS: Final = 10
+LOAD_VARIABLE: Final = 1 << 10
+LOAD_SLOT: Final = 1 << 11
+PUSH: Final = 1 << 12
+INDEX_SHIFT: Final = 13
+#: Largest index of a leaf that word 0 can carry.
+INDEX_LIMIT: Final = 1 << (32 - INDEX_SHIFT)
+
+#: Cases of a binary operator, added to its label: where the operand that is not on top of the
+#: stack comes from. The odd one of a pair has it as the first operand.
+FROM_VARIABLE: Final = 0
+FROM_SLOT: Final = 2
+FROM_STACK: Final = 4
+
+#: Stack height of the scalar kernel; a row-invariant subtree that needs more is not hoisted whole.
+SLOT_LEVELS: Final = 16
+
+_CASES: Final = {1: 1, 2: 6, 3: 1}
+
+
+def labels() -> NDArray[np.uint32]:
+    """First case label of each operator by wire code; uint32 [256], 0 for the others."""
+    table = np.zeros(256, dtype=np.uint32)
+    label = 1
+    for row in OPERATORS.values():
+        table[row.code] = label
+        label += _CASES[row.arity]
+    if label > 1 << LABEL_BITS:
+        raise ValueError(f"{label} case labels do not fit {LABEL_BITS} bits")
+    return table

@@ -1,0 +1,287 @@
+"""One CUDA device: the only module that talks to the driver (through CuPy).
+
+CuPy is imported when a `CudaDevice` is made, so that the package imports without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from warpfit.errors import ResourceExhaustedError, UnavailableError
+
+#: Share of the device's memory that is used when no limit is given; the rest is for the driver.
+_DEFAULT_SHARE: Final = 0.9
+_HOST_TO_DEVICE: Final = 1
+_DEVICE_TO_HOST: Final = 2
+
+
+def default_cache_directory() -> Path:
+    """``$WARPFIT_CACHE_DIR``, else ``warpfit`` in the user's cache directory."""
+    named = os.environ.get("WARPFIT_CACHE_DIR")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warpfit"
+
+
+class CudaDevice:
+    """A device with its memory pool, its compiled modules and its stream contexts.
+
+    Args:
+        index: CUDA device number.
+        memory_limit: bytes for data sets, results and scratch; None for 90% of the device.
+        cache_directory: where compiled code is kept; None for `default_cache_directory`.
+
+    Raises:
+        UnavailableError: if CuPy is not installed or no such device answers.
+
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        memory_limit: int | None = None,
+        cache_directory: Path | None = None,
+    ) -> None:
+        self.cupy = _import_cupy()
+        self.index = index
+        self.cache_directory = cache_directory or default_cache_directory()
+        runtime = self.cupy.cuda.runtime
+        try:
+            runtime.setDevice(index)
+            properties = runtime.getDeviceProperties(index)
+            self.driver = _version(runtime.driverGetVersion())
+        except runtime.CUDARuntimeError as error:
+            raise UnavailableError(
+                f"CUDA device {index} does not answer: {error}",
+                "NO_CUDA_DEVICE",
+                "Check nvidia-smi, or run with --engine cpu",
+            ) from error
+        self.name: str = properties["name"].decode()
+        self.memory: int = properties["totalGlobalMem"]
+        self.multiprocessors: int = properties["multiProcessorCount"]
+        self.compute_capability = (properties["major"], properties["minor"])
+        self.memory_limit = memory_limit or int(self.memory * _DEFAULT_SHARE)
+        self._pool = self.cupy.cuda.MemoryPool()
+        self._pool.set_limit(size=self.memory_limit)
+        self._idle: list[StreamContext] = []
+        self._lock = threading.Lock()
+
+    @property
+    def architecture(self) -> int:
+        """Compute capability as one number: 90 for 9.0."""
+        major, minor = self.compute_capability
+        return int(major) * 10 + int(minor)
+
+    def use(self) -> None:
+        """Make this the calling thread's device; every entry from another thread needs it."""
+        self.cupy.cuda.runtime.setDevice(self.index)
+
+    def allocate(self, size: int) -> Any:
+        """Allocate device memory, freed when the returned pointer is dropped.
+
+        Raises:
+            ResourceExhaustedError: with the needed and the available bytes.
+
+        """
+        out_of_memory = self.cupy.cuda.memory.OutOfMemoryError
+        try:
+            return self._pool.malloc(size)
+        except out_of_memory:
+            self.trim()
+        try:
+            return self._pool.malloc(size)
+        except out_of_memory as error:
+            raise ResourceExhaustedError(
+                f"the device has {self.available()} bytes left where {size} are needed",
+                "DEVICE_MEMORY",
+                "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
+                needed=size,
+                available=self.available(),
+            ) from error
+
+    def available(self) -> int:
+        """Bytes that can still be allocated, under the limit and on the device."""
+        free, _ = self.cupy.cuda.runtime.memGetInfo()
+        unused = self._pool.total_bytes() - self._pool.used_bytes()
+        return int(max(0, min(self.memory_limit - self._pool.used_bytes(), free + unused)))
+
+    def trim(self) -> None:
+        """Give the scratch memory of idle contexts and the pool's unused blocks back."""
+        with self._lock:
+            for context in self._idle:
+                context.release()
+        self._pool.free_all_blocks()
+
+    def load(self, source: str, options: Sequence[str]) -> Any:
+        """Compile CUDA C++ for this device, or take it from the disk cache, and load it."""
+        self.use()
+        module = self.cupy.cuda.function.Module()
+        module.load(cached_cubin(self.cache_directory, source, self.architecture, options))
+        return module
+
+    @contextmanager
+    def stream(self) -> Iterator[StreamContext]:
+        """Lend a stream with its buffers to the calling thread; made as needed, then reused."""
+        self.use()
+        with self._lock:
+            context = self._idle.pop() if self._idle else None
+        context = context or StreamContext(self)
+        try:
+            with context.stream:
+                yield context
+        finally:
+            context.stream.synchronize()
+            with self._lock:
+                self._idle.append(context)
+
+    def close(self) -> None:
+        """Free all memory that no data set holds."""
+        self.use()
+        self.trim()
+        with self._lock:
+            self._idle.clear()
+
+
+class StreamContext:
+    """A stream, events to time it, and named buffers that grow as needed and are kept."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._cuda = device.cupy.cuda
+        self.stream = self._cuda.Stream(non_blocking=True)
+        self._events: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        self._pinned: dict[str, Any] = {}
+
+    def buffer(self, name: str, size: int) -> int:
+        """Address of at least ``size`` bytes of device memory; contents do not survive growth.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room.
+
+        """
+        held = self._buffers.get(name)
+        if held is None or held.mem.size < size:
+            self._buffers.pop(name, None)
+            del held
+            self.stream.synchronize()
+            held = self._buffers[name] = self._device.allocate(size)
+        return int(held.ptr)
+
+    def pinned(self, name: str, size: int) -> NDArray[np.uint8]:
+        """At least ``size`` bytes of page-locked host memory, uint8 [size]."""
+        held = self._pinned.get(name)
+        if held is None or len(held) < size:
+            self.stream.synchronize()
+            memory = self._cuda.alloc_pinned_memory(max(size, 1))
+            held = self._pinned[name] = np.frombuffer(memory, np.uint8, max(size, 1))
+        return held[:size]
+
+    def release(self) -> None:
+        """Drop the device buffers; the stream must be idle."""
+        self._buffers.clear()
+
+    def upload(self, address: int, source: NDArray[Any]) -> None:
+        """Copy page-locked host memory to the device, in stream order."""
+        self._cuda.runtime.memcpyAsync(
+            address, source.ctypes.data, source.nbytes, _HOST_TO_DEVICE, self.stream.ptr
+        )
+
+    def download(self, target: NDArray[Any], address: int) -> None:
+        """Copy device memory to page-locked host memory, in stream order."""
+        self._cuda.runtime.memcpyAsync(
+            target.ctypes.data, address, target.nbytes, _DEVICE_TO_HOST, self.stream.ptr
+        )
+
+    def download_rows(self, target: NDArray[Any], address: int, pitch: int) -> None:
+        """Copy rows that lie ``pitch`` bytes apart to a page-locked array [rows, columns]."""
+        width = target.shape[1] * target.itemsize
+        self._cuda.runtime.memcpy2DAsync(
+            target.ctypes.data,
+            width,
+            address,
+            pitch,
+            width,
+            target.shape[0],
+            _DEVICE_TO_HOST,
+            self.stream.ptr,
+        )
+
+    def clear(self, address: int, size: int) -> None:
+        """Set device memory to zero, in stream order."""
+        self._cuda.runtime.memsetAsync(address, 0, size, self.stream.ptr)
+
+    def mark(self, name: str) -> None:
+        """Record the event ``name`` at the current end of the stream."""
+        if name not in self._events:
+            self._events[name] = self._cuda.Event()
+        self._events[name].record(self.stream)
+
+    def wait(self, name: str) -> None:
+        """Block until the stream has passed the event ``name``, if it was ever marked."""
+        if name in self._events:
+            self._events[name].synchronize()
+
+    def nanoseconds(self, start: str, end: str) -> int:
+        """Device time between two events that the stream has passed."""
+        elapsed = self._cuda.get_elapsed_time(self._events[start], self._events[end])
+        return int(elapsed * 1e6)
+
+
+def cached_cubin(directory: Path, source: str, architecture: int, options: Sequence[str]) -> bytes:
+    """Compile CUDA C++, keeping the machine code on disk under a hash of all that shapes it.
+
+    A file that is damaged is compiled again; a directory that cannot be written is not used.
+    """
+    from warpfit_server.engine.cuda import nvrtc
+
+    key = hashlib.sha256(
+        "\0".join([nvrtc.version(), str(architecture), *options, source]).encode()
+    ).hexdigest()
+    path = directory / "cubin" / f"{key}.cubin"
+    with suppress(OSError):
+        stored = path.read_bytes()
+        if stored[:32] == hashlib.sha256(stored[32:]).digest():
+            return stored[32:]
+    cubin = nvrtc.to_cubin(source, architecture, options)
+    with suppress(OSError):
+        _replace(path, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+def device_array(device: CudaDevice, memory: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """View device memory as a CuPy array."""
+    return device.cupy.ndarray(shape, dtype=dtype, memptr=memory)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    Path(file.name).replace(path)
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnavailableError(
+            "CuPy is not installed",
+            "NO_CUPY",
+            "pip install 'warpfit[cuda13]' (or cuda12), or run with --engine cpu",
+        ) from error
+    return cupy
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,324 @@
+// Bytecode interpreter. source.py completes the text: the prelude and the types go in front, and
+// the three names between at signs become one function an operator and the two switches.
+//
+// One warp runs one program with one parameter vector (a job) over one tile of 32 * ROWS rows, so
+// every branch is uniform and decoding is shared by all rows. The top of the stack stays in
+// registers, the rest of the stack in shared memory. The warps of a block share a tile: its
+// variables are read from the second-level cache once and then hit the first level.
+
+#define LANES (16 / (int)sizeof(real))
+#define GROUPS (ROWS / LANES)
+#define TILE (32 * ROWS)
+#define WARPS_AT_MOST 8
+#if REAL_BYTES == 4
+#define ROW_LOOP_UNROLL "unroll 2"
+#else
+#define ROW_LOOP_UNROLL "unroll 1"
+#endif
+
+// Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1
+// the index of the second operand. Mirrors lower.py.
+#define LABEL_MASK 1023u
+#define LOAD_VARIABLE (1u << 10)
+#define LOAD_SLOT (1u << 11)
+#define PUSH (1u << 12)
+#define INDEX_SHIFT 13
+
+struct alignas(16) Pack {
+  real lane[LANES];
+};
+
+struct Program {
+  unsigned first;  // index of the first instruction
+  unsigned count;  // number of instructions
+  unsigned slot;   // index of the first row-invariant slot
+  unsigned unused;
+};
+
+// Mirrors interpreter.py, field by field.
+struct Arguments {
+  const uint2* instructions;
+  const Program* programs;
+  const unsigned* order;      // job numbers, longest first; [jobs]
+  const real* slots;          // [vectors, slots]
+  const real* variables;      // [variables, stride], at the first row of the first tile
+  const real* target;         // null: no losses; likewise at the first row of the first tile
+  const real* weights;        // null: 1 for every row
+  real* values;               // null: no values; [jobs, tiles * TILE]
+  double* partials;           // [jobs, tiles]
+  long long stride;           // elements between variables
+  long long slot_count;       // slots for each vector
+  int first_row;              // rows of the first tile to leave out
+  int end_row;                // end of the rows, counted from the first row of the first tile
+  int tiles;
+  int jobs;
+  int first_job;
+  int jobs_per_block;
+  int vectors;
+  int levels;                 // stack levels for each warp
+  int absolute;               // losses of |f - y| instead of (f - y)^2
+};
+
+@OPERATORS@
+
+__device__ __forceinline__ Pack load(const real* place) {
+#if REAL_BYTES == 4
+  float4 v = __ldg((const float4*)place);
+  return {{v.x, v.y, v.z, v.w}};
+#else
+  double2 v = __ldg((const double2*)place);
+  return {{v.x, v.y}};
+#endif
+}
+
+__device__ __forceinline__ Pack load_shared(const real* place) { return *(const Pack*)place; }
+
+__device__ __forceinline__ void push(const real (&t)[ROWS], real* top) {
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    Pack v;
+#pragma unroll
+    for (int j = 0; j < LANES; ++j) v.lane[j] = t[g * LANES + j];
+    *(Pack*)(top + g * 32 * LANES) = v;
+  }
+}
+
+#define FOR_EACH_ROW(STATEMENT) \
+  _Pragma("unroll") for (int i = 0; i < ROWS; ++i) { STATEMENT; }
+
+// The statement sees row i of this thread, and u, the same row of a packed operand.
+#define FOR_EACH_ROW_OF(SOURCE, STATEMENT)              \
+  _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {  \
+    const Pack pack = SOURCE;                           \
+    _Pragma("unroll") for (int j = 0; j < LANES; ++j) { \
+      const int i = g * LANES + j;                      \
+      const real u = pack.lane[j];                      \
+      STATEMENT;                                        \
+    }                                                   \
+  }
+
+#define VARIABLE load(column(now.y) + g * 32 * LANES)
+#define STACK load_shared(top + g * 32 * LANES)
+
+// Cheap operators: all rows unrolled in registers, one case for each source of the other operand.
+#define UNARY(f, label) \
+  case label: FOR_EACH_ROW(t[i] = f(t[i])) break;
+
+#define BINARY(f, label)                                                                  \
+  case label + 0: FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break;                     \
+  case label + 1: FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break;                     \
+  case label + 2: { const real u = __ldg(slots + now.y); FOR_EACH_ROW(t[i] = f(t[i], u)) break; } \
+  case label + 3: { const real u = __ldg(slots + now.y); FOR_EACH_ROW(t[i] = f(u, t[i])) break; } \
+  case label + 4: top -= TILE; FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break;           \
+  case label + 5: top -= TILE; FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break;
+
+// Costly operators: one body for all sources, a loop over the rows of the tile through the stack.
+// All pointers are offset to this lane's packs, hence the start of i.
+#define THROUGH_STACK(EXPRESSION)                                                \
+  push(t, top);                                                                  \
+  __syncwarp();                                                                  \
+  _Pragma(ROW_LOOP_UNROLL) for (int i = lane - lane * LANES; i < TILE - lane * LANES; i += 32) \
+    top[i] = EXPRESSION;                                                         \
+  __syncwarp();                                                                  \
+  FOR_EACH_ROW_OF(STACK, t[i] = u)
+
+#define COSTLY_UNARY(f, label) \
+  case label: THROUGH_STACK(f(top[i])) break;
+
+#define COSTLY_BINARY(f, label)                                                           \
+  case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
+  case label + 5: {                                                                       \
+    const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
+    const real* other = form < 2 ? column(now.y) : form < 4 ? slots + now.y : top - TILE; \
+    const int step = form == 2 || form == 3 ? 0 : 1;                                      \
+    const real* a = form & 1 ? other : top;                                               \
+    const real* b = form & 1 ? top : other;                                               \
+    const int a_step = form & 1 ? step : 1, b_step = form & 1 ? 1 : step;                 \
+    THROUGH_STACK(f(a[i * a_step], b[i * b_step]))                                        \
+    if (form >= 4) top -= TILE;                                                           \
+    break;                                                                                \
+  }
+
+// Two operands on the stack, one in t. Word 1 says where each one is, in levels above the lower
+// stack operand: 2 bits for a, then b, then c.
+#define TERNARY(f, label)                                     \
+  case label: {                                               \
+    const real* lower = top - 2 * TILE;                       \
+    const real* a = lower + (now.y & 3) * TILE;               \
+    const real* b = lower + (now.y >> 2 & 3) * TILE;          \
+    const real* c = lower + (now.y >> 4 & 3) * TILE;          \
+    THROUGH_STACK(f(a[i], b[i], c[i]))                        \
+    top = (real*)lower;                                       \
+    break;                                                    \
+  }
+
+__device__ __forceinline__ double difference(real f, real y) {
+#if FAST
+  return (double)(f - y);
+#else
+  return (double)f - (double)y;
+#endif
+}
+
+// Sum of the loss terms of this thread's rows, in float64.
+template <bool ABSOLUTE, bool PLAIN>
+__device__ __forceinline__ double terms(const real (&t)[ROWS], const Arguments& arguments,
+                                        long long row) {
+  double sum = 0.0;
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    long long first = row + g * 32 * LANES;
+    Pack y = load(arguments.target + first);
+    Pack w;
+    if (!PLAIN && arguments.weights) w = load(arguments.weights + first);
+#pragma unroll
+    for (int j = 0; j < LANES; ++j) {
+      double d = difference(t[g * LANES + j], y.lane[j]);
+      if (PLAIN) {
+        sum = ABSOLUTE ? sum + fabs(d) : fma(d, d, sum);
+      } else {
+        bool inside = first + j >= arguments.first_row && first + j < arguments.end_row;
+        double weight = arguments.weights ? (double)w.lane[j] : 1.0;
+        double term = weight * (ABSOLUTE ? fabs(d) : d * d);
+        if (inside) sum += term;
+      }
+    }
+  }
+  return sum;
+}
+
+__device__ __forceinline__ double warp_sum(double sum) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+
+__device__ __forceinline__ double loss_terms(const real (&t)[ROWS], const Arguments& arguments,
+                                             long long tile_row, int lane) {
+  bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
+  long long row = tile_row + lane * LANES;
+  if (full && !arguments.weights) {
+    return arguments.absolute ? terms<true, true>(t, arguments, row)
+                              : terms<false, true>(t, arguments, row);
+  }
+  return arguments.absolute ? terms<true, false>(t, arguments, row)
+                            : terms<false, false>(t, arguments, row);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS_AT_MOST, BLOCKS_AT_LEAST)
+interpret(const __grid_constant__ Arguments arguments) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  int* next_job = (int*)shared;
+  const int lane = threadIdx.x % 32;
+  real* const bottom = (real*)(shared + 16) +
+                       (threadIdx.x / 32) * arguments.levels * TILE + lane * LANES;
+  const int first = arguments.first_job + blockIdx.y * arguments.jobs_per_block;
+  const int end = min(first + arguments.jobs_per_block, arguments.first_job + arguments.jobs);
+  const long long tile_row = (long long)blockIdx.x * TILE;
+  const real* const variables = arguments.variables + tile_row + lane * LANES;
+  const auto column = [&](unsigned index) { return variables + index * arguments.stride; };
+
+  if (threadIdx.x == 0) *next_job = first;
+  __syncthreads();
+  for (;;) {
+    int position = 0;
+    if (lane == 0) position = atomicAdd(next_job, 1);
+    position = __shfl_sync(0xffffffffu, position, 0);
+    if (position >= end) break;
+    const int job = arguments.order[position];
+    const uint4 record = __ldg((const uint4*)arguments.programs + job / arguments.vectors);
+    const real* const slots =
+        arguments.slots + (job % arguments.vectors) * arguments.slot_count + record.z;
+    const uint2* code = arguments.instructions + record.x;
+    real* top = bottom;
+    real t[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) t[i] = 0;
+    uint2 next = __ldg(code);
+    for (unsigned left = record.y; left > 0; --left) {
+      const uint2 now = next;
+      next = __ldg(++code);
+      if (now.x & (LOAD_VARIABLE | LOAD_SLOT)) {
+        if (now.x & PUSH) {
+          push(t, top);
+          top += TILE;
+        }
+        if (now.x & LOAD_VARIABLE) {
+          const real* place = column(now.x >> INDEX_SHIFT);
+#pragma unroll
+          for (int g = 0; g < GROUPS; ++g) {
+            Pack v = load(place + g * 32 * LANES);
+#pragma unroll
+            for (int j = 0; j < LANES; ++j) t[g * LANES + j] = v.lane[j];
+          }
+        } else {
+          real v = __ldg(slots + (now.x >> INDEX_SHIFT));
+#pragma unroll
+          for (int i = 0; i < ROWS; ++i) t[i] = v;
+        }
+      }
+      switch (now.x & LABEL_MASK) {
+        case 0: break;
+@CASES@
+      }
+    }
+    if (arguments.values) {
+      real* place = arguments.values +
+                    (long long)(job - arguments.first_job) * arguments.tiles * TILE + tile_row +
+                    lane * LANES;
+      push(t, place);
+    }
+    if (arguments.target) {
+      double sum = warp_sum(loss_terms(t, arguments, tile_row, lane));
+      if (lane == 0) {
+        arguments.partials[(long long)(job - arguments.first_job) * arguments.tiles + blockIdx.x] =
+            sum;
+      }
+    }
+  }
+}
+
+// Row-invariant subtrees, once for each slot and parameter vector: a warp runs the postfix tokens
+// of one slot, each lane for one vector.
+struct SlotArguments {
+  const unsigned char* codes;   // [tokens]
+  const double* values;         // [tokens]
+  const double* parameters;     // for each program [vectors, count]
+  const uint4* slots;           // first token, end, first parameter, parameters; [slots]
+  real* results;                // [vectors, slots]
+  int count;
+  int vectors;
+};
+
+extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments arguments) {
+  const int slot = blockIdx.x * blockDim.y + threadIdx.y;
+  const int vector = blockIdx.y * blockDim.x + threadIdx.x;
+  if (slot >= arguments.count || vector >= arguments.vectors) return;
+  const uint4 record = arguments.slots[slot];
+  const double* parameters = arguments.parameters + record.z + (long long)vector * record.w;
+  real stack[SLOT_LEVELS];
+  int height = 0;
+  for (unsigned token = record.x; token < record.y; ++token) {
+    const unsigned code = arguments.codes[token];
+    const double value = arguments.values[token];
+    switch (code) {
+      case 2: stack[height++] = (real)parameters[(int)value]; break;
+      case 3: stack[height++] = (real)value; break;
+@SCALAR_CASES@
+    }
+  }
+  arguments.results[(long long)vector * arguments.count + slot] = stack[0];
+}
+
+// Sums of the loss terms of each job over its tiles, in an order that never changes.
+extern "C" __global__ void __launch_bounds__(128)
+sum_partials(const double* partials, double* sums, int tiles) {
+  __shared__ double parts[4];
+  const double* row = partials + (long long)blockIdx.x * tiles;
+  double sum = 0.0;
+  for (int i = threadIdx.x; i < tiles; i += 128) sum += row[i];
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) sums[blockIdx.x] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}

@@ -1,0 +1,382 @@
+"""The interpreter tier: any number of fresh expressions in one launch, nothing compiled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.lower import Lowered, lower
+from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.source import Variant, interpreter_source
+
+#: Field by field the structs of interpreter.cu.
+_ARGUMENTS: Final = np.dtype(
+    [
+        *((name, np.uint64) for name in ("instructions", "programs", "order", "slots")),
+        *((name, np.uint64) for name in ("variables", "target", "weights", "values", "partials")),
+        *((name, np.int64) for name in ("stride", "slot_count")),
+        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "jobs", "first_job")),
+        *((name, np.int32) for name in ("jobs_per_block", "vectors", "levels", "absolute")),
+    ]
+)
+_SLOT_ARGUMENTS: Final = np.dtype(
+    [
+        *((name, np.uint64) for name in ("codes", "values", "parameters", "slots", "results")),
+        *((name, np.int32) for name in ("count", "vectors")),
+    ]
+)
+#: Shared memory of a block that every device grants without asking, less the job counter.
+_SHARED_BYTES: Final = 48 * 1024 - 16
+_ALIGNMENT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How work is laid out on the device; the defaults are the measured best."""
+
+    rows: int | None = None
+    """Rows a thread; None to choose by the size of the evaluation."""
+    warps: int = 8
+    """Warps a block, each with a program of its own on the block's rows; at most 8."""
+    jobs_per_warp: int = 4
+    """Programs that a warp runs one after the other when there are plenty."""
+    chunk_bytes: int = 32 << 20
+    """Most bytes of values, or of partial sums, that one launch leaves on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    interpret: Any
+    evaluate_slots: Any
+    sum_partials: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launch:
+    """Everything that the launches of one evaluation share."""
+
+    resident: ResidentDataset
+    evaluation: Evaluation
+    variant: Variant
+    kernels: _Kernels
+    lowered: Lowered
+    addresses: dict[str, int]
+    order: NDArray[np.uint32]
+    """Job numbers, the longest programs first within each chunk of jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Jobs and rows that one launch covers."""
+
+    first_job: int
+    jobs: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched piece: the event that ends it, and where its results arrive."""
+
+    piece: _Piece
+    event: str
+    values: NDArray[Any] | None = None
+    sums: NDArray[np.float64] | None = None
+
+
+class Interpreter:
+    """Evaluates batches by one kernel that reads instructions.
+
+    A job is one program with one parameter vector; jobs are numbered in wire order,
+    ``program * K + vector``. The kernel is compiled for the data type, the precision and the rows
+    a thread when one is first needed, and kept on disk.
+    """
+
+    def __init__(self, device: CudaDevice, tuning: Tuning | None = None) -> None:
+        self._device = device
+        self._tuning = tuning or Tuning()
+        self._kernels: dict[Variant, _Kernels] = {}
+        self._lock = threading.Lock()
+
+    def evaluate(
+        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Timings:
+        """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
+        started = time.perf_counter_ns()
+        lowered = lower(evaluation.batch)
+        variant = self.variant(resident, evaluation)
+        kernels = self.prepare(variant)
+        pieces = list(self._pieces(resident, evaluation, variant))
+        with self._device.stream() as context:
+            order = _order(lowered, evaluation.batch.vectors, pieces[0].jobs)
+            addresses = _upload(context, evaluation.batch, lowered, order, variant)
+            launch = _Launch(resident, evaluation, variant, kernels, lowered, addresses, order)
+            context.mark("start")
+            self._evaluate_slots(context, launch)
+            copied_in = time.perf_counter_ns()
+            sums = self._run(context, launch, pieces, outputs)
+            computed = context.nanoseconds("start", "computed")
+        if outputs.losses is not None and evaluation.loss is not None:
+            start, stop = evaluation.row_range(resident.dataset.layout)
+            outputs.losses[...] = resident.losses(
+                evaluation.loss, sums.reshape(outputs.losses.shape), start, stop
+            )
+        return Timings(
+            copy_in=copied_in - started,
+            compute=computed,
+            copy_out=max(0, time.perf_counter_ns() - copied_in - computed),
+            tier=Tier.INTERPRETER,
+        )
+
+    def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
+        """Choose the kernel for an evaluation."""
+        layout = resident.dataset.layout
+        fast = evaluation.precision is Precision.FAST and layout.dtype == np.float32
+        precision = Precision.FAST if fast else Precision.PRECISE
+        rows = self._tuning.rows or self._rows(evaluation, resident)
+        return Variant(layout.dtype, precision, rows)
+
+    def prepare(self, variant: Variant) -> _Kernels:
+        """Compile and load the kernels of a variant unless that has been done."""
+        with self._lock:
+            if variant not in self._kernels:
+                module = self._device.load(interpreter_source(variant), variant.options)
+                self._kernels[variant] = _Kernels(
+                    *(
+                        module.get_function(name)
+                        for name in ("interpret", "evaluate_slots", "sum_partials")
+                    )
+                )
+            return self._kernels[variant]
+
+    def _rows(self, evaluation: Evaluation, resident: ResidentDataset) -> int:
+        """More rows a thread share more decoding, but leave fewer warps to fill the device."""
+        programs, vectors, rows = evaluation.shape(resident.dataset.layout)
+        threads = 32 * 32 * self._device.multiprocessors
+        per_thread = programs * vectors * rows / threads
+        widest = 64 // resident.dataset.layout.dtype.itemsize
+        return next((w for w in (widest, widest // 2) if per_thread >= w), widest // 4)
+
+    def _pieces(
+        self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
+    ) -> Iterator[_Piece]:
+        """Cut the evaluation so that the results of one launch stay within the chunk size."""
+        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        tiles = _tiles(start, stop, variant)
+        job_bytes = 8 * tiles
+        rows = stop - start
+        if evaluation.values:
+            job_bytes = max(job_bytes, tiles * variant.tile * variant.dtype.itemsize)
+            rows = (
+                self._tuning.chunk_bytes // (variant.tile * variant.dtype.itemsize) * variant.tile
+            )
+        jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), 1 << 18)
+        for first_job in range(0, programs * vectors, jobs):
+            for row in range(start, stop, rows):
+                yield _Piece(
+                    first_job,
+                    min(jobs, programs * vectors - first_job),
+                    row,
+                    min(row + rows, stop),
+                )
+
+    def _evaluate_slots(self, context: StreamContext, launch: _Launch) -> None:
+        count, vectors = len(launch.lowered.slots), launch.evaluation.batch.vectors
+        if not count:
+            return
+        arguments = np.zeros((), dtype=_SLOT_ARGUMENTS)
+        for name in ("codes", "values", "parameters", "slots", "results"):
+            arguments[name] = launch.addresses[f"slot_{name}"]
+        arguments["count"], arguments["vectors"] = count, vectors
+        launch.kernels.evaluate_slots(
+            (-(-count // 4), -(-vectors // 32), 1),
+            (32, 4, 1),
+            (arguments,),
+            stream=context.stream,
+        )
+
+    def _run(
+        self,
+        context: StreamContext,
+        launch: _Launch,
+        pieces: list[_Piece],
+        outputs: Outputs,
+    ) -> NDArray[np.float64]:
+        """Launch piece after piece, taking one piece's results in while the next is computed."""
+        programs, vectors, _ = launch.evaluation.shape(launch.resident.dataset.layout)
+        sums = np.zeros(programs * vectors)
+        flying: _Flight | None = None
+        for number, piece in enumerate(pieces):
+            if outputs.cancelled[0]:
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            flight = self._start(context, launch, piece, number % 2)
+            if flying is not None:
+                _land(context, launch, flying, outputs, sums)
+            flying = flight
+        if flying is not None:
+            _land(context, launch, flying, outputs, sums)
+        return sums
+
+    def _start(self, context: StreamContext, launch: _Launch, piece: _Piece, side: int) -> _Flight:
+        """Launch one piece and the copies of its results; the two sides alternate."""
+        dtype = launch.variant.dtype
+        aligned = piece.start // ROW_MULTIPLE * ROW_MULTIPLE
+        tiles = _tiles(piece.start, piece.stop, launch.variant)
+        pitch = tiles * launch.variant.tile * dtype.itemsize
+        arguments = _arguments(launch, piece, aligned, tiles)
+        partials = values = 0
+        if launch.evaluation.loss is not None:
+            partials = context.buffer(f"partials {side}", piece.jobs * tiles * 8)
+            arguments["partials"] = partials
+        if launch.evaluation.values:
+            values = context.buffer(f"values {side}", piece.jobs * pitch)
+            arguments["values"] = values
+        self._interpret(context, launch, arguments)
+        flight = _Flight(piece, f"piece {side}")
+        if partials:
+            flight.sums = self._sum(context, launch, piece.jobs, tiles, side)
+        context.mark("computed")
+        if values:
+            skipped = (piece.start - aligned) * dtype.itemsize
+            flight.values = _staged(context, f"values {side}", piece, dtype)
+            context.download_rows(flight.values, values + skipped, pitch)
+        context.mark(flight.event)
+        return flight
+
+    def _interpret(
+        self, context: StreamContext, launch: _Launch, arguments: NDArray[np.void]
+    ) -> None:
+        """One launch: a block for each tile of rows and group of jobs."""
+        level_bytes = launch.variant.tile * launch.variant.dtype.itemsize
+        levels = launch.lowered.levels
+        warps = min(self._tuning.warps, _SHARED_BYTES // (levels * level_bytes))
+        jobs, tiles = int(arguments["jobs"]), int(arguments["tiles"])
+        resident_warps = 32 * self._device.multiprocessors
+        rounds = min(self._tuning.jobs_per_warp, max(1, jobs * tiles // resident_warps))
+        group = max(warps * rounds, -(-jobs // 0xFFFF))
+        arguments["jobs_per_block"] = group
+        launch.kernels.interpret(
+            (tiles, -(-jobs // group), 1),
+            (32 * warps, 1, 1),
+            (arguments,),
+            16 + warps * levels * level_bytes,
+            context.stream,
+        )
+
+    def _sum(
+        self, context: StreamContext, launch: _Launch, jobs: int, tiles: int, side: int
+    ) -> NDArray[np.float64]:
+        """Add the partial sums of each job up; return where the sums will arrive."""
+        partials = context.buffer(f"partials {side}", jobs * tiles * 8)
+        sums = context.buffer(f"sums {side}", jobs * 8)
+        launch.kernels.sum_partials(
+            (jobs, 1, 1),
+            (128, 1, 1),
+            (np.uint64(partials), np.uint64(sums), np.int32(tiles)),
+            stream=context.stream,
+        )
+        staged = context.pinned(f"sums {side}", jobs * 8).view(np.float64)
+        context.download(staged, sums)
+        return staged
+
+
+def _land(
+    context: StreamContext,
+    launch: _Launch,
+    flight: _Flight,
+    outputs: Outputs,
+    sums: NDArray[np.float64],
+) -> None:
+    """Wait for a piece and take its results to where they belong."""
+    context.wait(flight.event)
+    piece = flight.piece
+    jobs = slice(piece.first_job, piece.first_job + piece.jobs)
+    if flight.sums is not None:
+        sums[jobs] += flight.sums
+    if flight.values is not None and outputs.values is not None:
+        first, stop = launch.evaluation.row_range(launch.resident.dataset.layout)
+        rows = slice(piece.start - first, piece.stop - first)
+        outputs.values.reshape(len(sums), -1)[jobs, rows] = flight.values
+        if piece.stop == stop:
+            outputs.ready(jobs.stop // launch.evaluation.batch.vectors)
+
+
+def _staged(context: StreamContext, name: str, piece: _Piece, dtype: np.dtype[Any]) -> NDArray[Any]:
+    shape = (piece.jobs, piece.stop - piece.start)
+    staging = context.pinned(name, shape[0] * shape[1] * dtype.itemsize)
+    return staging.view(dtype).reshape(shape)
+
+
+def _tiles(start: int, stop: int, variant: Variant) -> int:
+    return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
+
+
+def _arguments(launch: _Launch, piece: _Piece, aligned: int, tiles: int) -> NDArray[np.void]:
+    resident = launch.resident
+    arguments = np.zeros((), dtype=_ARGUMENTS)
+    for name in ("instructions", "programs", "order", "slots"):
+        arguments[name] = launch.addresses[name]
+    arguments["variables"] = resident.address(0, aligned)
+    if launch.evaluation.loss is not None:
+        arguments["target"] = resident.target_address(aligned)
+        arguments["weights"] = resident.weights_address(aligned)
+        arguments["absolute"] = launch.evaluation.loss is Loss.MAE
+    arguments["stride"] = resident.stride
+    arguments["slot_count"] = len(launch.lowered.slots)
+    arguments["first_row"] = piece.start - aligned
+    arguments["end_row"] = piece.stop - aligned
+    arguments["tiles"], arguments["jobs"] = tiles, piece.jobs
+    arguments["first_job"] = piece.first_job
+    arguments["vectors"] = launch.evaluation.batch.vectors
+    arguments["levels"] = launch.lowered.levels
+    return arguments
+
+
+def _order(lowered: Lowered, vectors: int, chunk: int) -> NDArray[np.uint32]:
+    """Job numbers, the longest first within each chunk: the short ones fill the gaps."""
+    cost = np.repeat(lowered.programs[:, 1], vectors).astype(np.int64)
+    chunk_number = np.arange(len(cost)) // chunk
+    return np.lexsort((-cost, chunk_number)).astype(np.uint32)
+
+
+def _upload(
+    context: StreamContext,
+    batch: Batch,
+    lowered: Lowered,
+    order: NDArray[np.uint32],
+    variant: Variant,
+) -> dict[str, int]:
+    """Copy the lowered batch in one piece; return the device address of each part."""
+    parts: dict[str, NDArray[Any]] = {
+        "instructions": lowered.instructions,
+        "programs": lowered.programs,
+        "order": order,
+        "slot_slots": lowered.slots,
+        "slot_codes": batch.codes,
+        "slot_values": batch.values,
+        "slot_parameters": batch.parameters,
+    }
+    sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts.values()]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    staging = context.pinned("batch", offsets[-1])
+    for part, offset in zip(parts.values(), offsets, strict=False):
+        staging[offset : offset + part.nbytes] = part.reshape(-1).view(np.uint8)
+    base = context.buffer("batch", offsets[-1])
+    context.upload(base, staging)
+    addresses = {name: base + offset for name, offset in zip(parts, offsets, strict=False)}
+    size = max(1, len(lowered.slots) * batch.vectors) * variant.dtype.itemsize
+    addresses["slots"] = addresses["slot_results"] = context.buffer("slots", size)
+    return addresses

@@ -1,0 +1,120 @@
+"""CUDA C++ source of the interpreter, generated from the operator table; pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.ops import OPERATORS, Operator
+from warpfit.request import Precision
+from warpfit_server.engine.cuda.bytecode import SLOT_LEVELS, labels
+from warpfit_server.engine.cuda.prelude import (
+    PRELUDE,
+    REAL_NAMES,
+    compiler_options,
+    operator_source,
+)
+
+_CALL: Final = re.compile(r"\b(\w+)\(")
+#: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
+_SHORT: Final = frozenset(
+    {
+        *("select", "float", "double", "abs", "floor", "ceil", "sqrt", "rsqrtf"),
+        *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
+        *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
+    }
+)
+#: The same for float32 alone, where these are 10 to 20 instructions.
+_SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
+_MACROS: Final = {
+    (1, False): "UNARY",
+    (2, False): "BINARY",
+    (1, True): "COSTLY_UNARY",
+    (2, True): "COSTLY_BINARY",
+    (3, False): "TERNARY",
+    (3, True): "TERNARY",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled form of the interpreter."""
+
+    dtype: np.dtype[Any]
+    """float32 or float64."""
+    precision: Precision
+    rows: int
+    """Rows a thread: a multiple of 4 (float32) or 2 (float64)."""
+
+    @property
+    def fast(self) -> bool:
+        """Whether approximate operators are used; float64 is always precise."""
+        return self.precision is Precision.FAST and self.dtype == np.float32
+
+    @property
+    def tile(self) -> int:
+        """Rows a warp."""
+        return 32 * self.rows
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC options, without the architecture."""
+        return ("--std=c++17", *compiler_options(self.dtype, self.precision))
+
+
+def interpreter_source(variant: Variant) -> str:
+    """Complete CUDA C++ source of one variant."""
+    template = resources.files(__package__).joinpath("interpreter.cu").read_text()
+    operators, cases, scalar_cases = [], [], []
+    table = labels()
+    for row in OPERATORS.values():
+        expression = operator_source(row, variant.dtype, variant.precision)
+        name = f"op_{row.name}"
+        operands = ", ".join(f"real {operand}" for operand in row.operands)
+        operators.append(
+            f"__device__ __forceinline__ real {name}({operands}) {{ return {expression}; }}"
+        )
+        macro = _MACROS[row.arity, _is_costly(expression, variant)]
+        cases.append(f"        {macro}({name}, {table[row.code]})")
+        scalar_cases.append(_scalar_case(row, name))
+    return (
+        _definitions(variant)
+        + PRELUDE
+        + template.replace("@OPERATORS@", "\n".join(operators))
+        .replace("@CASES@", "\n".join(cases))
+        .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
+    )
+
+
+def _definitions(variant: Variant) -> str:
+    return (
+        f"typedef {REAL_NAMES[variant.dtype]} real;\n"
+        f"#define REAL_BYTES {variant.dtype.itemsize}\n"
+        f"#define ROWS {variant.rows}\n"
+        f"#define FAST {int(variant.fast)}\n"
+        f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
+        f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
+    )
+
+
+def _blocks(variant: Variant) -> int:
+    """Blocks of 256 threads to keep on a multiprocessor: bounds the registers of a thread."""
+    return 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
+
+
+def _is_costly(expression: str, variant: Variant) -> bool:
+    short = _SHORT_FLOAT if variant.dtype == np.float32 else _SHORT
+    return not set(_CALL.findall(expression)) <= short
+
+
+def _scalar_case(row: Operator, name: str) -> str:
+    height = row.arity
+    operands = ", ".join(f"stack[height - {height - i}]" for i in range(row.arity))
+    return (
+        f"      case {row.code}: stack[height - {height}] = {name}({operands}); "
+        f"height -= {height - 1}; break;"
+    )
