@@ -1,7 +1,8 @@
 """SymPy expressions to `Program` and back.
 
-Only real values exist here: ``I``, complex infinity and unevaluated integrals, sums or derivatives
-are refused, and a constant whose value is not real becomes what NumPy computes, NaN as a rule.
+Only real values exist here: ``I`` and unevaluated integrals, sums or derivatives are refused,
+complex infinity is NaN, and a constant whose value is not real becomes what NumPy computes, NaN as
+a rule.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
             code, value = _symbol(piece, indices)
         elif isinstance(piece, BooleanTrue | BooleanFalse):
             code, value = CONSTANT, float(bool(piece))
+        elif piece in (sympy.nan, sympy.zoo):
+            code, value = CONSTANT, math.nan
         elif piece.is_Number or piece.is_NumberSymbol:
-            code, value = CONSTANT, math.nan if piece is sympy.nan else float(piece)
+            code, value = CONSTANT, float(piece)
         else:
             waiting.extend(reversed(_pieces(piece)))
             continue
@@ -154,6 +157,8 @@ def _product(node: Any) -> _Pieces:
 def _power(base: Any, exponent: Any) -> _Pieces:
     if exponent in POWERS:
         return [base, POWERS[exponent]]
+    if -exponent in POWERS:
+        return [base, POWERS[-exponent], "inv"]
     if base == sympy.S.Exp1:
         return [exponent, "exp"]
     return [base, exponent, "pow"]
@@ -208,7 +213,9 @@ def _apply(row: Operator, operands: list[Any]) -> Any:
         # Exact arithmetic would give complex numbers, or integers of any length.
         if not 1e-15 <= abs(value) <= 1e15:
             return _number(value)
-    return _function(row.name)(*operands)
+    result = _function(row.name)(*operands)
+    # A division by what cancels to zero: an infinity of unknown sign.
+    return sympy.nan if result.has(sympy.zoo) else result
 
 
 def _computed(row: Operator, operands: list[Any]) -> float:
