@@ -29,6 +29,8 @@ CONTENT_ID_BYTES: Final = 32
 
 #: Field 3 (``values``) of EvaluateResponse, wire type 2.
 _VALUES_TAG: Final = bytes([3 << 3 | 2])
+#: Field 2 (``data``) of UploadVariablesRequest, wire type 2.
+_DATA_TAG: Final = bytes([2 << 3 | 2])
 
 _DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
 _PRECISIONS: Final = {Precision.PRECISE: pb.PRECISION_PRECISE, Precision.FAST: pb.PRECISION_FAST}
@@ -142,6 +144,27 @@ def release_message(dataset: Dataset) -> pb.ReleaseVariablesRequest:
 def release_response() -> pb.ReleaseVariablesResponse:
     """Encode that a data set was released."""
     return pb.ReleaseVariablesResponse()
+
+
+def upload_data(message: bytes) -> memoryview:
+    """Decode a message of an upload after the first; returns the payload bytes without copying.
+
+    Raises:
+        InvalidArgumentError: if it carries no data.
+
+    """
+    length, start = _read_varint(message, 1)
+    if message[:1] == _DATA_TAG and start + length == len(message):
+        return memoryview(message)[start:]
+    parsed = parse_message(pb.UploadVariablesRequest, message)  # whatever else protobuf allows
+    if parsed.WhichOneof("part") != "data":
+        raise InvalidArgumentError(
+            "a message of the upload after the first carries no data",
+            "BAD_HEADER",
+            "Send one header, then only messages with `data`",
+            "header",
+        )
+    return memoryview(parsed.data)
 
 
 def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
@@ -296,6 +319,16 @@ def result_end(losses: NDArray[np.float64] | None, timings: Timings) -> bytes:
     return pb.EvaluateResponse(
         losses=b"" if losses is None else _pack(losses, "<f8"), timings=timings_to_message(timings)
     ).SerializeToString()
+
+
+def _read_varint(data: bytes, start: int) -> tuple[int, int]:
+    """Return the number at ``start`` and where it ends; (0, start) if there is none."""
+    value = 0
+    for position, byte in enumerate(data[start : start + 10]):
+        value |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            return value, start + position + 1
+    return 0, start
 
 
 def _varint(value: int) -> bytes:

@@ -186,7 +186,7 @@ class Upload:
         self._digest = hashlib.sha256(layout.header())
         self._received = 0
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: memoryview) -> None:
         """Take the next bytes of the payload.
 
         Raises:

@@ -18,7 +18,7 @@ from typing import Final
 import grpc
 
 from warpfit import codec
-from warpfit.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, WarpfitError
+from warpfit.errors import InternalError, ResourceExhaustedError, WarpfitError
 from warpfit.info import Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
@@ -62,15 +62,14 @@ class EvaluatorService:
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
         with _errors_to_status(context), self._place():
-            parsed = (codec.parse_message(pb.UploadVariablesRequest, m) for m in messages)
-            first = next(parsed, pb.UploadVariablesRequest())
+            first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
             layout, content_id = codec.upload_header(first)
             try:
                 with self._datasets.lease(content_id) as resident:
                     return codec.dataset_info(content_id, resident.layout).SerializeToString()
             except WarpfitError:
                 upload = self._datasets.begin(layout, content_id)
-            self._receive(upload, parsed)
+            self._receive(upload, messages)
             return codec.dataset_info(content_id, layout).SerializeToString()
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -120,17 +119,10 @@ class EvaluatorService:
                 finally:
                     job.let_go()
 
-    def _receive(self, upload: Upload, messages: Iterator[pb.UploadVariablesRequest]) -> None:
+    def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
         try:
             for message in messages:
-                if message.WhichOneof("part") != "data":
-                    raise InvalidArgumentError(
-                        "the upload has a second header",
-                        "BAD_HEADER",
-                        "Send one header, then only messages with `data`",
-                        "header",
-                    )
-                upload.add(message.data)
+                upload.add(codec.upload_data(message))
             self._datasets.commit(upload)
         except BaseException:
             self._datasets.abandon(upload)

@@ -170,7 +170,7 @@ class TestDatasetStore:
     def _put(self, store, dataset, size=64):
         upload = store.begin(dataset.layout, dataset.content_id)
         for chunk in dataset.chunks(size):
-            upload.add(bytes(chunk))
+            upload.add(chunk)
         return store.commit(upload)
 
     def test_round_trip(self):
@@ -229,7 +229,7 @@ class TestDatasetStore:
         upload = store.begin(DATA.layout, DATA.content_id)
         with pytest.raises(InvalidArgumentError) as caught:
             for size in pieces:
-                upload.add(bytes(size))
+                upload.add(memoryview(bytes(size)))
             store.commit(upload)
         assert caught.value.reason == reason
 
