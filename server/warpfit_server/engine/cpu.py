@@ -19,6 +19,7 @@ do not depend on the number of threads.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import threading
@@ -159,11 +160,7 @@ class CpuEngine:
             arguments=(
                 job,
                 kernels.addresses,
-                lowered.instructions,
-                lowered.summaries,
-                lowered.loads,
-                lowered.constants,
-                lowered.starts,
+                lowered,
                 np.ascontiguousarray(batch.parameters),
                 batch.parameter_starts,
             ),
@@ -204,8 +201,8 @@ class _Work:
             group, span = divmod(piece, len(self.spans))
             finished = self.interpret(
                 *self.arguments,
-                *self.pieces[group],
-                *self.spans[span],
+                self.pieces[group],
+                self.spans[span],
                 self.cancelled,
                 self.partial[span],
             )
@@ -257,7 +254,7 @@ def _pieces(
     share = tokens * ((spans[0][1] - spans[0][0]) / _PIECE_WORK) + scalars / _PIECE_SCALARS
     group = np.cumsum(share).astype(np.int64)
     edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(tokens)]
-    return list(zip(edges[:-1], edges[1:], strict=True)), int(tokens.sum()) * (rows[1] - rows[0])
+    return list(itertools.pairwise(edges)), int(tokens.sum()) * (rows[1] - rows[0])
 
 
 def _loss_kernel(loss: Loss, dataset: Dataset) -> str:

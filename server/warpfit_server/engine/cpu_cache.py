@@ -151,20 +151,18 @@ def _make_library_visible() -> None:
 
 
 def _compile_numba(directory: Path) -> tuple[Any, Any]:
-    def array(kind: Any, dimensions: int = 1) -> Any:
-        return types.Array(kind, dimensions, "C", readonly=True)
-
-    word, double, byte = types.int64, types.float64, types.uint8
+    word, double = types.int64, types.float64
     words, doubles = types.Array(word, 1, "C"), types.Array(double, 1, "C")
-    table = types.Array(word, 2, "C")
-    lower = types.void(
-        array(byte), array(double), words, array(types.int8), types.Array(double, 2, "C"),
-        table, table, table, doubles,
-    )  # fmt: skip
+    given_bytes, given_doubles, given_small = (
+        types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, double, types.int8)
+    )
+    lowered = numba.typeof(cpu_lower.empty(1, np.zeros(2, dtype=np.int64)))
+    rewrites = numba.typeof(cpu_lower.power_rewrites())
+    pair = types.UniTuple(word, 2)
+    lower = types.void(given_bytes, given_doubles, given_small, rewrites, lowered)
     interpret = types.boolean(
-        words, words, table, table, table, doubles, words, array(double), words,
-        word, word, word, word, array(byte), doubles,
-    )  # fmt: skip
+        words, words, lowered, given_doubles, words, pair, pair, given_bytes, doubles
+    )
     with _cached_in(directory) as jit:
         return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret)
 

@@ -16,11 +16,12 @@ compiled code serves both floating types; kernels (`cpu_kernels`) differ.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from warpfit_server.engine.cpu_lower import (
@@ -34,6 +35,7 @@ from warpfit_server.engine.cpu_lower import (
     SCALARS,
     SLOTS,
     TARGET,
+    inlined,
 )
 
 #: Bytes of one stored scalar: as wide as a kernel's step.
@@ -53,7 +55,12 @@ BLOCK: Final = 10
 JOB_ENTRIES: Final = 11
 
 
-@intrinsic
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let compiled code call a function that generates LLVM instructions."""
+    return cast(Callable[..., Any], intrinsic(function))
+
+
+@_intrinsic
 def _call_kernel(
     typing_context: Any, address: Any, r: Any, a: Any, b: Any, c: Any, broadcast: Any, rows: Any
 ) -> Any:
@@ -68,7 +75,7 @@ def _call_kernel(
     return types.void(*[types.int64] * 7), generate
 
 
-@intrinsic
+@_intrinsic
 def _call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: Any) -> Any:
     """Call the loss kernel at an address."""
 
@@ -83,93 +90,116 @@ def _call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: 
 def interpret(
     job: Any,
     kernels: Any,
-    instructions: Any,
-    summaries: Any,
-    loads: Any,
-    constants: Any,
-    load_starts: Any,
+    lowered: Any,
     parameters: Any,
     parameter_starts: Any,
-    cell_start: int,
-    cell_stop: int,
-    row_start: int,
-    row_stop: int,
+    cells: Any,
+    rows: Any,
     cancelled: Any,
     losses: Any,
 ) -> bool:
     """Run cells over rows; return whether they were finished.
 
-    Args:
-        job: int64 [JOB_ENTRIES]: addresses and sizes that are the same for the whole evaluation.
-        kernels: addresses by operator code, int64 [256].
-        instructions, summaries, loads, constants, load_starts: the lowered batch.
-        parameters, parameter_starts: those of the batch.
-        cell_start, cell_stop: cells to run.
-        row_start, row_stop: rows to run, absolute.
-        cancelled: uint8 [1], polled between blocks.
-        losses: float64 [cells of the batch], receives each cell's sum of loss terms.
-
+    ``job`` is int64 [JOB_ENTRIES]: addresses and sizes that are the same for the whole evaluation.
+    ``kernels`` are addresses by operator code, int64 [256]. Parameters and their starts are the
+    batch's own. ``cells`` and ``rows`` are half-open ranges, rows absolute. ``cancelled``, uint8
+    [1], is polled between blocks. ``losses``, float64 [cells of the batch], receives each cell's
+    sum of loss terms.
     """
-    scalar_starts, slots = _measure(summaries, cell_start, cell_stop, job[VECTORS])
-    block = job[BLOCK]
-    slot_bytes = block * job[ITEMSIZE]
-    memory = np.empty((scalar_starts[-1] + 1) * _WIDTH + (slots + 1) * slot_bytes, dtype=np.uint8)
+    starts, slots = _measure(lowered.summaries, cells[0], cells[1], job[VECTORS])
+    slot_bytes = job[BLOCK] * job[ITEMSIZE]
+    memory = np.empty((starts[-1] + 1) * _WIDTH + (slots + 1) * slot_bytes, dtype=np.uint8)
     scalars = (memory.ctypes.data + _WIDTH - 1) // _WIDTH * _WIDTH
-    slot_memory = scalars + scalar_starts[-1] * _WIDTH
-    for cell in range(cell_start, cell_stop):
+    slot_memory = scalars + starts[-1] * _WIDTH
+    spare = slot_memory + slots * slot_bytes
+    for cell in range(cells[0], cells[1]):
         losses[cell] = 0.0
-        base = scalars + scalar_starts[cell - cell_start] * _WIDTH
-        program, vector = cell // job[VECTORS], cell % job[VECTORS]
-        summary = summaries[program]
-        start, stop = parameter_starts[program], parameter_starts[program + 1]
-        count = (stop - start) // job[VECTORS]
-        first = load_starts[program]
-        _fill(
-            base, job[ITEMSIZE],
-            loads[first : first + summary[LOADS]], constants[first : first + summary[LOADS]],
-            parameters[start + vector * count : start + (vector + 1) * count],
-        )  # fmt: skip
-        _run(
-            instructions[summary[INSTRUCTIONS_START] : summary[PROLOGUE_END]],
-            kernels, (base, base, base, base), (_WIDTH, _WIDTH, _WIDTH, _WIDTH), _WIDTH // job[ITEMSIZE],
-        )  # fmt: skip
-    for block_start in range(row_start, row_stop, block):
-        rows = min(block, row_stop - block_start)
+        base = scalars + starts[cell - cells[0]] * _WIDTH
+        _prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
+    for block_start in range(rows[0], rows[1], job[BLOCK]):
+        count = min(job[BLOCK], rows[1] - block_start)
         offset = block_start * job[ITEMSIZE]
-        for cell in range(cell_start, cell_stop):
+        for cell in range(cells[0], cells[1]):
             if cancelled[0]:
                 return False
-            result = slot_memory + slots * slot_bytes
-            if job[VALUES]:
-                row = cell * (job[ROW_STOP] - job[ROW_START]) + block_start - job[ROW_START]
-                result = job[VALUES] + row * job[ITEMSIZE]
-            summary = summaries[cell // job[VECTORS]]
-            base = scalars + scalar_starts[cell - cell_start] * _WIDTH
+            program = cell // job[VECTORS]
+            result = _result_address(job, cell, block_start, spare)
             _run(
-                instructions[summary[PROLOGUE_END] : summary[INSTRUCTIONS_END]],
-                kernels, (job[VARIABLES] + offset, slot_memory, base, result),
-                (job[VARIABLE_PITCH], slot_bytes, _WIDTH, 0), rows,
-            )  # fmt: skip
+                lowered.instructions,
+                lowered.summaries[program, PROLOGUE_END],
+                lowered.summaries[program, INSTRUCTIONS_END],
+                kernels,
+                (
+                    job[VARIABLES] + offset,
+                    slot_memory,
+                    scalars + starts[cell - cells[0]] * _WIDTH,
+                    result,
+                ),
+                (job[VARIABLE_PITCH], slot_bytes, _WIDTH, 0),
+                count,
+            )
             if job[LOSS_KERNEL]:
                 y, w = job[TARGET_ROWS] + offset, job[WEIGHT_ROWS] + offset
-                losses[cell] += _call_loss(job[LOSS_KERNEL], result, y, w, rows)
+                losses[cell] += _call_loss(job[LOSS_KERNEL], result, y, w, count)
     return True
 
 
-@njit
+@inlined
+def _result_address(job: Any, cell: int, row: int, spare: int) -> int:
+    """Where a block of a cell's values goes: the answer, or a spare slot if it is not wanted."""
+    if not job[VALUES]:
+        return spare
+    index = cell * (job[ROW_STOP] - job[ROW_START]) + row - job[ROW_START]
+    return int(job[VALUES] + index * job[ITEMSIZE])
+
+
+@inlined
+def _prologue(
+    job: Any,
+    kernels: Any,
+    lowered: Any,
+    parameters: Any,
+    parameter_starts: Any,
+    cell: int,
+    base: int,
+) -> None:
+    """Compute a cell's scalars at address ``base``."""
+    program, vector = cell // job[VECTORS], cell % job[VECTORS]
+    start = parameter_starts[program]
+    count = (parameter_starts[program + 1] - start) // job[VECTORS]
+    first, loads = lowered.starts[program], lowered.summaries[program, LOADS]
+    _fill(
+        base,
+        job[ITEMSIZE],
+        lowered.loads[first : first + loads],
+        lowered.constants[first : first + loads],
+        parameters[start + vector * count : start + (vector + 1) * count],
+    )
+    _run(
+        lowered.instructions,
+        lowered.summaries[program, INSTRUCTIONS_START],
+        lowered.summaries[program, PROLOGUE_END],
+        kernels,
+        (base, base, base, base),
+        (_WIDTH, _WIDTH, _WIDTH, _WIDTH),
+        _WIDTH // job[ITEMSIZE],
+    )
+
+
+@inlined
 def _measure(summaries: Any, cell_start: int, cell_stop: int, vectors: int) -> Any:
     """Give each cell its first scalar, and the slots that any of them needs."""
     starts = np.empty(cell_stop - cell_start + 1, dtype=np.int64)
     starts[0] = 0
     slots = 0
     for cell in range(cell_start, cell_stop):
-        summary = summaries[cell // vectors]
-        starts[cell - cell_start + 1] = starts[cell - cell_start] + summary[SCALARS]
-        slots = max(slots, summary[SLOTS])
+        program = cell // vectors
+        starts[cell - cell_start + 1] = starts[cell - cell_start] + summaries[program, SCALARS]
+        slots = max(slots, summaries[program, SLOTS])
     return starts, slots
 
 
-@njit
+@inlined
 def _fill(base: int, itemsize: int, loads: Any, constants: Any, parameters: Any) -> None:
     """Store the leaves of a cell's scalars, each as wide as a kernel's step."""
     lanes = _WIDTH // itemsize
@@ -183,25 +213,27 @@ def _fill(base: int, itemsize: int, loads: Any, constants: Any, parameters: Any)
             carray(_pointer64(address), lanes)[:] = value
 
 
-@njit
-def _run(instructions: Any, kernels: Any, bases: Any, pitches: Any, rows: int) -> None:
+@inlined
+def _run(
+    instructions: Any, start: int, stop: int, kernels: Any, bases: Any, pitches: Any, rows: int
+) -> None:
     """Run instructions; ``bases`` and ``pitches`` turn a place into an address."""
-    for index in range(len(instructions)):
-        one = instructions[index]
-        target, a, b, c = one[TARGET], one[FIRST], one[FIRST + 1], one[FIRST + 2]
+    for index in range(start, stop):
+        target, a = instructions[index, TARGET], instructions[index, FIRST]
+        b, c = instructions[index, FIRST + 1], instructions[index, FIRST + 2]
         _call_kernel(
-            kernels[one[CODE]],
+            kernels[instructions[index, CODE]],
             bases[target & 3] + (target >> 2) * pitches[target & 3],
             bases[a & 3] + (a >> 2) * pitches[a & 3],
             bases[b & 3] + (b >> 2) * pitches[b & 3],
             bases[c & 3] + (c >> 2) * pitches[c & 3],
-            one[BROADCAST],
+            instructions[index, BROADCAST],
             rows,
         )
 
 
 def _as_pointer(kind: Any) -> Any:
-    @intrinsic
+    @_intrinsic
     def convert(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             target = context.get_value_type(signature.return_type)

@@ -111,7 +111,9 @@ def symbol(name: str) -> str:
 class _Loop:
     """A loop over n rows in steps of WIDTH bytes, the last of which goes through padded copies."""
 
-    def __init__(self, function: ir.Function, flavour: Flavour, operands: int, result: bool):
+    def __init__(
+        self, function: ir.Function, flavour: Flavour, operands: int, result: bool
+    ) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.real = ir.FloatType() if flavour.single else _DOUBLE
         self.itemsize = 4 if flavour.single else 8
@@ -291,8 +293,9 @@ def compile_kernel(source: str, flavour: Flavour) -> Callable[[Trace, Sequence[V
     def compute(trace: Trace, vectors: Sequence[Vector]) -> Vector:
         known = lifted(wide_functions() if wide else functions(trace, fast=flavour.fast))
         operands = [vector.widen() if wide else vector for vector in vectors]
-        names = dict(zip("abc", operands, strict=False))
-        value = eval(code, {"__builtins__": {}}, {**known, "select": trace.select, **names})
+        names: dict[str, Any] = dict(zip("abc", operands, strict=False))
+        names |= known | {"select": trace.select}
+        value: Vector = eval(code, {"__builtins__": {}}, names)
         return value.narrow()
 
     return compute
@@ -302,7 +305,7 @@ class _SingleLiterals(ast.NodeTransformer):
     """Round literals to float32."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        return ast.copy_location(ast.Constant(float(np.float32(node.value))), node)
+        return ast.copy_location(ast.Constant(float(np.float32(ast.literal_eval(node)))), node)
 
 
 def _steps(tree: ast.AST) -> int:

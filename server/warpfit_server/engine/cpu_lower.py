@@ -19,8 +19,8 @@ that are scalars.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Kinds of place: a variable's rows, an intermediate result, a scalar, the program's result.
 ROWS: Final = 0
 SLOT: Final = 1
@@ -56,9 +57,8 @@ SLOTS: Final = 5
 SUMMARY_COLUMNS: Final = 6
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lowered:
-    """Instructions of a batch."""
+class Lowered(NamedTuple):
+    """Instructions of a batch; compiled code reads it by name, too."""
 
     instructions: NDArray[np.int64]
     """[tokens + programs, INSTRUCTION_COLUMNS]; each program's from its INSTRUCTIONS_START."""
@@ -72,31 +72,26 @@ class Lowered:
     """First token, and first load, of each program; [programs + 1]."""
 
 
-def lower_batch(lower: Any, batch: Batch) -> Lowered:
-    """Lower a checked batch with the compiled `lower`."""
-    tokens, programs = len(batch.codes), len(batch)
-    lowered = Lowered(
-        np.empty((tokens + programs, INSTRUCTION_COLUMNS), dtype=np.int64),
-        np.empty((programs, SUMMARY_COLUMNS), dtype=np.int64),
+def empty(tokens: int, starts: NDArray[np.int64]) -> Lowered:
+    """Make room for a batch with this many tokens."""
+    return Lowered(
+        np.empty((tokens + len(starts) - 1, INSTRUCTION_COLUMNS), dtype=np.int64),
+        np.empty((len(starts) - 1, SUMMARY_COLUMNS), dtype=np.int64),
         np.empty((tokens, 2), dtype=np.int64),
         np.empty(tokens, dtype=np.float64),
-        batch.starts,
+        starts,
     )
-    lower(
-        np.ascontiguousarray(batch.codes),
-        np.ascontiguousarray(batch.values),
-        lowered.starts,
-        ARITIES,
-        _power_rewrites(),
-        lowered.instructions,
-        lowered.summaries,
-        lowered.loads,
-        lowered.constants,
-    )
+
+
+def lower_batch(lower: Any, batch: Batch) -> Lowered:
+    """Lower a checked batch with the compiled `lower`."""
+    lowered = empty(len(batch.codes), batch.starts)
+    codes, values = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
+    lower(codes, values, ARITIES, power_rewrites(), lowered)
     return lowered
 
 
-def _power_rewrites() -> NDArray[np.float64]:
+def power_rewrites() -> NDArray[np.float64]:
     """Operators that equal a power with a constant exponent: rows (exponent, code)."""
     rows = [(2.0, "square"), (3.0, "cube"), (-1.0, "inv")]
     return np.array([(exponent, OPERATORS[name].code) for exponent, name in rows])
@@ -105,18 +100,9 @@ def _power_rewrites() -> NDArray[np.float64]:
 _POWER_CODE: Final = OPERATORS["pow"].code
 
 
-def lower(
-    codes: Any,
-    values: Any,
-    starts: Any,
-    arities: Any,
-    rewrites: Any,
-    instructions: Any,
-    summaries: Any,
-    loads: Any,
-    constants: Any,
-) -> None:
-    """Lower every program of a batch; the arguments are `lower_batch`'s."""
+def lower(codes: Any, values: Any, arities: Any, rewrites: Any, lowered: Any) -> None:
+    """Lower every program of a batch into ``lowered``, of which the starts are given."""
+    starts, summaries = lowered.starts, lowered.summaries
     longest = 1
     for program in range(len(starts) - 1):
         longest = max(longest, starts[program + 1] - starts[program])
@@ -136,17 +122,22 @@ def lower(
             nodes[:count],
             arities,
             stack[0],
-            instructions[first : stop + program + 1],
+            lowered.instructions[first : stop + program + 1],
             summaries[program],
-            loads[start:stop],
-            constants[start:stop],
+            lowered.loads[start:stop],
+            lowered.constants[start:stop],
             work,
         )
         for column in (INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END):
             summaries[program, column] += first
 
 
-@njit
+def inlined(function: _Function) -> _Function:
+    """Make a function callable from compiled code; its code becomes part of the caller's."""
+    return cast(_Function, njit(function, error_model="numpy"))
+
+
+@inlined
 def _table_size(tokens: int) -> int:
     size = 4
     while size < 2 * tokens:
@@ -154,7 +145,7 @@ def _table_size(tokens: int) -> int:
     return size
 
 
-@njit
+@inlined
 def _number(
     codes: Any,
     values: Any,
@@ -191,20 +182,20 @@ def _number(
     return count
 
 
-@njit
-def _rewrite(code: int, operands: Any, nodes: Any, rewrites: Any) -> Any:
+@inlined
+def _rewrite(code: Any, operands: Any, nodes: Any, rewrites: Any) -> Any:
     """Replace a power whose exponent is one of the constants of ``rewrites``."""
-    exponent = nodes[operands[1]]
-    if exponent[CODE] == CONSTANT:
-        value = exponent[_OPERAND : _OPERAND + 1].view(np.float64)[0]
+    exponent = operands[1]
+    if nodes[exponent, CODE] == CONSTANT:
+        value = nodes[exponent, _OPERAND : _OPERAND + 1].view(np.float64)[0]
         for row in range(len(rewrites)):
             if rewrites[row, 0] == value:
                 return np.int64(rewrites[row, 1]), (operands[0], np.int64(-1), np.int64(-1))
     return code, operands
 
 
-@njit
-def _find(code: int, operands: Any, nodes: Any, table: Any, mask: int, count: int) -> int:
+@inlined
+def _find(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count: int) -> Any:
     """Find the node with this code and these operands, or make it as number ``count``."""
     a, b, c = operands
     key = np.uint64(code) * np.uint64(0x9E3779B97F4A7C15)
@@ -213,17 +204,23 @@ def _find(code: int, operands: Any, nodes: Any, table: Any, mask: int, count: in
         key ^= key >> np.uint64(32)
     index = np.int64(key & np.uint64(mask))
     while table[index] >= 0:
-        node = nodes[table[index]]
-        if node[CODE] == code and node[1] == a and node[2] == b and node[3] == c:
-            return table[index]
+        known = table[index]
+        if (
+            nodes[known, CODE] == code
+            and nodes[known, _OPERAND] == a
+            and nodes[known, _OPERAND + 1] == b
+            and nodes[known, _OPERAND + 2] == c
+        ):
+            return known
         index = (index + 1) & mask
     table[index] = count
-    node = nodes[count]
-    node[CODE], node[1], node[2], node[3] = code, a, b, c
+    nodes[count, CODE] = code
+    for k, operand in enumerate(operands):
+        nodes[count, _OPERAND + k] = operand
     return count
 
 
-@njit
+@inlined
 def _place(
     nodes: Any,
     arities: Any,
@@ -239,28 +236,27 @@ def _place(
     load = 0
     emitted = 0
     for number in range(len(nodes)):
-        node = nodes[number]
-        code = node[CODE]
-        node[_USES] = 0
-        node[_DONE] = 0
-        node[_NEED] = 0
-        node[_PLACE] = _NO_PLACE
+        code = nodes[number, CODE]
+        nodes[number, _USES] = 0
+        nodes[number, _DONE] = 0
+        nodes[number, _NEED] = 0
+        nodes[number, _PLACE] = _NO_PLACE
         if code == VARIABLE:
-            node[_PLACE] = node[_OPERAND] << 2 | ROWS
+            nodes[number, _PLACE] = nodes[number, _OPERAND] << 2 | ROWS
         elif code in (PARAMETER, CONSTANT):
-            node[_PLACE] = scalars << 2 | SCALAR
+            nodes[number, _PLACE] = scalars << 2 | SCALAR
             loads[load, 0] = scalars
-            loads[load, 1] = node[_OPERAND] if code == PARAMETER else -1
-            constants[load] = node[_OPERAND : _OPERAND + 1].view(np.float64)[0]
+            loads[load, 1] = nodes[number, _OPERAND] if code == PARAMETER else -1
+            constants[load] = nodes[number, _OPERAND : _OPERAND + 1].view(np.float64)[0]
             scalars += 1
             load += 1
-        elif _is_scalar(nodes, node, arities[code]):
-            node[_PLACE] = scalars << 2 | SCALAR
+        elif _is_scalar(nodes, number, arities[code]):
+            nodes[number, _PLACE] = scalars << 2 | SCALAR
             scalars += 1
-            _emit(nodes, node, arities[code], instructions[emitted])
+            _emit(nodes, number, arities[code], instructions, emitted)
             emitted += 1
         else:
-            _count(nodes, node, arities[code], work)
+            _count(nodes, number, arities[code], work)
     summary[INSTRUCTIONS_START] = 0
     summary[PROLOGUE_END] = emitted
     summary[SCALARS] = scalars
@@ -269,33 +265,33 @@ def _place(
     summary[INSTRUCTIONS_END] = emitted
 
 
-@njit
-def _is_scalar(nodes: Any, node: Any, arity: int) -> bool:
+@inlined
+def _is_scalar(nodes: Any, number: int, arity: int) -> bool:
     for k in range(arity):
-        place = nodes[node[_OPERAND + k], _PLACE]
+        place = nodes[nodes[number, _OPERAND + k], _PLACE]
         if place == _NO_PLACE or place & 3 != SCALAR:
             return False
     return True
 
 
-@njit
-def _count(nodes: Any, node: Any, arity: int, order: Any) -> None:
+@inlined
+def _count(nodes: Any, number: int, arity: int, order: Any) -> None:
     """Count the uses of the operands, and the slots that the node needs."""
     for k in range(arity):
-        nodes[node[_OPERAND + k], _USES] += 1
-    pending = _sorted_operands(nodes, node, arity, order)
+        nodes[nodes[number, _OPERAND + k], _USES] += 1
+    pending = _sorted_operands(nodes, number, arity, order)
     need = 1
     for k in range(pending):
         need = max(need, nodes[order[k], _NEED] + pending - 1 - k)
-    node[_NEED] = need
+    nodes[number, _NEED] = need
 
 
-@njit
-def _sorted_operands(nodes: Any, node: Any, arity: int, order: Any) -> int:
+@inlined
+def _sorted_operands(nodes: Any, number: int, arity: int, order: Any) -> int:
     """List the operands that are results, the one that needs fewest slots first."""
     count = 0
     for k in range(arity):
-        operand = node[_OPERAND + k]
+        operand = nodes[number, _OPERAND + k]
         need = nodes[operand, _NEED]
         if need == 0:
             continue
@@ -308,31 +304,26 @@ def _sorted_operands(nodes: Any, node: Any, arity: int, order: Any) -> int:
     return count
 
 
-@njit
-def _emit(nodes: Any, node: Any, arity: int, instruction: Any) -> None:
-    instruction[CODE] = node[CODE]
-    instruction[TARGET] = node[_PLACE]
+@inlined
+def _emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) -> None:
+    instructions[index, CODE] = nodes[number, CODE]
+    instructions[index, TARGET] = nodes[number, _PLACE]
     broadcast = 0
     for k in range(3):
-        place = nodes[node[_OPERAND + k], _PLACE] if k < arity else 0
-        instruction[FIRST + k] = place
+        place = nodes[nodes[number, _OPERAND + k], _PLACE] if k < arity else 0
+        instructions[index, FIRST + k] = place
         if k < arity and place & 3 == SCALAR:
             broadcast |= 1 << k
-    instruction[BROADCAST] = broadcast
+    instructions[index, BROADCAST] = broadcast
 
 
-@njit
+@inlined
 def _schedule(
     nodes: Any, arities: Any, root: int, instructions: Any, emitted: int, work: Any
 ) -> Any:
     """Emit the instructions of the root and all it depends on; return their end and the slots."""
-    top = nodes[root]
-    if top[_NEED] == 0:
-        instruction = instructions[emitted]
-        instruction[CODE] = COPY_CODE
-        instruction[TARGET] = RESULT
-        instruction[FIRST : FIRST + 3] = top[_PLACE]
-        instruction[BROADCAST] = 1 if top[_PLACE] & 3 == SCALAR else 0
+    if nodes[root, _NEED] == 0:
+        _emit_copy(nodes[root, _PLACE], instructions, emitted)
         return emitted + 1, 0
     # A node is visited twice: even entries of the agenda ask for its operands, odd ones emit it.
     free, agenda, order = work[: len(nodes)], work[len(nodes) : -3], work[-3:]
@@ -343,39 +334,55 @@ def _schedule(
     while pending:
         pending -= 1
         number, ready = agenda[pending] >> 1, agenda[pending] & 1
-        node = nodes[number]
-        arity = arities[node[CODE]]
-        if node[_DONE]:
+        arity = arities[nodes[number, CODE]]
+        if nodes[number, _DONE]:
             continue
         if not ready:
             agenda[pending] = number << 1 | 1
             pending += 1
-            for k in range(_sorted_operands(nodes, node, arity, order)):
+            for k in range(_sorted_operands(nodes, number, arity, order)):
                 agenda[pending] = order[k] << 1
                 pending += 1
             continue
-        freed = _release(nodes, node, arity, free, freed)
-        if number == root:
-            node[_PLACE] = RESULT
-        elif freed:
-            freed -= 1
-            node[_PLACE] = free[freed] << 2 | SLOT
-        else:
-            node[_PLACE] = slots << 2 | SLOT
-            slots += 1
-        _emit(nodes, node, arity, instructions[emitted])
-        node[_DONE] = 1
+        freed = _release(nodes, number, arity, free, freed)
+        freed, slots = _assign(nodes, number, root, free, freed, slots)
+        _emit(nodes, number, arity, instructions, emitted)
+        nodes[number, _DONE] = 1
         emitted += 1
     return emitted, slots
 
 
-@njit
-def _release(nodes: Any, node: Any, arity: int, free: Any, freed: int) -> int:
+@inlined
+def _emit_copy(place: int, instructions: Any, index: int) -> None:
+    """Emit the one instruction of a program that is a leaf or a scalar."""
+    instructions[index, CODE] = COPY_CODE
+    instructions[index, TARGET] = RESULT
+    instructions[index, FIRST : FIRST + 3] = place
+    instructions[index, BROADCAST] = 1 if place & 3 == SCALAR else 0
+
+
+@inlined
+def _assign(nodes: Any, number: int, root: int, free: Any, freed: int, slots: int) -> Any:
+    """Give a result its place; return how many slots are free, and how many there are."""
+    if number == root:
+        nodes[number, _PLACE] = RESULT
+    elif freed:
+        freed -= 1
+        nodes[number, _PLACE] = free[freed] << 2 | SLOT
+    else:
+        nodes[number, _PLACE] = slots << 2 | SLOT
+        slots += 1
+    return freed, slots
+
+
+@inlined
+def _release(nodes: Any, number: int, arity: int, free: Any, freed: int) -> int:
     """Free the slots of the operands that are used for the last time."""
     for k in range(arity):
-        operand = nodes[node[_OPERAND + k]]
-        operand[_USES] -= 1
-        if operand[_USES] == 0 and operand[_PLACE] & 3 == SLOT and operand[_NEED]:
-            free[freed] = operand[_PLACE] >> 2
+        operand = nodes[number, _OPERAND + k]
+        nodes[operand, _USES] -= 1
+        place = nodes[operand, _PLACE]
+        if nodes[operand, _USES] == 0 and place & 3 == SLOT:
+            free[freed] = place >> 2
             freed += 1
     return freed
