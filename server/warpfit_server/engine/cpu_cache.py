@@ -8,6 +8,7 @@ import ctypes.util
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -65,17 +66,34 @@ class Compiled:
 def load(directory: Path) -> Compiled:
     """Load the engine's code from ``directory``, or compile it and try to store it there."""
     start = time.perf_counter()
-    missing = [f for f in FLAVOURS if not _object_path(directory, f).exists()]
-    if missing:
-        _log.info("compiling the CPU engine into %s (first start only, about 10 s)", directory)
-    lower, interpret = _compile_numba(directory)
-    kernels = {flavour: _load_kernels(_object(directory, flavour)) for flavour in FLAVOURS}
+    place = directory / f"cpu-{_fingerprint()[:32]}"
+    if not all(_object_path(place, flavour).exists() for flavour in FLAVOURS):
+        _log.info("compiling the CPU engine into %s (first start only, 3 to 10 s)", place)
+    with _writable(place) as numba_directory:
+        lower, interpret = _compile_numba(numba_directory)
+    kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
     return Compiled(lower, interpret, kernels)
 
 
-def _object(directory: Path, flavour: Flavour) -> bytes:
-    path = _object_path(directory, flavour)
+@contextlib.contextmanager
+def _writable(place: Path) -> Iterator[Path]:
+    """Give ``place``, or a temporary copy of it where it cannot be written to."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        _log.warning("cannot keep compiled code in %s: %s", place, error)
+        with tempfile.TemporaryDirectory() as temporary:
+            if place.is_dir():
+                shutil.copytree(place, temporary, dirs_exist_ok=True)
+            yield Path(temporary)
+        return
+    yield place
+
+
+def _object(place: Path, flavour: Flavour) -> bytes:
+    path = _object_path(place, flavour)
     stored = _read(path)
     if stored is not None:
         return stored
@@ -84,17 +102,18 @@ def _object(directory: Path, flavour: Flavour) -> bytes:
     return code
 
 
-def _object_path(directory: Path, flavour: Flavour) -> Path:
-    return directory / f"{flavour.name}-{_fingerprint()[:32]}.o"
+def _object_path(place: Path, flavour: Flavour) -> Path:
+    return place / f"{flavour.name}.o"
 
 
 def _fingerprint() -> str:
-    """Hash everything that shapes the code: sources, compiler, CPU."""
+    """Hash everything that shapes the code: sources, compilers, CPU."""
     digest = hashlib.sha256()
-    for module in (ops, cpu_vector, cpu_math, cpu_kernels):
+    for module in (ops, cpu_vector, cpu_math, cpu_kernels, cpu_lower, cpu_interpret):
         digest.update(Path(str(module.__file__)).read_bytes())
     for part in (
         llvmlite.__version__,
+        numba.__version__,
         llvm.get_process_triple(),
         llvm.get_host_cpu_name(),
         llvm.get_host_cpu_features().flatten(),
@@ -119,12 +138,11 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, code: bytes) -> None:
     """Store an object so that concurrent readers see all of it or nothing."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(code).digest() + code)
         Path(file.name).replace(path)
     except OSError as error:
-        _log.warning("cannot keep compiled code in %s: %s", path.parent, error)
+        _log.debug("cannot write %s: %s", path, error)
 
 
 def _load_kernels(code: bytes) -> Kernels:
@@ -169,19 +187,14 @@ def _compile_numba(directory: Path) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
-    """Give a compiler whose results Numba keeps below ``directory``, or nowhere if it cannot."""
+    """Give a compiler whose results Numba keeps below ``directory``."""
 
     def jit(signature: Any, function: Any) -> Any:
-        options = {"nogil": True, "error_model": "numpy"}
-        try:
-            return numba.njit(signature, cache=True, **options)(function)
-        except (OSError, RuntimeError) as error:
-            _log.warning("cannot keep compiled code in %s: %s", directory, error)
-            return numba.njit(signature, **options)(function)
+        return numba.njit(signature, cache=True, nogil=True, error_model="numpy")(function)
 
     with _lock:
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(directory / "numba")
+        numba.config.CACHE_DIR = str(directory)
         try:
             yield jit
         finally:
