@@ -26,6 +26,7 @@ K = TypeVar("K")
 #: Name of the trailing metadata entry with the ErrorDetail of a failed call.
 ERROR_METADATA_KEY: Final = "warpfit-error-bin"
 CONTENT_ID_BYTES: Final = 32
+_UINT64_MAX: Final = 2**64 - 1
 
 #: Field 3 (``values``) of EvaluateResponse, wire type 2.
 _VALUES_TAG: Final = bytes([3 << 3 | 2])
@@ -291,27 +292,28 @@ def _enum(table: Mapping[K, int], value: int, field: str) -> K:
 # -------------------------------------------------------------------------------- the way back
 
 
-def result_header(layout: Layout, shape: tuple[int, int, int]) -> pb.ResultHeader:
-    """Encode the shape of an answer: programs, K, rows."""
+def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
+    """Serialize the header of an answer, whose value matrix is [programs, K, rows].
+
+    Serialized messages may be concatenated: ``result_start + piece + result_end`` is one message.
+    """
     programs, vectors, rows = shape
-    return pb.ResultHeader(
+    header = pb.ResultHeader(
         dtype=_DTYPES[layout.dtype], programs=programs, vectors=vectors, rows=rows
     )
+    return pb.EvaluateResponse(header=header).SerializeToString()
 
 
-def value_pieces(
-    header: pb.ResultHeader, values: memoryview, start: int, chunk_bytes: int
-) -> Iterator[bytes]:
-    """Serialize a contiguous part of the value matrix, which begins at byte ``start``.
+def value_pieces(values: memoryview, offset: int, chunk_bytes: int) -> Iterator[bytes]:
+    """Serialize a contiguous part of the value matrix, which begins at byte ``offset``.
 
-    Yields serialized EvaluateResponse messages of at most ``chunk_bytes`` of values each; the one
-    at byte 0 carries the header. Framed by hand: protobuf would copy each piece twice more.
+    Yields serialized EvaluateResponse messages of at most ``chunk_bytes`` of values each, framed
+    by hand because protobuf would copy each piece twice more.
     """
     for begin in range(0, len(values), chunk_bytes):
         piece = values[begin : begin + chunk_bytes]
-        offset = start + begin
-        rest = pb.EvaluateResponse(offset=offset, header=None if offset else header)
-        yield b"".join((rest.SerializeToString(), _VALUES_TAG, _varint(len(piece)), piece))
+        place = pb.EvaluateResponse(offset=offset + begin).SerializeToString()
+        yield b"".join((place, _VALUES_TAG, _varint(len(piece)), piece))
 
 
 def result_end(losses: NDArray[np.float64] | None, timings: Timings) -> bytes:
@@ -468,7 +470,7 @@ def error_to_detail(error: WarpfitError) -> bytes:
         field=error.field,
         expression=error.expression,
         token=error.token,
-        needed=error.needed,
+        needed=None if error.needed is None else min(error.needed, _UINT64_MAX),
         available=error.available,
     ).SerializeToString()
 

@@ -120,10 +120,11 @@ class InProcessServer:
         dataset = self._dataset(evaluation.dataset_id)
         evaluation.check(dataset.layout)
         values = _values(evaluation, dataset)
-        header = codec.result_header(dataset.layout, evaluation.shape(dataset.layout))
+        start = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
+        yield codec.answer_from_bytes(start)
         if evaluation.values:
             payload = values.reshape(-1).data.cast("B")
-            pieces = codec.value_pieces(header, payload, 0, self._chunk_bytes)
+            pieces = codec.value_pieces(payload, 0, self._chunk_bytes)
             yield from map(codec.answer_from_bytes, pieces)
         losses = _losses(evaluation, dataset, values)
         yield codec.answer_from_bytes(codec.result_end(losses, Timings()))

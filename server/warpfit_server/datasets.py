@@ -110,7 +110,8 @@ class DatasetStore:
             raise
 
     def abandon(self, upload: Upload) -> None:
-        """Give the reservation of an unfinished upload back."""
+        """Give the memory of an unfinished upload back."""
+        upload.close()
         upload.segment.close()
         self._unreserve(upload.layout.nbytes)
 
@@ -122,6 +123,7 @@ class DatasetStore:
 
         """
         upload.verify()
+        upload.close()
         fresh = ResidentDataset(upload.content_id, upload.layout, upload.segment)
         with self._lock:
             dataset = self._resident.setdefault(upload.content_id, fresh)
@@ -204,6 +206,10 @@ class Upload:
         self._target[self._received : end] = np.frombuffer(data, dtype=np.uint8)
         self._digest.update(data)
         self._received = end
+
+    def close(self) -> None:
+        """Let go of the shared memory, so that an exception's traceback does not keep it."""
+        self._target = np.empty(0, dtype=np.uint8)
 
     def verify(self) -> None:
         """Check that the upload is complete and is what its id says.

@@ -18,8 +18,6 @@ def check_batch(batch: Batch, limits: Limits) -> None:
     """
     longest = int(batch.lengths.max(initial=0))
     for reason, what, needed, allowed, flag in (
-        ("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs"),
-        ("TOO_MANY_TOKENS", "tokens in the batch", len(batch.codes), limits.tokens, "tokens"),
         (
             "PROGRAM_TOO_LONG",
             "tokens in a program",
@@ -27,6 +25,8 @@ def check_batch(batch: Batch, limits: Limits) -> None:
             limits.program_tokens,
             "program-tokens",
         ),
+        ("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs"),
+        ("TOO_MANY_TOKENS", "tokens in the batch", len(batch.codes), limits.tokens, "tokens"),
         ("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors"),
     ):
         _refuse_over(reason, what, needed, allowed, flag)

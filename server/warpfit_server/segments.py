@@ -8,6 +8,7 @@ socket of `warpfit_server.channel`.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -65,10 +66,12 @@ class Segment:
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes when the last array over it is gone."""
+        """Close descriptor and mapping; with arrays over it, the mapping goes with the last."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+            with contextlib.suppress(BufferError):
+                self._map.close()
 
     def __del__(self) -> None:
         """Close the descriptor of a segment that nobody closed."""

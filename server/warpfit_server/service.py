@@ -111,11 +111,11 @@ class EvaluatorService:
                 check_result(evaluation, dataset.layout, self._limits)
                 job = self._supervisor.submit(evaluation, dataset)
                 decode = time.monotonic_ns() - arrived
-                header = codec.result_header(dataset.layout, evaluation.shape(dataset.layout))
+                start = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
                 try:
                     if not context.add_callback(job.abandon):
                         job.abandon()
-                    yield from self._answer(job, header, decode)
+                    yield from self._answer(job, start, decode)
                 finally:
                     job.let_go()
 
@@ -137,19 +137,25 @@ class EvaluatorService:
                 self._datasets.release(content_id)
                 raise
 
-    def _answer(self, job: Job, header: pb.ResultHeader, decode: int) -> Iterator[bytes]:
+    def _answer(self, job: Job, start: bytes, decode: int) -> Iterator[bytes]:
         frame = job.frame
         values = job.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
-        sent = 0
-        while isinstance(event := job.next_event(), wire.Progress):
-            ready = event.programs * frame.program_bytes
-            ready -= ready % self._chunk_bytes  # only whole chunks before the end
-            yield from codec.value_pieces(header, values[sent:ready], sent, self._chunk_bytes)
-            sent = max(sent, ready)
-        *pieces, last = [*codec.value_pieces(header, values[sent:], sent, self._chunk_bytes), b""]
-        yield from pieces
-        timings = replace(event.timings, decode=decode)
-        yield last + codec.result_end(frame.losses_view(job.segment), timings)
+        message, sent = start, 0
+        timings = None
+        while timings is None:
+            event = job.next_event()
+            if isinstance(event, wire.Finished):
+                timings, ready = replace(event.timings, decode=decode), frame.value_bytes
+            else:  # only whole chunks before the end
+                ready = event.programs * frame.program_bytes // self._chunk_bytes
+                ready *= self._chunk_bytes
+            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
+                if message is not start:
+                    yield message
+                    message = b""
+                message += piece
+            sent = ready
+        yield message + codec.result_end(frame.losses_view(job.segment), timings)
 
     @contextmanager
     def _place(self) -> Iterator[None]:

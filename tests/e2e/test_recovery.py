@@ -64,16 +64,17 @@ def test_sigkill_of_the_engine_under_load():
 
 def test_a_client_that_dies_in_mid_upload_leaves_nothing():
     rng = np.random.default_rng(0)
+    context = multiprocessing.get_context("spawn")
     with ServerProcess() as server:
         with warpfit.connect(server.address) as client:
             client.upload(np.ones((3, 2)))
         before = server.shared_memory(), server.descriptors()
         for seed in range(5):
-            process = os.fork()
-            if process == 0:
-                _upload_half(server.address, rng.normal(size=(200_000, 5)) + seed)
-                os._exit(0)
-            os.waitpid(process, 0)
+            X = rng.normal(size=(200_000, 5)) + seed
+            process = context.Process(target=_upload_half, args=(server.address, X))
+            process.start()
+            process.join(30)
+            assert process.exitcode == -signal.SIGKILL
         _wait_until(lambda: server.shared_memory() <= before[0])
         _wait_until(lambda: server.descriptors() <= before[1])
 
@@ -148,7 +149,7 @@ def test_cancelled_calls_stop_the_engine_and_free_their_place():
 def test_over_the_number_of_calls_in_flight():
     X = np.random.default_rng(3).normal(size=(100_000, 4))
     long = "+".join(f"sin(x1*{k})" for k in range(1, 400))
-    policy = warpfit.RetryPolicy(attempts=1)
+    policy = warpfit.RetryPolicy(total_seconds=0)
     with (
         ServerProcess("--threads", "1", "--max-requests", "1") as server,
         warpfit.connect(server.address, retry=policy) as client,
@@ -195,11 +196,12 @@ def test_the_engine_ends_with_the_front_door():
 
 
 def test_peak_memory_of_an_upload():
-    X = np.random.default_rng(5).normal(size=(1_000_000, 20)).astype(np.float32)
+    X = np.random.default_rng(5).normal(size=(1_000_000, 50)).astype(np.float32)
     with ServerProcess() as server, warpfit.connect(server.address) as client:
         base = _peak(server)
         client.upload(X)
-        assert _peak(server) - base < 1.2 * X.nbytes  # the matrix itself is 1.0
+        messages_on_their_way = 48 << 20
+        assert _peak(server) - base < X.nbytes + messages_on_their_way
 
 
 def _peak(server: ServerProcess) -> int:

@@ -148,9 +148,9 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
     losses = np.array([[1.0, np.nan], [np.inf, -0.0]])
     layout = dataclasses.replace(LAYOUT, dtype=dtype)
     assembler = codec.ResultAssembler(evaluation)
-    header = codec.result_header(layout, values.shape)
+    assembler.add(pb.EvaluateResponse.FromString(codec.result_start(layout, values.shape)))
     payload = values.reshape(-1).data.cast("B")
-    for piece in codec.value_pieces(header, payload, 0, chunk_bytes):
+    for piece in codec.value_pieces(payload, 0, chunk_bytes):
         message = pb.EvaluateResponse.FromString(piece)
         assert len(message.values) <= chunk_bytes
         assembler.add(message)
@@ -168,12 +168,10 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
 
 @given(st.integers(1, 3000))
 def test_hand_framed_pieces_are_what_protobuf_would_write(chunk_bytes):
-    header = codec.result_header(LAYOUT, (1, 1, 100))
     data = bytes(range(200)) * 2
-    for piece in codec.value_pieces(header, memoryview(data), 0, chunk_bytes):
+    for piece in codec.value_pieces(memoryview(data), 0, chunk_bytes):
         message = pb.EvaluateResponse.FromString(piece)
         assert message.values == data[message.offset : message.offset + len(message.values)]
-        assert message.HasField("header") == (message.offset == 0)
         assert len(piece) == message.ByteSize()
 
 
