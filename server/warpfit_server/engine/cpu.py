@@ -126,7 +126,8 @@ class CpuEngine:
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
             flat[:] = _finish(evaluation.loss, work.partial.sum(axis=0), dataset, work.rows)
-        outputs.ready(len(evaluation.batch))
+        if work.reported < len(evaluation.batch):
+            outputs.ready(len(evaluation.batch))
 
     def _work(
         self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs, lowered: Lowered
@@ -189,6 +190,8 @@ class _Work:
     cancelled: NDArray[np.uint8]
     partial: NDArray[np.float64]
     """Loss sums, [spans, cells]."""
+    reported: int = 0
+    """Programs that were announced as ready, by the calling thread alone."""
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _done: set[int] = field(default_factory=set)
@@ -196,7 +199,6 @@ class _Work:
 
     def run(self, ready: Any = None) -> None:
         """Take pieces until none is left; the caller's thread reports what is ready."""
-        reported = 0
         while (piece := self._take()) is not None:
             group, span = divmod(piece, len(self.spans))
             finished = self.interpret(
@@ -210,9 +212,9 @@ class _Work:
                 self.stop()
                 return
             programs = self._finish(piece)
-            if ready is not None and programs > reported:
+            if ready is not None and programs > self.reported:
+                self.reported = programs
                 ready(programs)
-                reported = programs
 
     def stop(self) -> None:
         """Give out no more pieces."""

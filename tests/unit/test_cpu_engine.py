@@ -1,0 +1,315 @@
+"""The CPU engine as a whole: batches, rows, losses, threads, cancellation, code on disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.evaluations import POISON, Evaluate
+from warpfit import reference
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError, DatasetNotFoundError
+from warpfit.ir import Batch, Program
+from warpfit.ops import OPERATORS
+from warpfit.request import Evaluation, Loss, Precision
+from warpfit.workload import random_program, thesis_mix
+from warpfit_server.engine import cpu_cache
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.engine.cpu_lower import INSTRUCTIONS_END, PROLOGUE_END, SLOTS, lower_batch
+
+X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
+RNG_SEED = 5
+
+
+@pytest.fixture(scope="module")
+def evaluate() -> Iterator[Evaluate]:
+    engine = CpuEngine(threads=2)
+    runner = Evaluate(engine)
+    yield runner
+    runner.unload()
+    engine.close()
+
+
+def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) -> Dataset:
+    rng = np.random.default_rng(RNG_SEED)
+    columns = rng.uniform(0.1, 3, size=(rows, 10))
+    y = rng.normal(size=rows)
+    return Dataset.of(columns, y, rng.uniform(size=rows) if weights else None, dtype=dtype)
+
+
+def lowered(*programs: Program):
+    compiled = cpu_cache.load(cpu_cache.default_directory())
+    return lower_batch(compiled.lower, Batch.of(programs, [[1.0] * 9] * len(programs)))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 15, 16, 17, 31, 511, 512, 513, 1023, 1024, 1025, 20011])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_number_of_rows(evaluate, rows, dtype):
+    data = make_dataset(rows, dtype)
+    programs, parameters = thesis_mix(3, 4, operators=("add", "mul", "sub"))
+    got = evaluate(data, programs, parameters)
+    expected = reference.evaluate(programs, data.variables, parameters)
+    np.testing.assert_allclose(got.values[:, 0], expected, rtol=1e-4, atol=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(st.integers(0, 2999), st.integers(1, 3000)), st.booleans())
+def test_row_ranges_equal_slices(evaluate, bounds, wants_values):
+    start, stop = bounds[0], min(3000, bounds[0] + bounds[1])
+    data = make_dataset(3000, "float32", weights=True)
+    programs, parameters = thesis_mix(4, 3)
+    full = evaluate(data, programs, parameters).values
+    part = evaluate(
+        data, programs, parameters, rows=(start, stop), values=wants_values, loss=Loss.MAE
+    )
+    if wants_values:
+        np.testing.assert_array_equal(part.values, full[:, :, start:stop])
+    used = slice(start, stop)
+    expected = reference.loss(Loss.MAE, full[:, :, used], data.target[used], data.weights[used])
+    np.testing.assert_allclose(part.losses, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 100, 40_000])
+def test_losses(evaluate, loss, weights, dtype, rows):
+    data = make_dataset(rows, dtype, weights=weights)
+    programs, parameters = thesis_mix(6, 5)
+    programs.append(X1)
+    parameters.append(np.empty(0))
+    got = evaluate(data, programs, parameters, loss=loss)
+    expected = reference.loss(loss, got.values, data.target, data.weights)
+    np.testing.assert_allclose(got.losses, expected, rtol=1e-10)
+    alone = evaluate(data, programs, parameters, loss=loss, values=False)
+    np.testing.assert_array_equal(alone.losses, got.losses)
+
+
+def test_nan_makes_the_loss_nan_whatever_its_weight(evaluate):
+    data = Dataset.of(np.array([[1.0], [-1.0]]), np.ones(2), np.array([1.0, 0.0]))
+    got = evaluate(data, [Program.apply("log", X1), X1], loss=Loss.SSE)
+    assert np.isnan(got.losses[0, 0])
+    assert got.losses[1, 0] == 0
+
+
+@pytest.mark.parametrize("rows", [10, 5000])
+def test_parameter_vectors(evaluate, rows):
+    data = make_dataset(rows)
+    rng = np.random.default_rng(0)
+    programs = [random_program(rng, n) for n in (1, 9, 30, 30)]
+    parameters = [rng.uniform(0.5, 2, size=(7, max(p.parameters, 1))) for p in programs]
+    got = evaluate(data, programs, parameters, loss=Loss.MSE)
+    for index, (program, block) in enumerate(zip(programs, parameters, strict=True)):
+        for k, vector in enumerate(block):
+            one = evaluate(data, [program], [vector], loss=Loss.MSE)
+            np.testing.assert_array_equal(got.values[index, k], one.values[0, 0])
+            assert np.array_equal(got.losses[index, k], one.losses[0, 0], equal_nan=True)
+
+
+def test_threads_do_not_change_anything():
+    data = make_dataset(50_000, "float32")
+    programs, parameters = thesis_mix(8, 40)
+    answers = []
+    for threads in (1, 2, 3):
+        engine = CpuEngine(threads=threads)
+        answers.append(Evaluate(engine)(data, programs, parameters, loss=Loss.R2))
+        engine.close()
+    for other in answers[1:]:
+        np.testing.assert_array_equal(answers[0].values, other.values)
+        np.testing.assert_array_equal(answers[0].losses, other.losses)
+
+
+def test_evaluations_at_the_same_time(evaluate):
+    data = make_dataset(3000, "float32")
+    programs, parameters = thesis_mix(9, 60)
+    expected = evaluate(data, programs, parameters, loss=Loss.MSE)
+    engine = evaluate.engine
+
+    def again(_: int):
+        return Evaluate(engine)(data, programs, parameters, loss=Loss.MSE)
+
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(again, range(12)):
+            np.testing.assert_array_equal(got.values, expected.values)
+            np.testing.assert_array_equal(got.losses, expected.losses)
+
+
+def test_ready_is_announced_in_order_and_completely():
+    data = make_dataset(20_000, "float32")
+    programs, parameters = thesis_mix(10, 100)
+    engine = CpuEngine(threads=1)
+    evaluate = Evaluate(engine)
+    evaluate(data, programs, parameters)
+    engine.close()
+    assert evaluate.announced[-1] == 100
+    assert evaluate.announced == sorted(set(evaluate.announced))
+    assert len(evaluate.announced) > 3
+
+
+def test_values_are_final_when_announced(evaluate):
+    data = make_dataset(20_000, "float32")
+    programs, parameters = thesis_mix(11, 100)
+    expected = evaluate(data, programs, parameters).values
+    values = np.full_like(expected, POISON)
+
+    def check(ready: int) -> None:
+        np.testing.assert_array_equal(values[:ready], expected[:ready])
+
+    outputs = Outputs(values, None, np.zeros(1, np.uint8), check)
+    evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
+    evaluate.engine.evaluate(evaluation, outputs)
+
+
+def test_cancelled_before_and_in_the_middle(evaluate):
+    data = make_dataset(100_000, "float32")
+    programs, parameters = thesis_mix(12, 200)
+    with pytest.raises(CancelledError):
+        evaluate(data, programs, parameters, cancelled=True)
+    cancelled = np.zeros(1, np.uint8)
+    announced: list[int] = []
+
+    def cancel(ready: int) -> None:
+        announced.append(ready)
+        cancelled[0] = 1
+
+    evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
+    values = np.empty(evaluation.shape(data.layout), np.float32)
+    with pytest.raises(CancelledError):
+        evaluate.engine.evaluate(evaluation, Outputs(values, None, cancelled, cancel))
+    assert len(announced) == 1
+    assert announced[0] < 200
+    assert np.isfinite(evaluate(data, [X1]).values).all()
+
+
+def test_an_error_of_the_receiver_stops_the_threads(evaluate):
+    data = make_dataset(100_000, "float32")
+    programs, parameters = thesis_mix(12, 100)
+
+    def fail(ready: int) -> None:
+        raise ConnectionError("the receiver is gone")
+
+    evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
+    values = np.empty(evaluation.shape(data.layout), np.float32)
+    with pytest.raises(ConnectionError):
+        evaluate.engine.evaluate(evaluation, Outputs(values, None, np.zeros(1, np.uint8), fail))
+    assert threading.active_count() < 50
+
+
+def test_unknown_dataset(evaluate):
+    evaluation = Evaluation(b"?" * 32, Batch.of([X1]))
+    outputs = Outputs(np.empty((1, 1, 1)), None, np.zeros(1, np.uint8), lambda ready: None)
+    with pytest.raises(DatasetNotFoundError):
+        evaluate.engine.evaluate(evaluation, outputs)
+
+
+@pytest.mark.parametrize("leaning", ["left", "right"])
+@pytest.mark.parametrize("tokens", [10_001, 1_000_001])
+def test_long_chains(evaluate, leaning, tokens):
+    count = tokens // 2
+    leaf, add = 1, OPERATORS["add"].code
+    codes = (
+        [leaf, *[leaf, add] * count] if leaning == "left" else [leaf] * (count + 1) + [add] * count
+    )
+    values = np.where(np.array(codes) == leaf, np.arange(len(codes)) % 2, 0)
+    program = Program(codes, values)
+    data = Dataset.of(np.array([[1.0, 1.0], [0.5, 2.0]]), dtype="float64")
+    got = evaluate(data, [program]).values[0, 0]
+    np.testing.assert_allclose(got, reference.evaluate_program(program, data.variables))
+
+
+def test_deep_balanced_program(evaluate):
+    program = Program.apply("sub", X1, X2)
+    for _ in range(12):
+        program = Program.apply("sub", program, Program.apply("abs", program))
+    data = make_dataset(100)
+    expected = reference.evaluate_program(program, data.variables)
+    np.testing.assert_allclose(evaluate(data, [program]).values[0, 0], expected)
+
+
+def test_programs_without_variables(evaluate):
+    data = make_dataset(1500, "float32")
+    programs = [P1, Program.constant(0.1), Program.apply("exp", P1), X2]
+    got = evaluate(data, programs, [[0.3]] * 4).values[:, 0]
+    for row, expected in enumerate(np.array([0.3, 0.1, np.exp(np.float32(0.3))], np.float32)):
+        assert np.unique(got[row]).tolist() == [expected]
+    np.testing.assert_array_equal(got[3], data.variables[1])
+
+
+def test_special_constants(evaluate):
+    data = make_dataset(20)
+    programs = [Program.constant(v) for v in (np.nan, np.inf, -np.inf, -0.0, 0.0)]
+    got = evaluate(data, programs).values[:, 0, 0]
+    np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, -0.0, 0.0])
+    assert np.signbit(got).tolist()[3:] == [True, False]
+
+
+def test_common_subexpressions_and_scalars_are_computed_once():
+    shared = Program.apply("exp", Program.apply("mul", X1, X2))
+    scalar = Program.apply("sqrt", Program.apply("add", P1, Program.constant(2.0)))
+    program = Program.apply("add", Program.apply("mul", shared, scalar), shared)
+    summary = lowered(program).summaries[0]
+    assert summary[PROLOGUE_END] == 2
+    assert summary[INSTRUCTIONS_END] - summary[PROLOGUE_END] == 4
+
+
+def test_the_deeper_operand_goes_first():
+    deep = Program.apply("exp", X1)
+    for _ in range(30):
+        deep = Program.apply("mul", Program.apply("exp", X2), Program.apply("log", deep))
+    assert lowered(deep).summaries[0][SLOTS] <= 2
+
+
+def test_fast_and_precise_differ_only_slightly(evaluate):
+    data = make_dataset(1000, "float32")
+    program = Program.apply("pow", X1, X2)
+    fast = evaluate(data, [program], precision=Precision.FAST).values
+    precise = evaluate(data, [program]).values
+    np.testing.assert_allclose(fast, precise, rtol=1e-5)
+
+
+def test_read_only_data_is_used_in_place(evaluate):
+    data = make_dataset(64)
+    data.matrix.setflags(write=False)
+    np.testing.assert_array_equal(evaluate(data, [X1]).values[0, 0], data.variables[0])
+
+
+def test_compiled_code_survives_damage_and_is_stored(tmp_path):
+    engine = CpuEngine(1, tmp_path)
+    engine.close()
+    objects = sorted(tmp_path.glob("cpu-*/*.o"))
+    assert len(objects) == 3
+    whole = objects[0].read_bytes()
+    objects[0].write_bytes(whole[:-7] + b"garbage")
+    damaged = CpuEngine(1, tmp_path)
+    data = make_dataset(10)
+    assert np.isfinite(Evaluate(damaged)(data, [X1]).values).all()
+    damaged.close()
+    assert objects[0].read_bytes() == whole
+    assert sorted(p.name for p in objects[0].parent.glob("*.o")) == [p.name for p in objects]
+
+
+def test_directory_that_cannot_be_written(tmp_path, caplog):
+    occupied = tmp_path / "file"
+    occupied.write_text("not a directory")
+    engine = CpuEngine(1, occupied / "cache")
+    assert "cannot keep compiled code" in caplog.text
+    data = make_dataset(10)
+    assert np.isfinite(Evaluate(engine)(data, [X1]).values).all()
+    engine.close()
+
+
+def test_cache_directory_from_the_environment(monkeypatch):
+    monkeypatch.setenv("WARPFIT_CACHE_DIR", os.fspath(Path("some") / "place"))
+    assert cpu_cache.default_directory() == Path("some/place")
+    monkeypatch.delenv("WARPFIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "other")
+    assert cpu_cache.default_directory() == Path("other/warpfit")
