@@ -15,8 +15,7 @@ from warpfit.data import Answer, Data
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.info import ServerInfo
-from warpfit.transport import check_address, client_closed, failure
-from warpfit.v1.evaluator_pb2_grpc import EvaluatorStub
+from warpfit.transport import check_address, client_closed, failure, make_stub
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ class AsyncGrpcTransport:
         check_address(address)
         self._closed = False
         self._channel = grpc.aio.insecure_channel(address, config.channel_options())
-        self._stub = EvaluatorStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = make_stub(self._channel)
 
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
@@ -95,7 +94,7 @@ class AsyncClient:
 
     async def upload(
         self,
-        X: Any,  # noqa: N803 (the field's name for a design matrix)
+        X: Any,
         y: Any = None,
         weights: Any = None,
         **options: Unpack[UploadOptions],

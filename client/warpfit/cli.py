@@ -149,6 +149,7 @@ def _address(given: str | None) -> Iterator[str]:
         return
     from warpfit.embedded import embedded_server
 
+    print("warpfit: starting a server (the very first start takes longer)", file=sys.stderr)
     with embedded_server() as address:
         yield address
 

@@ -121,15 +121,16 @@ def layout_from_message(message: pb.DatasetLayout) -> Layout:
     return layout
 
 
-def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[pb.UploadVariablesRequest]:
-    """Yield the header, then the payload in pieces of ``chunk_bytes``."""
-    yield pb.UploadVariablesRequest(
-        header=pb.UploadHeader(
-            layout=layout_to_message(dataset.layout), content_id=dataset.content_id
-        )
-    )
+def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[bytes]:
+    """Serialize an upload: the header, then the payload in pieces of ``chunk_bytes``.
+
+    Framed by hand: protobuf would copy each piece twice more.
+    """
+    layout = layout_to_message(dataset.layout)
+    header = pb.UploadHeader(layout=layout, content_id=dataset.content_id)
+    yield pb.UploadVariablesRequest(header=header).SerializeToString()
     for chunk in dataset.chunks(chunk_bytes):
-        yield pb.UploadVariablesRequest(data=bytes(chunk))
+        yield b"".join((_DATA_TAG, _varint(len(chunk)), chunk))
 
 
 def get_message(dataset: Dataset) -> pb.GetVariablesRequest:
@@ -186,6 +187,11 @@ def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
     return layout_from_message(message.header.layout), content_id
 
 
+def upload_start(data: bytes) -> tuple[Layout, bytes]:
+    """Decode the serialized first message of an upload; fails as `upload_header` does."""
+    return upload_header(parse_message(pb.UploadVariablesRequest, data))
+
+
 def check_content_id(content_id: bytes) -> bytes:
     """Return a content id of the right length.
 
@@ -206,6 +212,11 @@ def check_content_id(content_id: bytes) -> bytes:
 def dataset_info(content_id: bytes, layout: Layout) -> pb.DatasetInfo:
     """Encode what identifies a resident data set."""
     return pb.DatasetInfo(content_id=content_id, layout=layout_to_message(layout))
+
+
+def dataset_info_from_bytes(data: bytes) -> pb.DatasetInfo:
+    """Parse the answer to an upload."""
+    return pb.DatasetInfo.FromString(data)
 
 
 # ------------------------------------------------------------------------------- the way there
@@ -392,8 +403,9 @@ class ResultAssembler:
         """
         if message.HasField("header"):
             self._start(message)
-        if message.values:
-            self._fill(message)
+        piece = message.values  # protobuf copies the bytes each time that one asks
+        if piece:
+            self._fill(piece, message.offset)
         if message.HasField("timings"):
             self._finish(message)
 
@@ -431,9 +443,8 @@ class ResultAssembler:
             self._losses = losses.reshape(len(batch), batch.vectors)
         self._timings = timings_from_message(message.timings)
 
-    def _fill(self, message: pb.EvaluateResponse) -> None:
-        piece = message.values
-        if self._values is None or message.offset != self._filled:
+    def _fill(self, piece: bytes, offset: int) -> None:
+        if self._values is None or offset != self._filled:
             raise _broken_answer("has value bytes out of order")
         target = self._values.reshape(-1).view(np.uint8)
         if self._filled + len(piece) > len(target):

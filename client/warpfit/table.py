@@ -73,7 +73,7 @@ def _parse(path: Path, reader: Any) -> Table:
     lines = ((reader.line_num, [cell.strip() for cell in row]) for row in reader)
     filled = ((number, row) for number, row in lines if any(row))
     number, header = next(filled, (0, []))
-    named = not all(_is_number(cell) for cell in header)
+    named = not header or not all(_is_number(cell) for cell in header)
     names = tuple(header) if named else tuple(f"x{i}" for i in range(1, len(header) + 1))
     rows = [] if named else [_numbers(path, number, header, names)]
     rows += [_numbers(path, number, row, names) for number, row in filled]

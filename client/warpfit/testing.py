@@ -94,8 +94,8 @@ class InProcessServer:
 
     def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
         stream = iter(messages)
-        layout, content_id = codec.upload_header(next(stream))
-        payload = b"".join(message.data for message in stream)
+        layout, content_id = codec.upload_start(next(stream, b""))
+        payload = b"".join(map(codec.upload_data, stream))
         self._datasets[content_id] = _received(layout, content_id, payload)
         yield codec.dataset_info(content_id, layout)
 

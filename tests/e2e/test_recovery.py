@@ -88,9 +88,7 @@ def _upload_half(address: str, X: np.ndarray) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with grpc.insecure_channel(address) as channel:
-        method = channel.stream_unary(
-            "/warpfit.v1.Evaluator/UploadVariables", pb.UploadVariablesRequest.SerializeToString
-        )
+        method = channel.stream_unary("/warpfit.v1.Evaluator/UploadVariables")
         method(half(), timeout=10)
 
 

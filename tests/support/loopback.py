@@ -31,7 +31,8 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
         self.cancelled = threading.Event()
 
     def UploadVariables(self, requests, context):
-        return self._answer("UploadVariables", requests, context)[0]
+        serialized = (request.SerializeToString() for request in requests)
+        return self._answer("UploadVariables", serialized, context)[0]
 
     def GetVariables(self, request, context):
         return self._answer("GetVariables", request, context)[0]
