@@ -60,6 +60,7 @@ def data(variables=3, rows=60):
         (S.And(x1 > 0, x2 > 0), "x1 > 0 and x2 > 0"),
         (S.Not(S.Or(x1 > 0, S.Eq(x2, 0))), "not (x1 > 0 or x2 == 0)"),
         (S.ITE(x1 > 0, x2 > 0, x3 > 0), "where(x1 > 0, x2 > 0, x3 > 0)"),
+        (S.re(x1) + S.conjugate(x2) * S.im(x3), "x1 + x2 * 0"),
         (S.true, "1"),
         (S.oo, "inf"),
         (-S.oo, "-inf"),
@@ -132,17 +133,33 @@ SMOOTH = ["add", "sub", "mul", "div", "neg", "sin", "cos", "atan", "tanh", "exp"
 SMOOTH += ["abs", "min", "max", "where", "lt", "ge", "and", "not", "logabs", "aq", "logistic"]
 
 
-@settings(max_examples=60, deadline=None)
+def defined_rows(program, parameters):
+    """Where no intermediate result is NaN, infinite or so large that cancelling shows."""
+    defined = np.ones(data().shape[1], dtype=bool)
+
+    def leaf(code, value):
+        return reference.evaluate_program(Program([code], [value]), data(), parameters)
+
+    def operator(row, operands):
+        result = row.numpy(*operands)
+        defined[~(np.abs(result) < 1e6)] = False
+        return result
+
+    with np.errstate(all="ignore"):
+        program.fold(leaf, operator)
+    return defined
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(programs(max_tokens=12, operators=SMOOTH, constants=st.floats(-3, 3)))
 def test_random_programs_there_and_back(program):
-    """SymPy reorders sums and cancels terms, so results agree up to rounding where both exist."""
+    """SymPy reorders sums and cancels terms; rounding may then turn a comparison of equals."""
     parameters = [0.6, -1.7]
     again = from_sympy(to_sympy(program))
-    wanted = reference.evaluate_program(program, data(), parameters)
     got = reference.evaluate_program(again, data(), parameters)
-    comparable = np.isfinite(wanted) & np.isfinite(got) & (np.abs(wanted) < 1e6)
-    close = np.isclose(got, wanted, rtol=1e-6, atol=1e-6) | ~comparable
-    assert np.mean(close) > 0.8, (str(program), str(again))
+    wanted = reference.evaluate_program(program, data(), parameters)
+    close = np.isclose(got, wanted, rtol=1e-6, atol=1e-6)
+    assert np.mean(close | ~defined_rows(program, parameters)) > 0.8, str(again)
 
 
 @pytest.mark.parametrize(

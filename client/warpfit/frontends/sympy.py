@@ -1,8 +1,8 @@
 """SymPy expressions to `Program` and back.
 
-Only real values exist here: ``I`` and unevaluated integrals, sums or derivatives are refused,
-complex infinity is NaN, and a constant whose value is not real becomes what NumPy computes, NaN as
-a rule.
+Only real values exist here: symbols are real whatever SymPy assumes, ``I`` and unevaluated
+integrals, sums or derivatives are refused, complex infinity is NaN, and a constant whose value is
+not real becomes what NumPy computes, NaN as a rule.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ POWERS: Final[Mapping[Any, str]] = MappingProxyType(
 )
 
 
+#: Operators that SymPy does not apply to NaN.
+_ORDERING: Final = COMPARISONS | {"min", "max", "relu"}
 #: Larger whole numbers become floats: SymPy multiplies integer powers of integers out.
 _LARGEST_INTEGER: Final = 10
 
@@ -106,6 +108,10 @@ def _pieces(node: Any) -> _Pieces:
         return _power(*node.args)
     if isinstance(node, sympy.Piecewise):
         return _piecewise(node)
+    if isinstance(node, sympy.re | sympy.conjugate):
+        return [node.args[0]]
+    if isinstance(node, sympy.im):
+        return [sympy.S.Zero]
     name = CLASSES.get(type(node).__name__)
     if name is None or isinstance(node, AppliedUndef):
         raise _unknown(node)
@@ -206,16 +212,21 @@ def to_sympy(program: Program, names: Sequence[str] = ()) -> Any:
 
 
 def _apply(row: Operator, operands: list[Any]) -> Any:
-    if row.name in COMPARISONS and sympy.nan in operands:
-        return _number(float(row.numpy(np.nan, 0.0)))
+    if sympy.nan in operands and row.name in _ORDERING:
+        return _number(float(row.numpy(*[np.nan] * row.arity)))
     if all(operand.is_number for operand in operands):
         value = _computed(row, operands)
         # Exact arithmetic would give complex numbers, or integers of any length.
         if not 1e-15 <= abs(value) <= 1e15:
             return _number(value)
-    result = _function(row.name)(*operands)
+    try:
+        result = _function(row.name)(*operands)
+    except (TypeError, ValueError):
+        # SymPy refuses to order branches that are NaN, infinite or complex.
+        with sympy.evaluate(False):
+            result = _function(row.name)(*operands)
     # A division by what cancels to zero: an infinity of unknown sign.
-    return sympy.nan if result.has(sympy.zoo) else result
+    return result.xreplace({sympy.zoo: sympy.nan})
 
 
 def _computed(row: Operator, operands: list[Any]) -> float:
