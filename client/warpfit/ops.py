@@ -16,9 +16,9 @@ every engine can paste them into the code that it generates:
 * ``select(condition, x, y)``, which evaluates to ``x`` where the condition holds;
 * the functions in ``KERNEL_FUNCTIONS``, with the meaning they have in C.
 
-``cuda`` replaces ``kernel`` in CUDA code and ``cuda_fast`` does so for float32 in fast mode;
-``ptx`` is an instruction for the transpiler. Rows without them fall back: ptx -> a function of the
-device library -> ``cuda`` -> ``kernel``.
+``cuda`` replaces ``kernel`` in CUDA code, ``cuda_fast`` does so for float32 in fast mode, and
+``cuda_fast_compiled`` for fast mode in kernels that are compiled for their expressions. Rows without
+them fall back in that order. The transpiler derives its PTX from the same CUDA expressions.
 
 Kinks: a derivative is 0 where it does not exist or is not unique (abs, sign, relu at 0; floor,
 ceil, comparisons, logic everywhere), and ``min``/``max`` pass the derivative to their first operand
@@ -83,6 +83,8 @@ class Operator:
     """CUDA C++ for both types, where ``kernel`` does not do."""
     cuda_fast: str | None = None
     """CUDA C++ for float32 in fast mode (approximate, subnormals may flush to zero)."""
+    cuda_fast_compiled: str | None = None
+    """``cuda_fast`` where work that does not depend on the row leaves the row loop."""
     sympy: str | None = None
     """Python expression over ``a``, ``b``, ``c`` and the names of the sympy module."""
     notes: str = ""
@@ -153,7 +155,8 @@ _ROWS: Final = (
             "select(b == 0, 0, b * pow(a, b - 1))",
             "select(a == 0, 0, r * log(a))",
         ),
-        latex="{{{a:91}}}^{{{b}}}", cuda_fast="fast_pow(a, b)", sympy="a ** b",
+        latex="{{{a:91}}}^{{{b}}}", cuda_fast="fast_pow(a, b)",
+        cuda_fast_compiled="pow_by_masks(a, b)", sympy="a ** b",
         notes="NaN for a < 0 unless b is an integer; right-associative; `**` is the same",
     ),
     Operator(
@@ -365,7 +368,8 @@ _ROWS: Final = (
     # Protected forms of genetic-programming libraries
     Operator(
         code=60, name="aq", arity=2, numpy=lambda a, b: a / np.hypot(1.0, b),
-        kernel="a / hypot(1, b)", cuda_fast="a * rsqrtf(1.0f + b * b)",
+        kernel="a / hypot(1, b)", cuda="a / select(abs(b) > 1e9, abs(b), sqrt(1 + b * b))",
+        cuda_fast="a * rsqrtf(1.0f + b * b)",
         derivative=("1 / hypot(1, b)", "-r * b / (1 + b * b)"),
         latex="\\frac{{{a}}}{{\\sqrt{{1 + {{{b:91}}}^2}}}}", latex_precedence=90,
         sympy="a / sqrt(1 + b ** 2)", notes="analytic quotient a / sqrt(1 + b^2) (Ni et al. 2013)",

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
 from cuda.bindings import nvjitlink
 
 from warpfit.errors import InternalError
+
+T = TypeVar("T")
 
 
 def version() -> str:
@@ -48,3 +59,114 @@ def _log(handle: int) -> str:
     if log:
         nvjitlink.get_error_log(handle, log)
     return log.rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    priority: int
+    order: int
+    key: Hashable = field(compare=False)
+    work: Callable[[], Any] = field(compare=False)
+    future: Future[Any] = field(compare=False)
+    running: bool = field(default=False, compare=False)
+
+
+@dataclass(slots=True)
+class CompileCounters:
+    """What the workers have done since they started."""
+
+    done: int = 0
+    failed: int = 0
+    refused: int = 0
+    """Requests that found the queue full."""
+    seconds: float = 0.0
+    """Time of all jobs together."""
+
+
+class Workers:
+    """Background threads that run keyed jobs by priority, each key once at a time.
+
+    Args:
+        threads: number of threads.
+        queue_limit: most jobs that wait; further ones of positive priority are refused.
+
+    """
+
+    def __init__(self, threads: int, queue_limit: int = 4096) -> None:
+        self._queue: list[_Job] = []
+        self._flying: dict[Hashable, _Job] = {}
+        self._queue_limit = queue_limit
+        self._order = itertools.count()
+        self._wake = threading.Condition()
+        self._closed = False
+        self.counters = CompileCounters()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"warpfit-compile-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, key: Hashable, work: Callable[[], T], priority: int = 1) -> Future[T] | None:
+        """Queue a job unless its key is queued or running; the lowest priority runs first.
+
+        Returns:
+            The future of the job, also where another call submitted it; None if it is refused.
+            A job of priority 0 (somebody waits for it) is never refused, and lifts a queued one.
+
+        """
+        with self._wake:
+            known = self._flying.get(key)
+            if known is not None and (known.running or known.priority <= priority):
+                return known.future
+            if self._closed or (priority > 0 and len(self._queue) >= self._queue_limit):
+                self.counters.refused += 1
+                return None
+            future: Future[T] = Future() if known is None else known.future
+            job = _Job(priority, next(self._order), key, work, future)
+            self._flying[key] = job
+            heapq.heappush(self._queue, job)
+            self._wake.notify()
+            return future
+
+    def close(self) -> None:
+        """Drop what is queued, wait for what runs."""
+        with self._wake:
+            self._closed = True
+            for job in self._queue:
+                job.future.cancel()
+            self._queue.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            started = time.perf_counter()
+            try:
+                result = job.work()
+            except Exception as error:
+                self._finish(job, started, failed=1)
+                job.future.set_exception(error)
+            else:
+                self._finish(job, started)
+                job.future.set_result(result)
+
+    def _next(self) -> _Job | None:
+        with self._wake:
+            while not self._closed:
+                if not self._queue:
+                    self._wake.wait()
+                    continue
+                job = heapq.heappop(self._queue)
+                if self._flying.get(job.key) is job:
+                    job.running = True
+                    return job
+            return None
+
+    def _finish(self, job: _Job, started: float, failed: int = 0) -> None:
+        with self._wake:
+            del self._flying[job.key]
+            self.counters.done += 1 - failed
+            self.counters.failed += failed
+            self.counters.seconds += time.perf_counter() - started

@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
@@ -88,7 +89,7 @@ def call(arity: int, name: str, kind: str) -> Template:
     width = CLASSES[kind]
     places = [f"p{i}" for i in range(arity)]
     lines = [
-        "{ .param .%s q; " % width,
+        f"{{ .param .{width} q; ",
         *(f".param .{width} {place}; " for place in places),
         *(f"st.param.{width} [{place}], %s; " for place in places),
         f"call.uni (q), {name}, ({', '.join(places)}); ",
@@ -123,10 +124,8 @@ def _blocks(body: str) -> list[_Block]:
         else:
             blocks[-1].jumps.append(("", "", True))
             blocks.append(_Block(""))
-    named = [
-        replace(block, label=block.label or f"#{index}") for index, block in enumerate(blocks)
-    ]
-    for block, following in zip(named, named[1:], strict=False):
+    named = [replace(block, label=block.label or f"#{index}") for index, block in enumerate(blocks)]
+    for block, following in pairwise(named):
         if not block.jumps or block.jumps[-1][1]:
             block.jumps.append((following.label, "", True))
     return named
@@ -267,9 +266,7 @@ class _Converter:
             raise NotInlinableError(f"undefined operand {text}")
         return text
 
-    def _emit(
-        self, opcode: str, kind: str, operands: list[Operand], text: str = ""
-    ) -> int:
+    def _emit(self, opcode: str, kind: str, operands: list[Operand], text: str = "") -> int:
         """Append an instruction unless it stands there already; literals go into its text."""
         text = text or f"{opcode} %s, {', '.join(['%s'] * len(operands))};"
         head, *tails = text.split("%s")
@@ -332,7 +329,9 @@ def _forward_order(blocks: list[_Block]) -> list[_Block]:
 
 def _both(condition: Condition, predicate: int, polarity: bool) -> Condition:
     return frozenset(
-        term | {(predicate, polarity)} for term in condition if (predicate, not polarity) not in term
+        term | {(predicate, polarity)}
+        for term in condition
+        if (predicate, not polarity) not in term
     )
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from warpfit.ops import OPERATORS
+from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.instructions import (
@@ -24,6 +24,48 @@ from warpfit_server.engine.cuda.instructions import (
 from warpfit_server.engine.cuda.prelude import PRELUDE, compiler_options, operator_source, render
 from warpfit_server.engine.cuda.shapes import EXPONENT_BIAS, POWERS
 
+#: Helpers of the transpiler in fast mode.
+#:
+#: ``pow_by_masks`` has the bounds of the prelude's ``fast_pow``. Everything but two bitwise
+#: instructions, the logarithm, the product and the exponential depends on the exponent alone.
+#: For a whole exponent the sign of ``a`` is masked out of the logarithm and, if it is odd, into the
+#: result; for another one it stays, and the logarithm of a negative number is NaN. A zero exponent
+#: takes the logarithm of 1.
+#:
+#: ``exp2_polynomial`` needs no special-function unit (16 results a clock and multiprocessor, where
+#: other arithmetic has 128): a kernel that takes some of its exponentials from here and the others
+#: from the unit is faster than either alone (the idea: FlashAttention-4). Rounding to a whole
+#: number plus a remainder in [-1/2, 1/2]; minimax polynomial; relative error below 1.7e-7; 0, inf
+#: and NaN as the unit gives them.
+_HELPERS: Final = r"""
+__device__ __forceinline__ float pow_by_masks(float a, float b) {
+  float shifted = __fadd_rn(b, 12582912.0f);
+  bool whole = __fsub_rn(shifted, 12582912.0f) == b;
+  unsigned keep = b == 0.0f ? 0u : whole ? 0x7fffffffu : 0xffffffffu;
+  unsigned one = b == 0.0f ? 0x3f800000u : 0u;
+  unsigned sign = whole ? (unsigned)__float_as_int(shifted) << 31 : 0u;
+  unsigned bits = (unsigned)__float_as_int(a);
+  float magnitude = fast_exp2(b * fast_log2(__int_as_float((int)((bits & keep) | one))));
+  return __int_as_float((int)((unsigned)__float_as_int(magnitude) | (bits & sign)));
+}
+
+#if __CUDA_ARCH__ >= 800
+extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
+  float x;
+  asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(-127.0f));
+  asm("min.NaN.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(128.0f));
+  float shifted = __fadd_rn(x, 12582912.0f);
+  float rest = __fsub_rn(x, __fsub_rn(shifted, 12582912.0f));
+  float p = __fmaf_rn(0.00132647f, rest, 0.00967151f);
+  p = __fmaf_rn(p, rest, 0.05550734f);
+  p = __fmaf_rn(p, rest, 0.24022242f);
+  p = __fmaf_rn(p, rest, 0.69314698f);
+  p = __fmaf_rn(p, rest, 1.0f);
+  return p * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
+}
+#endif
+"""
+_EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
 _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
 
@@ -64,6 +106,8 @@ class DeviceLibrary:
     """PTX ``.version`` directive of the compiler that made the templates."""
     templates: Mapping[tuple[int, int], Template]
     """By operator code and token operand (0, or a literal exponent plus `EXPONENT_BIAS`)."""
+    exp2_polynomial: Template | None
+    """2^x without the special-function unit, for fast mode where the architecture allows it."""
     functions: bytes
     """Relocatable machine code of the functions that templates call; empty if none does."""
     key: bytes
@@ -73,7 +117,8 @@ class DeviceLibrary:
 def build(mode: Mode, architecture: int) -> DeviceLibrary:
     """Compile the operator table; about 0.3 s."""
     options = ("-rdc=true", *compiler_options(mode.dtype, mode.precision))
-    ptx = nvrtc.to_ptx(PRELUDE + "\n".join(_sources(mode).values()), architecture, options)
+    source = "\n".join([PRELUDE, _helpers(mode), *_sources(mode).values()])
+    ptx = nvrtc.to_ptx(source, architecture, options)
     found = functions(ptx)
     templates, called = {}, []
     for (code, operand), name in _names().items():
@@ -89,6 +134,7 @@ def build(mode: Mode, architecture: int) -> DeviceLibrary:
         architecture=architecture,
         version_line=version[0] if version else "",
         templates=templates,
+        exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
         functions=_functions_cubin(mode, architecture, called, options),
         key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
     )
@@ -100,8 +146,12 @@ def _functions_cubin(
     if not called:
         return b""
     sources = _sources(mode)
-    source = PRELUDE + "\n".join(sources[name] for name in called)
+    source = "\n".join([PRELUDE, *(sources[name] for name in called)])
     return nvrtc.to_cubin(source, architecture, options)
+
+
+def _helpers(mode: Mode) -> str:
+    return _HELPERS if mode is Mode.FAST else ""
 
 
 def _names() -> dict[tuple[int, int], str]:
@@ -114,13 +164,16 @@ def _names() -> dict[tuple[int, int], str]:
     return names
 
 
+def _source(operator: Operator, mode: Mode) -> str:
+    if mode is Mode.FAST and operator.cuda_fast_compiled:
+        return render(operator.cuda_fast_compiled, "float")
+    return operator_source(operator, mode.dtype, mode.precision)
+
+
 def _sources(mode: Mode) -> dict[str, str]:
     """CUDA C++ function for each name."""
     real = "double" if mode is Mode.DOUBLE else "float"
-    bodies = {
-        f"wf_{op.name}": (op.operands, operator_source(op, mode.dtype, mode.precision))
-        for op in OPERATORS.values()
-    }
+    bodies = {f"wf_{op.name}": (op.operands, _source(op, mode)) for op in OPERATORS.values()}
     bodies |= {
         f"wf_power_{power + EXPONENT_BIAS}": ("a", render(text, real))
         for power, text in POWERS.items()

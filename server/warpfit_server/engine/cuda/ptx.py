@@ -24,9 +24,14 @@ from warpfit_server.engine.cuda.expression_graph import ROW, UNIFORM, Expression
 from warpfit_server.engine.cuda.instructions import CLASSES, Template
 from warpfit_server.engine.cuda.library import DeviceLibrary, Mode
 from warpfit_server.engine.cuda.shapes import Shape
+from warpfit_server.engine.cuda.uniform_pool import UniformPool
 
 #: Changes whenever the same input gives other code: part of the key of every kernel.
 GENERATION: Final = 1
+#: Most row-invariant values that stay in registers through the row loop.
+UNIFORM_REGISTERS: Final = 16
+#: Share of fast exponentials that are computed without the special-function unit.
+EXP2_SHARE: Final = 0.5
 #: Threads of a block.
 THREADS: Final = 128
 #: Byte offset of each 64-bit word of a request.
@@ -60,6 +65,8 @@ class Output:
     """Sum up ``"squares"`` or ``"absolute"`` deviations from the target; empty for neither."""
     weighted: bool = False
     """Multiply each deviation by the row's weight."""
+    registers: int = 0
+    """Most registers of a thread; 0 leaves it to the assembler."""
     rows: int = 4
     """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64. The address of the
     first aligned row is a multiple of this many values."""
@@ -105,14 +112,17 @@ class _Kernel:
         self.letters = "abcd"[: output.rows]
         self.fast = library.mode is Mode.FAST
         self.sum_kind = "r" if self.fast else "d"
-        self.graph = ExpressionGraph(library.templates, self.kind)
+        self.graph = ExpressionGraph(
+            library.templates, self.kind, library.exp2_polynomial, EXP2_SHARE
+        )
         self.guard = self.graph.register("p")
         self.target, self.weight = self._row_inputs()
+        self.pool = UniformPool()
         self.sums = [
             self.graph.register(self.sum_kind, uniform=True) for _ in entry.shapes if output.loss
         ]
         expressions = self._expressions(entry.shapes)
-        self.functions = {template for template in self.graph.functions}
+        self.functions = self.graph.functions
         self.text = self._assemble(entry, expressions)
 
     def _row_inputs(self) -> tuple[str, str]:
@@ -123,18 +133,33 @@ class _Kernel:
 
     def _expressions(self, shapes: tuple[Shape, ...]) -> list[str]:
         """Code of each expression for all rows of a thread."""
-        lines: list[str] = []
+        pieces: list[tuple[dict[str, None], list[str]]] = []
         slot = 0
         for index, shape in enumerate(shapes):
             value = self.graph.add(shape, slot)
             slot += shape.slots
+            self._use(value)
             if self.output.loss:
                 self.graph.body += self._add_loss(value, self.sums[index])
-            lines += self._each_row(self.graph.body)
-            self.graph.body = []
+            lines = self._each_row(self.graph.body)
             if self.output.values:
                 lines += self._store(value)
-        return lines
+            pieces.append((self.graph.used, lines))
+            self.graph.body, self.graph.used = [], {}
+        return self._with_uniforms(pieces)
+
+    def _with_uniforms(self, pieces: list[tuple[dict[str, None], list[str]]]) -> list[str]:
+        """Join the expressions, each after loads of its row-invariant values if those are many."""
+        pooled = len({name for used, _ in pieces for name in used}) > UNIFORM_REGISTERS
+        joined: list[str] = []
+        for used, lines in pieces:
+            joined += self.pool.loads(used) if pooled else []
+            joined += lines
+        return joined
+
+    def _use(self, value: str) -> None:
+        if ROW not in value:
+            self.graph.used[value] = None
 
     def _each_row(self, lines: Sequence[str]) -> list[str]:
         text = "\n".join(lines)
@@ -248,16 +273,18 @@ class _Kernel:
         lines = [
             f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {THREADS}, 1, 1",
+            *([f".maxnreg {self.output.registers}"] if self.output.registers else []),
             "{",
             *self._registers(count),
             *self._prologue(),
             *self.graph.uniform,
+            *self.pool.stores(),
             *self._loop_start(),
             *self._guards(),
             *self._loads(),
             *(self._value_address() if self.output.values else []),
             *expressions,
-            f"add.u32 %tile, %tile, %tiles;",
+            "add.u32 %tile, %tile, %tiles;",
             "setp.lt.u32 %more, %tile, %stop;",
             "@%more bra.uni LOOP;",
             "DONE:",
@@ -278,6 +305,10 @@ class _Kernel:
             + ", ".join(f"%single{letter}" for letter in self.letters)
             + ";",
         ]
+        if self.pool.flags:
+            declared.append(f".reg .b32 {', '.join(self.pool.flags)};")
+        if self.pool.size:
+            declared.append(f".shared .align 16 .b8 uniforms[{self.pool.size}];")
         if self.output.loss:
             size = 8 * expressions * (THREADS // 32)
             declared.append(f".shared .align 8 .b8 sums[{size}];")
@@ -355,7 +386,7 @@ class _Kernel:
         return lines
 
     def _loads(self) -> list[str]:
-        lines = [f"min.u32 %index, %row, %last;"]
+        lines = ["min.u32 %index, %row, %last;"]
         variables = self.graph.variables
         if variables:
             lines.append(f"mad.wide.u32 %from, %index, {self.word}, %variables;")

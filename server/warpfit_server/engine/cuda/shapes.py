@@ -102,7 +102,7 @@ def lift(batch: Batch) -> LiftedBatch:
 
 
 def _literal_exponents(batch: Batch) -> NDArray[np.bool_]:
-    literal = (batch.codes == CONSTANT) & np.isin(batch.values, list(POWERS))
+    literal: NDArray[np.bool_] = (batch.codes == CONSTANT) & np.isin(batch.values, list(POWERS))
     literal[:-1] &= batch.codes[1:] == _POW
     literal[-1] = False
     return literal
@@ -121,7 +121,9 @@ def _number_slots(
     identity = np.empty(len(tokens), dtype=[("program", "i8"), ("constant", "i8"), ("index", "i8")])
     identity["program"] = programs
     identity["constant"] = constant
-    identity["index"] = np.where(constant, tokens, batch.values[tokens] * ~constant).astype(np.int64)
+    identity["index"] = np.where(constant, tokens, batch.values[tokens] * ~constant).astype(
+        np.int64
+    )
     _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number = np.empty(len(order), dtype=np.int64)

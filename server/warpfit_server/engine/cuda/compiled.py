@@ -1,0 +1,342 @@
+"""The compiled tier: expressions as machine code of their own, launched as one CUDA graph."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from cachetools import LRUCache
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError, ResourceExhaustedError
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Tier, Timings
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.kernels import KernelKey, KernelStore
+from warpfit_server.engine.cuda.library import Mode
+from warpfit_server.engine.cuda.ptx import THREADS, Output
+from warpfit_server.engine.cuda.replay import Replay, Work, load_sum_module
+from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.shapes import LiftedBatch, Shape, lift
+
+#: Most parameter vectors of one launch: the limit of a grid's second dimension.
+MAX_VECTORS: Final = 65_535
+#: Most rows of one launch; a multiple of `ROW_MULTIPLE`.
+MAX_ROWS: Final = 1 << 30
+#: Longest expression that is compiled; the compiler's time grows faster than the length.
+MAX_TOKENS: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTuning:
+    """How compiled work is laid out; the defaults are the measured best."""
+
+    group_size: int = 10
+    """Expressions of a fused kernel."""
+    group_tokens: int = 400
+    """Most tokens of a fused kernel of several expressions."""
+    rows: int = 2
+    """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64."""
+    blocks: int = 264
+    """Most blocks of one kernel."""
+    chunk_bytes: int = 256 << 20
+    """Most bytes of values that one launch leaves on the device."""
+    replays: int = 64
+    """Captured graphs that are kept."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """An evaluation cut into kernels."""
+
+    lifted: LiftedBatch
+    mode: Mode
+    output: Output
+    keys: tuple[KernelKey, ...]
+    firsts: tuple[int, ...]
+    """Index of each kernel's first expression."""
+
+
+class CompiledTier:
+    """Evaluates batches by kernels compiled for their expressions.
+
+    `ready` tells whether all kernels of an evaluation are loaded, `request_compile` has the
+    missing ones made in the background; `evaluate` waits for them if it must.
+
+    Args:
+        device: the device.
+        kernels: where kernels come from.
+        tuning: layout of the work.
+
+    """
+
+    def __init__(
+        self, device: CudaDevice, kernels: KernelStore, tuning: CompiledTuning | None = None
+    ) -> None:
+        self._device = device
+        self._kernels = kernels
+        self._tuning = tuning or CompiledTuning()
+        self._sum_module = load_sum_module(device)
+        self._lock = threading.Lock()
+        self._replays: LRUCache[object, list[Replay]] = LRUCache(self._tuning.replays)
+        self._prepared: LRUCache[object, Prepared] = LRUCache(self._tuning.replays)
+
+    def supports(self, evaluation: Evaluation) -> bool:
+        """Tell whether this tier can take the evaluation at all."""
+        batch = evaluation.batch
+        return batch.vectors <= MAX_VECTORS and int(batch.lengths.max()) <= MAX_TOKENS
+
+    def ready(self, resident: ResidentDataset, evaluation: Evaluation) -> bool:
+        """Tell whether every kernel is loaded, so that `evaluate` answers at once."""
+        prepared = self.prepare(resident, evaluation)
+        return all(key in self._kernels.cache for key in prepared.keys)
+
+    def request_compile(
+        self, resident: ResidentDataset, evaluation: Evaluation, *, fused: bool = True
+    ) -> None:
+        """Have the missing kernels made in the background; returns at once."""
+        self._kernels.request(self.prepare(resident, evaluation, fused=fused).keys)
+
+    def evaluate(
+        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Timings:
+        """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does.
+
+        Raises:
+            ResourceExhaustedError: if `supports` is false, or device memory is short.
+
+        """
+        if not self.supports(evaluation):
+            raise ResourceExhaustedError(
+                f"the compiled tier takes at most {MAX_VECTORS} parameter vectors and expressions "
+                f"of at most {MAX_TOKENS} tokens",
+                "NOT_COMPILABLE",
+                "Ask for the interpreter",
+                "tier",
+            )
+        started = time.perf_counter_ns()
+        prepared = self.prepare(resident, evaluation)
+        hits = all(key in self._kernels.cache for key in prepared.keys)
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        chunk = self._chunk(prepared, evaluation)
+        replay = self._take(prepared, evaluation, min(chunk, stop - start))
+        try:
+            queued = time.perf_counter_ns()
+            computed = self._run(replay, chunk, prepared, resident, evaluation, outputs)
+        finally:
+            self._give(replay)
+        return Timings(
+            queue=queued - started,
+            compute=computed,
+            copy_out=max(0, time.perf_counter_ns() - queued - computed),
+            tier=Tier.COMPILED,
+            cache_hits=len(prepared.lifted.shapes) if hits else 0,
+        )
+
+    def close(self) -> None:
+        """Free the captured graphs and unload the kernels."""
+        with self._lock:
+            replays = [replay for held in self._replays.values() for replay in held]
+            self._replays.clear()
+        for replay in replays:
+            self._drop(replay)
+        self._kernels.close()
+
+    def prepare(
+        self, resident: ResidentDataset, evaluation: Evaluation, *, fused: bool = True
+    ) -> Prepared:
+        """Cut an evaluation into kernels: groups of several expressions, or one for each."""
+        layout = resident.dataset.layout
+        mode = Mode.of(layout.dtype, evaluation.precision)
+        output = Output(
+            values=evaluation.values,
+            loss=_sum_kind(evaluation.loss),
+            weighted=evaluation.loss is not None and layout.has_weights,
+            rows=min(self._tuning.rows, 16 // mode.dtype.itemsize),
+        )
+        identity = (_digest(evaluation.batch), mode, output, fused)
+        with self._lock:
+            known = self._prepared.get(identity)
+        if known is not None:
+            return known
+        prepared = self._cut(lift(evaluation.batch), mode, output, fused=fused)
+        with self._lock:
+            self._prepared[identity] = prepared
+        return prepared
+
+    def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, *, fused: bool) -> Prepared:
+        firsts = tuple(self._firsts(lifted.shapes, self._tuning.group_size if fused else 1))
+        bounds = (*firsts, len(lifted.shapes))
+        keys = tuple(
+            self._kernels.key(mode, output, lifted.shapes[first:stop])
+            for first, stop in pairwise(bounds)
+        )
+        return Prepared(lifted, mode, output, keys, firsts)
+
+    def _firsts(self, shapes: Sequence[Shape], size: int) -> list[int]:
+        """Cut consecutive expressions into groups, bounded in number and in tokens."""
+        firsts, tokens = [0], 0
+        for index, shape in enumerate(shapes):
+            full = index - firsts[-1] >= size
+            if index > firsts[-1] and (
+                full or tokens + len(shape.codes) > self._tuning.group_tokens
+            ):
+                firsts.append(index)
+                tokens = 0
+            tokens += len(shape.codes)
+        return firsts
+
+    def _take(self, prepared: Prepared, evaluation: Evaluation, rows: int) -> Replay:
+        """Take an idle captured graph for these kernels, or capture one."""
+        blocks = self._blocks(prepared, rows)
+        identity = (prepared.keys, evaluation.batch.vectors, blocks)
+        with self._lock:
+            idle = self._replays.get(identity)
+            if idle:
+                return idle.pop()
+        while (kernels := self._kernels.lease(prepared.keys)) is None:
+            futures = self._kernels.request(prepared.keys, priority=0)
+            wait(futures)
+            for future in futures:
+                future.result()
+        try:
+            return Replay(
+                self._device,
+                identity,
+                kernels,
+                self._sum_module,
+                Work(
+                    firsts=prepared.firsts,
+                    slot_starts=prepared.lifted.slot_starts,
+                    vectors=evaluation.batch.vectors,
+                    dtype=prepared.mode.dtype,
+                    blocks=blocks,
+                    sums=bool(prepared.output.loss),
+                ),
+            )
+        except BaseException:
+            self._kernels.release(prepared.keys)
+            raise
+
+    def _give(self, replay: Replay) -> None:
+        """Keep a captured graph for the next evaluation of its kind."""
+        dropped: list[Replay] = []
+        with self._lock:
+            idle = self._replays.get(replay.identity)
+            if idle is None:
+                while len(self._replays) >= self._tuning.replays:
+                    dropped += self._replays.popitem()[1]
+                idle = self._replays[replay.identity] = []
+            idle.append(replay)
+        for old in dropped:
+            self._drop(old)
+
+    def _drop(self, replay: Replay) -> None:
+        self._kernels.release(replay.identity[0])
+
+    def _run(
+        self,
+        replay: Replay,
+        chunk: int,
+        prepared: Prepared,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        outputs: Outputs,
+    ) -> int:
+        """Launch for one chunk of rows after the other; return the nanoseconds of device time."""
+        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        slots = prepared.lifted.slot_values(evaluation.batch)
+        sums = np.zeros(programs * vectors)
+        computed = 0
+        with self._device.stream() as context:
+            for first in range(start, stop, chunk):
+                if outputs.cancelled[0]:
+                    raise CancelledError("the evaluation was cancelled", "CANCELLED")
+                last = min(first + chunk, stop)
+                request = _request(resident, first, last)
+                pitch = _pitch(first, last, prepared.mode.dtype.itemsize)
+                if evaluation.values:
+                    request["pitch"] = pitch
+                    request["values"] = (
+                        context.buffer("compiled values", programs * vectors * pitch)
+                        + first % ROW_MULTIPLE * prepared.mode.dtype.itemsize
+                    )
+                context.mark("start")
+                replay.launch(context, slots, request)
+                context.mark("computed")
+                if outputs.values is not None:
+                    part = outputs.values.reshape(programs * vectors, -1)
+                    _land(context, request, part[:, first - start : last - start])
+                context.stream.synchronize()
+                computed += context.nanoseconds("start", "computed")
+                sums += replay.sums
+        if outputs.losses is not None and evaluation.loss is not None:
+            shaped = sums.reshape(outputs.losses.shape)
+            outputs.losses[...] = resident.losses(evaluation.loss, shaped, start, stop)
+        outputs.ready(programs)
+        return computed
+
+    def _chunk(self, prepared: Prepared, evaluation: Evaluation) -> int:
+        """Rows of one launch."""
+        if not evaluation.values:
+            return MAX_ROWS
+        row_bytes = len(evaluation.batch) * evaluation.batch.vectors * prepared.mode.dtype.itemsize
+        rows = self._tuning.chunk_bytes // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE
+        return max(rows, ROW_MULTIPLE)
+
+    def _blocks(self, prepared: Prepared, rows: int) -> int:
+        """Blocks of each kernel: a tile of rows each, until there are enough of them."""
+        tile = THREADS * prepared.output.rows
+        return max(1, min(self._tuning.blocks, -(-(rows + ROW_MULTIPLE) // tile)))
+
+
+def _digest(batch: Batch) -> bytes:
+    """Hash of all that `lift` reads; parameters are not among it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (batch.codes, batch.values, batch.lengths, batch.parameter_counts):
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.digest()
+
+
+def _sum_kind(loss: Loss | None) -> str:
+    if loss is None:
+        return ""
+    return "absolute" if loss is Loss.MAE else "squares"
+
+
+def _request(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
+    """Words of a request for the rows ``first`` to ``last``; `ptx.REQUEST` lists them all."""
+    layout = resident.dataset.layout
+    aligned = first // ROW_MULTIPLE * ROW_MULTIPLE
+    return {
+        "variables": resident.address(0, aligned),
+        "stride": resident.stride * layout.dtype.itemsize,
+        "target": resident.target_address(aligned) if layout.has_target else 0,
+        "weights": resident.weights_address(aligned),
+        "head": first - aligned,
+        "stop": last - aligned,
+    }
+
+
+def _pitch(first: int, last: int, word: int) -> int:
+    """Bytes of one row of values: whole memory lines, with room for the rows before the first."""
+    rows = first % ROW_MULTIPLE + last - first
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE * word
+
+
+def _land(context: StreamContext, request: dict[str, int], target: NDArray[Any]) -> None:
+    """Copy values [programs * K, rows] from the device to their place."""
+    staging = context.pinned("compiled values", target.size * target.itemsize)
+    landed = staging.view(target.dtype).reshape(target.shape)
+    context.download_rows(landed, request["values"], request["pitch"])
+    context.stream.synchronize()
+    target[...] = landed

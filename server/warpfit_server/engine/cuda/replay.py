@@ -1,0 +1,174 @@
+"""A captured launch: the kernels of one batch as one CUDA graph with its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit_server.engine.cuda import nvrtc
+from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
+from warpfit_server.engine.cuda.prelude import NVRTC_PRECISE
+from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES, THREADS
+
+#: Most kernels side by side; more branches cost capture time and gain nothing.
+_BRANCHES: Final = 32
+#: Bytes before the slots in the block that a launch copies to the device.
+_SLOTS_AT: Final = -(-REQUEST_BYTES // 256) * 256
+_HOST_TO_DEVICE: Final = 1
+_SUM_JOBS: Final = 4
+
+#: Adds each job's partial sums in an order that depends on their number alone: a warp a job.
+SUM_SOURCE: Final = """
+extern "C" __global__ void sum_partials(
+    const double *partials, double *sums, int jobs, int blocks) {
+  int job = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (job >= jobs) return;
+  double sum = 0.0;
+  for (int i = threadIdx.x % 32; i < blocks; i += 32) sum += partials[(size_t)job * blocks + i];
+  for (int distance = 16; distance; distance /= 2) {
+    sum += __shfl_down_sync(0xffffffffu, sum, distance);
+  }
+  if (threadIdx.x % 32 == 0) sums[job] = sum;
+}
+"""
+
+#: Kernels, number of parameter vectors, blocks.
+Identity = tuple[tuple[KernelKey, ...], int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What the kernels of a graph work on."""
+
+    firsts: tuple[int, ...]
+    """Index of each kernel's first expression."""
+    slot_starts: NDArray[np.int64]
+    """Index of each expression's first slot, and the total; [programs + 1]."""
+    vectors: int
+    dtype: np.dtype[Any]
+    blocks: int
+    """Blocks of each kernel."""
+    sums: bool
+    """Whether the kernels sum up losses."""
+
+
+def load_sum_module(device: CudaDevice) -> Any:
+    """Load the kernel that adds partial sums up; every graph of a device shares it."""
+    architecture = device.architecture
+    return device.load(
+        ("sum_partials", nvrtc.version(), str(architecture), SUM_SOURCE),
+        lambda: nvrtc.to_cubin(SUM_SOURCE, architecture, NVRTC_PRECISE),
+    )
+
+
+class Replay:
+    """One captured graph. The buffers are its own: one launch at a time.
+
+    The graph copies request and slots to the device, runs the kernels on parallel branches, and
+    adds up the partial sums straight into page-locked memory. Row ranges, data sets and parameters
+    may change from launch to launch.
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        identity: Identity,
+        kernels: Sequence[Kernel],
+        sum_module: Any,
+        work: Work,
+    ) -> None:
+        self.identity = identity
+        self._device = device
+        self._work = work
+        self._kernels = tuple(kernels)
+        self._jobs = (len(work.slot_starts) - 1) * work.vectors
+        cuda = device.cupy.cuda
+        size = _SLOTS_AT + work.vectors * int(work.slot_starts[-1]) * work.dtype.itemsize
+        self._device_block = device.allocate(size)
+        pinned = cuda.alloc_pinned_memory(size)
+        self._block = np.frombuffer(pinned, np.uint8, size)
+        self._partials = device.allocate(8 * self._jobs * work.blocks) if work.sums else None
+        self.sums = np.frombuffer(cuda.alloc_pinned_memory(8 * self._jobs), np.float64, self._jobs)
+        """Sums of the last launch, once the stream has passed it; [programs * K]."""
+        self.sums[:] = 0.0
+        self._sum_module = sum_module
+        self._graph = self._capture()
+
+    def launch(
+        self, context: StreamContext, slots: NDArray[np.float64], request: Mapping[str, int]
+    ) -> None:
+        """Start the graph on the context's stream; the launch before must have ended.
+
+        Args:
+            context: where to launch.
+            slots: values [K, slots].
+            request: words by name, see `ptx.REQUEST`; the buffers of this object are filled in.
+
+        """
+        words = self._block[:REQUEST_BYTES].view(np.uint64)
+        for name, value in request.items():
+            words[REQUEST[name] // 8] = value
+        words[REQUEST["slot_stride"] // 8] = slots.shape[1] * self._work.dtype.itemsize
+        words[REQUEST["partials"] // 8] = self._partials.ptr if self._partials else 0
+        with np.errstate(over="ignore"):
+            self._block[_SLOTS_AT:].view(self._work.dtype)[:] = slots.reshape(-1)
+        self._graph.launch(context.stream)
+
+    def _capture(self) -> Any:
+        cuda = self._device.cupy.cuda
+        main = cuda.Stream(non_blocking=True)
+        branches = [
+            cuda.Stream(non_blocking=True) for _ in range(min(_BRANCHES, len(self._kernels)))
+        ]
+        main.begin_capture()
+        cuda.runtime.memcpyAsync(
+            self._device_block.ptr,
+            self._block.ctypes.data,
+            self._block.nbytes,
+            _HOST_TO_DEVICE,
+            main.ptr,
+        )
+        fork = main.record()
+        for branch in branches:
+            branch.wait_event(fork)
+        for number, first in enumerate(self._work.firsts):
+            self._launch_kernel(number, first, branches[number % len(branches)])
+        for branch in branches:
+            main.wait_event(branch.record())
+        if self._partials is not None:
+            self._launch_sum(main, self._partials.ptr)
+        graph = main.end_capture()
+        graph.upload(main)
+        main.synchronize()
+        return graph
+
+    def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
+        slot = int(self._work.slot_starts[first])
+        self._kernels[number].function(
+            (self._work.blocks, self._work.vectors, 1),
+            (THREADS, 1, 1),
+            (
+                np.uint64(self._device_block.ptr),
+                np.uint64(self._device_block.ptr + _SLOTS_AT + slot * self._work.dtype.itemsize),
+                np.uint32(first),
+            ),
+            stream=stream,
+        )
+
+    def _launch_sum(self, stream: Any, partials: int) -> None:
+        self._sum_module.get_function("sum_partials")(
+            (-(-self._jobs // _SUM_JOBS), 1, 1),
+            (32 * _SUM_JOBS, 1, 1),
+            (
+                np.uint64(partials),
+                np.uint64(self.sums.ctypes.data),
+                np.int32(self._jobs),
+                np.int32(self._work.blocks),
+            ),
+            stream=stream,
+        )
