@@ -362,10 +362,9 @@ class _Reader:
     def _known(self, what: str) -> str:
         if what == "function":
             return f"Functions are {', '.join(OPERATORS)}"
-        names = self.parser.names
-        listed = ", ".join(names[:8] if names else ("x1", "x2"))
-        more = ", ..." if len(names) > 8 or not names else ""
-        return f"Variables are {listed}{more}; parameters are p1, p2, ..."
+        names = self.parser.names or ("x1", "x2", "...")
+        listed = ", ".join([*names[:8], *["..."] * (len(names) > 8)])
+        return f"Variables are {listed}; parameters are p1, p2, ..."
 
     def _bad_character(self) -> NoReturn:
         space = _SPACE.match(self.text, self.at)
@@ -376,8 +375,7 @@ class _Reader:
             "`": "Close the quoted name with another backtick",
             "[": "Use parentheses; variables are x1, x2, ...",
         }.get(character, "Remove it, or put a variable's name in backticks")
-        message = f"{character!r} has no meaning here"
-        self._fail(message, "UNEXPECTED_CHARACTER", remedy, position)
+        self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy, position)
 
     def _fail(self, message: str, reason: str, remedy: str, position: int) -> NoReturn:
         raise ParseError(message, reason, remedy, text=self.text, position=position)

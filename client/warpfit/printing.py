@@ -24,6 +24,11 @@ _PRODUCT: Final = OPERATORS["mul"].precedence
 _SUM: Final = OPERATORS["add"].precedence
 _NEGATION: Final = OPERATORS["neg"]
 
+_LATEX_ESCAPES: Final = str.maketrans(
+    {character: f"\\{character}" for character in "#$%&_{}"}
+    | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+)
+
 
 def to_text(program: Program, names: Sequence[str] = ()) -> str:
     """Write a program with as few parentheses as its meaning allows.
@@ -166,9 +171,7 @@ def _latex_name(name: str) -> str:
     simple = re.fullmatch(r"([A-Za-z])_?([0-9]*)", name)
     if simple:
         return f"{simple[1]}_{{{simple[2]}}}" if simple[2] else simple[1]
-    escaped = re.sub(r"[#$%&_{}]", r"\\\g<0>", name.replace("\\", " "))
-    escaped = escaped.replace("^", r"\string^").replace("~", r"\string~")
-    return rf"\text{{{escaped}}}"
+    return rf"\text{{{name.translate(_LATEX_ESCAPES)}}}"
 
 
 def operator_table() -> str:

@@ -127,9 +127,10 @@ def test_latex(text, latex):
 
 
 def test_latex_names():
-    names = ("a", "b3", "body_mass", "50%")
-    text = to_latex(parse("x1 + x2 + x3 + x4 + x5"), names)
-    assert text == r"a + b_{3} + \text{body\_mass} + \text{50\%} + x_{5}"
+    names = ("a", "b3", "body_mass", "50%", "a^b\\c")
+    text = to_latex(parse("x1 + x2 + x3 + x4 + x5 + x6"), names)
+    power = r"\text{a\textasciicircum{}b\textbackslash{}c}"
+    assert text == rf"a + b_{{3}} + \text{{body\_mass}} + \text{{50\%}} + {power} + x_{{6}}"
 
 
 @given(programs())
