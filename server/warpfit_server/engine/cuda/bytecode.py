@@ -30,13 +30,17 @@ SLOT_LEVELS: Final = 16
 _CASES: Final = {1: 1, 2: 6, 3: 1}
 
 
-def labels() -> NDArray[np.uint32]:
-    """First case label of each operator by wire code; uint32 [256], 0 for the others."""
-    table = np.zeros(256, dtype=np.uint32)
+#: Number of case labels; label 0 does nothing.
+CASES: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
+
+
+def labels() -> NDArray[np.int64]:
+    """First case label of each operator by wire code; int64 [256], 0 for the others."""
+    if CASES > 1 << LABEL_BITS:
+        raise ValueError(f"{CASES} case labels do not fit {LABEL_BITS} bits")
+    table = np.zeros(256, dtype=np.int64)
     label = 1
     for row in OPERATORS.values():
         table[row.code] = label
         label += _CASES[row.arity]
-    if label > 1 << LABEL_BITS:
-        raise ValueError(f"{label} case labels do not fit {LABEL_BITS} bits")
     return table

@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -122,11 +122,14 @@ class CudaDevice:
                 context.release()
         self._pool.free_all_blocks()
 
-    def load(self, source: str, options: Sequence[str]) -> Any:
-        """Compile CUDA C++ for this device, or take it from the disk cache, and load it."""
+    def load(self, key: Sequence[str], build: Callable[[], bytes]) -> Any:
+        """Load the machine code that ``build`` makes, or take it from the disk cache.
+
+        ``key`` holds everything that shapes the code.
+        """
         self.use()
         module = self.cupy.cuda.function.Module()
-        module.load(cached_cubin(self.cache_directory, source, self.architecture, options))
+        module.load(cached_cubin(self.cache_directory, key, build))
         return module
 
     @contextmanager
@@ -238,22 +241,18 @@ class StreamContext:
         return int(elapsed * 1e6)
 
 
-def cached_cubin(directory: Path, source: str, architecture: int, options: Sequence[str]) -> bytes:
-    """Compile CUDA C++, keeping the machine code on disk under a hash of all that shapes it.
+def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
+    """Machine code from ``build``, kept on disk under a hash of all that shapes it.
 
-    A file that is damaged is compiled again; a directory that cannot be written is not used.
+    A file that is damaged is built again; a directory that cannot be written is not used.
     """
-    from warpfit_server.engine.cuda import nvrtc
-
-    key = hashlib.sha256(
-        "\0".join([nvrtc.version(), str(architecture), *options, source]).encode()
-    ).hexdigest()
-    path = directory / "cubin" / f"{key}.cubin"
+    name = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    path = directory / "cubin" / f"{name}.cubin"
     with suppress(OSError):
         stored = path.read_bytes()
         if stored[:32] == hashlib.sha256(stored[32:]).digest():
             return stored[32:]
-    cubin = nvrtc.to_cubin(source, architecture, options)
+    cubin = build()
     with suppress(OSError):
         _replace(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin

@@ -12,7 +12,7 @@ from warpfit.errors import DatasetNotFoundError, InvalidArgumentError
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.base import Device, Outputs
 from warpfit_server.engine.cuda.device import CudaDevice
-from warpfit_server.engine.cuda.interpreter import Interpreter
+from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host.
@@ -26,6 +26,7 @@ class CudaEngine:
         device: CUDA device number.
         memory_limit: bytes of device memory to use; None for 90% of the device.
         cache_directory: where compiled code is kept; None for the user's cache directory.
+        tuning: how the interpreter lays work out; None for the measured best.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -40,10 +41,11 @@ class CudaEngine:
         device: int = 0,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self._tiers: MappingProxyType[Tier, EvaluationTier] = MappingProxyType(
-            {Tier.INTERPRETER: Interpreter(self._device)}
+            {Tier.INTERPRETER: Interpreter(self._device, tuning)}
         )
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()

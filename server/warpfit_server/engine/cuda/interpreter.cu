@@ -9,6 +9,8 @@
 #define LANES (16 / (int)sizeof(real))
 #define GROUPS (ROWS / LANES)
 #define TILE (32 * ROWS)
+#define GROUP_BYTES (32 * 16)
+#define LEVEL_BYTES (TILE * REAL_BYTES)
 #define WARPS_AT_MOST 8
 #if REAL_BYTES == 4
 #define ROW_LOOP_UNROLL "unroll 2"
@@ -46,8 +48,8 @@ struct Arguments {
   const real* weights;        // null: 1 for every row
   real* values;               // null: no values; [jobs, tiles * TILE]
   double* partials;           // [jobs, tiles]
-  long long stride;           // elements between variables
   long long slot_count;       // slots for each vector
+  unsigned stride;            // bytes between variables
   int first_row;              // rows of the first tile to leave out
   int end_row;                // end of the rows, counted from the first row of the first tile
   int tiles;
@@ -61,26 +63,57 @@ struct Arguments {
 
 @OPERATORS@
 
-__device__ __forceinline__ Pack load(const real* place) {
+// Addresses in shared memory are 32-bit offsets, in registers half as dear as pointers.
 #if REAL_BYTES == 4
-  float4 v = __ldg((const float4*)place);
+__device__ __forceinline__ Pack load(const void* place) {
+  const float4 v = __ldg((const float4*)place);
   return {{v.x, v.y, v.z, v.w}};
-#else
-  double2 v = __ldg((const double2*)place);
-  return {{v.x, v.y}};
-#endif
 }
+__device__ __forceinline__ Pack load_stack(unsigned place) {
+  Pack v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.lane[0]), "=f"(v.lane[1]), "=f"(v.lane[2]), "=f"(v.lane[3]) : "r"(place));
+  return v;
+}
+__device__ __forceinline__ void store_stack(unsigned place, const real* v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "r"(place), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
+}
+__device__ __forceinline__ real load_one(unsigned place) {
+  real v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(place));
+  return v;
+}
+__device__ __forceinline__ void store_one(unsigned place, real v) {
+  asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(v));
+}
+#else
+__device__ __forceinline__ Pack load(const void* place) {
+  const double2 v = __ldg((const double2*)place);
+  return {{v.x, v.y}};
+}
+__device__ __forceinline__ Pack load_stack(unsigned place) {
+  Pack v;
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
+               : "=d"(v.lane[0]), "=d"(v.lane[1]) : "r"(place));
+  return v;
+}
+__device__ __forceinline__ void store_stack(unsigned place, const real* v) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" :: "r"(place), "d"(v[0]), "d"(v[1]));
+}
+__device__ __forceinline__ real load_one(unsigned place) {
+  real v;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(v) : "r"(place));
+  return v;
+}
+__device__ __forceinline__ void store_one(unsigned place, real v) {
+  asm volatile("st.shared.f64 [%0], %1;" :: "r"(place), "d"(v));
+}
+#endif
 
-__device__ __forceinline__ Pack load_shared(const real* place) { return *(const Pack*)place; }
-
-__device__ __forceinline__ void push(const real (&t)[ROWS], real* top) {
+__device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    Pack v;
-#pragma unroll
-    for (int j = 0; j < LANES; ++j) v.lane[j] = t[g * LANES + j];
-    *(Pack*)(top + g * 32 * LANES) = v;
-  }
+  for (int g = 0; g < GROUPS; ++g) store_stack(top + g * GROUP_BYTES, t + g * LANES);
 }
 
 #define FOR_EACH_ROW(STATEMENT) \
@@ -97,59 +130,71 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], real* top) {
     }                                                   \
   }
 
-#define VARIABLE load(column(now.y) + g * 32 * LANES)
-#define STACK load_shared(top + g * 32 * LANES)
+#define VARIABLE load(place + g * GROUP_BYTES)
+#define STACK load_stack(top + g * GROUP_BYTES)
+#define FROM_VARIABLE const char* const place = column(now.y);
+#define FROM_SLOT const real u = __ldg(slots + now.y);
+#define FROM_STACK top -= LEVEL_BYTES;
 
 // Cheap operators: all rows unrolled in registers, one case for each source of the other operand.
 #define UNARY(f, label) \
   case label: FOR_EACH_ROW(t[i] = f(t[i])) break;
 
-#define BINARY(f, label)                                                                  \
-  case label + 0: FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break;                     \
-  case label + 1: FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break;                     \
-  case label + 2: { const real u = __ldg(slots + now.y); FOR_EACH_ROW(t[i] = f(t[i], u)) break; } \
-  case label + 3: { const real u = __ldg(slots + now.y); FOR_EACH_ROW(t[i] = f(u, t[i])) break; } \
-  case label + 4: top -= TILE; FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break;           \
-  case label + 5: top -= TILE; FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break;
+#define BINARY(f, label)                                                                     \
+  case label + 0: { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(t[i], u)) break; }      \
+  case label + 1: { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, t[i] = f(u, t[i])) break; }      \
+  case label + 2: { FROM_SLOT FOR_EACH_ROW(t[i] = f(t[i], u)) break; }                       \
+  case label + 3: { FROM_SLOT FOR_EACH_ROW(t[i] = f(u, t[i])) break; }                       \
+  case label + 4: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
+  case label + 5: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
 
 // Costly operators: one body for all sources, a loop over the rows of the tile through the stack.
-// All pointers are offset to this lane's packs, hence the start of i.
-#define THROUGH_STACK(EXPRESSION)                                                \
-  push(t, top);                                                                  \
-  __syncwarp();                                                                  \
-  _Pragma(ROW_LOOP_UNROLL) for (int i = lane - lane * LANES; i < TILE - lane * LANES; i += 32) \
-    top[i] = EXPRESSION;                                                         \
-  __syncwarp();                                                                  \
+// Addresses are those of this lane's packs; row_start and row_end are relative to them.
+#define THROUGH_STACK(EXPRESSION)                                                     \
+  push(t, top);                                                                       \
+  __syncwarp();                                                                       \
+  _Pragma(ROW_LOOP_UNROLL) for (int at = row_start; at < row_start + LEVEL_BYTES;     \
+                                at += 32 * REAL_BYTES)                                \
+    store_one(top + at, EXPRESSION);                                                  \
+  __syncwarp();                                                                       \
   FOR_EACH_ROW_OF(STACK, t[i] = u)
 
 #define COSTLY_UNARY(f, label) \
-  case label: THROUGH_STACK(f(top[i])) break;
+  case label: { THROUGH_STACK(f(load_one(top + at))) break; }
 
 #define COSTLY_BINARY(f, label)                                                           \
   case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
   case label + 5: {                                                                       \
     const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
-    const real* other = form < 2 ? column(now.y) : form < 4 ? slots + now.y : top - TILE; \
-    const int step = form == 2 || form == 3 ? 0 : 1;                                      \
-    const real* a = form & 1 ? other : top;                                               \
-    const real* b = form & 1 ? top : other;                                               \
-    const int a_step = form & 1 ? step : 1, b_step = form & 1 ? 1 : step;                 \
-    THROUGH_STACK(f(a[i * a_step], b[i * b_step]))                                        \
-    if (form >= 4) top -= TILE;                                                           \
+    unsigned other = top + LEVEL_BYTES;                                                   \
+    if (form < 2) {                                                                       \
+      FROM_VARIABLE                                                                       \
+      _Pragma("unroll") for (int g = 0; g < GROUPS; ++g)                                  \
+        store_stack(other + g * GROUP_BYTES, VARIABLE.lane);                              \
+    } else if (form < 4) {                                                                \
+      FROM_SLOT                                                                           \
+      for (int at = row_start; at < row_start + LEVEL_BYTES; at += 32 * REAL_BYTES)       \
+        store_one(other + at, u);                                                         \
+    } else {                                                                              \
+      other = top - LEVEL_BYTES;                                                          \
+    }                                                                                     \
+    const unsigned a = form & 1 ? other : top, b = form & 1 ? top : other;                \
+    THROUGH_STACK(f(load_one(a + at), load_one(b + at)))                                  \
+    if (form >= 4) top -= LEVEL_BYTES;                                                    \
     break;                                                                                \
   }
 
 // Two operands on the stack, one in t. Word 1 says where each one is, in levels above the lower
 // stack operand: 2 bits for a, then b, then c.
-#define TERNARY(f, label)                                     \
-  case label: {                                               \
-    const real* lower = top - 2 * TILE;                       \
-    const real* a = lower + (now.y & 3) * TILE;               \
-    const real* b = lower + (now.y >> 2 & 3) * TILE;          \
-    const real* c = lower + (now.y >> 4 & 3) * TILE;          \
-    THROUGH_STACK(f(a[i], b[i], c[i]))                        \
-    top = (real*)lower;                                       \
-    break;                                                    \
+#define TERNARY(f, label)                                                         \
+  case label: {                                                                   \
+    const unsigned lower = top - 2 * LEVEL_BYTES;                                 \
+    const unsigned a = lower + (now.y & 3) * LEVEL_BYTES;                         \
+    const unsigned b = lower + (now.y >> 2 & 3) * LEVEL_BYTES;                    \
+    const unsigned c = lower + (now.y >> 4 & 3) * LEVEL_BYTES;                    \
+    THROUGH_STACK(f(load_one(a + at), load_one(b + at), load_one(c + at)))        \
+    top = lower;                                                                  \
+    break;                                                                        \
   }
 
 __device__ __forceinline__ double difference(real f, real y) {
@@ -208,15 +253,18 @@ __device__ __forceinline__ double loss_terms(const real (&t)[ROWS], const Argume
 extern "C" __global__ void __launch_bounds__(32 * WARPS_AT_MOST, BLOCKS_AT_LEAST)
 interpret(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(16) unsigned char shared[];
-  int* next_job = (int*)shared;
+  int* const next_job = (int*)shared;
   const int lane = threadIdx.x % 32;
-  real* const bottom = (real*)(shared + 16) +
-                       (threadIdx.x / 32) * arguments.levels * TILE + lane * LANES;
+  const unsigned bottom = (unsigned)__cvta_generic_to_shared(shared) + 16 + lane * 16 +
+                          (threadIdx.x / 32) * arguments.levels * LEVEL_BYTES;
+  const int row_start = lane * (REAL_BYTES - 16);
   const int first = arguments.first_job + blockIdx.y * arguments.jobs_per_block;
   const int end = min(first + arguments.jobs_per_block, arguments.first_job + arguments.jobs);
   const long long tile_row = (long long)blockIdx.x * TILE;
-  const real* const variables = arguments.variables + tile_row + lane * LANES;
-  const auto column = [&](unsigned index) { return variables + index * arguments.stride; };
+  const char* const variables = (const char*)(arguments.variables + tile_row) + lane * 16;
+  const auto column = [&](unsigned index) {
+    return variables + (unsigned long long)index * arguments.stride;
+  };
 
   if (threadIdx.x == 0) *next_job = first;
   __syncthreads();
@@ -225,12 +273,13 @@ interpret(const __grid_constant__ Arguments arguments) {
     if (lane == 0) position = atomicAdd(next_job, 1);
     position = __shfl_sync(0xffffffffu, position, 0);
     if (position >= end) break;
-    const int job = arguments.order[position];
-    const uint4 record = __ldg((const uint4*)arguments.programs + job / arguments.vectors);
+    const int job = __ldg(arguments.order + position);
+    const int program = arguments.vectors == 1 ? job : job / arguments.vectors;
+    const uint4 record = __ldg((const uint4*)arguments.programs + program);
     const real* const slots =
-        arguments.slots + (job % arguments.vectors) * arguments.slot_count + record.z;
+        arguments.slots + (job - program * arguments.vectors) * arguments.slot_count + record.z;
     const uint2* code = arguments.instructions + record.x;
-    real* top = bottom;
+    unsigned top = bottom;
     real t[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) t[i] = 0;
@@ -241,32 +290,36 @@ interpret(const __grid_constant__ Arguments arguments) {
       if (now.x & (LOAD_VARIABLE | LOAD_SLOT)) {
         if (now.x & PUSH) {
           push(t, top);
-          top += TILE;
+          top += LEVEL_BYTES;
         }
         if (now.x & LOAD_VARIABLE) {
-          const real* place = column(now.x >> INDEX_SHIFT);
-#pragma unroll
-          for (int g = 0; g < GROUPS; ++g) {
-            Pack v = load(place + g * 32 * LANES);
-#pragma unroll
-            for (int j = 0; j < LANES; ++j) t[g * LANES + j] = v.lane[j];
-          }
+          const char* const place = column(now.x >> INDEX_SHIFT);
+          FOR_EACH_ROW_OF(VARIABLE, t[i] = u)
         } else {
-          real v = __ldg(slots + (now.x >> INDEX_SHIFT));
-#pragma unroll
-          for (int i = 0; i < ROWS; ++i) t[i] = v;
+          const real u = __ldg(slots + (now.x >> INDEX_SHIFT));
+          FOR_EACH_ROW(t[i] = u)
         }
       }
-      switch (now.x & LABEL_MASK) {
+      // jump_table.py finds the switch by this line.
+      unsigned label;
+      asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
+      switch (label) {
         case 0: break;
 @CASES@
+        default: __builtin_unreachable();
       }
     }
     if (arguments.values) {
       real* place = arguments.values +
                     (long long)(job - arguments.first_job) * arguments.tiles * TILE + tile_row +
                     lane * LANES;
-      push(t, place);
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) {
+        Pack v;
+#pragma unroll
+        for (int j = 0; j < LANES; ++j) v.lane[j] = t[g * LANES + j];
+        *(Pack*)(place + g * 32 * LANES) = v;
+      }
     }
     if (arguments.target) {
       double sum = warp_sum(loss_terms(t, arguments, tile_row, lane));

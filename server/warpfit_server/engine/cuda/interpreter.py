@@ -15,7 +15,12 @@ from warpfit.errors import CancelledError
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda import nvrtc
+from warpfit_server.engine.cuda.bytecode import CASES
+from warpfit_server.engine.cuda.compile import link
+from warpfit_server.engine.cuda.compile import version as link_version
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.lower import Lowered, lower
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, interpreter_source
@@ -25,7 +30,8 @@ _ARGUMENTS: Final = np.dtype(
     [
         *((name, np.uint64) for name in ("instructions", "programs", "order", "slots")),
         *((name, np.uint64) for name in ("variables", "target", "weights", "values", "partials")),
-        *((name, np.int64) for name in ("stride", "slot_count")),
+        ("slot_count", np.int64),
+        ("stride", np.uint32),
         *((name, np.int32) for name in ("first_row", "end_row", "tiles", "jobs", "first_job")),
         *((name, np.int32) for name in ("jobs_per_block", "vectors", "levels", "absolute")),
     ]
@@ -72,8 +78,7 @@ class _Launch:
     kernels: _Kernels
     lowered: Lowered
     addresses: dict[str, int]
-    order: NDArray[np.uint32]
-    """Job numbers, the longest programs first within each chunk of jobs."""
+    """Device address of each array that the kernels read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class Interpreter:
         with self._device.stream() as context:
             order = _order(lowered, evaluation.batch.vectors, pieces[0].jobs)
             addresses = _upload(context, evaluation.batch, lowered, order, variant)
-            launch = _Launch(resident, evaluation, variant, kernels, lowered, addresses, order)
+            launch = _Launch(resident, evaluation, variant, kernels, lowered, addresses)
             context.mark("start")
             self._evaluate_slots(context, launch)
             copied_in = time.perf_counter_ns()
@@ -152,7 +157,7 @@ class Interpreter:
         """Compile and load the kernels of a variant unless that has been done."""
         with self._lock:
             if variant not in self._kernels:
-                module = self._device.load(interpreter_source(variant), variant.options)
+                module = self._load(variant)
                 self._kernels[variant] = _Kernels(
                     *(
                         module.get_function(name)
@@ -160,6 +165,12 @@ class Interpreter:
                     )
                 )
             return self._kernels[variant]
+
+    def _load(self, variant: Variant) -> Any:
+        architecture = self._device.architecture
+        key = [nvrtc.version(), link_version(), str(architecture), *variant.options]
+        key.append(interpreter_source(variant))
+        return self._device.load(key, lambda: interpreter_cubin(variant, architecture))
 
     def _rows(self, evaluation: Evaluation, resident: ResidentDataset) -> int:
         """More rows a thread share more decoding, but leave fewer warps to fill the device."""
@@ -293,6 +304,12 @@ class Interpreter:
         return staged
 
 
+def interpreter_cubin(variant: Variant, architecture: int) -> bytes:
+    """Compile one variant for compute capability ``architecture``; needs no GPU."""
+    ptx = nvrtc.to_ptx(interpreter_source(variant), architecture, variant.options)
+    return link(with_jump_table(ptx, CASES), architecture)
+
+
 def _land(
     context: StreamContext,
     launch: _Launch,
@@ -334,7 +351,7 @@ def _arguments(launch: _Launch, piece: _Piece, aligned: int, tiles: int) -> NDAr
         arguments["target"] = resident.target_address(aligned)
         arguments["weights"] = resident.weights_address(aligned)
         arguments["absolute"] = launch.evaluation.loss is Loss.MAE
-    arguments["stride"] = resident.stride
+    arguments["stride"] = resident.stride * launch.variant.dtype.itemsize
     arguments["slot_count"] = len(launch.lowered.slots)
     arguments["first_row"] = piece.start - aligned
     arguments["end_row"] = piece.stop - aligned

@@ -38,7 +38,7 @@ from warpfit_server.engine.cuda.bytecode import (
     labels,
 )
 
-_LABELS: Final = labels().astype(np.int64)
+_LABELS: Final = labels()
 _compiled = numba.njit(cache=True, nogil=True)
 
 
@@ -53,7 +53,7 @@ class Lowered:
     slots: NDArray[np.uint32]
     """First token, end token, first parameter value, parameters of the program; [slots, 4]."""
     levels: int
-    """Stack levels that a warp needs, at least 1."""
+    """Stack levels that a warp needs: two are for the operands of costly operators."""
 
 
 def lower(batch: Batch) -> Lowered:
@@ -146,7 +146,7 @@ def _lower(
         written += emitted
         slot_count += new_slots
         parameter += count * vectors
-    return written, slot_count, levels + 1
+    return written, slot_count, levels + 2
 
 
 @_compiled  # type: ignore[untyped-decorator]

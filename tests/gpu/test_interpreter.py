@@ -1,0 +1,389 @@
+"""The interpreter on a device against the NumPy reference."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from support.evaluations import Evaluate, ulps
+from support.strategies import edge_values
+from warpfit.dataset import Dataset
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from warpfit.ir import Program
+from warpfit.ops import BY_CODE, OPERATORS
+from warpfit.reference import evaluate_program
+from warpfit.reference import loss as reference_loss
+from warpfit.request import Loss, Precision, Tier
+from warpfit.workload import random_program, thesis_mix
+from warpfit_server.engine.cuda.interpreter import Tuning
+
+X = [Program.variable(index) for index in range(3)]
+P = [Program.parameter(index) for index in range(3)]
+#: Bounds in ulp that CUDA documents for float32 functions above 2, and for what is built on them.
+BOUNDS = {"pow": 4, "powabs": 4, "tan": 4, "atan2": 3, "sinh": 3, "aq": 4, "logistic": 3}
+#: NumPy's own float64 functions err by up to 4 ulp.
+REFERENCE_ULPS = {np.float32: 0.5, np.float64: 4.0}
+DTYPES = [np.float32, np.float64]
+
+
+def operand_rows(arity: int, dtype, seed: int = 0) -> np.ndarray:
+    """Every combination of edge values (a sample of them for three operands), and random rows."""
+    rng = np.random.default_rng(seed)
+    edges = np.array(edge_values(dtype), dtype=dtype)
+    if arity < 3:
+        first, second = (axis.ravel() for axis in np.meshgrid(edges, edges))
+        combined = np.stack([first, second, first])
+    else:
+        combined = rng.choice(edges, size=(3, 4000))
+    wide = rng.normal(size=(3, 2000)) * 10.0 ** rng.uniform(-6, 6, size=(3, 2000))
+    near = rng.uniform(-2, 2, size=(3, 2000))
+    return np.concatenate([combined, wide, near], axis=1).astype(dtype)
+
+
+def expected_of(operator, operands: list[np.ndarray], dtype) -> np.ndarray:
+    """NumPy's float64 result.
+
+    fma cancels, so that its roundings must be the data type's, and so must the thresholds of the
+    protected operators, which random operands meet only at that very value.
+    """
+    at_threshold = np.any([np.abs(operand) == dtype(0.001) for operand in operands])
+    guarded = operator.name in ("pdiv", "plog", "pinv") and at_threshold
+    kind = dtype if operator.name == "fma" or guarded else np.float64
+    with np.errstate(all="ignore"):
+        return np.asarray(operator.numpy(*[o.astype(kind) for o in operands]), dtype=np.float64)
+
+
+def assert_close(name: str, got: np.ndarray, expected: np.ndarray, operands) -> None:
+    dtype = got.dtype.type
+    bound = BOUNDS.get(name, 2) + REFERENCE_ULPS[dtype]
+    distance = ulps(got, expected)
+    worst = int(np.argmax(distance))
+    assert distance[worst] <= bound, (
+        f"{name}: {distance[worst]:.1f} ulp at {[float(o[worst]) for o in operands]}: "
+        f"got {got[worst]!r}, expected {expected[worst]!r}"
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_of_variables(evaluate: Evaluate, name, dtype):
+    operator = OPERATORS[name]
+    rows = operand_rows(operator.arity, dtype)
+    program = Program.apply(operator, *X[: operator.arity])
+    got = evaluate(Dataset.of(rows.T, dtype=dtype), [program]).values[0, 0]
+    operands = list(rows[: operator.arity])
+    assert_close(name, got, expected_of(operator, operands, dtype), operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_of_parameters(evaluate: Evaluate, name, dtype):
+    """Row-invariant operators are computed by another kernel, with K vectors at once."""
+    operator = OPERATORS[name]
+    operands = operand_rows(operator.arity, dtype)[: operator.arity]
+    program = Program.apply(operator, *P[: operator.arity])
+    got = evaluate(Dataset.of(np.zeros((2, 1)), dtype=dtype), [program], [operands.T]).values
+    np.testing.assert_array_equal(got[0, :, 0], got[0, :, 1])
+    assert_close(name, got[0, :, 0], expected_of(operator, list(operands), dtype), operands)
+
+
+def subprograms(program: Program) -> list[tuple[Program, list[Program]]]:
+    """Every operator node as a program, with its operands as programs."""
+    nodes: list[tuple[Program, list[Program]]] = []
+
+    def leaf(code, value):
+        return Program([code], [value])
+
+    def operator(row, operands):
+        nodes.append((Program.apply(row, *operands), operands))
+        return nodes[-1][0]
+
+    program.fold(leaf, operator)
+    return nodes
+
+
+@pytest.mark.parametrize("rows", [None, 4, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_programs_node_by_node(evaluate: Evaluate, tuned, dtype, rows):
+    """Each node's result is NumPy's operator on the engine's own results for the operands."""
+    evaluate = tuned(Tuning(rows=rows and rows * 4 // np.dtype(dtype).itemsize))
+    rng = np.random.default_rng(7)
+    data = rng.normal(size=(3, 701)).astype(dtype)
+    roots = [
+        random_program(rng, int(rng.integers(2, 60)), variables=3, operators=tuple(OPERATORS))
+        for _ in range(60)
+    ]
+    vectors = [rng.uniform(-2, 2, size=root.parameters) for root in roots]
+    nodes = [(n, v) for root, v in zip(roots, vectors, strict=True) for n in subprograms(root)]
+    programs = [p for (node, operands), _ in nodes for p in (node, *operands)]
+    parameters = [v for (_, operands), v in nodes for _ in range(1 + len(operands))]
+    values = evaluate(Dataset.of(data.T, dtype=dtype), programs, parameters).values[:, 0]
+    position = 0
+    for (node, operands), _ in nodes:
+        operator_row = BY_CODE[int(node.codes[-1])]
+        inputs = list(values[position + 1 : position + 1 + len(operands)])
+        expected = expected_of(operator_row, inputs, dtype)
+        assert_close(operator_row.name, values[position], expected, inputs)
+        position += 1 + len(operands)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 1023, 1024, 1025, 1_000_003])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(evaluate: Evaluate, dtype, rows):
+    rng = np.random.default_rng(rows)
+    data = rng.normal(size=(2, rows)).astype(dtype)
+    target = rng.normal(size=rows).astype(dtype)
+    programs = [Program.apply("add", X[0], X[1]), Program.apply("mul", X[0], P[0])]
+    dataset = Dataset.of(data.T, target, dtype=dtype)
+    result = evaluate(dataset, programs, [[], [2.0]], loss=Loss.SSE)
+    expected = np.stack([data[0] + data[1], data[0] * dtype(2.0)])
+    np.testing.assert_array_equal(result.values[:, 0], expected)
+    wanted = reference_loss(Loss.SSE, expected, target)
+    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=1e-12)
+    assert evaluate.announced[-1] == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 33, 300, 5000])
+def test_batch_sizes(evaluate: Evaluate, count):
+    rng = np.random.default_rng(count)
+    data = rng.uniform(0.5, 2, size=(10, 257)).astype(np.float32)
+    names = ("add", "sub", "mul", "min", "max", "neg")
+    programs = [random_program(rng, 1 + i % 40, operators=names) for i in range(count)]
+    vectors = [rng.uniform(-1, 1, size=p.parameters) for p in programs]
+    dataset = Dataset.of(data.T, data[0], dtype=np.float32)
+    result = evaluate(dataset, programs, vectors, loss=Loss.MSE)
+    expected = np.stack(
+        [evaluate_program(p, data, v) for p, v in zip(programs, vectors, strict=True)]
+    )
+    np.testing.assert_allclose(result.values[:, 0], expected, rtol=1e-3, atol=1e-3)
+    wanted = reference_loss(Loss.MSE, result.values[:, 0], data[0])
+    np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("depth", [40, 3000])
+@pytest.mark.parametrize("side", ["left", "right", "where"])
+def test_deep_programs(evaluate: Evaluate, depth, side):
+    program = X[0]
+    for _ in range(depth):
+        if side == "where":
+            program = Program.apply("where", X[1], X[0], program)
+        else:
+            operands = (program, X[1]) if side == "left" else (X[1], program)
+            program = Program.apply("add", *operands)
+    data = np.ones((2, 40), dtype=np.float32)
+    got = evaluate(Dataset.of(data.T), [program]).values
+    assert np.all(got == (1 if side == "where" else depth + 1))
+
+
+def test_bushy_program_needs_many_levels(evaluate: Evaluate):
+    program = X[0]
+    for _ in range(12):
+        program = Program.apply("add", program, program)
+    data = np.arange(1, 41, dtype=np.float32)
+    got = evaluate(Dataset.of(data), [program]).values[0, 0]
+    np.testing.assert_array_equal(got, data * 2**12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_invariant_subtree_too_deep_to_hoist(evaluate: Evaluate, dtype):
+    program = P[0]
+    for _ in range(50):
+        program = Program.apply("sub", P[1], program)
+    got = evaluate(Dataset.of(np.zeros((5, 1)), dtype=dtype), [program], [[3.0, 7.0]]).values
+    np.testing.assert_array_equal(got, np.full((1, 1, 5), 3.0))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", list(Loss))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("span", [None, (0, 1), (3, 2000), (31, 64), (517, 4999)])
+def test_losses(evaluate: Evaluate, dtype, kind, weighted, span):
+    rng = np.random.default_rng(3)
+    data = rng.normal(size=(3, 5000)).astype(dtype)
+    target = rng.normal(size=5000).astype(dtype)
+    weights = rng.uniform(0, 2, size=5000).astype(dtype) if weighted else None
+    programs = [Program.apply("add", X[0], P[0]), Program.apply("mul", X[1], X[2]), X[2]]
+    vectors = [rng.normal(size=(4, 1)).astype(dtype), np.zeros((4, 0)), np.zeros((4, 0))]
+    dataset = Dataset.of(data.T, target, weights, dtype=dtype)
+    result = evaluate(dataset, programs, vectors, loss=kind, rows=span)
+    start, stop = span or (0, 5000)
+    part = weights[start:stop] if weighted else None
+    with np.errstate(all="ignore"):
+        expected = reference_loss(kind, result.values, target[start:stop], part)
+    np.testing.assert_allclose(result.losses, expected, rtol=1e-10)
+    alone = evaluate(dataset, programs, vectors, loss=kind, rows=span, values=False)
+    np.testing.assert_array_equal(alone.losses, result.losses)
+    wide = np.stack([evaluate_program(programs[0], data[:, start:stop], v) for v in vectors[0]])
+    np.testing.assert_array_equal(result.values[0], wide.astype(dtype))
+
+
+def test_loss_is_nan_where_a_value_is(evaluate: Evaluate):
+    data = np.array([1.0, -1.0, 2.0], dtype=np.float32)
+    dataset = Dataset.of(data, data, np.array([1.0, 0.0, 1.0]))
+    result = evaluate(dataset, [Program.apply("log", X[0]), X[0]], loss=Loss.MSE)
+    assert np.isnan(result.losses[0, 0])
+    assert result.losses[1, 0] == 0.0
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_repeat_is_bit_identical(evaluate: Evaluate, precision):
+    rng = np.random.default_rng(0)
+    dataset = Dataset.of(rng.normal(size=(30_011, 10)), rng.normal(size=30_011))
+    programs, vectors = thesis_mix(5)
+    runs = [
+        evaluate(dataset, programs, vectors, loss=Loss.MSE, precision=precision) for _ in range(3)
+    ]
+    for run in runs[1:]:
+        assert run.losses.tobytes() == runs[0].losses.tobytes()
+        assert run.values.tobytes() == runs[0].values.tobytes()
+
+
+def test_concurrent_evaluations(evaluate: Evaluate):
+    rng = np.random.default_rng(0)
+    dataset = Dataset.of(rng.normal(size=(5003, 10)), rng.normal(size=5003))
+    mixes = [thesis_mix(seed, 50) for seed in range(8)]
+    alone = [evaluate(dataset, *mix, loss=Loss.MSE).losses for mix in mixes]
+
+    def run(mix):
+        helper = Evaluate(evaluate.engine)
+        helper._loaded = evaluate._loaded
+        return [helper(dataset, *mix, loss=Loss.MSE).losses for _ in range(10)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for expected, repeats in zip(alone, pool.map(run, mixes), strict=True):
+            for losses in repeats:
+                assert losses.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("chunk", [1 << 12, 1 << 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_larger_than_a_chunk(evaluate: Evaluate, tuned, dtype, chunk):
+    rng = np.random.default_rng(1)
+    data = rng.normal(size=(3, 5000)).astype(dtype)
+    dataset = Dataset.of(data.T, data[0], dtype=dtype)
+    programs = [Program.apply("mul", x, P[0]) for x in X] * 5
+    vectors = [rng.normal(size=(3, 1))] * 15
+    whole = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
+    pieces = tuned(Tuning(chunk_bytes=chunk))
+    cut = pieces(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
+    np.testing.assert_array_equal(cut.values, whole.values)
+    np.testing.assert_allclose(cut.losses, whole.losses, rtol=1e-13)
+    assert pieces.announced == sorted(pieces.announced)
+    assert pieces.announced[-1] == 15
+
+
+#: Fast mode: operands drawn from these ranges, and the relative error that is promised there.
+FAST_RANGES = {
+    "pow": ((0.1, 10.0), (-3.0, 3.0)),
+    "powabs": ((0.1, 10.0), (-3.0, 3.0)),
+    "log": ((2.0, 1e6),),
+    "logabs": ((2.0, 1e6),),
+    "log2": ((2.0, 1e6),),
+    "log10": ((2.0, 1e6),),
+    "asin": ((-1.0, 1.0),),
+    "acos": ((-1.0, 0.9),),
+    "sqrt": ((1e-6, 1e6),),
+    "log1p": ((-0.9, 1e6),),
+    "tan": ((-1.0, 1.0),),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fast_mode_stays_within_its_bounds(evaluate: Evaluate, name):
+    operator = OPERATORS[name]
+    ranges = FAST_RANGES.get(name, ((-3.0, 3.0),) * operator.arity)
+    rng = np.random.default_rng(11)
+    rows = np.stack([rng.uniform(low, high, 5000) for low, high in ranges]).astype(np.float32)
+    program = Program.apply(operator, *X[: operator.arity])
+    got = evaluate(Dataset.of(rows.T), [program], precision=Precision.FAST).values[0, 0]
+    expected = expected_of(operator, list(rows.astype(np.float64)), np.float64)
+    bound = 2e-3 if name == "tanh" else 2e-5
+    np.testing.assert_allclose(got, expected, rtol=bound, atol=2e-6)
+
+
+@pytest.mark.parametrize("exponent", [2.0, 3.0, -1.0, -2.0, 0.0, 1.0, 17.0, 0.5, -2.5])
+def test_fast_power_of_negative_bases(evaluate: Evaluate, exponent):
+    data = np.array([-3.0, -1.5, -1.0, -0.25, 0.25, 1.0, 3.0], dtype=np.float32)
+    programs = [
+        Program.apply("pow", X[0], Program.constant(exponent)),
+        Program.apply("pow", X[0], P[0]),
+        Program.apply("pow", X[0], X[1]),
+        Program.apply("pow", P[1], X[1]),
+    ]
+    rows = np.stack([data, np.full_like(data, exponent)])
+    vectors = [[], [exponent], [], [0.0, -3.0]]
+    got = evaluate(Dataset.of(rows.T), programs, vectors, precision=Precision.FAST).values[:, 0]
+    with np.errstate(all="ignore"):
+        expected = np.power(data.astype(np.float64), exponent)
+        other = np.power(np.full(7, -3.0), exponent)
+    np.testing.assert_allclose(got, [expected] * 3 + [other], rtol=5e-5)
+
+
+def test_fast_mode_leaves_float64_precise(evaluate: Evaluate):
+    rng = np.random.default_rng(2)
+    dataset = Dataset.of(rng.normal(size=(100, 10)), dtype=np.float64)
+    programs, vectors = thesis_mix(3, 20)
+    fast = evaluate(dataset, programs, vectors, precision=Precision.FAST).values
+    precise = evaluate(dataset, programs, vectors).values
+    assert fast.tobytes() == precise.tobytes()
+
+
+def test_cancellation(evaluate: Evaluate):
+    dataset = Dataset.of(np.zeros((100, 1)))
+    with pytest.raises(CancelledError):
+        evaluate(dataset, [X[0]], cancelled=True)
+    assert evaluate(dataset, [X[0]]).values.shape == (1, 1, 100)
+
+
+def test_unknown_dataset(evaluate: Evaluate):
+    dataset = Dataset.of(np.zeros((10, 1)))
+    evaluate(dataset, [X[0]])
+    evaluate.engine.unload(dataset.content_id)
+    with pytest.raises(DatasetNotFoundError):
+        evaluate(dataset, [X[0]])
+
+
+def test_tier_that_is_missing_is_refused(engine, evaluate: Evaluate):
+    if Tier.COMPILED in engine.devices()[0].tiers:
+        pytest.skip("this engine has all tiers")
+    with pytest.raises(InvalidArgumentError, match="compiled"):
+        evaluate(Dataset.of(np.zeros((10, 1))), [X[0]], tier=Tier.COMPILED)
+
+
+def test_out_of_memory_is_reported_and_survived(engine):
+    from warpfit_server.engine.cuda.engine import CudaEngine
+
+    small = CudaEngine(memory_limit=8 << 20)
+    helper = Evaluate(small)
+    try:
+        with pytest.raises(ResourceExhaustedError) as refused:
+            helper(Dataset.of(np.zeros((4_000_000, 1))), [X[0]])
+        assert refused.value.needed > refused.value.available >= 0
+        data = np.arange(1000, dtype=np.float32)
+        got = helper(Dataset.of(data), [X[0]] * 4).values
+        np.testing.assert_array_equal(got, np.tile(data, (4, 1, 1)))
+    finally:
+        small.close()
+
+
+@pytest.fixture
+def tuned(engine):
+    """Make an `Evaluate` whose interpreter is laid out differently."""
+    from warpfit_server.engine.cuda.engine import CudaEngine
+
+    engines: list[CudaEngine] = []
+
+    def make(tuning: Tuning) -> Evaluate:
+        engines.append(CudaEngine(tuning=tuning))
+        return Evaluate(engines[-1])
+
+    yield make
+    for made in engines:
+        made.close()
