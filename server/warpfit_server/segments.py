@@ -9,6 +9,7 @@ socket of `warpfit_server.channel`.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import threading
@@ -59,7 +60,13 @@ class Segment:
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """View of the segment as an array, C order."""
-        return np.ndarray(shape, dtype, buffer=self._map, offset=offset)
+        # np.frombuffer holds an export of the buffer, so the mapping cannot be closed under the
+        # array; np.ndarray(buffer=...) would not.
+        kind = np.dtype(dtype)
+        count = math.prod(shape)
+        if not count:
+            return np.empty(shape, kind)
+        return np.frombuffer(self._map, kind, count, offset).reshape(shape)
 
     def view(self) -> memoryview:
         """View of the segment as bytes."""

@@ -47,7 +47,9 @@ class TestSegments:
     def test_arrays_outlive_the_descriptor(self):
         segment = Segment.create(1, 4096)
         array = segment.array("u1", (4096,))
+        view = segment.array("<f4", (3, 2), 64)[1]
         segment.close()
+        view[...] = 1.0
         del segment
         array[...] = 7
         assert array.sum() == 7 * 4096
