@@ -50,6 +50,11 @@ class CudaEngine:
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
 
+    @property
+    def multiprocessors(self) -> int:
+        """Multiprocessors of the device."""
+        return self._device.multiprocessors
+
     def devices(self) -> list[Device]:
         """Describe the device."""
         major, minor = self._device.compute_capability

@@ -23,7 +23,12 @@ from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.lower import Lowered, lower
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
-from warpfit_server.engine.cuda.source import Variant, interpreter_source
+from warpfit_server.engine.cuda.source import (
+    SCRATCH_LEVELS,
+    Variant,
+    costly_codes,
+    interpreter_source,
+)
 
 #: Field by field the structs of interpreter.cu.
 _ARGUMENTS: Final = np.dtype(
@@ -53,7 +58,7 @@ class Tuning:
 
     rows: int | None = None
     """Rows a thread; None to choose by the size of the evaluation."""
-    warps: int = 8
+    warps: int = 2
     """Warps a block, each with a program of its own on the block's rows; at most 8."""
     jobs_per_warp: int = 4
     """Programs that a warp runs one after the other when there are plenty."""
@@ -66,10 +71,12 @@ class _Kernels:
     interpret: Any
     evaluate_slots: Any
     sum_partials: Any
+    costly: NDArray[np.bool_]
+    """Whether an operator needs scratch levels, by wire code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Launch:
+class Launch:
     """Everything that the launches of one evaluation share."""
 
     resident: ResidentDataset
@@ -80,9 +87,15 @@ class _Launch:
     addresses: dict[str, int]
     """Device address of each array that the kernels read."""
 
+    @property
+    def levels(self) -> int:
+        """Stack levels that a warp needs, with scratch if any operator asks for it."""
+        costly = bool(self.kernels.costly[self.evaluation.batch.codes].any())
+        return self.lowered.levels + (SCRATCH_LEVELS if costly else 0)
+
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Jobs and rows that one launch covers."""
 
     first_job: int
@@ -95,7 +108,7 @@ class _Piece:
 class _Flight:
     """A launched piece: the event that ends it, and where its results arrive."""
 
-    piece: _Piece
+    piece: Piece
     event: str
     values: NDArray[Any] | None = None
     sums: NDArray[np.float64] | None = None
@@ -120,16 +133,10 @@ class Interpreter:
     ) -> Timings:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
         started = time.perf_counter_ns()
-        lowered = lower(evaluation.batch)
-        variant = self.variant(resident, evaluation)
-        kernels = self.prepare(variant)
-        pieces = list(self._pieces(resident, evaluation, variant))
         with self._device.stream() as context:
-            order = _order(lowered, evaluation.batch.vectors, pieces[0].jobs)
-            addresses = _upload(context, evaluation.batch, lowered, order, variant)
-            launch = _Launch(resident, evaluation, variant, kernels, lowered, addresses)
+            launch, pieces = self.begin(context, resident, evaluation)
             context.mark("start")
-            self._evaluate_slots(context, launch)
+            self.evaluate_slots(context, launch)
             copied_in = time.perf_counter_ns()
             sums = self._run(context, launch, pieces, outputs)
             computed = context.nanoseconds("start", "computed")
@@ -145,6 +152,18 @@ class Interpreter:
             tier=Tier.INTERPRETER,
         )
 
+    def begin(
+        self, context: StreamContext, resident: ResidentDataset, evaluation: Evaluation
+    ) -> tuple[Launch, list[Piece]]:
+        """Lower and upload a batch; return what its launches share, and what each one covers."""
+        lowered = lower(evaluation.batch)
+        variant = self.variant(resident, evaluation)
+        kernels = self.prepare(variant)
+        pieces = list(self._pieces(resident, evaluation, variant))
+        order = _order(lowered, evaluation.batch.vectors, pieces[0].jobs)
+        addresses = _upload(context, evaluation.batch, lowered, order, variant)
+        return Launch(resident, evaluation, variant, kernels, lowered, addresses), pieces
+
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
         """Choose the kernel for an evaluation."""
         layout = resident.dataset.layout
@@ -159,10 +178,10 @@ class Interpreter:
             if variant not in self._kernels:
                 module = self._load(variant)
                 self._kernels[variant] = _Kernels(
-                    *(
-                        module.get_function(name)
-                        for name in ("interpret", "evaluate_slots", "sum_partials")
-                    )
+                    interpret=module.get_function("interpret"),
+                    evaluate_slots=module.get_function("evaluate_slots"),
+                    sum_partials=module.get_function("sum_partials"),
+                    costly=costly_codes(variant),
                 )
             return self._kernels[variant]
 
@@ -182,7 +201,7 @@ class Interpreter:
 
     def _pieces(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[Piece]:
         """Cut the evaluation so that the results of one launch stay within the chunk size."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
@@ -197,14 +216,15 @@ class Interpreter:
         jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), 1 << 18)
         for first_job in range(0, programs * vectors, jobs):
             for row in range(start, stop, rows):
-                yield _Piece(
+                yield Piece(
                     first_job,
                     min(jobs, programs * vectors - first_job),
                     row,
                     min(row + rows, stop),
                 )
 
-    def _evaluate_slots(self, context: StreamContext, launch: _Launch) -> None:
+    def evaluate_slots(self, context: StreamContext, launch: Launch) -> None:
+        """Compute the row-invariant subtrees of all programs."""
         count, vectors = len(launch.lowered.slots), launch.evaluation.batch.vectors
         if not count:
             return
@@ -222,8 +242,8 @@ class Interpreter:
     def _run(
         self,
         context: StreamContext,
-        launch: _Launch,
-        pieces: list[_Piece],
+        launch: Launch,
+        pieces: list[Piece],
         outputs: Outputs,
     ) -> NDArray[np.float64]:
         """Launch piece after piece, taking one piece's results in while the next is computed."""
@@ -233,7 +253,7 @@ class Interpreter:
         for number, piece in enumerate(pieces):
             if outputs.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            flight = self._start(context, launch, piece, number % 2)
+            flight = self.start(context, launch, piece, number % 2)
             if flying is not None:
                 _land(context, launch, flying, outputs, sums)
             flying = flight
@@ -241,7 +261,7 @@ class Interpreter:
             _land(context, launch, flying, outputs, sums)
         return sums
 
-    def _start(self, context: StreamContext, launch: _Launch, piece: _Piece, side: int) -> _Flight:
+    def start(self, context: StreamContext, launch: Launch, piece: Piece, side: int) -> _Flight:
         """Launch one piece and the copies of its results; the two sides alternate."""
         dtype = launch.variant.dtype
         aligned = piece.start // ROW_MULTIPLE * ROW_MULTIPLE
@@ -268,12 +288,12 @@ class Interpreter:
         return flight
 
     def _interpret(
-        self, context: StreamContext, launch: _Launch, arguments: NDArray[np.void]
+        self, context: StreamContext, launch: Launch, arguments: NDArray[np.void]
     ) -> None:
         """One launch: a block for each tile of rows and group of jobs."""
         level_bytes = launch.variant.tile * launch.variant.dtype.itemsize
-        levels = launch.lowered.levels
-        warps = min(self._tuning.warps, _SHARED_BYTES // (levels * level_bytes))
+        levels = launch.levels
+        warps = min(self._tuning.warps, _SHARED_BYTES // max(1, levels * level_bytes))
         jobs, tiles = int(arguments["jobs"]), int(arguments["tiles"])
         resident_warps = 32 * self._device.multiprocessors
         rounds = min(self._tuning.jobs_per_warp, max(1, jobs * tiles // resident_warps))
@@ -288,7 +308,7 @@ class Interpreter:
         )
 
     def _sum(
-        self, context: StreamContext, launch: _Launch, jobs: int, tiles: int, side: int
+        self, context: StreamContext, launch: Launch, jobs: int, tiles: int, side: int
     ) -> NDArray[np.float64]:
         """Add the partial sums of each job up; return where the sums will arrive."""
         partials = context.buffer(f"partials {side}", jobs * tiles * 8)
@@ -312,7 +332,7 @@ def interpreter_cubin(variant: Variant, architecture: int) -> bytes:
 
 def _land(
     context: StreamContext,
-    launch: _Launch,
+    launch: Launch,
     flight: _Flight,
     outputs: Outputs,
     sums: NDArray[np.float64],
@@ -331,7 +351,7 @@ def _land(
             outputs.ready(jobs.stop // launch.evaluation.batch.vectors)
 
 
-def _staged(context: StreamContext, name: str, piece: _Piece, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _staged(context: StreamContext, name: str, piece: Piece, dtype: np.dtype[Any]) -> NDArray[Any]:
     shape = (piece.jobs, piece.stop - piece.start)
     staging = context.pinned(name, shape[0] * shape[1] * dtype.itemsize)
     return staging.view(dtype).reshape(shape)
@@ -341,7 +361,7 @@ def _tiles(start: int, stop: int, variant: Variant) -> int:
     return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
 
 
-def _arguments(launch: _Launch, piece: _Piece, aligned: int, tiles: int) -> NDArray[np.void]:
+def _arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> NDArray[np.void]:
     resident = launch.resident
     arguments = np.zeros((), dtype=_ARGUMENTS)
     for name in ("instructions", "programs", "order", "slots"):
@@ -358,7 +378,7 @@ def _arguments(launch: _Launch, piece: _Piece, aligned: int, tiles: int) -> NDAr
     arguments["tiles"], arguments["jobs"] = tiles, piece.jobs
     arguments["first_job"] = piece.first_job
     arguments["vectors"] = launch.evaluation.batch.vectors
-    arguments["levels"] = launch.lowered.levels
+    arguments["levels"] = launch.levels
     return arguments
 
 

@@ -53,7 +53,7 @@ class Lowered:
     slots: NDArray[np.uint32]
     """First token, end token, first parameter value, parameters of the program; [slots, 4]."""
     levels: int
-    """Stack levels that a warp needs: two are for the operands of costly operators."""
+    """Stack levels that the deepest program needs below the top."""
 
 
 def lower(batch: Batch) -> Lowered:
@@ -146,7 +146,7 @@ def _lower(
         written += emitted
         slot_count += new_slots
         parameter += count * vectors
-    return written, slot_count, levels + 2
+    return written, slot_count, levels
 
 
 @_compiled  # type: ignore[untyped-decorator]

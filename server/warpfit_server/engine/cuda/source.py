@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
@@ -38,6 +39,10 @@ _MACROS: Final = {
     (3, False): "TERNARY",
     (3, True): "TERNARY",
 }
+
+
+#: Stack levels above the top that a costly operator's operands take.
+SCRATCH_LEVELS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,15 @@ def interpreter_source(variant: Variant) -> str:
         .replace("@CASES@", "\n".join(cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
     )
+
+
+def costly_codes(variant: Variant) -> NDArray[np.bool_]:
+    """Whether an operator goes through scratch levels of the stack, by wire code; [256]."""
+    table = np.zeros(256, dtype=np.bool_)
+    for row in OPERATORS.values():
+        expression = operator_source(row, variant.dtype, variant.precision)
+        table[row.code] = row.arity == 3 or _is_costly(expression, variant)
+    return table
 
 
 def _definitions(variant: Variant) -> str:

@@ -1,0 +1,167 @@
+"""Benchmark of the interpreter on a CUDA device: time of the kernels, and their bounds.
+
+``python tests/bench/gpu_interpreter.py [--programs N] [--repeats N] [--rows N ...]`` writes
+``tests/bench/results/gpu_interpreter.json``. Times are medians of CUDA events around replays of a
+CUDA graph with several evaluations, so that the host's launches stay out of them; every
+evaluation has losses on the device. ``interpret`` is the interpreter, the sums and their way to
+the host; ``evaluation`` also computes the row-invariant subtrees; ``host`` is the whole call of
+``engine.evaluate``, from arrays to losses, lowering and copies included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.results import write_result
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.cuda.interpreter import Interpreter
+from warpfit_server.engine.cuda.resident import upload
+
+MODES = {
+    "float32 fast": (np.float32, Precision.FAST),
+    "float32 precise": (np.float32, Precision.PRECISE),
+    "float64": (np.float64, Precision.PRECISE),
+}
+#: Results a clock of a multiprocessor's special-function unit, and its clock on an H200 in GHz.
+SPECIAL_PER_CLOCK, CLOCK = 16, 1.98
+#: Special functions of each operator in fast mode.
+SPECIAL = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
+
+
+@dataclass(frozen=True)
+class Setup:
+    engine: CudaEngine
+    batch: Batch
+    repeats: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000])
+    arguments = parser.parse_args()
+    programs, parameters = thesis_mix(1, arguments.programs)
+    setup = Setup(CudaEngine(), Batch.of(programs, parameters), arguments.repeats)
+    rows = [
+        {"mode": mode, "rows": count, **measure(setup, mode, count)}
+        for mode in MODES
+        for count in arguments.rows
+    ]
+    for row in rows:
+        print(row, flush=True)
+    device = setup.engine.devices()[0]
+    content = {
+        "device": {"name": device.name, "driver": device.driver},
+        "workload": {
+            "programs": arguments.programs,
+            "tokens": len(setup.batch.codes),
+            "seed": 1,
+            "loss": "mse on the device",
+        },
+        "results": rows,
+    }
+    print(write_result("gpu_interpreter", content))
+
+
+def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
+    dtype, precision = MODES[mode]
+    rng = np.random.default_rng(0)
+    dataset = Dataset.of(rng.uniform(0.5, 2, (rows, 10)), rng.normal(size=rows), dtype=dtype)
+    evaluation = Evaluation(
+        dataset.content_id, setup.batch, precision=precision, loss=Loss.MSE, values=False
+    )
+    device = CudaDevice()
+    interpreter, resident = Interpreter(device), upload(device, dataset)
+    with device.stream() as context:
+        launch, (piece,) = interpreter.begin(context, resident, evaluation)
+
+        def interpret() -> None:
+            interpreter.start(context, launch, piece, 0)
+
+        def whole() -> None:
+            interpreter.evaluate_slots(context, launch)
+            interpret()
+
+        kernel_seconds = device_time(context, interpret, setup.repeats)
+        whole_seconds = device_time(context, whole, setup.repeats)
+    setup.engine.load(dataset)
+    host = host_time(setup, evaluation)
+    setup.engine.unload(dataset.content_id)
+    tokens = len(setup.batch.codes) * rows
+    return {
+        "rows_a_thread": launch.variant.rows,
+        "interpret_us": round(kernel_seconds * 1e6, 2),
+        "evaluation_us": round(whole_seconds * 1e6, 2),
+        "host_us": round(host * 1e6, 2),
+        "tokens_per_second": tokens / kernel_seconds,
+        "bound": bound(setup, rows, np.dtype(dtype).itemsize, kernel_seconds),
+    }
+
+
+def device_time(context: StreamContext, work: Callable[[], None], repeats: int) -> float:
+    """Median seconds of one call of ``work`` within a graph of ten."""
+    work()
+    context.stream.synchronize()
+    context.stream.begin_capture()
+    for _ in range(10):
+        work()
+    graph = context.stream.end_capture()
+    graph.launch(context.stream)
+    times = []
+    for _ in range(repeats):
+        context.mark("before")
+        graph.launch(context.stream)
+        context.mark("after")
+        context.wait("after")
+        times.append(context.nanoseconds("before", "after") / 10)
+    return float(np.median(times)) * 1e-9
+
+
+def host_time(setup: Setup, evaluation: Evaluation) -> float:
+    outputs = Outputs(None, np.empty((len(setup.batch), 1)), np.zeros(1, np.uint8), lambda _: None)
+    times = []
+    for _ in range(max(setup.repeats, 5)):
+        start = time.perf_counter()
+        setup.engine.evaluate(evaluation, outputs)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def bound(setup: Setup, rows: int, itemsize: int, seconds: float) -> dict[str, Any]:
+    """The least time that special functions and device memory allow, for fast mode's functions."""
+    from warpfit.ops import OPERATORS
+
+    counts = np.bincount(setup.batch.codes, minlength=256)
+    special = sum(n * int(counts[OPERATORS[name].code]) for name, n in SPECIAL.items())
+    multiprocessors = setup.engine.multiprocessors
+    special_seconds = special * rows / (SPECIAL_PER_CLOCK * multiprocessors * CLOCK * 1e9)
+    traffic = 11 * rows * itemsize
+    memory_seconds = traffic / 4.2e12
+    least = max(special_seconds, memory_seconds)
+    return {
+        "special_functions": special * rows,
+        "bytes": traffic,
+        "special_us": round(special_seconds * 1e6, 2),
+        "memory_us": round(memory_seconds * 1e6, 2),
+        "fraction": round(least / seconds, 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
