@@ -372,7 +372,8 @@ def _parameter_blocks(
 def _as_block(array: NDArray[np.float64], vectors: int) -> NDArray[np.float64]:
     if array.ndim == 2:
         return array
-    return np.broadcast_to(array, (vectors, len(array)))
+    block = array.reshape(1, -1)
+    return block if vectors == 1 else block.repeat(vectors, axis=0)
 
 
 def _starts(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
