@@ -275,8 +275,8 @@ def main() -> None:
     """Run the whole example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", help="HOST:PORT of a server (default: start one)")
-    parser.add_argument("--generations", type=int, default=40)
-    parser.add_argument("--population", type=int, default=600, help="trees on all islands")
+    parser.add_argument("--generations", type=int, default=60)
+    parser.add_argument("--population", type=int, default=1000, help="trees on all islands")
     parser.add_argument("--workers", type=int, default=2, help="processes, one island each")
     parser.add_argument("--plot", type=Path, default=Path("diabetes_gp.png"))
     parser.add_argument("--seed", type=int, default=1)

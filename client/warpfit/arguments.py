@@ -48,7 +48,7 @@ class EvaluateOptions(TypedDict, total=False):
 
 
 def canonical(
-    X: Any,  # noqa: N803 (the field's name for a design matrix)
+    X: Any,
     y: Any = None,
     weights: Any = None,
     *,
@@ -78,7 +78,7 @@ def canonical(
     return Dataset.of(_numbers(X, "X"), *columns, names=names, dtype=dtype)
 
 
-def _column_names(X: Any) -> tuple[str, ...]:  # noqa: N803
+def _column_names(X: Any) -> tuple[str, ...]:
     columns = tuple(getattr(X, "columns", ()))
     # A DataFrame that was made without names numbers its columns; those are no names.
     return columns if all(isinstance(column, str) for column in columns) else ()
@@ -107,7 +107,7 @@ def build_evaluation(
     values: bool | None,
     options: EvaluateOptions,
 ) -> tuple[Evaluation, bool]:
-    """Turn a caller's arguments into a checked evaluation.
+    """Turn a caller's arguments into an evaluation; the server checks its tokens.
 
     Args:
         data: the data set.
@@ -121,8 +121,7 @@ def build_evaluation(
 
     Raises:
         InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
-        ProgramError: for a bad expression.
-        ParseError: for the text of one.
+        ParseError: for the text of an expression.
 
     """
     programs = _programs(expressions, data.names)
@@ -137,7 +136,7 @@ def build_evaluation(
         values=loss is None if values is None else values,
         tier=_member(Tier, options.get("tier", Tier.AUTO), "tier"),
     )
-    evaluation.check(data.layout)
+    evaluation.check_options(data.layout)
     return evaluation, entries is not None and any(np.ndim(entry) == 2 for entry in entries)
 
 

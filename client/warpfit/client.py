@@ -53,7 +53,7 @@ class Client:
 
     def upload(
         self,
-        X: Any,  # noqa: N803 (the field's name for a design matrix)
+        X: Any,
         y: Any = None,
         weights: Any = None,
         **options: Unpack[UploadOptions],

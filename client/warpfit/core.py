@@ -180,7 +180,7 @@ class Operations:
 
     def upload(
         self,
-        X: Any,  # noqa: N803 (the field's name for a design matrix)
+        X: Any,
         y: Any,
         weights: Any,
         options: UploadOptions,
@@ -268,7 +268,7 @@ class Operations:
                 return collector
 
 
-def _prepare(X: Any, y: Any, weights: Any, options: UploadOptions) -> Dataset:  # noqa: N803
+def _prepare(X: Any, y: Any, weights: Any, options: UploadOptions) -> Dataset:
     dataset = canonical(
         X, y, weights, names=options.get("names"), dtype=options.get("dtype", "float32")
     )

@@ -246,13 +246,13 @@ class Batch:
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
             )
-        blocks, vectors = _parameter_blocks(len(programs), parameters)
+        counts, flat, vectors = _flat_parameters(len(programs), parameters)
         return cls(
             codes=np.concatenate([program.codes for program in programs]),
             values=np.concatenate([program.values for program in programs]),
             lengths=np.array([len(program) for program in programs], dtype=np.uint32),
-            parameter_counts=np.array([block.shape[1] for block in blocks], dtype=np.uint32),
-            parameters=np.concatenate([block.ravel() for block in blocks]),
+            parameter_counts=np.array(counts, dtype=np.uint32),
+            parameters=flat,
             vectors=vectors,
         )
 
@@ -344,11 +344,12 @@ class Batch:
                 )
 
 
-def _parameter_blocks(
+def _flat_parameters(
     programs: int, parameters: Sequence[ArrayLike] | None
-) -> tuple[list[NDArray[np.float64]], int]:
+) -> tuple[list[int], NDArray[np.float64], int]:
+    """Return each program's parameter count, all numbers in the order of `Batch`, and K."""
     if parameters is None:
-        return [np.zeros((1, 0))] * programs, 1
+        return [0] * programs, np.empty(0), 1
     if len(parameters) != programs:
         raise InvalidArgumentError(
             f"{len(parameters)} parameter entries for {programs} programs",
@@ -357,7 +358,9 @@ def _parameter_blocks(
             "parameters",
         )
     arrays = [np.asarray(entry, dtype=np.float64) for entry in parameters]
-    vectors = {array.shape[0] for array in arrays if array.ndim == 2} or {1}
+    if all(array.ndim == 1 for array in arrays):
+        return [len(array) for array in arrays], np.concatenate(arrays), 1
+    vectors = {array.shape[0] for array in arrays if array.ndim == 2}
     if len(vectors) != 1 or any(array.ndim not in (1, 2) for array in arrays):
         raise InvalidArgumentError(
             f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
@@ -366,14 +369,9 @@ def _parameter_blocks(
             "parameters",
         )
     k = vectors.pop()
-    return [_as_block(array, k) for array in arrays], k
-
-
-def _as_block(array: NDArray[np.float64], vectors: int) -> NDArray[np.float64]:
-    if array.ndim == 2:
-        return array
-    block = array.reshape(1, -1)
-    return block if vectors == 1 else block.repeat(vectors, axis=0)
+    blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
+    flat = np.concatenate([block.ravel() for block in blocks])
+    return [block.shape[1] for block in blocks], flat, k
 
 
 def _starts(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:

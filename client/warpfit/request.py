@@ -76,6 +76,16 @@ class Evaluation:
             ProgramError: for the first bad token.
 
         """
+        self.check_options(layout)
+        self.batch.check(layout.variables)
+
+    def check_options(self, layout: Layout) -> None:
+        """Check everything but the batch.
+
+        Raises:
+            InvalidArgumentError: for a bad row range, a missing target, or nothing wanted.
+
+        """
         start, stop = self.row_range(layout)
         if not 0 <= start < stop <= layout.rows:
             raise InvalidArgumentError(
@@ -98,7 +108,6 @@ class Evaluation:
                 "Set values or loss",
                 "values",
             )
-        self.batch.check(layout.variables)
 
     def row_range(self, layout: Layout) -> tuple[int, int]:
         """Half-open range of the rows to evaluate."""
