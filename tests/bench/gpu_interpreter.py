@@ -3,9 +3,9 @@
 ``python tests/bench/gpu_interpreter.py [--programs N] [--repeats N] [--rows N ...]`` writes
 ``tests/bench/results/gpu_interpreter.json``. Times are medians of CUDA events around replays of a
 CUDA graph with several evaluations, so that the host's launches stay out of them; every
-evaluation has losses on the device. ``interpret`` is the interpreter, the sums and their way to
-the host; ``evaluation`` also computes the row-invariant subtrees; ``host`` is the whole call of
-``engine.evaluate``, from arrays to losses, lowering and copies included.
+evaluation has losses on the device. ``interpret`` is the interpreter's kernel alone;
+``evaluation`` adds the row-invariant subtrees, the sums and their way to the host; ``host`` is the
+whole call of ``engine.evaluate``, from arrays to losses, lowering and copies included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter import Interpreter
+from warpfit_server.engine.cuda.interpreter import Interpreter, kernel_arguments
 from warpfit_server.engine.cuda.resident import upload
 
 MODES = {
@@ -91,12 +91,17 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     with device.stream() as context:
         launch, (piece,) = interpreter.begin(context, resident, evaluation)
 
+        interpreter.start(context, launch, piece, 0)
+        tiles = -(-rows // launch.variant.tile)
+        arguments = kernel_arguments(launch, piece, 0, tiles)
+        arguments["partials"] = context.buffer("partials 0", piece.jobs * tiles * 8)
+
         def interpret() -> None:
-            interpreter.start(context, launch, piece, 0)
+            interpreter.interpret(context, launch, arguments)
 
         def whole() -> None:
             interpreter.evaluate_slots(context, launch)
-            interpret()
+            interpreter.start(context, launch, piece, 0)
 
         kernel_seconds = device_time(context, interpret, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)

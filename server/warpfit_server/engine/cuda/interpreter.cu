@@ -148,6 +148,21 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   case label + 4: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
   case label + 5: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
 
+// Longer operators: one body for each order of the operands, since hot code must stay small enough
+// for the instruction cache.
+#define MERGED_BINARY(f, label)                                                           \
+  case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
+  case label + 5: {                                                                       \
+    const unsigned form = (now.x & LABEL_MASK) - (label);                                 \
+    real other[ROWS];                                                                     \
+    if (form < 2) { FROM_VARIABLE FOR_EACH_ROW_OF(VARIABLE, other[i] = u) }               \
+    else if (form < 4) { FROM_SLOT FOR_EACH_ROW(other[i] = u) }                           \
+    else { FROM_STACK FOR_EACH_ROW_OF(STACK, other[i] = u) }                              \
+    if (form & 1) { FOR_EACH_ROW(t[i] = f(other[i], t[i])) }                              \
+    else { FOR_EACH_ROW(t[i] = f(t[i], other[i])) }                                       \
+    break;                                                                                \
+  }
+
 // Costly operators: one body for all sources, a loop over the rows of the tile through the stack.
 // Addresses are those of this lane's packs; row_start and row_end are relative to them.
 #define THROUGH_STACK(EXPRESSION)                                                     \

@@ -156,7 +156,7 @@ class Interpreter:
         self, context: StreamContext, resident: ResidentDataset, evaluation: Evaluation
     ) -> tuple[Launch, list[Piece]]:
         """Lower and upload a batch; return what its launches share, and what each one covers."""
-        lowered = lower(evaluation.batch)
+        lowered = lower(evaluation.batch, context.pinned)
         variant = self.variant(resident, evaluation)
         kernels = self.prepare(variant)
         pieces = list(self._pieces(resident, evaluation, variant))
@@ -169,7 +169,7 @@ class Interpreter:
         layout = resident.dataset.layout
         fast = evaluation.precision is Precision.FAST and layout.dtype == np.float32
         precision = Precision.FAST if fast else Precision.PRECISE
-        rows = self._tuning.rows or self._rows(evaluation, resident)
+        rows = self._tuning.rows or self._rows(evaluation, resident, 64 if fast else 32)
         return Variant(layout.dtype, precision, rows)
 
     def prepare(self, variant: Variant) -> _Kernels:
@@ -191,13 +191,13 @@ class Interpreter:
         key.append(interpreter_source(variant))
         return self._device.load(key, lambda: interpreter_cubin(variant, architecture))
 
-    def _rows(self, evaluation: Evaluation, resident: ResidentDataset) -> int:
+    def _rows(self, evaluation: Evaluation, resident: ResidentDataset, most_bytes: int) -> int:
         """More rows a thread share more decoding, but leave fewer warps to fill the device."""
-        programs, vectors, rows = evaluation.shape(resident.dataset.layout)
-        threads = 32 * 32 * self._device.multiprocessors
-        per_thread = programs * vectors * rows / threads
-        widest = 64 // resident.dataset.layout.dtype.itemsize
-        return next((w for w in (widest, widest // 2) if per_thread >= w), widest // 4)
+        layout = resident.dataset.layout
+        programs, vectors, rows = evaluation.shape(layout)
+        per_thread = programs * vectors * rows / (32 * 32 * self._device.multiprocessors)
+        most = most_bytes // layout.dtype.itemsize
+        return most if per_thread >= most else 16 // layout.dtype.itemsize
 
     def _pieces(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
@@ -267,7 +267,7 @@ class Interpreter:
         aligned = piece.start // ROW_MULTIPLE * ROW_MULTIPLE
         tiles = _tiles(piece.start, piece.stop, launch.variant)
         pitch = tiles * launch.variant.tile * dtype.itemsize
-        arguments = _arguments(launch, piece, aligned, tiles)
+        arguments = kernel_arguments(launch, piece, aligned, tiles)
         partials = values = 0
         if launch.evaluation.loss is not None:
             partials = context.buffer(f"partials {side}", piece.jobs * tiles * 8)
@@ -275,7 +275,7 @@ class Interpreter:
         if launch.evaluation.values:
             values = context.buffer(f"values {side}", piece.jobs * pitch)
             arguments["values"] = values
-        self._interpret(context, launch, arguments)
+        self.interpret(context, launch, arguments)
         flight = _Flight(piece, f"piece {side}")
         if partials:
             flight.sums = self._sum(context, launch, piece.jobs, tiles, side)
@@ -287,10 +287,10 @@ class Interpreter:
         context.mark(flight.event)
         return flight
 
-    def _interpret(
+    def interpret(
         self, context: StreamContext, launch: Launch, arguments: NDArray[np.void]
     ) -> None:
-        """One launch: a block for each tile of rows and group of jobs."""
+        """Launch the interpreter: a block for each tile of rows and group of jobs."""
         level_bytes = launch.variant.tile * launch.variant.dtype.itemsize
         levels = launch.levels
         warps = min(self._tuning.warps, _SHARED_BYTES // max(1, levels * level_bytes))
@@ -361,7 +361,8 @@ def _tiles(start: int, stop: int, variant: Variant) -> int:
     return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
 
 
-def _arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> NDArray[np.void]:
+def kernel_arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> NDArray[np.void]:
+    """Arguments of `Interpreter.interpret` for one piece, without where results go."""
     resident = launch.resident
     arguments = np.zeros((), dtype=_ARGUMENTS)
     for name in ("instructions", "programs", "order", "slots"):

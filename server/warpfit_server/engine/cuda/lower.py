@@ -15,6 +15,7 @@ The loops are compiled by Numba and run without the interpreter lock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +43,14 @@ _LABELS: Final = labels()
 _compiled = numba.njit(cache=True, nogil=True)
 
 
+#: Gives a buffer of a name and a size in bytes, uint8 [size].
+Memory = Callable[[str, int], NDArray[np.uint8]]
+
+
+def _fresh(_: str, size: int) -> NDArray[np.uint8]:
+    return np.empty(size, dtype=np.uint8)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
     """What the interpreter runs."""
@@ -56,8 +65,13 @@ class Lowered:
     """Stack levels that the deepest program needs below the top."""
 
 
-def lower(batch: Batch) -> Lowered:
+def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
     """Lower a checked batch.
+
+    Args:
+        batch: the programs.
+        memory: gives the named buffers, uint8 [size], that the result lies in; memory that has
+            been used before saves the page faults of fresh memory.
 
     Raises:
         ResourceExhaustedError: if a program or a variable's index is too large to encode.
@@ -73,9 +87,9 @@ def lower(batch: Batch) -> Lowered:
             available=INDEX_LIMIT - 1,
         )
     tokens = len(batch.codes)
-    instructions = np.empty((tokens + 1, 2), dtype=np.uint32)
-    programs = np.empty((len(batch), 4), dtype=np.uint32)
-    slots = np.empty((tokens, 4), dtype=np.uint32)
+    instructions = memory("instructions", (tokens + 1) * 8).view(np.uint32).reshape(-1, 2)
+    programs = memory("programs", len(batch) * 16).view(np.uint32).reshape(-1, 4)
+    slots = memory("slots", tokens * 16).view(np.uint32).reshape(-1, 4)
     written, slot_count, levels = _lower(
         batch.codes,
         batch.values,

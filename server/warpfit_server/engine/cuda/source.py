@@ -31,15 +31,9 @@ _SHORT: Final = frozenset(
 )
 #: The same for float32 alone, where these are 10 to 20 instructions.
 _SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
-_MACROS: Final = {
-    (1, False): "UNARY",
-    (2, False): "BINARY",
-    (1, True): "COSTLY_UNARY",
-    (2, True): "COSTLY_BINARY",
-    (3, False): "TERNARY",
-    (3, True): "TERNARY",
-}
-
+#: Calls in binary operators that are worth a body of their own for each source of an operand; an
+#: exact division is not.
+_DIRECT: Final = frozenset({"__fdividef"})
 
 #: Stack levels above the top that a costly operator's operands take.
 SCRATCH_LEVELS: Final = 2
@@ -83,7 +77,7 @@ def interpreter_source(variant: Variant) -> str:
         operators.append(
             f"__device__ __forceinline__ real {name}({operands}) {{ return {expression}; }}"
         )
-        macro = _MACROS[row.arity, _is_costly(expression, variant)]
+        macro = _macro(row, expression, variant)
         cases.append(f"        {macro}({name}, {table[row.code]})")
         scalar_cases.append(_scalar_case(row, name))
     return (
@@ -118,6 +112,18 @@ def _definitions(variant: Variant) -> str:
 def _blocks(variant: Variant) -> int:
     """Blocks of 256 threads to keep on a multiprocessor: bounds the registers of a thread."""
     return 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
+
+
+def _macro(row: Operator, expression: str, variant: Variant) -> str:
+    """Name of the macro in interpreter.cu that makes the cases of an operator."""
+    if row.arity == 3:
+        return "TERNARY"
+    shape = "UNARY" if row.arity == 1 else "BINARY"
+    if _is_costly(expression, variant):
+        return f"COSTLY_{shape}"
+    short = set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
+    merged = row.arity == 2 and not short
+    return f"MERGED_{shape}" if merged else shape
 
 
 def _is_costly(expression: str, variant: Variant) -> bool:
