@@ -250,7 +250,7 @@ class Batch:
         return cls(
             codes=np.concatenate([program.codes for program in programs]),
             values=np.concatenate([program.values for program in programs]),
-            lengths=np.array([len(program) for program in programs], dtype=np.uint32),
+            lengths=np.array([len(program.codes) for program in programs], dtype=np.uint32),
             parameter_counts=np.array(counts, dtype=np.uint32),
             parameters=flat,
             vectors=vectors,

@@ -62,8 +62,7 @@ def overhead(client: warpfit.Client, rounds: int = 200) -> dict[str, float]:
     X = rng.uniform(0.5, 2, size=(1000, 10)).astype(np.float32)
     data = client.upload(X, X[:, 0])
     walls, engines = [], []
-    for turn in range(rounds):
-        programs, parameters = thesis_mix(SEED + turn)
+    for programs, parameters in [thesis_mix(SEED + turn) for turn in range(rounds)]:
         started = time.perf_counter_ns()
         answer = client.run(data, programs, parameters, loss="mse")
         walls.append(time.perf_counter_ns() - started)
