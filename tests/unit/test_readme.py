@@ -1,0 +1,53 @@
+"""The README says what is true: its operator table, its commands and the layout that it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from warpfit.printing import operator_table
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_operator_table_is_the_generated_one():
+    assert operator_table().strip() in README
+
+
+def test_every_file_that_it_names_exists():
+    for path in re.findall(r"`((?:client|server|proto|tests|deploy)/[\w/.]*)`", README):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("name", ["cpu_vs_pyoperon", "service"])
+def test_result_files_name_machine_and_versions(name):
+    result = json.loads((ROOT / "tests" / "bench" / "results" / f"{name}.json").read_text())
+    assert result["machine"]["cores"]
+    assert result["versions"]["warpfit"]
+
+
+def test_figures_are_those_of_the_result_files():
+    results = ROOT / "tests" / "bench" / "results"
+    cases = json.loads((results / "cpu_vs_pyoperon.json").read_text())["cases"]
+    for case in cases:
+        ratio = case["times_pyoperon"]["warpfit precise values"]
+        row = f"| {case['rows']:,} | {case['threads']} |"
+        line = next(line for line in README.splitlines() if line.startswith(row))
+        assert f" {ratio:.1f} " in line
+    service = json.loads((results / "service.json").read_text())
+    for figure in (
+        f"{service['evaluate_300_fresh_1000_rows_loss']['overhead_p50_ms']:.1f} ms",
+        f"{service['transfers']['answer_gb_s']:.2f} GB/s",
+        f"{service['transfers']['upload_gb_s']:.2f} GB/s",
+        f"{service['start_up_seconds']:.1f} s",
+    ):
+        assert figure in README
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    assert ".venv/bin/python -m pytest" in README
+    assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
