@@ -17,8 +17,8 @@ every engine can paste them into the code that it generates:
 * the functions in ``KERNEL_FUNCTIONS``, with the meaning they have in C.
 
 ``cuda`` replaces ``kernel`` in CUDA code, ``cuda_fast`` does so for float32 in fast mode, and
-``cuda_fast_compiled`` for fast mode in kernels that are compiled for their expressions. Rows without
-them fall back in that order. The transpiler derives its PTX from the same CUDA expressions.
+``cuda_fast_compiled`` for fast mode in kernels that are compiled for their expressions. Rows
+without them fall back in that order. The transpiler derives its PTX from the same CUDA expressions.
 
 Kinks: a derivative is 0 where it does not exist or is not unique (abs, sign, relu at 0; floor,
 ceil, comparisons, logic everywhere), and ``min``/``max`` pass the derivative to their first operand

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.cpu_evaluate import POISON, Evaluate
+from support.evaluations import POISON, Evaluate
 from warpfit import reference
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.accuracy import operator_error, rounded_threshold, ulps
-from support.cpu_evaluate import Evaluate
+from support.evaluations import Evaluate
 from support.strategies import edge_values
 from warpfit.dataset import Dataset
 from warpfit.ir import Program
