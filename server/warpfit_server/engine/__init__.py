@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Final
 
+from warpfit.errors import UnavailableError
 from warpfit_server.engine.base import Engine
+
+_LOG: Final = logging.getLogger("warpfit.engine")
 
 
 def create_engine(
@@ -16,6 +21,25 @@ def create_engine(
         WarpfitError: if the engine cannot run on this machine.
 
     """
+    if name != "cpu":
+        try:
+            from warpfit_server.engine.cuda.engine import CudaEngine
+
+            return CudaEngine(device, cache_directory=cache_directory, threads=threads)
+        except (ImportError, UnavailableError) as error:
+            if name == "cuda":
+                raise _cuda_missing(error) from error
+            _LOG.info("no CUDA device (%s); the CPU engine serves", error)
     from warpfit_server.engine.cpu import CpuEngine
 
     return CpuEngine(threads=threads, cache_directory=cache_directory)
+
+
+def _cuda_missing(error: Exception) -> UnavailableError:
+    if isinstance(error, UnavailableError):
+        return error
+    return UnavailableError(
+        f"the CUDA libraries are not installed: {error}",
+        "NO_CUDA",
+        "Install them (pip install 'warpfit[cuda13]' or '[cuda12]'), or run with --engine cpu",
+    )

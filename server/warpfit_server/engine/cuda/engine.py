@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError, InvalidArgumentError
-from warpfit.request import Evaluation, Tier, Timings
+from warpfit.errors import DatasetNotFoundError
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Device, Outputs
+from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
-from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.cuda.kernels import KernelStore
+from warpfit_server.engine.cuda.plan import Advice, Planner
+from warpfit_server.engine.cuda.resident import ResidentDataset, upload
 
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host.
 _CONCURRENCY: Final = 8
@@ -27,6 +36,7 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the device.
         cache_directory: where compiled code is kept; None for the user's cache directory.
         tuning: how the interpreter lays work out; None for the measured best.
+        threads: threads that compile kernels; None for one a core.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -42,11 +52,15 @@ class CudaEngine:
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
         tuning: Tuning | None = None,
+        threads: int | None = None,
     ) -> None:
+        compilers = threads or len(os.sched_getaffinity(0))
         self._device = CudaDevice(device, memory_limit, cache_directory)
-        self._tiers: MappingProxyType[Tier, EvaluationTier] = MappingProxyType(
-            {Tier.INTERPRETER: Interpreter(self._device, tuning)}
-        )
+        self._interpreter = Interpreter(self._device, tuning)
+        self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
+        self._planner = Planner(compilers)
+        # Cutting a batch into kernels takes Python time that its answer should not wait for.
+        self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
 
@@ -64,7 +78,7 @@ class CudaEngine:
                 memory=self._device.memory,
                 compute_capability=f"{major}.{minor}",
                 driver=self._device.driver,
-                tiers=tuple(self._tiers),
+                tiers=(Tier.INTERPRETER, Tier.COMPILED),
             )
         ]
 
@@ -90,15 +104,24 @@ class CudaEngine:
         Raises:
             CancelledError: if ``outputs.cancelled`` became 1; the outputs are then undefined.
             DatasetNotFoundError: if the data set is not loaded.
-            InvalidArgumentError: if the evaluation names a tier that this engine lacks.
-            ResourceExhaustedError: if device memory is short; the next evaluation works.
+            ResourceExhaustedError: if device memory is short, or the compiled tier was asked for
+                and cannot take the batch; the next evaluation works.
 
         """
         resident = self._resident(evaluation.dataset_id)
-        return self._tier(evaluation).evaluate(resident, evaluation, outputs)
+        tier = evaluation.tier
+        if tier is Tier.AUTO:
+            tier = self._choose(resident, evaluation)
+        evaluator = self._compiled if tier is Tier.COMPILED else self._interpreter
+        timings = evaluator.evaluate(resident, evaluation, outputs)
+        mode, token_rows = _work(resident, evaluation)
+        self._planner.observe(tier, mode, token_rows, timings.compute / 1e9)
+        return timings
 
     def close(self) -> None:
-        """Free all device memory."""
+        """Stop the compiler and free all device memory."""
+        self._background.shutdown(cancel_futures=True)
+        self._compiled.close()
         with self._lock:
             self._residents.clear()
         self._device.close()
@@ -115,14 +138,51 @@ class CudaEngine:
             )
         return resident
 
-    def _tier(self, evaluation: Evaluation) -> EvaluationTier:
-        """Pick the tier: the one asked for, or the interpreter, which answers at once."""
-        asked = Tier.INTERPRETER if evaluation.tier is Tier.AUTO else evaluation.tier
-        if asked not in self._tiers:
-            raise InvalidArgumentError(
-                f"this engine has no {asked.value} tier",
-                "TIER_UNAVAILABLE",
-                f"Ask for one of {', '.join(tier.value for tier in self._tiers)}",
-                "tier",
-            )
-        return self._tiers[asked]
+    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Tier:
+        """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
+        if not self._compiled.supports(evaluation):
+            return Tier.INTERPRETER
+        mode, token_rows = _work(resident, evaluation)
+        advice = self._planner.advise(
+            _identity(evaluation), mode, token_rows, len(evaluation.batch)
+        )
+        if advice is Advice.INTERPRET_AND_COMPILE:
+            self._background.submit(self._compiled.request_compile, resident, _detached(evaluation))
+        if advice is Advice.COMPILED_IF_READY and self._compiled.ready(resident, evaluation):
+            return Tier.COMPILED
+        return Tier.INTERPRETER
+
+
+def _identity(evaluation: Evaluation) -> Hashable:
+    """Tell repeated batches; a collision only compiles something early or late."""
+    batch = evaluation.batch
+    tokens = hash((batch.codes.tobytes(), batch.values.tobytes()))
+    wanted = (evaluation.values, evaluation.loss, evaluation.precision)
+    return (tokens, evaluation.dataset_id, evaluation.rows, *wanted)
+
+
+def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
+    """Mode of arithmetic and token-rows of an evaluation."""
+    layout = resident.dataset.layout
+    start, stop = evaluation.row_range(layout)
+    batch = evaluation.batch
+    token_rows = len(batch.codes) * batch.vectors * (stop - start)
+    if layout.dtype.itemsize == 8:
+        return "float64", token_rows
+    return ("fast" if evaluation.precision is Precision.FAST else "precise"), token_rows
+
+
+def _detached(evaluation: Evaluation) -> Evaluation:
+    """Copy the batch out of the shared memory, which is used again after the answer."""
+    batch = evaluation.batch
+    return replace(
+        evaluation,
+        batch=Batch(
+            codes=batch.codes.copy(),
+            values=batch.values.copy(),
+            lengths=batch.lengths.copy(),
+            parameter_counts=batch.parameter_counts.copy(),
+            parameters=np.empty(0),
+            vectors=batch.vectors,
+        ),
+    )

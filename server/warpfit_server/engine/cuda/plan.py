@@ -1,0 +1,130 @@
+"""Which tier evaluates a batch: a small cost model, corrected by what is observed.
+
+Fresh expressions are interpreted: the answer must not wait for a compiler. A batch that comes
+again could be answered faster by compiled kernels, at the price of compiling them once. Whether it
+will come often enough nobody knows, so the rule is that of the ski rental problem (Karlin et al.
+1988, "Competitive snoopy caching"): each interpreted repetition adds the time that compiled kernels
+would have saved, and once the sum reaches the price, the batch is compiled in the background. The
+total is then never more than twice that of a planner that knows the future.
+
+::
+
+    seconds = launch + token_rows / rate        for each tier and each mode of arithmetic
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
+
+from cachetools import LRUCache
+
+from warpfit.request import Tier
+
+#: Batches whose repetitions are counted.
+_REMEMBERED: Final = 4096
+#: Weight of a new observation of a rate.
+_GAIN: Final = 0.2
+#: Observations this much longer than the launch alone say something about the rate.
+_TELLING: Final = 3.0
+#: Seconds of one thread to compile one expression as part of a fused group.
+_COMPILE_SECONDS: Final = 0.012
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of one tier in one mode of arithmetic."""
+
+    launch: float
+    """Seconds of an evaluation of next to nothing."""
+    rate: float
+    """Token-rows a second."""
+
+    def seconds(self, token_rows: int) -> float:
+        """Predict the time of an evaluation."""
+        return self.launch + token_rows / self.rate
+
+    def corrected(self, token_rows: int, seconds: float) -> Cost:
+        """Take an observation in; short ones are all launch and tell nothing of the rate."""
+        if seconds < _TELLING * self.launch or not token_rows:
+            return self
+        observed = token_rows / (seconds - self.launch)
+        return Cost(self.launch, self.rate * (observed / self.rate) ** _GAIN)
+
+
+#: Where the model starts: measured on one H200 (tests/bench/results/gpu_*.json). Rates of other
+#: devices are found by observation, which needs about ten evaluations.
+STARTING_COSTS: Final = {
+    (Tier.INTERPRETER, "fast"): Cost(24e-6, 6.4e12),
+    (Tier.INTERPRETER, "precise"): Cost(32e-6, 2.0e12),
+    (Tier.INTERPRETER, "float64"): Cost(36e-6, 0.8e12),
+    (Tier.COMPILED, "fast"): Cost(40e-6, 10e12),
+    (Tier.COMPILED, "precise"): Cost(40e-6, 4e12),
+    (Tier.COMPILED, "float64"): Cost(40e-6, 1.2e12),
+}
+
+
+class Advice(Enum):
+    """What to do with a batch."""
+
+    INTERPRET = auto()
+    INTERPRET_AND_COMPILE = auto()
+    """Interpret now, and have kernels made for the next time."""
+    COMPILED_IF_READY = auto()
+
+
+@dataclass(slots=True)
+class _History:
+    forgone: float = 0.0
+    """Seconds that compiled kernels would have saved so far."""
+    requested: bool = False
+
+
+@dataclass
+class Planner:
+    """Chooses tiers; safe to use from several threads.
+
+    Args:
+        compiler_threads: threads that compile at the same time.
+
+    """
+
+    compiler_threads: int
+    costs: dict[tuple[Tier, str], Cost] = field(default_factory=lambda: dict(STARTING_COSTS))
+    _histories: LRUCache[Hashable, _History] = field(default_factory=lambda: LRUCache(_REMEMBERED))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def advise(self, batch: Hashable, mode: str, token_rows: int, programs: int) -> Advice:
+        """Choose for one evaluation.
+
+        Args:
+            batch: identifies the batch and everything else that its kernels depend on.
+            mode: ``"fast"``, ``"precise"`` or ``"float64"``.
+            token_rows: tokens x parameter vectors x rows.
+            programs: expressions of the batch.
+
+        """
+        with self._lock:
+            interpreted = self.costs[Tier.INTERPRETER, mode].seconds(token_rows)
+            compiled = self.costs[Tier.COMPILED, mode].seconds(token_rows)
+            if compiled >= interpreted:
+                return Advice.INTERPRET
+            history = self._histories.get(batch)
+            if history is None:
+                history = self._histories[batch] = _History()
+            if history.requested:
+                return Advice.COMPILED_IF_READY
+            history.forgone += interpreted - compiled
+            if history.forgone < programs * _COMPILE_SECONDS / self.compiler_threads:
+                return Advice.INTERPRET
+            history.requested = True
+            return Advice.INTERPRET_AND_COMPILE
+
+    def observe(self, tier: Tier, mode: str, token_rows: int, seconds: float) -> None:
+        """Learn from a finished evaluation."""
+        with self._lock:
+            cost = self.costs[tier, mode]
+            self.costs[tier, mode] = cost.corrected(token_rows, seconds)
