@@ -15,10 +15,12 @@ import psutil
 class ServerProcess:
     """``python -m warpfit_server`` on a free loopback port; a context manager."""
 
-    def __init__(self, *flags: str, log: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self, *flags: str, engine: str = "cpu", log: Path | None = None, **environment: str
+    ) -> None:
         self._log = log.open("w") if log else None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", "cpu", *flags],
+            [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", engine, *flags],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,

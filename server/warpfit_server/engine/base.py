@@ -28,6 +28,13 @@ class Outputs:
     """Call with n when the values of programs 0 to n - 1 are final, so that they can be sent."""
 
 
+class EngineBrokenError(Exception):
+    """The engine's process can compute no more and must be replaced.
+
+    After an illegal memory access, for example, every call of a CUDA process fails.
+    """
+
+
 class Engine(Protocol):
     """Evaluates batches on the data sets that it has been given.
 
@@ -64,6 +71,7 @@ class Engine(Protocol):
             CancelledError: if ``outputs.cancelled`` became 1; the outputs are then undefined.
             DatasetNotFoundError: if the data set is not loaded.
             ResourceExhaustedError: if memory is short.
+            EngineBrokenError: if this process can compute no more.
 
         """
 
@@ -71,4 +79,4 @@ class Engine(Protocol):
         """Stop threads and free memory."""
 
 
-__all__ = ["Device", "Engine", "Outputs"]
+__all__ = ["Device", "Engine", "EngineBrokenError", "Outputs"]

@@ -23,7 +23,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
-from warpfit_server.engine.base import Engine, Outputs
+from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.logs import configure_logging
 from warpfit_server.segments import Segment
 
@@ -87,6 +87,9 @@ class EngineProcess:
             )
         except WarpfitError as error:
             finished = wire.Finished(message.request, error=error)
+        except EngineBrokenError:
+            _LOG.exception("the engine is broken; the front door starts a new process")
+            os._exit(4)
         except Exception:
             _LOG.exception("evaluation failed")
             bug = InternalError("the engine failed on this batch", "ENGINE_FAILURE")

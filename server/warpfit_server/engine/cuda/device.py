@@ -21,6 +21,7 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
+_ERROR_OUT_OF_MEMORY: Final = 2
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
 
@@ -75,6 +76,25 @@ class CudaDevice:
         self._pool.set_limit(size=self.memory_limit)
         self._idle: list[StreamContext] = []
         self._lock = threading.Lock()
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Exceptions with which the driver and the runtime report errors."""
+        cuda = self.cupy.cuda
+        return cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Tell whether one of `errors` only says that memory is short."""
+        return getattr(error, "status", None) == _ERROR_OUT_OF_MEMORY
+
+    def out_of_memory(self) -> ResourceExhaustedError:
+        """Error for memory that CUDA itself needs and does not get, as for a graph."""
+        return ResourceExhaustedError(
+            f"the device has {self.available()} bytes left, too few for CUDA's own needs",
+            "DEVICE_MEMORY",
+            "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
+            available=self.available(),
+        )
 
     @property
     def architecture(self) -> int:

@@ -16,7 +16,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.base import Device, Outputs
+from warpfit_server.engine.base import Device, EngineBrokenError, Outputs
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
@@ -106,17 +106,16 @@ class CudaEngine:
             DatasetNotFoundError: if the data set is not loaded.
             ResourceExhaustedError: if device memory is short, or the compiled tier was asked for
                 and cannot take the batch; the next evaluation works.
+            EngineBrokenError: if the device reports an error, after which it answers no more.
 
         """
         resident = self._resident(evaluation.dataset_id)
-        tier = evaluation.tier
-        if tier is Tier.AUTO:
-            tier = self._choose(resident, evaluation)
-        evaluator = self._compiled if tier is Tier.COMPILED else self._interpreter
-        timings = evaluator.evaluate(resident, evaluation, outputs)
-        mode, token_rows = _work(resident, evaluation)
-        self._planner.observe(tier, mode, token_rows, timings.compute / 1e9)
-        return timings
+        try:
+            return self._evaluate(resident, evaluation, outputs)
+        except self._device.errors as error:
+            if self._device.is_out_of_memory(error):
+                raise self._device.out_of_memory() from error
+            raise EngineBrokenError(str(error)) from error
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
@@ -125,6 +124,18 @@ class CudaEngine:
         with self._lock:
             self._residents.clear()
         self._device.close()
+
+    def _evaluate(
+        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Timings:
+        tier = evaluation.tier
+        if tier is Tier.AUTO:
+            tier = self._choose(resident, evaluation)
+        evaluator = self._compiled if tier is Tier.COMPILED else self._interpreter
+        timings = evaluator.evaluate(resident, evaluation, outputs)
+        mode, token_rows = _work(resident, evaluation)
+        self._planner.observe(tier, mode, token_rows, timings.compute / 1e9)
+        return timings
 
     def _resident(self, content_id: bytes) -> ResidentDataset:
         with self._lock:

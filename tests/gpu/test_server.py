@@ -1,0 +1,112 @@
+"""A real server with the CUDA engine: answers, tiers, and a real illegal memory access."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.server import ServerProcess
+from warpfit import reference
+from warpfit.request import Loss, Tier
+from warpfit.workload import thesis_mix
+
+ROWS = 100_000
+OPERATORS = ("add", "sub", "mul", "sqrtabs", "sin")
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with ServerProcess(engine="cuda") as process:
+        yield process
+
+
+@pytest.fixture
+def client(server):
+    with warpfit.connect(server.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def table():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(ROWS, 10)).astype(np.float32)
+    return X, rng.normal(size=ROWS).astype(np.float32)
+
+
+def test_info_names_the_device(client):
+    (device,) = client.info().devices
+    assert client.info().engine == "cuda"
+    assert device.memory > 1 << 30
+    assert device.compute_capability
+    assert device.driver
+    assert device.tiers == (Tier.INTERPRETER, Tier.COMPILED)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_values_and_losses(client, table, tier):
+    X, y = table
+    programs, parameters = thesis_mix(5, 30, operators=OPERATORS)
+    data = client.upload(X, y)
+    values = client.evaluate(data, programs, parameters=parameters, tier=tier)
+    answer = client.run(data, programs, parameters, loss="mse", tier=tier)
+    expected = reference.evaluate(programs, X.T, parameters).T
+    np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-3)
+    losses = reference.loss(Loss.MSE, values.T.astype(float), y)
+    np.testing.assert_allclose(answer.losses, losses, rtol=1e-6)
+    if tier is not Tier.AUTO:
+        assert answer.timings.tier is tier
+
+
+def test_a_repeated_batch_is_compiled_in_the_background(client, table):
+    X, y = table
+    programs, parameters = thesis_mix(6, 300)
+    data = client.upload(np.tile(X, (5, 1)), np.tile(y, 5))
+    first = client.run(data, programs, parameters, loss="mse", precision="fast")
+    assert first.timings.tier is Tier.INTERPRETER
+    deadline = time.monotonic() + 60
+    while True:
+        answer = client.run(data, programs, parameters, loss="mse", precision="fast")
+        if answer.timings.tier is Tier.COMPILED:
+            break
+        assert time.monotonic() < deadline, "never compiled"
+    finite = np.isfinite(first.losses) & np.isfinite(answer.losses)
+    assert finite.sum() > 50
+    close = np.isclose(first.losses[finite], answer.losses[finite], rtol=1e-2)
+    assert close.mean() > 0.95  # fast mode: approximations differ, and some losses are all rounding
+
+
+def test_an_illegal_memory_access_costs_only_a_retry(engine, tmp_path):
+    X = np.arange(12.0).reshape(4, 3)
+    trigger = tmp_path / "fault"
+    paths = [str(Path(__file__).parent / "fault"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "WARPFIT_TEST_FAULT": str(trigger),
+    }
+    with (
+        ServerProcess(engine="cuda", **environment) as server,
+        warpfit.connect(server.address) as client,
+    ):
+        data = client.upload(X)
+        healthy = server.engine().pid
+        np.testing.assert_array_equal(client.evaluate(data, ["x1 + x2"])[:, 0], X[:, 0] + X[:, 1])
+        for _ in range(2):
+            trigger.touch()
+            started = time.monotonic()
+            values = client.evaluate(data, ["x1 * x3"])
+            elapsed = time.monotonic() - started
+            np.testing.assert_array_equal(values[:, 0], X[:, 0] * X[:, 2])
+            assert not trigger.exists()
+            print(f"back after {elapsed:.2f} s")
+        assert server.engine().pid != healthy
+
+        impatient = warpfit.RetryPolicy(total_seconds=0)
+        with warpfit.connect(server.address, retry=impatient) as other:
+            trigger.touch()
+            with pytest.raises(warpfit.errors.UnavailableError):
+                other.evaluate(data, ["x1"])
