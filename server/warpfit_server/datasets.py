@@ -8,10 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
@@ -111,7 +107,6 @@ class DatasetStore:
 
     def abandon(self, upload: Upload) -> None:
         """Give the memory of an unfinished upload back."""
-        upload.close()
         upload.segment.close()
         self._unreserve(upload.layout.nbytes)
 
@@ -123,7 +118,6 @@ class DatasetStore:
 
         """
         upload.verify()
-        upload.close()
         fresh = ResidentDataset(upload.content_id, upload.layout, upload.segment)
         with self._lock:
             dataset = self._resident.setdefault(upload.content_id, fresh)
@@ -184,7 +178,6 @@ class Upload:
         self.layout = layout
         self.content_id = content_id
         self.segment = segment
-        self._target: NDArray[Any] = segment.array(np.uint8, (layout.nbytes,))
         self._digest = hashlib.sha256(layout.header())
         self._received = 0
 
@@ -203,13 +196,9 @@ class Upload:
                 "Send exactly (variables + target + weights) x rows numbers of the dtype",
                 "data",
             )
-        self._target[self._received : end] = np.frombuffer(data, dtype=np.uint8)
+        self.segment.write(data, self._received)
         self._digest.update(data)
         self._received = end
-
-    def close(self) -> None:
-        """Let go of the shared memory, so that an exception's traceback does not keep it."""
-        self._target = np.empty(0, dtype=np.uint8)
 
     def verify(self) -> None:
         """Check that the upload is complete and is what its id says.

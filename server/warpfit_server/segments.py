@@ -68,6 +68,12 @@ class Segment:
             return np.empty(shape, kind)
         return np.frombuffer(self._map, kind, count, offset).reshape(shape)
 
+    def write(self, data: memoryview, offset: int) -> None:
+        """Copy bytes into the segment without the page faults that a fresh mapping costs."""
+        while data:
+            written = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
     def view(self) -> memoryview:
         """View of the segment as bytes."""
         return memoryview(self._map)
