@@ -1,0 +1,68 @@
+"""The one place that touches protobuf messages: domain types <-> messages of evaluator.proto."""
+
+from __future__ import annotations
+
+from warpfit.codec.answers import (
+    ResultAssembler,
+    answer_from_bytes,
+    result_end,
+    result_start,
+    timings_from_message,
+    timings_to_message,
+    value_pieces,
+)
+from warpfit.codec.datasets import (
+    check_content_id,
+    dataset_info,
+    dataset_info_from_bytes,
+    get_message,
+    layout_from_message,
+    layout_to_message,
+    release_message,
+    release_response,
+    upload_data,
+    upload_header,
+    upload_messages,
+    upload_start,
+)
+from warpfit.codec.failures import ERROR_METADATA_KEY, error_from_status, error_to_detail
+from warpfit.codec.framing import parse_message
+from warpfit.codec.requests import evaluation_from_message, evaluation_to_message
+from warpfit.codec.server import (
+    info_from_message,
+    info_request,
+    info_to_message,
+    operator_infos,
+)
+
+__all__ = [
+    "ERROR_METADATA_KEY",
+    "ResultAssembler",
+    "answer_from_bytes",
+    "check_content_id",
+    "dataset_info",
+    "dataset_info_from_bytes",
+    "error_from_status",
+    "error_to_detail",
+    "evaluation_from_message",
+    "evaluation_to_message",
+    "get_message",
+    "info_from_message",
+    "info_request",
+    "info_to_message",
+    "layout_from_message",
+    "layout_to_message",
+    "operator_infos",
+    "parse_message",
+    "release_message",
+    "release_response",
+    "result_end",
+    "result_start",
+    "timings_from_message",
+    "timings_to_message",
+    "upload_data",
+    "upload_header",
+    "upload_messages",
+    "upload_start",
+    "value_pieces",
+]

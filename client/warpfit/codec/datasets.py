@@ -1,0 +1,156 @@
+"""Data sets: shape, upload, identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from warpfit.codec.framing import (
+    WIRE_DTYPES,
+    parse_message,
+    read_varint,
+    varint,
+)
+from warpfit.dataset import DTYPES, Dataset, Layout
+from warpfit.errors import InvalidArgumentError
+from warpfit.v1 import evaluator_pb2 as pb
+
+CONTENT_ID_BYTES: Final = 32
+#: Field 2 (``data``) of UploadVariablesRequest, wire type 2.
+_DATA_TAG: Final = bytes([2 << 3 | 2])
+
+
+def layout_to_message(layout: Layout) -> pb.DatasetLayout:
+    """Encode a data set's shape."""
+    return pb.DatasetLayout(
+        dtype=WIRE_DTYPES[layout.dtype],
+        variables=layout.variables,
+        rows=layout.rows,
+        has_target=layout.has_target,
+        has_weights=layout.has_weights,
+        names=layout.names,
+    )
+
+
+def layout_from_message(message: pb.DatasetLayout) -> Layout:
+    """Decode and check a data set's shape.
+
+    Raises:
+        InvalidArgumentError: for an unknown dtype, no rows, or names that do not fit.
+
+    """
+    if message.dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"dtype {message.dtype} is not supported",
+            "BAD_DTYPE",
+            "Send DTYPE_FLOAT32 or DTYPE_FLOAT64",
+            "layout.dtype",
+        )
+    layout = Layout(
+        dtype=DTYPES[message.dtype],
+        variables=message.variables,
+        rows=message.rows,
+        has_target=message.has_target,
+        has_weights=message.has_weights,
+        names=tuple(message.names),
+    )
+    layout.check()
+    return layout
+
+
+def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[bytes]:
+    """Serialize an upload: the header, then the payload in pieces of ``chunk_bytes``.
+
+    Framed by hand: protobuf would copy each piece twice more.
+    """
+    layout = layout_to_message(dataset.layout)
+    header = pb.UploadHeader(layout=layout, content_id=dataset.content_id)
+    yield pb.UploadVariablesRequest(header=header).SerializeToString()
+    for chunk in dataset.chunks(chunk_bytes):
+        yield b"".join((_DATA_TAG, varint(len(chunk)), chunk))
+
+
+def get_message(dataset: Dataset) -> pb.GetVariablesRequest:
+    """Encode the question whether a data set is resident."""
+    return pb.GetVariablesRequest(content_id=dataset.content_id)
+
+
+def release_message(dataset: Dataset) -> pb.ReleaseVariablesRequest:
+    """Encode the release of a data set."""
+    return pb.ReleaseVariablesRequest(content_id=dataset.content_id)
+
+
+def release_response() -> pb.ReleaseVariablesResponse:
+    """Encode that a data set was released."""
+    return pb.ReleaseVariablesResponse()
+
+
+def upload_data(message: bytes) -> memoryview:
+    """Decode a message of an upload after the first; returns the payload bytes without copying.
+
+    Raises:
+        InvalidArgumentError: if it carries no data.
+
+    """
+    length, start = read_varint(message, 1)
+    if message[:1] == _DATA_TAG and start + length == len(message):
+        return memoryview(message)[start:]
+    parsed = parse_message(pb.UploadVariablesRequest, message)  # whatever else protobuf allows
+    if parsed.WhichOneof("part") != "data":
+        raise InvalidArgumentError(
+            "a message of the upload after the first carries no data",
+            "BAD_HEADER",
+            "Send one header, then only messages with `data`",
+            "header",
+        )
+    return memoryview(parsed.data)
+
+
+def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
+    """Decode the first message of an upload.
+
+    Raises:
+        InvalidArgumentError: if it is no header, or the header is wrong.
+
+    """
+    if message.WhichOneof("part") != "header":
+        raise InvalidArgumentError(
+            "the upload does not start with a header",
+            "BAD_HEADER",
+            "Send one message with `header` first, then messages with `data`",
+            "header",
+        )
+    content_id = check_content_id(message.header.content_id)
+    return layout_from_message(message.header.layout), content_id
+
+
+def upload_start(data: bytes) -> tuple[Layout, bytes]:
+    """Decode the serialized first message of an upload; fails as `upload_header` does."""
+    return upload_header(parse_message(pb.UploadVariablesRequest, data))
+
+
+def check_content_id(content_id: bytes) -> bytes:
+    """Return a content id of the right length.
+
+    Raises:
+        InvalidArgumentError: for any other length.
+
+    """
+    if len(content_id) != CONTENT_ID_BYTES:
+        raise InvalidArgumentError(
+            f"content_id has {len(content_id)} bytes, not {CONTENT_ID_BYTES}",
+            "BAD_DATASET_ID",
+            "Send the SHA-256 of the data set",
+            "content_id",
+        )
+    return content_id
+
+
+def dataset_info(content_id: bytes, layout: Layout) -> pb.DatasetInfo:
+    """Encode what identifies a resident data set."""
+    return pb.DatasetInfo(content_id=content_id, layout=layout_to_message(layout))
+
+
+def dataset_info_from_bytes(data: bytes) -> pb.DatasetInfo:
+    """Parse the answer to an upload."""
+    return pb.DatasetInfo.FromString(data)

@@ -1,0 +1,86 @@
+"""Errors: the detail in the trailing metadata, and gRPC's own errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from warpfit import errors
+from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.v1 import evaluator_pb2 as pb
+
+#: Name of the trailing metadata entry with the ErrorDetail of a failed call.
+ERROR_METADATA_KEY: Final = "warpfit-error-bin"
+_UINT64_MAX: Final = 2**64 - 1
+#: gRPC's own words for a message over the limit, sent or received.
+_TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
+#: What to do about an error that gRPC itself raised.
+_REMEDIES: Final = {
+    "UNAVAILABLE": "Check that the server runs and that address and port are right",
+    "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once",
+    "UNIMPLEMENTED": "Server and client differ in version: upgrade the older one",
+}
+
+
+def error_to_detail(error: WarpfitError) -> bytes:
+    """Serialize an error for the trailing metadata entry ``ERROR_METADATA_KEY``."""
+    return pb.ErrorDetail(
+        reason=error.reason,
+        message=error.message,
+        remedy=error.remedy,
+        field=error.field,
+        expression=error.expression,
+        token=error.token,
+        needed=None if error.needed is None else min(error.needed, _UINT64_MAX),
+        available=error.available,
+    ).SerializeToString()
+
+
+def error_from_status(
+    status: str, details: str, metadata: Sequence[tuple[str, str | bytes]] | None
+) -> WarpfitError:
+    """Rebuild the server's error from a failed call.
+
+    Args:
+        status: name of the gRPC status code.
+        details: status message, used when the server sent no detail (gRPC's own errors).
+        metadata: trailing metadata of the call.
+
+    """
+    cls = errors.BY_STATUS.get(status, errors.InternalError)
+    for key, value in metadata or ():
+        if key == ERROR_METADATA_KEY and isinstance(value, bytes):
+            try:
+                return _error_from_detail(cls, value)
+            except DecodeError:
+                break  # the plain status is better than nothing
+    return _grpc_error(cls, status, details)
+
+
+def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitError:
+    """Explain an error that gRPC itself raised, on either side."""
+    sizes = _TOO_LARGE.search(details)
+    if sizes:
+        return errors.ResourceExhaustedError(
+            f"one message has {sizes[1]} bytes, the limit is {sizes[2]}",
+            "MESSAGE_TOO_LARGE",
+            "Send fewer expressions at once, or raise the limit on the side that refused it "
+            "(client: TransportConfig.message_bytes; server: its message limit)",
+            needed=int(sizes[1]),
+            available=int(sizes[2]),
+        )
+    return cls(details or status, status, _REMEDIES.get(status, ""))
+
+
+def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
+    detail = pb.ErrorDetail.FromString(data)
+    optional = {
+        name: getattr(detail, name) if detail.HasField(name) else None
+        for name in ("expression", "token", "needed", "available")
+    }
+    if cls is InvalidArgumentError and optional["expression"] is not None:
+        cls = errors.ProgramError
+    return cls(detail.message, detail.reason, detail.remedy, detail.field, **optional)

@@ -1,0 +1,84 @@
+"""What all messages share: parsing, enumerations, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+from numpy.typing import DTypeLike, NDArray
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.request import Tier
+from warpfit.v1 import evaluator_pb2 as pb
+
+K = TypeVar("K")
+M = TypeVar("M", bound=Message)
+
+WIRE_DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
+TIERS: Final = {
+    Tier.AUTO: pb.TIER_AUTO,
+    Tier.INTERPRETER: pb.TIER_INTERPRETER,
+    Tier.COMPILED: pb.TIER_COMPILED,
+}
+
+
+def parse_message(cls: type[M], data: bytes) -> M:
+    """Parse a request.
+
+    Raises:
+        InvalidArgumentError: if the bytes are not a message of this type.
+
+    """
+    try:
+        return cls.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgumentError(
+            f"the request is not a {cls.DESCRIPTOR.full_name}",
+            "MALFORMED_MESSAGE",
+            "Encode it from warpfit/v1/evaluator.proto",
+        ) from error
+
+
+def enum_member(table: Mapping[K, int], value: int, field: str) -> K:
+    """Decode an enumeration.
+
+    Raises:
+        InvalidArgumentError: if the value is not defined.
+
+    """
+    for key, code in table.items():
+        if code == value:
+            return key
+    raise InvalidArgumentError(
+        f"{field} {value} is not defined",
+        "BAD_ENUM",
+        f"Use a value from 0 to {max(table.values())}",
+        field,
+    )
+
+
+def read_varint(data: bytes, start: int) -> tuple[int, int]:
+    """Return the number at ``start`` and where it ends; (0, start) if there is none."""
+    value = 0
+    for position, byte in enumerate(data[start : start + 10]):
+        value |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            return value, start + position + 1
+    return 0, start
+
+
+def varint(value: int) -> bytes:
+    """Encode a number as protobuf does."""
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)
+
+
+def pack(array: NDArray[Any], dtype: DTypeLike) -> bytes:
+    """Pack numbers as little-endian bytes."""
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
