@@ -41,15 +41,19 @@ def test_batches_are_counted_apart():
         assert planner.advise(number, "fast", LARGE, 300) is Advice.INTERPRET
 
 
-def test_rates_follow_observation():
+def test_costs_follow_observation():
+    planner = _planner()
+    truth = Cost(launch=1e-3, rate=5e12)
+    for turn in range(400):
+        work = SMALL if turn % 2 else LARGE
+        planner.observe(Tier.COMPILED, "fast", work, truth.seconds(work))
+    learnt = planner.costs[Tier.COMPILED, "fast"]
+    assert learnt.launch == pytest.approx(truth.launch, rel=0.02)
+    assert learnt.rate == pytest.approx(truth.rate, rel=0.02)
+
+
+def test_a_tier_found_slow_is_no_longer_chosen():
     planner = _planner()
     for _ in range(60):
         planner.observe(Tier.COMPILED, "fast", LARGE, 1.0)
-    assert planner.costs[Tier.COMPILED, "fast"].rate == pytest.approx(LARGE, rel=0.01)
     assert planner.advise("a", "fast", LARGE, 300) is Advice.INTERPRET
-
-
-def test_short_evaluations_tell_nothing_of_the_rate():
-    cost = Cost(launch=20e-6, rate=1e12)
-    assert cost.corrected(1000, 30e-6) is cost
-    assert cost.corrected(0, 1.0) is cost

@@ -25,6 +25,7 @@ import platform
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -75,7 +76,7 @@ class CpuEngine:
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
-        name = platform.processor() or platform.machine()
+        name = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [Device(name=name, threads=self.threads, memory=memory)]
 
@@ -97,7 +98,7 @@ class CpuEngine:
         dataset = self._datasets.get(evaluation.dataset_id)
         if dataset is None:
             raise DatasetNotFoundError(
-                "the data set is not loaded", "UNKNOWN_DATASET", "Upload it again", "dataset_id"
+                "the data set is not loaded", "DATASET_NOT_FOUND", "Upload it again", "dataset_id"
             )
         start = time.perf_counter_ns()
         try:
@@ -237,6 +238,15 @@ class _Work:
                 self._finished += 1
             groups = self._finished // len(self.spans)
             return self.pieces[groups - 1][1] // self.vectors if groups else 0
+
+
+def _processor() -> str:
+    """Model of the CPU as Linux names it, else the architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _spans(rows: tuple[int, int], block: int) -> list[tuple[int, int]]:

@@ -26,10 +26,8 @@ from warpfit.request import Tier
 
 #: Batches whose repetitions are counted.
 _REMEMBERED: Final = 4096
-#: Weight of a new observation of a rate.
+#: Weight of a new observation.
 _GAIN: Final = 0.2
-#: Observations this much longer than the launch alone say something about the rate.
-_TELLING: Final = 3.0
 #: Seconds of one thread to compile one expression as part of a fused group.
 _COMPILE_SECONDS: Final = 0.012
 
@@ -39,7 +37,7 @@ class Cost:
     """Cost of one tier in one mode of arithmetic."""
 
     launch: float
-    """Seconds of an evaluation of next to nothing."""
+    """Seconds of an evaluation of next to nothing, work on the host included."""
     rate: float
     """Token-rows a second."""
 
@@ -48,11 +46,14 @@ class Cost:
         return self.launch + token_rows / self.rate
 
     def corrected(self, token_rows: int, seconds: float) -> Cost:
-        """Take an observation in; short ones are all launch and tell nothing of the rate."""
-        if seconds < _TELLING * self.launch or not token_rows:
-            return self
-        observed = token_rows / (seconds - self.launch)
-        return Cost(self.launch, self.rate * (observed / self.rate) ** _GAIN)
+        """Take an observation in: each term answers for its share of the prediction."""
+        predicted = self.seconds(token_rows)
+        share = self.launch / predicted
+        surprise = seconds / predicted
+        return Cost(
+            launch=self.launch * surprise ** (_GAIN * share),
+            rate=self.rate / surprise ** (_GAIN * (1 - share)),
+        )
 
 
 #: Where the model starts: measured on one H200 (tests/bench/results/gpu_*.json). Rates of other
