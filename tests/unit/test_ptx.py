@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpfit.ir import Batch, Program
-from warpfit.ops import OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 from warpfit.workload import random_program, thesis_mix
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -211,7 +211,10 @@ def test_slots_hold_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
         own = slots[:, lifted.slot_starts[index] : lifted.slot_starts[index + 1]]
         for vector in range(vectors):
             assert tokens_with_numbers(shape, own[vector]) == [
-                (code, parameters[index][vector][int(value)] if code == PARAMETER else value)
+                (
+                    PARAMETER if code == CONSTANT else code,
+                    parameters[index][vector][int(value)] if code == PARAMETER else value,
+                )
                 for code, value in zip(program.codes.tolist(), program.values.tolist(), strict=True)
                 if code not in OPERATOR_CODES
             ] or literal_exponent(program)
