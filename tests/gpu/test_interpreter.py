@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from support.evaluations import Evaluate, ulps
-from support.strategies import edge_values
+from support.evaluations import Evaluate
+from support.operators import FAST_RANGES, assert_close, expected_of, operand_rows, subprograms
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     CancelledError,
@@ -26,49 +26,7 @@ from warpfit_server.engine.cuda.interpreter import Tuning
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
-#: Bounds in ulp that CUDA documents for float32 functions above 2, and for what is built on them.
-BOUNDS = {"pow": 4, "powabs": 4, "tan": 4, "atan2": 3, "sinh": 3, "aq": 4, "logistic": 3, "plog": 3}
-#: NumPy's own float64 functions err by up to 4 ulp.
-REFERENCE_ULPS = {np.float32: 0.5, np.float64: 4.0}
 DTYPES = [np.float32, np.float64]
-
-
-def operand_rows(arity: int, dtype, seed: int = 0) -> np.ndarray:
-    """Every combination of edge values (a sample of them for three operands), and random rows."""
-    rng = np.random.default_rng(seed)
-    edges = np.array(edge_values(dtype), dtype=dtype)
-    if arity < 3:
-        first, second = (axis.ravel() for axis in np.meshgrid(edges, edges))
-        combined = np.stack([first, second, first])
-    else:
-        combined = rng.choice(edges, size=(3, 4000))
-    wide = rng.normal(size=(3, 2000)) * 10.0 ** rng.uniform(-6, 6, size=(3, 2000))
-    near = rng.uniform(-2, 2, size=(3, 2000))
-    return np.concatenate([combined, wide, near], axis=1).astype(dtype)
-
-
-def expected_of(operator, operands: list[np.ndarray], dtype) -> np.ndarray:
-    """NumPy's float64 result.
-
-    fma cancels, so that its roundings must be the data type's, and so must the thresholds of the
-    protected operators, which random operands meet only at that very value.
-    """
-    at_threshold = np.any([np.abs(operand) == dtype(0.001) for operand in operands])
-    guarded = operator.name in ("pdiv", "plog", "pinv") and at_threshold
-    kind = dtype if operator.name == "fma" or guarded else np.float64
-    with np.errstate(all="ignore"):
-        return np.asarray(operator.numpy(*[o.astype(kind) for o in operands]), dtype=np.float64)
-
-
-def assert_close(name: str, got: np.ndarray, expected: np.ndarray, operands) -> None:
-    dtype = got.dtype.type
-    bound = BOUNDS.get(name, 2) + REFERENCE_ULPS[dtype]
-    distance = ulps(got, expected)
-    worst = int(np.argmax(distance))
-    assert distance[worst] <= bound, (
-        f"{name}: {distance[worst]:.1f} ulp at {[float(o[worst]) for o in operands]}: "
-        f"got {got[worst]!r}, expected {expected[worst]!r}"
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,21 +50,6 @@ def test_operator_of_parameters(evaluate: Evaluate, name, dtype):
     got = evaluate(Dataset.of(np.zeros((2, 1)), dtype=dtype), [program], [operands.T]).values
     np.testing.assert_array_equal(got[0, :, 0], got[0, :, 1])
     assert_close(name, got[0, :, 0], expected_of(operator, list(operands), dtype), operands)
-
-
-def subprograms(program: Program) -> list[tuple[Program, list[Program]]]:
-    """Every operator node as a program, with its operands as programs."""
-    nodes: list[tuple[Program, list[Program]]] = []
-
-    def leaf(code, value):
-        return Program([code], [value])
-
-    def operator(row, operands):
-        nodes.append((Program.apply(row, *operands), operands))
-        return nodes[-1][0]
-
-    program.fold(leaf, operator)
-    return nodes
 
 
 @pytest.mark.parametrize("rows", [None, 4, 8, 16])
@@ -277,22 +220,6 @@ def test_results_larger_than_a_chunk(evaluate: Evaluate, tuned, dtype, chunk):
     np.testing.assert_allclose(cut.losses, whole.losses, rtol=1e-13)
     assert pieces.announced == sorted(pieces.announced)
     assert pieces.announced[-1] == 15
-
-
-#: Fast mode: operands drawn from these ranges, and the relative error that is promised there.
-FAST_RANGES = {
-    "pow": ((0.1, 10.0), (-3.0, 3.0)),
-    "powabs": ((0.1, 10.0), (-3.0, 3.0)),
-    "log": ((2.0, 1e6),),
-    "logabs": ((2.0, 1e6),),
-    "log2": ((2.0, 1e6),),
-    "log10": ((2.0, 1e6),),
-    "asin": ((-1.0, 1.0),),
-    "acos": ((-1.0, 0.9),),
-    "sqrt": ((1e-6, 1e6),),
-    "log1p": ((-0.9, 1e6),),
-    "tan": ((-1.0, 1.0),),
-}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
