@@ -76,7 +76,7 @@ def test_a_repeated_batch_is_compiled_in_the_background(client, table):
             break
         assert time.monotonic() < deadline, "never compiled"
     finite = np.isfinite(first.losses) & np.isfinite(answer.losses)
-    assert finite.sum() > 50
+    assert finite.sum() > 30
     close = np.isclose(first.losses[finite], answer.losses[finite], rtol=1e-2)
     assert close.mean() > 0.95  # fast mode: approximations differ, and some losses are all rounding
 

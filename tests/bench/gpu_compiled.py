@@ -1,0 +1,190 @@
+"""Benchmark of compiled kernels on a CUDA device: repeated batches with new parameters, losses.
+
+``python tests/bench/gpu_compiled.py [--sweep] [--out DIRECTORY]`` writes results/gpu_compiled.json.
+Times are medians of CUDA events around one launch of the batch's CUDA graph: parameters to the
+device, all kernels, sums to the host. ``compile`` is the time from 300 fresh expressions to loaded
+modules, nothing cached. ``--sweep`` prints how the layout of the work matters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.results import write_result
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.compiled import CompiledTier, CompiledTuning
+from warpfit_server.engine.cuda.device import CudaDevice
+from warpfit_server.engine.cuda.kernels import KernelStore
+from warpfit_server.engine.cuda.resident import ResidentDataset, upload
+
+MODES = {
+    "float32 fast": (np.float32, Precision.FAST),
+    "float32 precise": (np.float32, Precision.PRECISE),
+    "float64": (np.float64, Precision.PRECISE),
+}
+MIXES = {"thesis mix": None, "+ - *": ("add", "sub", "mul")}
+#: Results a clock of a multiprocessor, and its clock on an H200 in GHz.
+SPECIAL_PER_CLOCK, FLOAT_PER_CLOCK, CLOCK = 16, 128, 1.98
+#: Special functions of each operator in fast mode.
+SPECIAL = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
+
+
+class Bench:
+    """A device with its kernels, in a cache directory of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.device = CudaDevice(cache_directory=directory)
+        self.kernels = KernelStore(self.device, threads=16)
+        self._residents: dict[Any, ResidentDataset] = {}
+
+    def resident(self, rows: int, dtype: Any) -> ResidentDataset:
+        if (rows, dtype) not in self._residents:
+            self._residents.clear()
+            rng = np.random.default_rng(0)
+            dataset = Dataset.of(
+                rng.uniform(0.5, 2, (rows, 10)), rng.normal(size=rows), dtype=dtype
+            )
+            self._residents[rows, dtype] = upload(self.device, dataset)
+        return self._residents[rows, dtype]
+
+    def evaluation(self, resident: ResidentDataset, mix: str, mode: str, seed: int) -> Evaluation:
+        options = {} if MIXES[mix] is None else {"operators": MIXES[mix]}
+        programs, parameters = thesis_mix(seed, **options)
+        batch = Batch.of(programs, parameters)
+        return Evaluation(
+            resident.dataset.content_id,
+            batch,
+            precision=MODES[mode][1],
+            loss=Loss.MSE,
+            values=False,
+            tier=Tier.COMPILED,
+        )
+
+    def seconds(
+        self, tuning: CompiledTuning | None, rows: int, mix: str, mode: str, repeats: int = 30
+    ) -> tuple[float, int]:
+        """Median device seconds of a repeated batch, and its tokens."""
+        tier = CompiledTier(self.device, self.kernels, tuning)
+        resident = self.resident(rows, MODES[mode][0])
+        evaluation = self.evaluation(resident, mix, mode, 1)
+        rng = np.random.default_rng(2)
+        times = []
+        for _ in range(repeats):
+            moved = evaluation.batch.parameters * rng.uniform(0.9, 1.1)
+            turn = replace(evaluation, batch=replace(evaluation.batch, parameters=moved))
+            times.append(tier.evaluate(resident, turn, outputs(turn)).compute / 1e9)
+        return float(np.median(times[2:])), len(evaluation.batch.codes)
+
+
+def outputs(evaluation: Evaluation) -> Outputs:
+    losses = np.empty((len(evaluation.batch), 1))
+    return Outputs(None, losses, np.zeros(1, np.uint8), lambda _: None)
+
+
+def compile_seconds(bench: Bench, mode: str) -> float:
+    """300 fresh expressions to loaded modules, the device library already built."""
+    tier = CompiledTier(bench.device, bench.kernels)
+    resident = bench.resident(1000, MODES[mode][0])
+    tier.evaluate(
+        resident, first := bench.evaluation(resident, "thesis mix", mode, 7), outputs(first)
+    )
+    times = []
+    for seed in (8, 9, 10):
+        fresh = bench.evaluation(resident, "thesis mix", mode, seed)
+        started = time.perf_counter()
+        prepared = tier.prepare(resident, fresh)
+        for future in bench.kernels.request(prepared.keys):
+            future.result()
+        times.append(time.perf_counter() - started)
+    return float(np.median(times))
+
+
+def bound(batch: Batch, rows: int, multiprocessors: int, seconds: float) -> dict[str, Any]:
+    """Least time that special functions, float operations and memory allow in fast mode.
+
+    Nothing is subtracted for work that is hoisted out of the row loop or shared.
+    """
+    counts = np.bincount(batch.codes, minlength=256)
+    special = sum(n * int(counts[OPERATORS[name].code]) for name, n in SPECIAL.items()) * rows
+    operations = int(counts[16:].sum()) * rows
+    clock = multiprocessors * CLOCK * 1e9
+    least = {
+        "special_us": special / (SPECIAL_PER_CLOCK * clock) * 1e6,
+        "float_us": operations / (FLOAT_PER_CLOCK * clock) * 1e6,
+        "memory_us": 11 * rows * 4 / 4.2e12 * 1e6,
+    }
+    return {
+        "special_functions": special,
+        "operations": operations,
+        "bytes": 11 * rows * 4,
+        **{name: round(value, 1) for name, value in least.items()},
+        "fraction": round(max(least.values()) / (seconds * 1e6), 3),
+    }
+
+
+def sweep(bench: Bench) -> None:
+    for mix, group, lanes, rows in product(MIXES, (5, 10, 25), (1, 2, 4), (100_000, 1_000_000)):
+        cells = []
+        for blocks in (33, 66, 132, 264, 528):
+            tuning = CompiledTuning(
+                group_size=group, group_tokens=40 * group, rows=lanes, blocks=blocks
+            )
+            seconds, tokens = bench.seconds(tuning, rows, mix, "float32 fast", 12)
+            cells.append(f"{blocks}: {tokens * rows / seconds / 1e12:5.2f}")
+        print(f"{mix:10} group {group:2} rows a thread {lanes} {rows:>9,}", *cells, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(Path(directory))
+        if arguments.sweep:
+            sweep(bench)
+        rows = []
+        for mix, mode, count in product(MIXES, MODES, (10_000, 100_000, 1_000_000)):
+            seconds, tokens = bench.seconds(None, count, mix, mode)
+            row = {
+                "mix": mix,
+                "mode": mode,
+                "rows": count,
+                "tokens": tokens,
+                "microseconds": round(seconds * 1e6, 1),
+                "token_rows_per_second": tokens * count / seconds,
+            }
+            if mode == "float32 fast":
+                batch = bench.evaluation(bench.resident(count, np.float32), mix, mode, 1).batch
+                row["bound"] = bound(batch, count, bench.device.multiprocessors, seconds)
+            rows.append(row)
+            print(row, flush=True)
+        content = {
+            "device": {"name": bench.device.name, "driver": bench.device.driver},
+            "compile_300_expressions_16_threads_seconds": {
+                mode: compile_seconds(bench, mode) for mode in MODES
+            },
+            "results": rows,
+        }
+        directories = [arguments.out] if arguments.out else []
+        print(write_result("gpu_compiled", content, *directories))
+
+
+if __name__ == "__main__":
+    main()
