@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
@@ -35,6 +37,18 @@ MAX_ROWS: Final = 1 << 30
 MAX_TOKENS: Final = 2_000
 
 
+def _cheap_codes() -> NDArray[np.bool_]:
+    """Mark the codes that take no division and no function but abs; bool [256]."""
+    cheap = np.ones(256, dtype=np.bool_)
+    for operator in OPERATORS.values():
+        called = set(re.findall(r"(\w+)\(", operator.kernel)) - {"abs", "select"}
+        cheap[operator.code] = not called and "/" not in operator.kernel
+    return cheap
+
+
+_CHEAP: Final = _cheap_codes()
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledTuning:
     """How compiled work is laid out; the defaults are the measured best."""
@@ -43,8 +57,10 @@ class CompiledTuning:
     """Expressions of a fused kernel."""
     group_tokens: int = 400
     """Most tokens of a fused kernel of several expressions."""
-    rows: int = 2
+    rows: int = 1
     """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64."""
+    rows_cheap: int = 4
+    """The same for batches of nothing but short instructions, such as ``+ - *``."""
     blocks: int = 264
     """Most blocks of one kernel."""
     chunk_bytes: int = 256 << 20
@@ -160,7 +176,7 @@ class CompiledTier:
             values=evaluation.values,
             loss=_sum_kind(evaluation.loss),
             weighted=evaluation.loss is not None and layout.has_weights,
-            rows=min(self._tuning.rows, 16 // mode.dtype.itemsize),
+            rows=min(self._rows(evaluation.batch), 16 // mode.dtype.itemsize),
         )
         identity = (_digest(evaluation.batch), mode, output, fused)
         with self._lock:
@@ -171,6 +187,10 @@ class CompiledTier:
         with self._lock:
             self._prepared[identity] = prepared
         return prepared
+
+    def _rows(self, batch: Batch) -> int:
+        """Functions need many registers a row and hide their latency behind more warps."""
+        return self._tuning.rows_cheap if _CHEAP[batch.codes].all() else self._tuning.rows
 
     def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, *, fused: bool) -> Prepared:
         firsts = tuple(self._firsts(lifted.shapes, self._tuning.group_size if fused else 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from warpfit_server.engine.cuda.kernels import KernelStore
 from warpfit_server.engine.cuda.plan import Advice, Planner
 from warpfit_server.engine.cuda.resident import ResidentDataset, upload
 
+_LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host.
 _CONCURRENCY: Final = 8
 
@@ -58,6 +60,9 @@ class CudaEngine:
         compilers = threads or len(os.sched_getaffinity(0))
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self._interpreter = Interpreter(self._device, tuning)
+        started = time.perf_counter()
+        self._interpreter.prepare_all()
+        _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
         self._planner = Planner(compilers)
         # Cutting a batch into kernels takes Python time that its answer should not wait for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +31,10 @@ from warpfit_server.engine.cuda.source import (
     interpreter_source,
 )
 
+#: Bytes of rows that a thread works on at a time: few for little work, more for much.
+_LEAST_BYTES: Final = 16
+_MOST_BYTES: Final = 32
+_MOST_BYTES_FAST: Final = 64
 #: Field by field the structs of interpreter.cu.
 _ARGUMENTS: Final = np.dtype(
     [
@@ -169,8 +174,26 @@ class Interpreter:
         layout = resident.dataset.layout
         fast = evaluation.precision is Precision.FAST and layout.dtype == np.float32
         precision = Precision.FAST if fast else Precision.PRECISE
-        rows = self._tuning.rows or self._rows(evaluation, resident, 64 if fast else 32)
+        rows = self._tuning.rows or self._rows(
+            evaluation, resident, _MOST_BYTES_FAST if fast else _MOST_BYTES
+        )
         return Variant(layout.dtype, precision, rows)
+
+    def prepare_all(self) -> None:
+        """Load every variant that `variant` chooses; the first start on a machine compiles them."""
+        variants = [
+            Variant(np.dtype(dtype), precision, size // np.dtype(dtype).itemsize)
+            for dtype, precision, sizes in (
+                (np.float32, Precision.FAST, (_LEAST_BYTES, _MOST_BYTES_FAST)),
+                (np.float32, Precision.PRECISE, (_LEAST_BYTES, _MOST_BYTES)),
+                (np.float64, Precision.PRECISE, (_LEAST_BYTES, _MOST_BYTES)),
+            )
+            for size in sizes
+        ]
+        with ThreadPoolExecutor(len(variants), "interpreter") as threads:
+            list(threads.map(self._load, variants))  # into the cache on disk, side by side
+        for variant in variants:
+            self.prepare(variant)
 
     def prepare(self, variant: Variant) -> _Kernels:
         """Compile and load the kernels of a variant unless that has been done."""
@@ -197,7 +220,7 @@ class Interpreter:
         programs, vectors, rows = evaluation.shape(layout)
         per_thread = programs * vectors * rows / (32 * 32 * self._device.multiprocessors)
         most = most_bytes // layout.dtype.itemsize
-        return most if per_thread >= most else 16 // layout.dtype.itemsize
+        return most if per_thread >= most else _LEAST_BYTES // layout.dtype.itemsize
 
     def _pieces(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
