@@ -14,7 +14,14 @@ SMALL = 300 * 30 * 100
 
 
 def _planner(threads=16):
-    return Planner(threads)
+    """A planner for which compiled kernels launch more slowly and then run faster."""
+    return Planner(
+        threads,
+        {
+            (Tier.INTERPRETER, "fast"): Cost(20e-6, 6e12),
+            (Tier.COMPILED, "fast"): Cost(60e-6, 12e12),
+        },
+    )
 
 
 def test_small_work_is_always_interpreted():
