@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
 pytest.importorskip("cachetools")
 
+from warpfit.errors import UnavailableError
 from warpfit_server.engine.cuda.cache import DiskCache, LeasedCache
 from warpfit_server.engine.cuda.compile import Workers
 
@@ -116,3 +117,30 @@ def test_failures_reach_who_waits_and_do_not_stop_the_threads():
         assert good.result(10) == 3
     finally:
         workers.close()
+
+
+def test_closing_fails_who_waits_for_a_queued_job_and_who_comes_later():
+    workers, started, gate = Workers(1), threading.Event(), threading.Event()
+
+    def hold() -> int:
+        started.set()
+        gate.wait(10)
+        return 1
+
+    running = workers.submit("running", hold)
+    assert started.wait(10)
+    queued = workers.submit("queued", lambda: 2)
+    assert workers.submit("queued", lambda: 2, priority=0) is queued
+    closer = threading.Thread(target=workers.close)
+    closer.start()
+    assert queued is not None
+    assert wait([queued], 10).done
+    with pytest.raises(UnavailableError):
+        queued.result(0)
+    gate.set()
+    closer.join(10)
+    assert running is not None
+    assert running.result(10) == 1
+    with pytest.raises(UnavailableError):
+        workers.submit("late", lambda: 3, priority=0)
+    assert workers.submit("late", lambda: 3) is None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cuda.bindings import nvjitlink
 
-from warpfit.errors import InternalError
+from warpfit.errors import InternalError, UnavailableError
 
 T = TypeVar("T")
 
@@ -114,11 +114,16 @@ class Workers:
             The future of the job, also where another call submitted it; None if it is refused.
             A job of priority 0 (somebody waits for it) is never refused, and lifts a queued one.
 
+        Raises:
+            UnavailableError: for a job of priority 0 after `close`.
+
         """
         with self._wake:
             known = self._flying.get(key)
             if known is not None and (known.running or known.priority <= priority):
                 return known.future
+            if self._closed and priority <= 0:
+                raise _closed()
             if self._closed or (priority > 0 and len(self._queue) >= self._queue_limit):
                 self.counters.refused += 1
                 return None
@@ -130,11 +135,14 @@ class Workers:
             return future
 
     def close(self) -> None:
-        """Drop what is queued, wait for what runs."""
+        """Fail what is queued, wait for what runs."""
         with self._wake:
             self._closed = True
             for job in self._queue:
-                job.future.cancel()
+                # A job that was lifted leaves a stale entry with the same future behind.
+                if self._flying.get(job.key) is job:
+                    del self._flying[job.key]
+                    job.future.set_exception(_closed())
             self._queue.clear()
             self._wake.notify_all()
         for thread in self._threads:
@@ -170,3 +178,7 @@ class Workers:
             self.counters.done += 1 - failed
             self.counters.failed += failed
             self.counters.seconds += time.perf_counter() - started
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("the compiler has been closed", "COMPILER_CLOSED", "Start the engine")
