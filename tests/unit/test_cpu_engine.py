@@ -18,7 +18,7 @@ from warpfit import reference
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError
 from warpfit.ir import Batch, Program
-from warpfit.ops import OPERATORS
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.engine import cpu_cache
@@ -197,6 +197,7 @@ def test_an_error_of_the_receiver_stops_the_threads(evaluate):
     def fail(ready: int) -> None:
         raise ConnectionError("the receiver is gone")
 
+    evaluate.engine.load(data)
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
     values = np.empty(evaluation.shape(data.layout), np.float32)
     with pytest.raises(ConnectionError):
@@ -313,3 +314,15 @@ def test_cache_directory_from_the_environment(monkeypatch):
     monkeypatch.delenv("WARPFIT_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "other")
     assert cpu_cache.default_directory() == Path("other/warpfit")
+
+
+def test_working_memory_lives_as_long_as_it_is_used(evaluate):
+    """So much of it that the allocator maps it alone: used after its release, it would be gone."""
+    constants = np.random.default_rng(3).normal(size=600_000)
+    codes = np.tile(np.array([CONSTANT, OPERATORS["add"].code], dtype=np.uint8), len(constants))
+    values = np.stack([constants, np.zeros_like(constants)], axis=1).ravel()
+    program = Program(np.r_[np.uint8(VARIABLE), codes], np.r_[0.0, values])
+    data = make_dataset(3, "float64")
+    got = evaluate(data, [program]).values[0, 0]
+    expected = [np.add.accumulate(np.r_[x, constants])[-1] for x in data.variables[0]]
+    np.testing.assert_array_equal(got, expected)

@@ -111,7 +111,32 @@ def interpret(
     memory = np.empty((starts[-1] + 1) * _WIDTH + (slots + 1) * slot_bytes, dtype=np.uint8)
     scalars = (memory.ctypes.data + _WIDTH - 1) // _WIDTH * _WIDTH
     slot_memory = scalars + starts[-1] * _WIDTH
-    spare = slot_memory + slots * slot_bytes
+    places = (scalars, slot_memory, slot_memory + slots * slot_bytes)
+    finished = _run_cells(
+        job, kernels, lowered, parameters, parameter_starts, cells, rows, cancelled, losses,
+        starts, places, slot_bytes,
+    )  # fmt: skip
+    # Compiled code frees an array after its last use, and addresses do not count as one.
+    return finished and memory.size > 0
+
+
+@inlined
+def _run_cells(
+    job: Any,
+    kernels: Any,
+    lowered: Any,
+    parameters: Any,
+    parameter_starts: Any,
+    cells: Any,
+    rows: Any,
+    cancelled: Any,
+    losses: Any,
+    starts: Any,
+    places: Any,
+    slot_bytes: int,
+) -> bool:
+    """Run cells over rows with working memory at ``places``: scalars, slots, a spare slot."""
+    scalars, slot_memory, spare = places
     for cell in range(cells[0], cells[1]):
         losses[cell] = 0.0
         base = scalars + starts[cell - cells[0]] * _WIDTH
