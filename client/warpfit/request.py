@@ -26,7 +26,8 @@ class Precision(StrEnum):
 class Loss(StrEnum):
     """Loss of predictions f against the target y with weights w (1 without weights).
 
-    Computed in float64 whatever the data's type. NaN in any used row makes the loss NaN, also
+    Computed in float64 whatever the data's type; in fast mode a GPU thread may add up its own rows
+    in float32. NaN in any used row makes the loss NaN, also
     where the weight is 0.
     """
 

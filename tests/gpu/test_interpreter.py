@@ -13,14 +13,13 @@ from warpfit.dataset import Dataset
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
-    InvalidArgumentError,
     ResourceExhaustedError,
 )
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.reference import evaluate_program
 from warpfit.reference import loss as reference_loss
-from warpfit.request import Loss, Precision, Tier
+from warpfit.request import Loss, Precision
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.engine.cuda.interpreter import Tuning
 
@@ -275,13 +274,6 @@ def test_unknown_dataset(evaluate: Evaluate):
     evaluate.engine.unload(dataset.content_id)
     with pytest.raises(DatasetNotFoundError):
         evaluate(dataset, [X[0]])
-
-
-def test_tier_that_is_missing_is_refused(engine, evaluate: Evaluate):
-    if Tier.COMPILED in engine.devices()[0].tiers:
-        pytest.skip("this engine has all tiers")
-    with pytest.raises(InvalidArgumentError, match="compiled"):
-        evaluate(Dataset.of(np.zeros((10, 1))), [X[0]], tier=Tier.COMPILED)
 
 
 def test_out_of_memory_is_reported_and_survived(engine):
