@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
+from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext, device_array
@@ -19,6 +20,8 @@ from warpfit_server.engine.cuda.device import CudaDevice, StreamContext, device_
 ROW_MULTIPLE: Final = 32
 #: Rows that a kernel may read (never use) behind the last column.
 SLACK_ROWS: Final = 512
+#: Most bytes of one column.
+_MAX_COLUMN: Final = (1 << 32) - 1
 #: Bytes that are copied to the device at a time.
 _PIECE: Final = 8 << 20
 #: Row ranges for which a data set remembers its totals.
@@ -104,6 +107,7 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
     """
     layout = dataset.layout
     stride = -(-layout.rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    _check_column(stride * layout.dtype.itemsize)
     size = (layout.columns * stride + SLACK_ROWS) * layout.dtype.itemsize
     with device.stream() as context:
         memory = device.allocate(size)
@@ -113,6 +117,19 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
         for column in range(layout.columns):
             _upload_column(context, dataset.matrix[column], resident.address(column, 0))
     return resident
+
+
+def _check_column(size: int) -> None:
+    """Refuse columns whose size in bytes the kernels' 32-bit strides cannot hold."""
+    if size > _MAX_COLUMN:
+        raise ResourceExhaustedError(
+            f"a column of {size} bytes is larger than a CUDA kernel can step over",
+            "COLUMN_TOO_LONG",
+            "Upload the rows as several data sets and add their losses up",
+            "layout.rows",
+            needed=size,
+            available=_MAX_COLUMN,
+        )
 
 
 def _upload_column(context: StreamContext, column: Any, address: int) -> None:
