@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -13,6 +14,10 @@ from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 
 #: Operators of the "thesis mix".
 THESIS_OPERATORS: Final = ("add", "sub", "mul", "div", "pow", "abs", "log", "exp", "sqrt")
+#: How often an operator is drawn, where not once. With these the thesis mix has 0.29 special
+#: functions a token (division, logarithm, exponential and root count 1, power 2), the density for
+#: which the hardware's limits were counted.
+WEIGHTS: Final = MappingProxyType({"add": 3.0, "sub": 3.0, "mul": 3.0})
 
 
 def random_program(
@@ -24,7 +29,8 @@ def random_program(
 ) -> Program:
     """Draw one program with exactly ``tokens`` tokens where the arities allow it.
 
-    Leaves are variables (60%), parameters (each its own; 25%) and constants (15%, in [-5, 5]).
+    Leaves are variables (60%), parameters (each its own; 25%) and constants (15%, in [-5, 5]);
+    operators are drawn by `WEIGHTS`.
     """
     arities = {name: OPERATORS[name].arity for name in operators}
     codes: list[int] = []
@@ -45,7 +51,8 @@ def random_program(
         if not fitting:
             leaf()
             return
-        name = fitting[int(rng.integers(len(fitting)))]
+        weights = np.array([WEIGHTS.get(name, 1.0) for name in fitting])
+        name = fitting[int(rng.choice(len(fitting), p=weights / weights.sum()))]
         cuts = np.sort(rng.choice(size - 2, arities[name] - 1, replace=False)) + 1
         for part in np.diff([0, *cuts, size - 1]).tolist():
             grow(part)

@@ -28,7 +28,7 @@ from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.compiled import CompiledTier, CompiledTuning
+from warpfit_server.engine.cuda.compiled import CompiledTier, CompiledTuning, GridLayout
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import KernelStore
 from warpfit_server.engine.cuda.resident import ResidentDataset, upload
@@ -138,19 +138,14 @@ def bound(batch: Batch, rows: int, multiprocessors: int, seconds: float) -> dict
 
 
 def sweep(bench: Bench) -> None:
-    for mix, group, lanes, rows in product(MIXES, (5, 10, 25), (1, 2, 4), (100_000, 1_000_000)):
+    grids = product(MIXES, (10, 20), (512, 1024), (1, 2, 4), (100_000, 1_000_000))
+    for mix, group, threads, lanes, rows in grids:
         cells = []
-        for blocks in (33, 66, 132, 264, 528):
-            tuning = CompiledTuning(
-                group_size=group,
-                group_tokens=40 * group,
-                rows=lanes,
-                rows_cheap=lanes,
-                blocks=blocks,
-            )
+        for blocks in (1, 2, 3, 4, 6, 12):
+            tuning = CompiledTuning(GridLayout(group, threads, blocks, lanes))
             seconds, tokens = bench.seconds(tuning, rows, mix, "float32 fast", 12)
             cells.append(f"{blocks}: {tokens * rows / seconds / 1e12:5.2f}")
-        print(f"{mix:10} group {group:2} rows a thread {lanes} {rows:>9,}", *cells, flush=True)
+        print(f"{mix:10} group {group} threads {threads} rows a thread {lanes} {rows:>9,}", *cells)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -26,7 +27,7 @@ from warpfit_server.engine.cuda.shapes import Shape, lift
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 OUTPUTS = (
     Output(loss="squares", rows=4),
-    Output(values=True, rows=2),
+    Output(values=True, rows=2, threads=512),
     Output(values=True, loss="absolute", weighted=True, rows=1, registers=80),
 )
 
@@ -37,13 +38,7 @@ def build(mode: Mode, architecture: int) -> DeviceLibrary:
 
 
 def fitting(output: Output, mode: Mode) -> Output:
-    return Output(
-        output.values,
-        output.loss,
-        output.weighted,
-        output.registers,
-        min(output.rows, 16 // mode.dtype.itemsize),
-    )
+    return replace(output, rows=min(output.rows, 16 // mode.dtype.itemsize))
 
 
 def shapes_of(*programs: Program) -> tuple[Shape, ...]:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import KernelKey, KernelStore
 from warpfit_server.engine.cuda.library import Mode
-from warpfit_server.engine.cuda.ptx import THREADS, Output
+from warpfit_server.engine.cuda.ptx import Output
 from warpfit_server.engine.cuda.replay import Replay, Work, load_sum_module
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.shapes import LiftedBatch, Shape, lift
@@ -50,19 +50,39 @@ _CHEAP: Final = _cheap_codes()
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledTuning:
-    """How compiled work is laid out; the defaults are the measured best."""
+class GridLayout:
+    """How the rows and expressions of a batch are laid out on the device."""
 
-    group_size: int = 10
+    group_size: int
     """Expressions of a fused kernel."""
-    group_tokens: int = 400
-    """Most tokens of a fused kernel of several expressions."""
+    threads: int
+    """Threads of a block. Many, because blocks of different kernels on one multiprocessor drive
+    each other's instructions out of its cache: with 128 threads the fast kernels run at half, the
+    precise ones at a quarter of the rate."""
+    blocks: int
+    """Blocks of all kernels for each multiprocessor, shared out by the kernels' work."""
     rows: int = 1
     """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64."""
-    rows_cheap: int = 4
-    """The same for batches of nothing but short instructions, such as ``+ - *``."""
-    blocks: int = 264
-    """Most blocks of one kernel."""
+
+
+#: Layouts for fused kernels, the measured best on one H200.
+_LAYOUTS: Final = {
+    Mode.FAST: GridLayout(group_size=20, threads=512, blocks=3),
+    Mode.PRECISE: GridLayout(group_size=10, threads=1024, blocks=6),
+    Mode.DOUBLE: GridLayout(group_size=10, threads=512, blocks=12),
+}
+#: For batches of nothing but short instructions, such as ``+ - *``: bound by reading variables.
+_CHEAP_LAYOUT: Final = GridLayout(group_size=20, threads=512, blocks=2, rows=4)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTuning:
+    """Limits of compiled work, and its layout."""
+
+    layout: GridLayout | None = None
+    """Layout of every batch; None for the measured best of its mode."""
+    group_tokens: int = 40
+    """Most tokens of a fused kernel for each expression that it may hold."""
     chunk_bytes: int = 256 << 20
     """Most bytes of values that one launch leaves on the device."""
     replays: int = 64
@@ -76,9 +96,12 @@ class Prepared:
     lifted: LiftedBatch
     mode: Mode
     output: Output
+    layout: GridLayout
     keys: tuple[KernelKey, ...]
     firsts: tuple[int, ...]
     """Index of each kernel's first expression."""
+    shares: NDArray[np.float64]
+    """Share of each kernel in the work of a row; [kernels]."""
 
 
 class CompiledTier:
@@ -172,34 +195,40 @@ class CompiledTier:
         """Cut an evaluation into kernels: groups of several expressions, or one for each."""
         layout = resident.dataset.layout
         mode = Mode.of(layout.dtype, evaluation.precision)
+        grid = self._grid(evaluation.batch, mode)
         output = Output(
             values=evaluation.values,
             loss=_sum_kind(evaluation.loss),
             weighted=evaluation.loss is not None and layout.has_weights,
-            rows=min(self._rows(evaluation.batch), 16 // mode.dtype.itemsize),
+            threads=grid.threads,
+            rows=min(grid.rows, 16 // mode.dtype.itemsize),
         )
         identity = (_digest(evaluation.batch), mode, output, fused)
         with self._lock:
             known = self._prepared.get(identity)
         if known is not None:
             return known
-        prepared = self._cut(lift(evaluation.batch), mode, output, fused=fused)
+        grid = grid if fused else replace(grid, group_size=1)
+        prepared = self._cut(lift(evaluation.batch), mode, output, grid)
         with self._lock:
             self._prepared[identity] = prepared
         return prepared
 
-    def _rows(self, batch: Batch) -> int:
-        """Functions need many registers a row and hide their latency behind more warps."""
-        return self._tuning.rows_cheap if _CHEAP[batch.codes].all() else self._tuning.rows
+    def _grid(self, batch: Batch, mode: Mode) -> GridLayout:
+        if self._tuning.layout:
+            return self._tuning.layout
+        cheap = mode is not Mode.DOUBLE and bool(_CHEAP[batch.codes].all())
+        return _CHEAP_LAYOUT if cheap else _LAYOUTS[mode]
 
-    def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, *, fused: bool) -> Prepared:
-        firsts = tuple(self._firsts(lifted.shapes, self._tuning.group_size if fused else 1))
+    def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, grid: GridLayout) -> Prepared:
+        firsts = tuple(self._firsts(lifted.shapes, grid.group_size))
         bounds = (*firsts, len(lifted.shapes))
         keys = tuple(
             self._kernels.key(mode, output, lifted.shapes[first:stop])
             for first, stop in pairwise(bounds)
         )
-        return Prepared(lifted, mode, output, keys, firsts)
+        work = np.add.reduceat(self._kernels.work(mode, lifted.shapes), firsts)
+        return Prepared(lifted, mode, output, grid, keys, firsts, work / work.sum())
 
     def _firsts(self, shapes: Sequence[Shape], size: int) -> list[int]:
         """Cut consecutive expressions into groups, bounded in number and in tokens."""
@@ -207,7 +236,7 @@ class CompiledTier:
         for index, shape in enumerate(shapes):
             full = index - firsts[-1] >= size
             if index > firsts[-1] and (
-                full or tokens + len(shape.codes) > self._tuning.group_tokens
+                full or tokens + len(shape.codes) > self._tuning.group_tokens * size
             ):
                 firsts.append(index)
                 tokens = 0
@@ -216,7 +245,7 @@ class CompiledTier:
 
     def _take(self, prepared: Prepared, evaluation: Evaluation, rows: int) -> Replay:
         """Take an idle captured graph for these kernels, or capture one."""
-        blocks = self._blocks(prepared, rows)
+        blocks = self._blocks(prepared, evaluation.batch.vectors, rows)
         identity = (prepared.keys, evaluation.batch.vectors, blocks)
         with self._lock:
             idle = self._replays.get(identity)
@@ -239,6 +268,7 @@ class CompiledTier:
                     vectors=evaluation.batch.vectors,
                     dtype=prepared.mode.dtype,
                     blocks=blocks,
+                    threads=prepared.output.threads,
                     sums=bool(prepared.output.loss),
                 ),
             )
@@ -313,10 +343,19 @@ class CompiledTier:
         rows = self._tuning.chunk_bytes // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE
         return max(rows, ROW_MULTIPLE)
 
-    def _blocks(self, prepared: Prepared, rows: int) -> int:
-        """Blocks of each kernel: a tile of rows each, until there are enough of them."""
-        tile = THREADS * prepared.output.rows
-        return max(1, min(self._tuning.blocks, -(-(rows + ROW_MULTIPLE) // tile)))
+    def _blocks(self, prepared: Prepared, vectors: int, rows: int) -> tuple[int, ...]:
+        """Blocks of each kernel: by its share of the work, at most one a tile of rows."""
+        most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
+        total = max(1, prepared.layout.blocks * self._device.multiprocessors // vectors)
+        return tuple(np.clip(_shared_out(total, prepared.shares), 1, most).tolist())
+
+
+def _shared_out(total: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Cut ``total`` into whole numbers in proportion to ``shares``, by the largest remainders."""
+    exact = total * shares
+    parts = np.floor(exact).astype(np.int64)
+    parts[np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]] += 1
+    return parts
 
 
 def _digest(batch: Batch) -> bytes:

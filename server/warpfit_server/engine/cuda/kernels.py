@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from warpfit_server.engine.cuda import compile as linker
 from warpfit_server.engine.cuda import library, ptx
 from warpfit_server.engine.cuda.cache import DiskCache, LeasedCache
@@ -20,6 +23,10 @@ from warpfit_server.engine.cuda.library import DeviceLibrary, Mode
 from warpfit_server.engine.cuda.shapes import Shape
 
 _ENTRY: Final = "evaluate"
+#: Instructions that a call of a library function stands for, roughly.
+_CALL_WORK: Final = 100
+#: The same for a leaf, most of which are in registers already.
+_LEAF_WORK: Final = 0.3
 #: Device memory that a loaded module takes beside its code, roughly.
 _MODULE_OVERHEAD: Final = 16 << 10
 
@@ -89,6 +96,23 @@ class KernelStore:
         """Key of the kernel that evaluates a group of expressions."""
         return KernelKey(mode, output, shapes, kernel_key(self.library(mode), output, shapes))
 
+    def work(self, mode: Mode, shapes: Sequence[Shape]) -> NDArray[np.float64]:
+        """Instructions for a row of each expression, roughly; [expressions]."""
+        lengths = {
+            token: _CALL_WORK if template.function else len(template.instructions)
+            for token, template in self.library(mode).templates.items()
+        }
+        return np.array(
+            [
+                sum(
+                    lengths.get(token, _LEAF_WORK)
+                    for token in zip(s.codes, s.operands, strict=True)
+                )
+                for s in shapes
+            ],
+            dtype=np.float64,
+        )
+
     def lease(self, keys: Sequence[KernelKey]) -> list[Kernel] | None:
         """Take kernels into use if all are loaded; `release` the same keys afterwards."""
         taken: list[Kernel] = []
@@ -142,7 +166,7 @@ def kernel_key(device_library: DeviceLibrary, output: ptx.Output, shapes: tuple[
     """Hash of everything that shapes a kernel's machine code, as a file name."""
     digest = hashlib.blake2b(digest_size=20)
     digest.update(device_library.key)
-    digest.update(f"{ptx.GENERATION} {ptx.THREADS} {output} {linker.version()}".encode())
+    digest.update(f"{ptx.GENERATION} {output} {linker.version()}".encode())
     for shape in shapes:
         digest.update(shape.key)
     return digest.hexdigest()

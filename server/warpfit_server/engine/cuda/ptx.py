@@ -32,8 +32,6 @@ GENERATION: Final = 1
 UNIFORM_REGISTERS: Final = 16
 #: Share of fast exponentials that are computed without the special-function unit.
 EXP2_SHARE: Final = 0.5
-#: Threads of a block.
-THREADS: Final = 128
 #: Byte offset of each 64-bit word of a request.
 REQUEST: Final = {
     name: 8 * index
@@ -46,7 +44,8 @@ REQUEST: Final = {
             "head",  # rows between the first aligned row and the first row of the range
             "stop",  # rows from the first aligned row to the end of the range, below 2^31
             "slot_stride",  # bytes from one parameter vector's slots to the next
-            "partials",  # address of float64 [programs, K, blocks]
+            "partials",  # address of float64 [programs, K, pitch of partials]
+            "partial_pitch",  # partial sums that each program and vector has room for
             "values",  # address of the values of the first row of the range
             "pitch",  # bytes from one row vector of values to the next
         )
@@ -67,6 +66,8 @@ class Output:
     """Multiply each deviation by the row's weight."""
     registers: int = 0
     """Most registers of a thread; 0 leaves it to the assembler."""
+    threads: int = 128
+    """Threads of a block: whole warps, at least one for each 32 expressions of a kernel."""
     rows: int = 4
     """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64. The address of the
     first aligned row is a multiple of this many values."""
@@ -117,6 +118,7 @@ class _Kernel:
         )
         self.guard = self.graph.register("p")
         self.target, self.weight = self._row_inputs()
+        self.wide_inputs = [self.graph.register("d") for _ in self._narrow_inputs()]
         self.pool = UniformPool()
         self.sums = [
             self.graph.register(self.sum_kind, uniform=True) for _ in entry.shapes if output.loss
@@ -130,6 +132,11 @@ class _Kernel:
             return "", ""
         target = self.graph.register(self.kind)
         return target, self.graph.register(self.kind) if self.output.weighted else ""
+
+    def _narrow_inputs(self) -> list[str]:
+        """Target and weight where losses are summed in a wider type than theirs."""
+        inputs = [self.target, self.weight] if self.sum_kind != self.kind else []
+        return [name for name in inputs if name]
 
     def _expressions(self, shapes: tuple[Shape, ...]) -> list[str]:
         """Code of each expression for all rows of a thread."""
@@ -189,12 +196,11 @@ class _Kernel:
 
     def _widened(self, value: str) -> tuple[list[str], list[str]]:
         """Value, target and weight in the type of the sum."""
-        inputs = [value, self.target, *([self.weight] if self.weight else [])]
+        inputs = [self.target, *([self.weight] if self.weight else [])]
         if self.sum_kind == self.kind:
-            return [], inputs
-        wide = [self.graph.register("d") for _ in inputs]
-        pairs = zip(wide, inputs, strict=True)
-        return [f"cvt.f64.f32 {result}, {source};" for result, source in pairs], wide
+            return [], [value, *inputs]
+        wide = self.graph.register("d")
+        return [f"cvt.f64.f32 {wide}, {value};"], [wide, *self.wide_inputs]
 
     def _reduction(self, expressions: int) -> list[str]:
         """Sum over the block in a fixed order; thread e stores the sum of expression e."""
@@ -232,7 +238,7 @@ class _Kernel:
             "mad.lo.u32 %pool, %thread, 8, %pool;",
             "ld.shared.b64 %wide, [%pool];",
         ]
-        for warp in range(1, THREADS // 32):
+        for warp in range(1, self.output.threads // 32):
             lines += [
                 f"ld.shared.b64 %widest, [%pool+{8 * expressions * warp}];",
                 "add.f64 %wide, %wide, %widest;",
@@ -241,7 +247,8 @@ class _Kernel:
             *lines,
             "add.u32 %place, %output, %thread;",
             "mad.lo.u32 %place, %place, %vectors, %vector;",
-            "mad.lo.u32 %place, %place, %blocks, %block;",
+            *self._request_word("partial_pitch", "%index", "u32"),
+            "mad.lo.u32 %place, %place, %index, %block;",
             f"ld.global.nc.u64 %at, [%request+{REQUEST['partials']}];",
             "cvta.to.global.u64 %at, %at;",
             "mad.wide.u32 %at, %place, 8, %at;",
@@ -272,13 +279,12 @@ class _Kernel:
         count = len(entry.shapes)
         lines = [
             f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
-            f".maxntid {THREADS}, 1, 1",
+            f".maxntid {self.output.threads}, 1, 1",
             *([f".maxnreg {self.output.registers}"] if self.output.registers else []),
             "{",
             *self._registers(count),
             *self._prologue(),
-            *self.graph.uniform,
-            *self.pool.stores(),
+            *self.pool.filled([*self._slot_loads(), *self.graph.uniform]),
             *self._loop_start(),
             *self._guards(),
             *self._loads(),
@@ -310,7 +316,7 @@ class _Kernel:
         if self.pool.size:
             declared.append(f".shared .align 16 .b8 uniforms[{self.pool.size}];")
         if self.output.loss:
-            size = 8 * expressions * (THREADS // 32)
+            size = 8 * expressions * (self.output.threads // 32)
             declared.append(f".shared .align 8 .b8 sums[{size}];")
         for prefix, count in self.graph.counts().items():
             letters = self.letters if prefix[1] == ROW else UNIFORM
@@ -320,7 +326,6 @@ class _Kernel:
         return declared
 
     def _prologue(self) -> list[str]:
-        width = CLASSES[self.kind]
         lines = [
             "ld.param.u64 %request, [a];",
             "ld.param.u64 %slots, [b];",
@@ -343,11 +348,14 @@ class _Kernel:
             lines += self._request_address("target", "%target")
         if self.output.weighted:
             lines += self._request_address("weights", "%weights")
-        lines += [
+        return lines
+
+    def _slot_loads(self) -> list[str]:
+        width = CLASSES[self.kind]
+        return [
             f"ld.global.nc.{width} {name}, [%slots+{self.word * slot}];"
             for slot, name in self.graph.slots.items()
         ]
-        return lines
 
     def _request_word(self, name: str, register: str, width: str) -> list[str]:
         return [f"ld.global.nc.{width} {register}, [%request+{REQUEST[name]}];"]
@@ -358,7 +366,7 @@ class _Kernel:
 
     def _loop_start(self) -> list[str]:
         """All threads of a block make the same number of turns; rows past the end repeat some."""
-        tile = THREADS * self.output.rows
+        tile = self.output.threads * self.output.rows
         zero = "0f00000000" if self.sum_kind == "r" else "0d0000000000000000"
         width = "f32" if self.sum_kind == "r" else "f64"
         return [
@@ -397,7 +405,8 @@ class _Kernel:
             if register:
                 lines.append(f"mad.wide.u32 %at, %index, {self.word}, %{name};")
                 lines.append(self._load("%at", register))
-        return lines
+        pairs = zip(self.wide_inputs, self._narrow_inputs(), strict=True)
+        return lines + self._each_row([f"cvt.f64.f32 {wide}, {name};" for wide, name in pairs])
 
     def _load(self, address: str, register: str) -> str:
         names = [register.replace(ROW, letter) for letter in self.letters]

@@ -13,7 +13,7 @@ from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.prelude import NVRTC_PRECISE
-from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES, THREADS
+from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES
 
 #: Most kernels side by side; more branches cost capture time and gain nothing.
 _BRANCHES: Final = 32
@@ -37,8 +37,8 @@ extern "C" __global__ void sum_partials(
 }
 """
 
-#: Kernels, number of parameter vectors, blocks.
-Identity = tuple[tuple[KernelKey, ...], int, int]
+#: Kernels, number of parameter vectors, blocks of each kernel.
+Identity = tuple[tuple[KernelKey, ...], int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,10 @@ class Work:
     """Index of each expression's first slot, and the total; [programs + 1]."""
     vectors: int
     dtype: np.dtype[Any]
-    blocks: int
+    blocks: tuple[int, ...]
     """Blocks of each kernel."""
+    threads: int
+    """Threads of each block."""
     sums: bool
     """Whether the kernels sum up losses."""
 
@@ -92,7 +94,8 @@ class Replay:
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
-        self._partials = device.allocate(8 * self._jobs * work.blocks) if work.sums else None
+        self._pitch = max(work.blocks)
+        self._partials = device.allocate(8 * self._jobs * self._pitch) if work.sums else None
         self.sums = np.frombuffer(cuda.alloc_pinned_memory(8 * self._jobs), np.float64, self._jobs)
         """Sums of the last launch, once the stream has passed it; [programs * K]."""
         self.sums[:] = 0.0
@@ -115,6 +118,7 @@ class Replay:
             words[REQUEST[name] // 8] = value
         words[REQUEST["slot_stride"] // 8] = slots.shape[1] * self._work.dtype.itemsize
         words[REQUEST["partials"] // 8] = self._partials.ptr if self._partials else 0
+        words[REQUEST["partial_pitch"] // 8] = self._pitch
         with np.errstate(over="ignore"):
             self._block[_SLOTS_AT:].view(self._work.dtype)[:] = slots.reshape(-1)
         self._graph.launch(context.stream)
@@ -125,6 +129,9 @@ class Replay:
         branches = [
             cuda.Stream(non_blocking=True) for _ in range(min(_BRANCHES, len(self._kernels)))
         ]
+        if self._partials is not None:
+            # A kernel of fewer blocks than the most leaves the rest of its sums as they are.
+            cuda.runtime.memsetAsync(self._partials.ptr, 0, self._partials.mem.size, main.ptr)
         main.begin_capture()
         cuda.runtime.memcpyAsync(
             self._device_block.ptr,
@@ -150,8 +157,8 @@ class Replay:
     def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
         slot = int(self._work.slot_starts[first])
         self._kernels[number].function(
-            (self._work.blocks, self._work.vectors, 1),
-            (THREADS, 1, 1),
+            (self._work.blocks[number], self._work.vectors, 1),
+            (self._work.threads, 1, 1),
             (
                 np.uint64(self._device_block.ptr),
                 np.uint64(self._device_block.ptr + _SLOTS_AT + slot * self._work.dtype.itemsize),
@@ -168,7 +175,7 @@ class Replay:
                 np.uint64(partials),
                 np.uint64(self.sums.ctypes.data),
                 np.int32(self._jobs),
-                np.int32(self._work.blocks),
+                np.int32(self._pitch),
             ),
             stream=stream,
         )

@@ -37,11 +37,22 @@ class UniformPool:
                 lines += self._vector(members[start : start + lanes], word)
         return lines
 
-    def stores(self) -> list[str]:
-        """Return the code that puts all values in place, after they have been computed."""
+    def filled(self, computation: list[str]) -> list[str]:
+        """Return the code that computes all values and, if they have places, puts them there.
+
+        Values with a place are computed by one warp while the others wait.
+        """
         if not self._stores:
-            return []
-        return ["setp.eq.u32 %first, %thread, 0;", *self._stores, "bar.sync 0;"]
+            return computation
+        return [
+            "setp.ge.u32 %first, %thread, 32;",
+            "@%first bra.uni FILLED;",
+            "setp.eq.u32 %first, %thread, 0;",
+            *computation,
+            *self._stores,
+            "FILLED:",
+            "bar.sync 0;",
+        ]
 
     def _vector(self, names: list[str], word: int) -> list[str]:
         place, self.size = self.size, self.size + _VECTOR_BYTES
