@@ -91,12 +91,8 @@ class Launch:
     lowered: Lowered
     addresses: dict[str, int]
     """Device address of each array that the kernels read."""
-
-    @property
-    def levels(self) -> int:
-        """Stack levels that a warp needs, with scratch if any operator asks for it."""
-        costly = bool(self.kernels.costly[self.evaluation.batch.codes].any())
-        return self.lowered.levels + (SCRATCH_LEVELS if costly else 0)
+    levels: int
+    """Stack levels that a warp needs, with scratch if any operator asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,9 @@ class Interpreter:
         pieces = list(self._pieces(resident, evaluation, variant))
         order = _order(lowered, evaluation.batch.vectors, pieces[0].jobs)
         addresses = _upload(context, evaluation.batch, lowered, order, variant)
-        return Launch(resident, evaluation, variant, kernels, lowered, addresses), pieces
+        costly = bool(kernels.costly[evaluation.batch.codes].any())
+        levels = lowered.levels + (SCRATCH_LEVELS if costly else 0)
+        return Launch(resident, evaluation, variant, kernels, lowered, addresses, levels), pieces
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
         """Choose the kernel for an evaluation."""
@@ -258,7 +256,7 @@ class Interpreter:
         launch.kernels.evaluate_slots(
             (-(-count // 4), -(-vectors // 32), 1),
             (32, 4, 1),
-            (arguments,),
+            (_by_value(arguments),),
             stream=context.stream,
         )
 
@@ -325,7 +323,7 @@ class Interpreter:
         launch.kernels.interpret(
             (tiles, -(-jobs // group), 1),
             (32 * warps, 1, 1),
-            (arguments,),
+            (_by_value(arguments),),
             16 + warps * levels * level_bytes,
             context.stream,
         )
@@ -404,6 +402,11 @@ def kernel_arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> 
     arguments["vectors"] = launch.evaluation.batch.vectors
     arguments["levels"] = launch.levels
     return arguments
+
+
+def _by_value(arguments: NDArray[np.void]) -> NDArray[np.uint8]:
+    """Bytes of a struct: CuPy passes them as they are, and is slow to describe a struct's type."""
+    return arguments.reshape(1).view(np.uint8)
 
 
 def _order(lowered: Lowered, vectors: int, chunk: int) -> NDArray[np.uint32]:

@@ -1,14 +1,12 @@
 """Lowering of a batch from postfix to the interpreter's instructions; no device needed.
 
-For each program, in one pass over its tokens each::
-
-    1. for every subtree: where it starts, whether it is row-invariant (no variable inside), and
-       how many stack levels it needs (Sethi and Ullman 1970, "The generation of optimal code for
-       arithmetic expressions": evaluating the operand that needs more first keeps the need
-       logarithmic in the program's length)
-    2. emit the instructions: an atom (a variable, or a row-invariant subtree) never costs an
-       instruction of its own, it is the operand of the operator above it; every maximal
-       row-invariant subtree becomes a slot, computed once for each parameter vector
+One pass over the tokens of each program. An atom (a variable, or a row-invariant subtree, which has
+no variable inside) never costs an instruction of its own: it is the operand of the operator above
+it, and every maximal row-invariant subtree becomes a slot, computed once for each parameter vector.
+The code of any other subtree is a linked list of instructions, so that an operator can put its
+operands' code in either order: the operand that needs more stack levels goes first (Sethi and
+Ullman 1970, "The generation of optimal code for arithmetic expressions"), which keeps the need
+logarithmic in the program's length.
 
 The loops are compiled by Numba and run without the interpreter lock.
 """
@@ -40,8 +38,14 @@ from warpfit_server.engine.cuda.bytecode import (
 )
 
 _LABELS: Final = labels()
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba.njit(cache=True, nogil=True, inline="always")
 
+#: What is known of a subtree: stack height of the scalar kernel if it is row-invariant, else 0;
+#: first token (for a variable its index) and last token; stack levels below the top that its code
+#: needs; first instruction of its code, -1 for an atom, and last one.
+_HEIGHT, _FIRST, _LAST, _NEED, _HEAD, _TAIL, _FIELDS = range(7)
+#: Counters: instructions of the program so far, slots so far, first slot of the program.
+_NODES, _SLOTS, _FIRST_SLOT, _COUNTERS = range(4)
 
 #: Gives a buffer of a name and a size in bytes, uint8 [size].
 Memory = Callable[[str, int], NDArray[np.uint8]]
@@ -87,14 +91,14 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
             available=INDEX_LIMIT - 1,
         )
     tokens = len(batch.codes)
-    instructions = memory("instructions", (tokens + 1) * 8).view(np.uint32).reshape(-1, 2)
+    instructions = memory("instructions", (tokens + 1) * 8).view(np.uint64)
     programs = memory("programs", len(batch) * 16).view(np.uint32).reshape(-1, 4)
     slots = memory("slots", tokens * 16).view(np.uint32).reshape(-1, 4)
     written, slot_count, levels = _lower(
         batch.codes,
         batch.values,
-        batch.lengths.astype(np.int64),
-        batch.parameter_counts.astype(np.int64),
+        batch.lengths,
+        batch.parameter_counts,
         batch.vectors,
         longest,
         ARITIES,
@@ -111,302 +115,263 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
             available=INDEX_LIMIT,
         )
     instructions[written] = 0
-    return Lowered(instructions[: written + 1], programs, slots[:slot_count], levels)
+    words = instructions[: written + 1].view(np.uint32).reshape(-1, 2)
+    return Lowered(words, programs, slots[:slot_count], levels)
 
 
 @_compiled  # type: ignore[untyped-decorator]
 def _lower(
     codes: NDArray[np.uint8],
     values: NDArray[np.float64],
-    lengths: NDArray[np.int64],
-    parameter_counts: NDArray[np.int64],
+    lengths: NDArray[np.uint32],
+    parameter_counts: NDArray[np.uint32],
     vectors: int,
     longest: int,
     arities: NDArray[np.int8],
     operator_labels: NDArray[np.int64],
-    instructions: NDArray[np.uint32],
+    out: NDArray[np.uint64],
     programs: NDArray[np.uint32],
     slots: NDArray[np.uint32],
 ) -> tuple[int, int, int]:
     """Fill the outputs; return instructions, slots and levels (-1: an index does not fit)."""
-    first = np.empty(longest, dtype=np.int32)
-    need = np.empty(longest, dtype=np.int32)
-    height = np.empty(longest, dtype=np.int32)
-    work = np.empty((2 * longest + 2, 2), dtype=np.int32)
-    start, written, slot_count, parameter, levels = 0, 0, 0, 0, 0
+    stack = np.empty((longest + 1, _FIELDS), dtype=np.int64)
+    nodes = np.empty((longest + 3, 2), dtype=np.int64)
+    state = np.zeros(_COUNTERS, dtype=np.int64)
+    start, written, parameter, levels = 0, 0, 0, 0
     for program in range(len(lengths)):
-        length = int(lengths[program])
+        stop = start + int(lengths[program])
         count = int(parameter_counts[program])
-        code = codes[start : start + length]
-        value = values[start : start + length]
-        _survey(code, arities, first, need, height, work)
-        if _too_far(code, value):
-            return 0, 0, -1
-        emitted, new_slots = _emit(
-            code, value, arities, operator_labels, first, need, height, work,
-            instructions[written:], slots[slot_count:],
-        )  # fmt: skip
-        for slot in range(slot_count, slot_count + new_slots):
-            slots[slot, 0] += start
-            slots[slot, 1] += start
+        first_slot = state[_SLOTS]
+        state[_NODES], state[_FIRST_SLOT] = 0, first_slot
+        top = 0
+        for token in range(start, stop):
+            arity = arities[codes[token]]
+            top -= arity
+            if arity == 0:
+                variable = codes[token] == VARIABLE
+                if variable and values[token] >= INDEX_LIMIT:
+                    return 0, 0, -1
+                stack[top, _HEIGHT] = 0 if variable else 1
+                stack[top, _FIRST] = int(values[token]) if variable else token
+                stack[top, _LAST] = token
+                stack[top, _HEAD] = -1
+                stack[top, _NEED] = 0
+            elif _is_row_invariant(stack, top, arity):
+                stack[top, _LAST] = token
+            else:
+                label = operator_labels[codes[token]]
+                if arity == 1:
+                    _emit_unary(label, stack, top, nodes, slots, state)
+                elif arity == 2:
+                    _emit_binary(label, stack, top, nodes, slots, state)
+                else:
+                    _emit_ternary(label, stack, top, nodes, slots, state)
+            top += 1
+        if stack[0, _HEAD] < 0:
+            _load(stack, 0, nodes, slots, state)
+        node = stack[0, _HEAD]
+        programs[program, 0] = written
+        while node >= 0:
+            out[written] = nodes[node, 0]
+            node = nodes[node, 1]
+            written += 1
+        programs[program, 1] = written - programs[program, 0]
+        programs[program, 2] = first_slot
+        programs[program, 3] = 0
+        for slot in range(first_slot, state[_SLOTS]):
             slots[slot, 2] = parameter
             slots[slot, 3] = count
-        programs[program, 0] = written
-        programs[program, 1] = emitted
-        programs[program, 2] = slot_count
-        programs[program, 3] = 0
-        levels = max(levels, need[length - 1])
-        start += length
-        written += emitted
-        slot_count += new_slots
+        levels = max(levels, stack[0, _NEED])
+        start = stop
         parameter += count * vectors
-    return written, slot_count, levels
+    return written, state[_SLOTS], levels
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _too_far(code: NDArray[np.uint8], value: NDArray[np.float64]) -> bool:
-    for token in range(len(code)):
-        if code[token] == VARIABLE and value[token] >= INDEX_LIMIT:
-            return True
-    return False
+def _is_row_invariant(stack: NDArray[np.int64], top: int, arity: int) -> bool:
+    """Whether the operator on the operands at ``top`` is; if so, set the height of its result."""
+    height = 0
+    for operand in range(arity):
+        if stack[top + operand, _HEIGHT] == 0:
+            return False
+        height = max(height, stack[top + operand, _HEIGHT] + operand)
+    if height > SLOT_LEVELS:
+        return False
+    stack[top, _HEIGHT] = height
+    return True
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _survey(
-    code: NDArray[np.uint8],
-    arities: NDArray[np.int8],
-    first: NDArray[np.int32],
-    need: NDArray[np.int32],
-    height: NDArray[np.int32],
-    work: NDArray[np.int32],
-) -> None:
-    """Describe the subtree that ends at each token.
-
-    ``first`` is its first token, ``need`` the stack levels below the top that it needs, ``height``
-    its scalar stack if it is row-invariant and fits, else 0.
-    """
-    top = 0
-    for token in range(len(code)):
-        arity = int(arities[code[token]])
-        first[token] = token
-        need[token] = 0
-        height[token] = 0 if code[token] == VARIABLE else 1
-        top -= arity
-        for operand in range(arity):
-            root = work[top + operand, 0]
-            if operand == 0:
-                first[token] = first[root]
-            if height[root] == 0 or height[token] == 0:
-                height[token] = 0
-            else:
-                height[token] = max(height[token], height[root] + operand)
-        if height[token] > SLOT_LEVELS:
-            height[token] = 0
-        if arity > 0 and height[token] == 0:
-            need[token] = _levels(code, first, need, height, token, arity)
-        work[top, 0] = token
-        top += 1
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _levels(
-    code: NDArray[np.uint8],
-    first: NDArray[np.int32],
-    need: NDArray[np.int32],
-    height: NDArray[np.int32],
-    token: int,
-    arity: int,
-) -> int:
-    """Levels below the top that an operator needs when its neediest operand goes first."""
-    right = token - 1
-    if arity == 1:
-        return int(need[right])
-    left = int(first[right]) - 1
-    if arity == 2:
-        if _is_atom(code, height, left) or _is_atom(code, height, right):
-            return int(max(need[left], need[right]))
-        low, high = min(need[left], need[right]), max(need[left], need[right])
-        return int(max(high, low + 1))
-    third = int(first[left]) - 1
-    low = min(need[left], need[right], need[third])
-    high = max(need[left], need[right], need[third])
-    middle = need[left] + need[right] + need[third] - low - high
-    return int(max(high, middle + 1, low + 2))
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _is_atom(code: NDArray[np.uint8], height: NDArray[np.int32], token: int) -> bool:
-    return bool(code[token] == VARIABLE or height[token] > 0)
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _rank(
-    code: NDArray[np.uint8], need: NDArray[np.int32], height: NDArray[np.int32], token: int
-) -> int:
-    """Evaluate operands of higher rank first: atoms last, then by need."""
-    return 0 if _is_atom(code, height, token) else int(need[token]) + 1
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _emit(
-    code: NDArray[np.uint8],
-    value: NDArray[np.float64],
-    arities: NDArray[np.int8],
-    operator_labels: NDArray[np.int64],
-    first: NDArray[np.int32],
-    need: NDArray[np.int32],
-    height: NDArray[np.int32],
-    work: NDArray[np.int32],
-    out: NDArray[np.uint32],
-    slots: NDArray[np.uint32],
-) -> tuple[int, int]:
-    """Write one program's instructions and slots; return how many of each.
-
-    ``work`` holds subtrees to evaluate (phase 0) and operators whose operands that are no atoms
-    have been evaluated (phase 1).
-    """
-    written, slot_count, live = 0, 0, 0
-    work[0, 0], work[0, 1] = len(code) - 1, 0
-    top = 1
-    while top > 0:
-        top -= 1
-        token, phase = int(work[top, 0]), work[top, 1]
-        if _is_atom(code, height, token):
-            head, slot_count = _load(code, value, first, height, token, live, slots, slot_count)
-            out[written, 0], out[written, 1] = head, 0
-            written += 1
-            live += 1
-            continue
-        arity = int(arities[code[token]])
-        if phase == 0:
-            work[top, 1] = 1
-            top = _schedule(code, first, need, height, work, top + 1, token, arity)
-            continue
-        head, operand = int(operator_labels[code[token]]), 0
-        right = token - 1
-        left = int(first[right]) - 1
-        if arity == 1 and _is_atom(code, height, right):
-            load, slot_count = _load(code, value, first, height, right, live, slots, slot_count)
-            head |= load
-            live += 1
-        elif arity == 2:
-            left_atom = _is_atom(code, height, left)
-            right_atom = _is_atom(code, height, right)
-            if left_atom and right_atom:
-                # Load the variable and take the slot as the other operand, not the reverse.
-                held = right if height[left] > 0 else left
-                load, slot_count = _load(code, value, first, height, held, live, slots, slot_count)
-                head |= load
-                live += 1
-                other = left + right - held
-                form, operand, slot_count = _source(
-                    code, value, first, height, other, slots, slot_count
-                )
-                head += form + (1 if other == left else 0)
-            elif left_atom or right_atom:
-                other = left if left_atom else right
-                form, operand, slot_count = _source(
-                    code, value, first, height, other, slots, slot_count
-                )
-                head += form + (1 if left_atom else 0)
-            else:
-                left_first = need[left] >= need[right]
-                head += FROM_STACK + (1 if left_first else 0)
-                live -= 1
-        elif arity == 3:
-            third = int(first[left]) - 1
-            operand = _places(code, need, height, third, left, right)
-            live -= 2
-        out[written, 0], out[written, 1] = head, operand
-        written += 1
-    return written, slot_count
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _schedule(
-    code: NDArray[np.uint8],
-    first: NDArray[np.int32],
-    need: NDArray[np.int32],
-    height: NDArray[np.int32],
-    work: NDArray[np.int32],
+def _emit_unary(
+    label: int,
+    stack: NDArray[np.int64],
     top: int,
-    token: int,
-    arity: int,
-) -> int:
-    """Put an operator's operands on the work list, the one to evaluate first on top."""
-    base = top
-    operand = token - 1
-    for position in range(arity):
-        if position > 0:
-            operand = int(first[operand]) - 1
-        # Atoms are loaded by their operator, but a ternary takes all its operands evaluated.
-        if arity < 3 and _is_atom(code, height, operand):
-            continue
-        rank = _rank(code, need, height, operand)
-        place = top
-        # Equal ranks keep the leftmost operand on top.
-        while place > base and _rank(code, need, height, int(work[place - 1, 0])) > rank:
-            work[place, 0], work[place, 1] = work[place - 1, 0], 0
-            place -= 1
-        work[place, 0], work[place, 1] = operand, 0
-        top += 1
-    return top
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _places(
-    code: NDArray[np.uint8],
-    need: NDArray[np.int32],
-    height: NDArray[np.int32],
-    a: int,
-    b: int,
-    c: int,
-) -> int:
-    """Order of evaluation of a ternary's operands: 2 bits each for a, b and c."""
-    ranks = (
-        _rank(code, need, height, a),
-        _rank(code, need, height, b),
-        _rank(code, need, height, c),
-    )
-    places = 0
-    for i in range(3):
-        earlier = 0
-        for j in range(3):
-            if ranks[j] > ranks[i] or (ranks[j] == ranks[i] and j < i):
-                earlier += 1
-        places |= earlier << (2 * i)
-    return places
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _source(
-    code: NDArray[np.uint8],
-    value: NDArray[np.float64],
-    first: NDArray[np.int32],
-    height: NDArray[np.int32],
-    token: int,
+    nodes: NDArray[np.int64],
     slots: NDArray[np.uint32],
-    slot_count: int,
-) -> tuple[int, int, int]:
-    """Case offset and operand index of an atom, and the new number of slots."""
-    if height[token] == 0:
-        return FROM_VARIABLE, int(value[token]), slot_count
-    slots[slot_count, 0], slots[slot_count, 1] = first[token], token + 1
-    return FROM_SLOT, slot_count, slot_count + 1
+    state: NDArray[np.int64],
+) -> None:
+    if stack[top, _HEAD] < 0:
+        word = label | _load_word(stack, top, slots, state)
+        _begin(word, stack, top, nodes, state)
+    else:
+        _append(label, stack, top, top, nodes, state)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _emit_binary(
+    label: int,
+    stack: NDArray[np.int64],
+    left: int,
+    nodes: NDArray[np.int64],
+    slots: NDArray[np.uint32],
+    state: NDArray[np.int64],
+) -> None:
+    right = left + 1
+    left_atom, right_atom = stack[left, _HEAD] < 0, stack[right, _HEAD] < 0
+    if left_atom and right_atom:
+        # Load the variable and take the slot as the other operand, not the reverse.
+        held = right if stack[left, _HEIGHT] > 0 else left
+        other = left + right - held
+        word = label | _load_word(stack, held, slots, state)
+        word += _operand_word(stack, other, slots, state) + (1 if other == left else 0)
+        _begin(word, stack, left, nodes, state)
+    elif left_atom or right_atom:
+        other = left if left_atom else right
+        word = label + _operand_word(stack, other, slots, state) + (1 if left_atom else 0)
+        _append(word, stack, left, left + right - other, nodes, state)
+    else:
+        left_first = stack[left, _NEED] >= stack[right, _NEED]
+        first = left if left_first else right
+        _join(stack, first, left + right - first, nodes)
+        _append(label + FROM_STACK + (1 if left_first else 0), stack, left, first, nodes, state)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _emit_ternary(
+    label: int,
+    stack: NDArray[np.int64],
+    top: int,
+    nodes: NDArray[np.int64],
+    slots: NDArray[np.uint32],
+    state: NDArray[np.int64],
+) -> None:
+    """All three operands are evaluated, atoms last; word 1 says in which order."""
+    places = 0
+    order = (_place(stack, top, 0), _place(stack, top, 1), _place(stack, top, 2))
+    for operand in range(3):
+        places |= order[operand] << (2 * operand)
+        if stack[top + operand, _HEAD] < 0:
+            _load(stack, top + operand, nodes, slots, state)
+    first = -1
+    for place in range(3):
+        for operand in range(3):
+            if order[operand] == place and first < 0:
+                first = top + operand
+            elif order[operand] == place:
+                _join(stack, first, top + operand, nodes)
+                # What is evaluated third finds two levels taken, not one.
+                if place == 2:
+                    stack[first, _NEED] = max(stack[first, _NEED], stack[top + operand, _NEED] + 2)
+    _append(label | places << 32, stack, top, first, nodes, state)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _place(stack: NDArray[np.int64], top: int, operand: int) -> int:
+    """When a ternary's operand is evaluated: the neediest first, atoms last, else from the left."""
+    rank = -1 if stack[top + operand, _HEAD] < 0 else stack[top + operand, _NEED]
+    place = 0
+    for other in range(3):
+        earlier = -1 if stack[top + other, _HEAD] < 0 else stack[top + other, _NEED]
+        if earlier > rank or (earlier == rank and other < operand):
+            place += 1
+    return place
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _join(stack: NDArray[np.int64], first: int, second: int, nodes: NDArray[np.int64]) -> None:
+    """Put the code of one operand behind that of another, whose result it pushes."""
+    nodes[stack[second, _HEAD], 0] |= PUSH
+    nodes[stack[first, _TAIL], 1] = stack[second, _HEAD]
+    stack[first, _TAIL] = stack[second, _TAIL]
+    stack[first, _NEED] = max(stack[first, _NEED], stack[second, _NEED] + 1)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _begin(
+    word: int,
+    stack: NDArray[np.int64],
+    top: int,
+    nodes: NDArray[np.int64],
+    state: NDArray[np.int64],
+) -> None:
+    """Make an instruction that starts a subtree's code."""
+    node = state[_NODES]
+    state[_NODES] = node + 1
+    nodes[node, 0], nodes[node, 1] = word, -1
+    stack[top, _HEIGHT] = 0
+    stack[top, _HEAD] = node
+    stack[top, _TAIL] = node
+    stack[top, _NEED] = 0
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _append(
+    word: int,
+    stack: NDArray[np.int64],
+    top: int,
+    operand: int,
+    nodes: NDArray[np.int64],
+    state: NDArray[np.int64],
+) -> None:
+    """Make an instruction that ends a subtree's code, after the code of its operands."""
+    node = state[_NODES]
+    state[_NODES] = node + 1
+    nodes[node, 0], nodes[node, 1] = word, -1
+    nodes[stack[operand, _TAIL], 1] = node
+    stack[top, _HEIGHT] = 0
+    stack[top, _HEAD] = stack[operand, _HEAD]
+    stack[top, _TAIL] = node
+    stack[top, _NEED] = stack[operand, _NEED]
 
 
 @_compiled  # type: ignore[untyped-decorator]
 def _load(
-    code: NDArray[np.uint8],
-    value: NDArray[np.float64],
-    first: NDArray[np.int32],
-    height: NDArray[np.int32],
-    token: int,
-    live: int,
+    stack: NDArray[np.int64],
+    place: int,
+    nodes: NDArray[np.int64],
     slots: NDArray[np.uint32],
-    slot_count: int,
-) -> tuple[int, int]:
-    """Word 0 that loads an atom to the top of the stack, and the new number of slots."""
-    form, index, slot_count = _source(code, value, first, height, token, slots, slot_count)
-    flag = LOAD_VARIABLE if form == FROM_VARIABLE else LOAD_SLOT
-    return flag | (PUSH if live > 0 else 0) | index << INDEX_SHIFT, slot_count
+    state: NDArray[np.int64],
+) -> None:
+    """Make an instruction of its own for an atom."""
+    _begin(_load_word(stack, place, slots, state), stack, place, nodes, state)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _load_word(
+    stack: NDArray[np.int64], place: int, slots: NDArray[np.uint32], state: NDArray[np.int64]
+) -> int:
+    """Word 0 that loads an atom to the top of the stack."""
+    if stack[place, _HEIGHT] == 0:
+        return int(LOAD_VARIABLE | stack[place, _FIRST] << INDEX_SHIFT)
+    return int(LOAD_SLOT | _slot(stack, place, slots, state) << INDEX_SHIFT)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _operand_word(
+    stack: NDArray[np.int64], place: int, slots: NDArray[np.uint32], state: NDArray[np.int64]
+) -> int:
+    """Both words, to be added, of an instruction whose second operand is an atom."""
+    if stack[place, _HEIGHT] == 0:
+        return int(FROM_VARIABLE + (stack[place, _FIRST] << 32))
+    return int(FROM_SLOT + (_slot(stack, place, slots, state) << 32))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _slot(
+    stack: NDArray[np.int64], place: int, slots: NDArray[np.uint32], state: NDArray[np.int64]
+) -> int:
+    """Make a slot for a row-invariant subtree; return its index in the program."""
+    slot = state[_SLOTS]
+    state[_SLOTS] = slot + 1
+    slots[slot, 0], slots[slot, 1] = stack[place, _FIRST], stack[place, _LAST] + 1
+    return int(slot - state[_FIRST_SLOT])
