@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("cachetools")
 
 from warpfit.request import Tier
-from warpfit_server.engine.cuda.plan import Advice, Cost, Planner
+from warpfit_server.engine.cuda.calibrate import fitted, read, write
+from warpfit_server.engine.cuda.plan import STARTING_COSTS, Advice, Cost, Costs, Planner
 
 LARGE = 300 * 30 * 1_000_000
 SMALL = 300 * 30 * 100
@@ -15,13 +16,39 @@ SMALL = 300 * 30 * 100
 
 def _planner(threads=16):
     """A planner for which compiled kernels launch more slowly and then run faster."""
-    return Planner(
-        threads,
-        {
-            (Tier.INTERPRETER, "fast"): Cost(20e-6, 6e12),
-            (Tier.COMPILED, "fast"): Cost(60e-6, 12e12),
-        },
-    )
+    tiers = {
+        (Tier.INTERPRETER, "fast"): Cost(20e-6, 6e12),
+        (Tier.COMPILED, "fast"): Cost(60e-6, 12e12),
+    }
+    return Planner(threads, Costs(tiers, {"fast": 0.012}))
+
+
+def test_costs_are_fitted_to_what_was_measured():
+    truth = Cost(launch=1e-4, rate=5e12)
+    work = [10**6, 10**9]
+    measured = fitted(work, [truth.seconds(w) for w in work])
+    assert measured.launch == pytest.approx(truth.launch)
+    assert measured.rate == pytest.approx(truth.rate)
+
+
+def test_costs_stay_positive_when_noise_turns_the_points_round():
+    noisy = fitted([10**6, 10**9], [2e-4, 1e-4])
+    assert noisy.launch > 0
+    assert noisy.rate > 0
+
+
+def test_costs_come_back_from_disk(tmp_path):
+    path = tmp_path / "costs"
+    path.write_bytes(write(STARTING_COSTS))
+    assert read(path) == STARTING_COSTS
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"costs": [], "compile_seconds": {}}'])
+def test_a_damaged_file_of_costs_is_no_file(tmp_path, content):
+    path = tmp_path / "costs"
+    path.write_bytes(content)
+    assert read(path) is None
+    assert read(tmp_path / "missing") is None
 
 
 def test_small_work_is_always_interpreted():

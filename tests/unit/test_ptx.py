@@ -28,7 +28,7 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 OUTPUTS = (
     Output(loss="squares", rows=4),
     Output(values=True, rows=2, threads=512),
-    Output(values=True, loss="absolute", weighted=True, rows=1, registers=80),
+    Output(values=True, loss="absolute", weighted=True, rows=1, threads=1024),
 )
 
 
@@ -38,7 +38,11 @@ def build(mode: Mode, architecture: int) -> DeviceLibrary:
 
 
 def fitting(output: Output, mode: Mode) -> Output:
-    return replace(output, rows=min(output.rows, 16 // mode.dtype.itemsize))
+    """Output as far as the mode allows: wide values take more registers."""
+    word = mode.dtype.itemsize
+    return replace(
+        output, rows=min(output.rows, 16 // word), threads=min(output.threads, 4096 // word)
+    )
 
 
 def shapes_of(*programs: Program) -> tuple[Shape, ...]:

@@ -194,11 +194,7 @@ class DiskCache:
         """Write an entry, then remove the oldest ones if the directory has grown over its cap."""
         path = self._path(key)
         sealed = _sealed(content)
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-                file.write(sealed)
-            Path(file.name).replace(path)
+        replace_file(path, sealed)
         with self._lock:
             known = self._bytes
             self._bytes = None if known is None else known + len(sealed)
@@ -231,6 +227,15 @@ class DiskCache:
             total -= size
             self.counters.evictions += 1
         return total
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that readers see all of it or nothing; do nothing where that is refused."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
 
 
 def _sealed(content: bytes) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.ir import Batch
-from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
-from warpfit_server.engine.cuda.kernels import KernelKey, KernelStore
+from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
+from warpfit_server.engine.cuda.layout import GridLayout, best_layout, shared_out
 from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.ptx import Output
 from warpfit_server.engine.cuda.replay import Replay, Work, load_sum_module
@@ -35,44 +34,8 @@ MAX_VECTORS: Final = 65_535
 MAX_ROWS: Final = 1 << 30
 #: Longest expression that is compiled; the compiler's time grows faster than the length.
 MAX_TOKENS: Final = 2_000
-
-
-def _cheap_codes() -> NDArray[np.bool_]:
-    """Mark the codes that take no division and no function but abs; bool [256]."""
-    cheap = np.ones(256, dtype=np.bool_)
-    for operator in OPERATORS.values():
-        called = set(re.findall(r"(\w+)\(", operator.kernel)) - {"abs", "select"}
-        cheap[operator.code] = not called and "/" not in operator.kernel
-    return cheap
-
-
-_CHEAP: Final = _cheap_codes()
-
-
-@dataclass(frozen=True, slots=True)
-class GridLayout:
-    """How the rows and expressions of a batch are laid out on the device."""
-
-    group_size: int
-    """Expressions of a fused kernel."""
-    threads: int
-    """Threads of a block. Many, because blocks of different kernels on one multiprocessor drive
-    each other's instructions out of its cache: with 128 threads the fast kernels run at half, the
-    precise ones at a quarter of the rate."""
-    blocks: int
-    """Blocks of all kernels for each multiprocessor, shared out by the kernels' work."""
-    rows: int = 1
-    """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64."""
-
-
-#: Layouts for fused kernels, the measured best on one H200.
-_LAYOUTS: Final = {
-    Mode.FAST: GridLayout(group_size=20, threads=512, blocks=3),
-    Mode.PRECISE: GridLayout(group_size=10, threads=1024, blocks=6),
-    Mode.DOUBLE: GridLayout(group_size=10, threads=512, blocks=12),
-}
-#: For batches of nothing but short instructions, such as ``+ - *``: bound by reading variables.
-_CHEAP_LAYOUT: Final = GridLayout(group_size=20, threads=512, blocks=2, rows=4)
+#: Times that missing kernels are made before the cache is called too small for them.
+_ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +145,7 @@ class CompiledTier:
 
     def close(self) -> None:
         """Free the captured graphs and unload the kernels."""
-        with self._lock:
-            replays = [replay for held in self._replays.values() for replay in held]
-            self._replays.clear()
-        for replay in replays:
-            self._drop(replay)
+        self._drop_idle()
         self._kernels.close()
 
     def prepare(
@@ -195,7 +154,7 @@ class CompiledTier:
         """Cut an evaluation into kernels: groups of several expressions, or one for each."""
         layout = resident.dataset.layout
         mode = Mode.of(layout.dtype, evaluation.precision)
-        grid = self._grid(evaluation.batch, mode)
+        grid = self._tuning.layout or best_layout(mode, evaluation.batch.codes)
         output = Output(
             values=evaluation.values,
             loss=_sum_kind(evaluation.loss),
@@ -213,12 +172,6 @@ class CompiledTier:
         with self._lock:
             self._prepared[identity] = prepared
         return prepared
-
-    def _grid(self, batch: Batch, mode: Mode) -> GridLayout:
-        if self._tuning.layout:
-            return self._tuning.layout
-        cheap = mode is not Mode.DOUBLE and bool(_CHEAP[batch.codes].all())
-        return _CHEAP_LAYOUT if cheap else _LAYOUTS[mode]
 
     def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, grid: GridLayout) -> Prepared:
         firsts = tuple(self._firsts(lifted.shapes, grid.group_size))
@@ -251,11 +204,7 @@ class CompiledTier:
             idle = self._replays.get(identity)
             if idle:
                 return idle.pop()
-        while (kernels := self._kernels.lease(prepared.keys)) is None:
-            futures = self._kernels.request(prepared.keys, priority=0)
-            wait(futures)
-            for future in futures:
-                future.result()
+        kernels = self._leased(prepared.keys)
         try:
             return Replay(
                 self._device,
@@ -275,6 +224,39 @@ class CompiledTier:
         except BaseException:
             self._kernels.release(prepared.keys)
             raise
+
+    def _leased(self, keys: Sequence[KernelKey]) -> list[Kernel]:
+        """Take all kernels into use, made first where they are missing.
+
+        Raises:
+            ResourceExhaustedError: if they do not fit beside those of other evaluations.
+
+        """
+        for _ in range(_ATTEMPTS):
+            kernels = self._kernels.lease(keys)
+            if kernels is not None:
+                return kernels
+            futures = self._kernels.request(keys, priority=0)
+            wait(futures)
+            for future in futures:
+                future.result()
+            # What is in use counts against the caps: idle graphs must not push these kernels out.
+            if not all(key in self._kernels.cache for key in keys):
+                self._drop_idle()
+        raise ResourceExhaustedError(
+            f"{len(keys)} kernels do not fit into the cache of compiled kernels",
+            "KERNEL_CACHE_FULL",
+            "Ask for the interpreter, or send smaller batches",
+            "tier",
+            needed=len(keys),
+        )
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            replays = [replay for held in self._replays.values() for replay in held]
+            self._replays.clear()
+        for replay in replays:
+            self._drop(replay)
 
     def _give(self, replay: Replay) -> None:
         """Keep a captured graph for the next evaluation of its kind."""
@@ -347,15 +329,7 @@ class CompiledTier:
         """Blocks of each kernel: by its share of the work, at most one a tile of rows."""
         most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
         total = max(1, prepared.layout.blocks * self._device.multiprocessors // vectors)
-        return tuple(np.clip(_shared_out(total, prepared.shares), 1, most).tolist())
-
-
-def _shared_out(total: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Cut ``total`` into whole numbers in proportion to ``shares``, by the largest remainders."""
-    exact = total * shares
-    parts = np.floor(exact).astype(np.int64)
-    parts[np.argsort(parts - exact, kind="stable")[: total - int(parts.sum())]] += 1
-    return parts
+        return tuple(np.clip(shared_out(total, prepared.shares), 1, most).tolist())
 
 
 def _digest(batch: Batch) -> bytes:

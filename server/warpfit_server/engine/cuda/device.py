@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit_server.engine.cuda.cache import replace_file
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
@@ -273,21 +273,13 @@ def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]
         if stored[:32] == hashlib.sha256(stored[32:]).digest():
             return stored[32:]
     cubin = build()
-    with suppress(OSError):
-        _replace(path, hashlib.sha256(cubin).digest() + cubin)
+    replace_file(path, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
 def device_array(device: CudaDevice, memory: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """View device memory as a CuPy array."""
     return device.cupy.ndarray(shape, dtype=dtype, memptr=memory)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    Path(file.name).replace(path)
 
 
 def _import_cupy() -> Any:

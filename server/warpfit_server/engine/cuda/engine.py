@@ -15,15 +15,16 @@ from typing import Final
 import numpy as np
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError
+from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Device, EngineBrokenError, Outputs
+from warpfit_server.engine.cuda.calibrate import Calibration, Evaluator
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
-from warpfit_server.engine.cuda.plan import Advice, Planner
+from warpfit_server.engine.cuda.plan import STARTING_COSTS, Advice, Costs, Planner
 from warpfit_server.engine.cuda.resident import ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -64,7 +65,7 @@ class CudaEngine:
         self._interpreter.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
-        self._planner = Planner(compilers)
+        self._planner = Planner(compilers, self._calibrated(compilers))
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
@@ -130,6 +131,17 @@ class CudaEngine:
         with self._lock:
             self._residents.clear()
         self._device.close()
+
+    def _calibrated(self, compilers: int) -> Costs:
+        tiers: dict[Tier, Evaluator] = {
+            Tier.INTERPRETER: self._interpreter,
+            Tier.COMPILED: self._compiled,
+        }
+        try:
+            return Calibration(self._device, tiers, compilers).costs()
+        except ResourceExhaustedError as error:
+            _LOG.warning("the planner starts from another device's figures: %s", error)
+            return STARTING_COSTS
 
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs

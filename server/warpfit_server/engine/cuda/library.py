@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -65,6 +66,9 @@ extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
 }
 #endif
 """
+#: Registers of a thread that called functions keep to, by type: no more than a kernel of the
+#: largest blocks has, 1024 threads in float32 and 512 in float64 (layout.py).
+_REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
 _EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
 _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
@@ -147,7 +151,8 @@ def _functions_cubin(
         return b""
     sources = _sources(mode)
     source = "\n".join([PRELUDE, *(sources[name] for name in called)])
-    return nvrtc.to_cubin(source, architecture, options)
+    bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
+    return nvrtc.to_cubin(source, architecture, (*options, bound))
 
 
 def _helpers(mode: Mode) -> str:

@@ -15,7 +15,7 @@ total is then never more than twice that of a planner that knows the future.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
@@ -28,8 +28,6 @@ from warpfit.request import Tier
 _REMEMBERED: Final = 4096
 #: Weight of a new observation.
 _GAIN: Final = 0.2
-#: Seconds of one thread to compile one expression as part of a fused group.
-_COMPILE_SECONDS: Final = 0.012
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +54,28 @@ class Cost:
         )
 
 
-#: Where the model starts: measured on one H200 with 16 host cores, 300 expressions a batch
-#: (tests/bench/results/gpu_*.json). What holds for another machine is found by observation.
-STARTING_COSTS: Final = {
-    (Tier.INTERPRETER, "fast"): Cost(1.7e-3, 6.4e12),
-    (Tier.INTERPRETER, "precise"): Cost(1.7e-3, 2.0e12),
-    (Tier.INTERPRETER, "float64"): Cost(1.7e-3, 0.8e12),
-    (Tier.COMPILED, "fast"): Cost(0.6e-3, 7.5e12),
-    (Tier.COMPILED, "precise"): Cost(0.6e-3, 2.0e12),
-    (Tier.COMPILED, "float64"): Cost(0.6e-3, 0.6e12),
-}
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What everything costs; the modes of arithmetic are "fast", "precise" and "float64"."""
+
+    tiers: Mapping[tuple[Tier, str], Cost]
+    """By tier and mode."""
+    compile_seconds: Mapping[str, float]
+    """Seconds of one thread to compile one expression as part of a fused group, by mode."""
+
+
+#: Measured on one H200 with 16 host cores; where the device cannot be calibrated.
+STARTING_COSTS: Final = Costs(
+    {
+        (Tier.INTERPRETER, "fast"): Cost(0.6e-3, 6.4e12),
+        (Tier.INTERPRETER, "precise"): Cost(0.6e-3, 2.0e12),
+        (Tier.INTERPRETER, "float64"): Cost(0.6e-3, 0.8e12),
+        (Tier.COMPILED, "fast"): Cost(0.4e-3, 17e12),
+        (Tier.COMPILED, "precise"): Cost(0.4e-3, 4.5e12),
+        (Tier.COMPILED, "float64"): Cost(0.4e-3, 1.5e12),
+    },
+    {"fast": 0.012, "precise": 0.06, "float64": 0.07},
+)
 
 
 class Advice(Enum):
@@ -90,13 +100,19 @@ class Planner:
 
     Args:
         compiler_threads: threads that compile at the same time.
+        start: where the model starts; what is observed corrects it.
 
     """
 
     compiler_threads: int
-    costs: dict[tuple[Tier, str], Cost] = field(default_factory=lambda: dict(STARTING_COSTS))
+    start: Costs = STARTING_COSTS
+    costs: dict[tuple[Tier, str], Cost] = field(init=False)
     _histories: LRUCache[Hashable, _History] = field(default_factory=lambda: LRUCache(_REMEMBERED))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Start from what was calibrated."""
+        self.costs = dict(self.start.tiers)
 
     def advise(self, batch: Hashable, mode: str, token_rows: int, programs: int) -> Advice:
         """Choose for one evaluation.
@@ -119,7 +135,8 @@ class Planner:
             if history.requested:
                 return Advice.COMPILED_IF_READY
             history.forgone += interpreted - compiled
-            if history.forgone < programs * _COMPILE_SECONDS / self.compiler_threads:
+            price = programs * self.start.compile_seconds[mode] / self.compiler_threads
+            if history.forgone < price:
                 return Advice.INTERPRET
             history.requested = True
             return Advice.INTERPRET_AND_COMPILE

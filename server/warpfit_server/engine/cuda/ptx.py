@@ -27,7 +27,7 @@ from warpfit_server.engine.cuda.shapes import Shape
 from warpfit_server.engine.cuda.uniform_pool import UniformPool
 
 #: Changes whenever the same input gives other code: part of the key of every kernel.
-GENERATION: Final = 1
+GENERATION: Final = 2
 #: Most row-invariant values that stay in registers through the row loop.
 UNIFORM_REGISTERS: Final = 16
 #: Share of fast exponentials that are computed without the special-function unit.
@@ -64,8 +64,6 @@ class Output:
     """Sum up ``"squares"`` or ``"absolute"`` deviations from the target; empty for neither."""
     weighted: bool = False
     """Multiply each deviation by the row's weight."""
-    registers: int = 0
-    """Most registers of a thread; 0 leaves it to the assembler."""
     threads: int = 128
     """Threads of a block: whole warps, at least one for each 32 expressions of a kernel."""
     rows: int = 4
@@ -280,7 +278,6 @@ class _Kernel:
         lines = [
             f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {self.output.threads}, 1, 1",
-            *([f".maxnreg {self.output.registers}"] if self.output.registers else []),
             "{",
             *self._registers(count),
             *self._prologue(),

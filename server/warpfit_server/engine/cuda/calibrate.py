@@ -1,0 +1,158 @@
+"""What the tiers cost on this device: measured at the first start, kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.cache import replace_file
+from warpfit_server.engine.cuda.device import CudaDevice
+from warpfit_server.engine.cuda.plan import STARTING_COSTS, Cost, Costs
+from warpfit_server.engine.cuda.resident import ResidentDataset, upload
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+_PROGRAMS: Final = 100
+_VARIABLES: Final = 10
+#: The launch is read off few rows, the rate off many.
+_ROWS: Final = (1_000, 100_000)
+_REPEATS: Final = 5
+_SEED: Final = 20_261_121
+_MODES: Final[Mapping[str, tuple[np.dtype[Any], Precision]]] = {
+    "fast": (np.dtype(np.float32), Precision.FAST),
+    "precise": (np.dtype(np.float32), Precision.PRECISE),
+    "float64": (np.dtype(np.float64), Precision.PRECISE),
+}
+
+
+class Evaluator(Protocol):
+    """A tier."""
+
+    def evaluate(
+        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Timings:
+        """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measures both tiers in every mode with a batch of random programs."""
+
+    device: CudaDevice
+    tiers: Mapping[Tier, Evaluator]
+    compiler_threads: int
+
+    def costs(self) -> Costs:
+        """Costs from disk or, if this device and version have none there, measured.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room for the test data.
+
+        """
+        path = self.device.cache_directory / "calibration" / f"{self._name()}.json"
+        known = read(path)
+        if known is None:
+            started = time.perf_counter()
+            known = self._measured()
+            replace_file(path, write(known))
+            _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
+        return known
+
+    def _name(self) -> str:
+        device = self.device
+        parts = (device.name, device.multiprocessors, device.driver, version("warpfit"))
+        return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
+
+    def _measured(self) -> Costs:
+        programs, parameters = thesis_mix(_SEED, _PROGRAMS, variables=_VARIABLES)
+        batch = Batch.of(programs, parameters)
+        work = [len(batch.codes) * rows for rows in _ROWS]
+        costs: dict[tuple[Tier, str], Cost] = {}
+        compile_seconds: dict[str, float] = {}
+        for mode, (dtype, precision) in _MODES.items():
+            residents = [upload(self.device, _data(rows, dtype)) for rows in _ROWS]
+            for tier in self.tiers:
+                times = [self._times(tier, precision, resident, batch) for resident in residents]
+                costs[tier, mode] = fitted(work, [seconds for _, seconds in times])
+                if tier is Tier.COMPILED:
+                    compiling = max(0.0, times[0][0] - times[0][1])
+                    compile_seconds[mode] = compiling * self.compiler_threads / _PROGRAMS
+        return Costs(costs, compile_seconds)
+
+    def _times(
+        self, tier: Tier, precision: Precision, resident: ResidentDataset, batch: Batch
+    ) -> tuple[float, float]:
+        """Seconds of the first evaluation, and of one that finds everything in place."""
+        evaluation = Evaluation(
+            resident.dataset.content_id,
+            batch,
+            precision=precision,
+            loss=Loss.MSE,
+            values=False,
+            tier=tier,
+        )
+        outputs = Outputs(
+            None, np.empty((_PROGRAMS, 1)), np.zeros(1, dtype=np.uint8), lambda _: None
+        )
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            started = time.perf_counter()
+            self.tiers[tier].evaluate(resident, evaluation, outputs)
+            seconds.append(time.perf_counter() - started)
+        return seconds[0], float(np.median(seconds[1:]))
+
+
+def fitted(work: list[int], seconds: list[float]) -> Cost:
+    """Cost through two points, each term at least a hundredth of what the points allow.
+
+    Args:
+        work: token-rows, the smaller first.
+        seconds: time of each.
+
+    """
+    rate = (work[1] - work[0]) / max(seconds[1] - seconds[0], seconds[1] / 100)
+    return Cost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)
+
+
+def write(costs: Costs) -> bytes:
+    """Costs as they are kept on disk."""
+    rows = [
+        {"tier": tier.value, "mode": mode, **asdict(cost)}
+        for (tier, mode), cost in costs.tiers.items()
+    ]
+    return json.dumps({"costs": rows, "compile_seconds": costs.compile_seconds}, indent=1).encode()
+
+
+def read(path: Path) -> Costs | None:
+    """Costs from a file; None if it is missing or no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+        costs = Costs(
+            {
+                (Tier(row["tier"]), row["mode"]): Cost(row["launch"], row["rate"])
+                for row in content["costs"]
+            },
+            content["compile_seconds"],
+        )
+        complete = set(costs.tiers) == set(STARTING_COSTS.tiers)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return costs if complete and set(costs.compile_seconds) == set(_MODES) else None
+
+
+def _data(rows: int, dtype: np.dtype[Any]) -> Dataset:
+    rng = np.random.default_rng(_SEED)
+    columns = rng.uniform(0.5, 2.0, (rows, _VARIABLES))
+    return Dataset.of(columns, rng.normal(size=rows), dtype=dtype)
