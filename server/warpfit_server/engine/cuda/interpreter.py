@@ -404,9 +404,9 @@ def kernel_arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> 
     return arguments
 
 
-def _by_value(arguments: NDArray[np.void]) -> NDArray[np.uint8]:
-    """Bytes of a struct: CuPy passes them as they are, and is slow to describe a struct's type."""
-    return arguments.reshape(1).view(np.uint8)
+def _by_value(arguments: NDArray[np.void]) -> NDArray[np.void]:
+    """Hide the fields of a struct, which CuPy passes as it is but takes long to describe."""
+    return arguments.view(np.dtype((np.void, arguments.nbytes)))
 
 
 def _order(lowered: Lowered, vectors: int, chunk: int) -> NDArray[np.uint32]:
