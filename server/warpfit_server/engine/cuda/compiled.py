@@ -34,6 +34,8 @@ MAX_VECTORS: Final = 65_535
 MAX_ROWS: Final = 1 << 30
 #: Longest expression that is compiled; the compiler's time grows faster than the length.
 MAX_TOKENS: Final = 2_000
+#: Most expressions of a batch that get a kernel each.
+_SINGLE: Final = 4
 #: Times that missing kernels are made before the cache is called too small for them.
 _ATTEMPTS: Final = 3
 
@@ -101,11 +103,9 @@ class CompiledTier:
         prepared = self.prepare(resident, evaluation)
         return all(key in self._kernels.cache for key in prepared.keys)
 
-    def request_compile(
-        self, resident: ResidentDataset, evaluation: Evaluation, *, fused: bool = True
-    ) -> None:
+    def request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
         """Have the missing kernels made in the background; returns at once."""
-        self._kernels.request(self.prepare(resident, evaluation, fused=fused).keys)
+        self._kernels.request(self.prepare(resident, evaluation).keys)
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -148,10 +148,13 @@ class CompiledTier:
         self._drop_idle()
         self._kernels.close()
 
-    def prepare(
-        self, resident: ResidentDataset, evaluation: Evaluation, *, fused: bool = True
-    ) -> Prepared:
-        """Cut an evaluation into kernels: groups of several expressions, or one for each."""
+    def prepare(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared:
+        """Cut an evaluation into kernels: groups of several expressions, or one for each.
+
+        A batch of few expressions gets a kernel for each, which other batches share. For many, a
+        fresh set of single kernels never pays: capturing their graph (2 ms for 300) costs more
+        than interpreting, and fused kernels are 2 to 5 times faster once a batch repeats.
+        """
         layout = resident.dataset.layout
         mode = Mode.of(layout.dtype, evaluation.precision)
         grid = self._tuning.layout or best_layout(mode, evaluation.batch.codes)
@@ -162,12 +165,12 @@ class CompiledTier:
             threads=grid.threads,
             rows=min(grid.rows, 16 // mode.dtype.itemsize),
         )
-        identity = (_digest(evaluation.batch), mode, output, fused)
+        identity = (_digest(evaluation.batch), mode, output)
         with self._lock:
             known = self._prepared.get(identity)
         if known is not None:
             return known
-        grid = grid if fused else replace(grid, group_size=1)
+        grid = grid if len(evaluation.batch) > _SINGLE else replace(grid, group_size=1)
         prepared = self._cut(lift(evaluation.batch), mode, output, grid)
         with self._lock:
             self._prepared[identity] = prepared
