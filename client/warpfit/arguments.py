@@ -137,7 +137,7 @@ def build_evaluation(
         tier=_member(Tier, options.get("tier", Tier.AUTO), "tier"),
     )
     evaluation.check_options(data.layout)
-    return evaluation, entries is not None and any(np.ndim(entry) == 2 for entry in entries)
+    return evaluation, entries is not None and any(map(_is_table, entries))
 
 
 def _is_single(expressions: Any) -> bool:
@@ -164,6 +164,10 @@ def _entries(parameters: Parameters, *, single: bool, programs: int) -> Sequence
     bare = programs == 1 and all(np.ndim(entry) == 0 for entry in entries)
     whole: list[Any] = [parameters]
     return whole if single or bare else entries
+
+
+def _is_table(entry: ArrayLike) -> bool:
+    return (entry.ndim if isinstance(entry, np.ndarray) else np.ndim(entry)) == 2
 
 
 def _row_range(rows: Rows, count: int) -> tuple[int, int] | None:

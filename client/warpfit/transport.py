@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import grpc
+from grpc.experimental import ChannelOptions
 
 from warpfit import codec
 from warpfit.config import TransportConfig
@@ -34,7 +35,9 @@ class GrpcTransport:
     def __init__(self, address: str, config: TransportConfig) -> None:
         check_address(address)
         self._closed = False
-        self._channel = grpc.insecure_channel(address, config.channel_options())
+        # The caller's thread reads the answer itself: a thread of gRPC's for each call costs 0.1 ms.
+        reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
+        self._channel = grpc.insecure_channel(address, [*config.channel_options(), reading])
         self._stub = make_stub(self._channel)
 
     def call(self, call: Call) -> None:
