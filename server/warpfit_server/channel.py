@@ -1,4 +1,4 @@
-"""Messages between the front door and an engine process, over a socket pair of the two.
+"""Messages between the server's processes, over a socket pair of two of them.
 
 Each message is a frozen dataclass, pickled (the two ends are one program), in one packet of a
 SOCK_SEQPACKET socket, so a message arrives whole or not at all. Bulk data never travels here: it
@@ -23,6 +23,8 @@ from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit_server.frame import Frame
 
 _PACKET_BYTES: Final = 128 << 10
+#: Most descriptors that travel with a message; the kernel's own limit is 253.
+MOST_DESCRIPTORS: Final = 64
 
 
 # ------------------------------------------------------------------------ front door -> engine
@@ -46,19 +48,18 @@ class Unload:
 
 
 @dataclass(frozen=True, slots=True)
-class Detach:
-    """Forget a segment."""
-
-    segment: int
+class OpenLanes:
+    """Serve the lanes whose sockets come along, once every earlier message is dealt with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate the batch in a segment; answered by Progress..., then Finished."""
+    """On a lane: evaluate the batch in its segment; answered by Progress..., then Finished."""
 
-    request: int
-    segment: int
     size: int
+    """Bytes of the segment that comes along, which is the lane's from now on; 0 without one."""
+    keep: bool
+    """Whether the lane's next evaluation may use the segment again."""
     frame: Frame
     dataset_id: bytes
     rows: tuple[int, int]
@@ -83,6 +84,8 @@ class Ready:
 
     engine: str
     devices: tuple[Device, ...]
+    concurrency: int
+    """Evaluations that gain from running at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +98,90 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The values of the first programs of a request are final."""
+    """The values of the first programs are final."""
 
-    request: int
     programs: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The engine is done with a request and its segment."""
+    """The engine is done with an evaluation and, unless it is kept, with the segment."""
 
-    request: int
     timings: Timings = field(default_factory=Timings)
     error: WarpfitError | None = None
 
 
+# -------------------------------------------------------------------- further door -> front door
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The door has opened the port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Lease a data set to the door; answered by Found or Missing."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """The door gives a lease back."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Answer to Forget: no new call uses the data set."""
+
+    content_id: bytes
+
+
+# -------------------------------------------------------------------- front door -> further door
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The data set is leased to the door until Unused."""
+
+    content_id: bytes
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The data set cannot be leased."""
+
+    content_id: bytes
+    error: WarpfitError
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The door's lanes to a new engine come along as sockets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The data set was released."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Refuse new calls, let those in flight finish within the grace period, end."""
+
+
 # --------------------------------------------------------------------------------- the channel
 
-Message = Load | Unload | Detach | Evaluate | Stop | Ready | Loaded | Progress | Finished
+Message = (
+    Load | Unload | OpenLanes | Evaluate | Stop | Ready | Loaded | Progress | Finished
+    | Lookup | Unused | Forgotten | Serving | Found | Missing | Lanes | Forget | Quit
+)  # fmt: skip
 
 
 class ChannelClosedError(Exception):
@@ -155,7 +224,7 @@ class Channel:
         """
         try:
             data, descriptors, flags, _ = socket.recv_fds(
-                self._socket, _PACKET_BYTES, 4, socket.MSG_CMSG_CLOEXEC
+                self._socket, _PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise ChannelClosedError(str(error)) from error

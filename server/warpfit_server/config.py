@@ -17,6 +17,7 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2
 
 
 _LIMITS: Final = Limits()
+_MOST_DOORS: Final = 8
 
 
 def parse_bytes(text: str) -> int:
@@ -67,6 +68,9 @@ class Config:
         "auto", "auto takes CUDA when a device answers", choices=("auto", "cpu", "cuda")
     )
     device: int = _option(0, "CUDA device", int)
+    front_doors: int = _option(
+        0, "processes that take calls; 0 takes one for two cores, at most 8", int
+    )
     threads: int | None = _option(None, "threads of the CPU engine (default: all cores)", int)
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
     log_level: str = _option("info", "debug, info, warning or error", parse_log_level)
@@ -85,6 +89,12 @@ class Config:
     max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
     max_requests: int = _option(_LIMITS.requests, "calls in flight", int)
+
+    @property
+    def doors(self) -> int:
+        """Number of processes that take calls."""
+        cores = len(os.sched_getaffinity(0))
+        return self.front_doors or max(1, min(_MOST_DOORS, cores // 2))
 
     @property
     def cache_path(self) -> Path | None:

@@ -1,22 +1,17 @@
-"""The server as a whole: store, supervisor and gRPC port, put together and taken apart."""
+"""The server as a whole: store, supervisor, port and doors, put together and taken apart."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from types import TracebackType
-from typing import Final
 
-import grpc
-
-from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.datasets import DatasetStore
+from warpfit_server.doors import Doors
+from warpfit_server.port import check_free, listen, make_server
 from warpfit_server.segments import SegmentPool
-from warpfit_server.service import EvaluatorService
+from warpfit_server.service import EvaluatorService, ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
-
-#: Threads beyond --max-requests, for short calls and for refusing what is over the limit.
-_SPARE_THREADS: Final = 16
 
 
 class Server:
@@ -28,24 +23,24 @@ class Server:
         self._config = config
         self.supervisor = EngineSupervisor(config, pool)
         self._datasets = DatasetStore(limits, pool, self.supervisor.unload)
-        service = EvaluatorService(self._datasets, self.supervisor, limits, config.chunk_bytes)
-        threads = 2 * limits.requests + _SPARE_THREADS
-        self._grpc = grpc.server(
-            ThreadPoolExecutor(threads, "call"),
-            handlers=[service.handlers()],
-            maximum_concurrent_rpcs=threads,
-            options=[
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
-            ],
+        leases = ResidentLeases(self._datasets, self.supervisor)
+        self._doors = Doors(config, self.supervisor, leases)
+        service = EvaluatorService(
+            self._datasets, self.supervisor, limits, config.chunk_bytes, self._doors.forget
         )
-        self.port = self._bind()
+        check_free(config.host, config.port)
+        self._grpc = make_server(config, service.handlers(), shared=config.doors > 1)
+        self.port = listen(self._grpc, config.host, config.port)
+        # Readable by this user alone: what the doors pass on comes in here.
+        self._directory = tempfile.TemporaryDirectory(prefix="warpfit-")
+        self._front_door = f"unix:{self._directory.name}/front-door"
+        self._grpc.add_insecure_port(self._front_door)
 
     def __enter__(self) -> Server:
-        """Start engine and port; returns when the server is ready."""
-        self.supervisor.start(self._datasets.leased)
+        """Start engine, port and doors; returns when the server is ready."""
+        self.supervisor.start(self._datasets.leased, self._doors.engine_ready)
         self._grpc.start()
+        self._doors.start(self._config.doors - 1, self.port, self._front_door)
         return self
 
     def __exit__(
@@ -55,8 +50,11 @@ class Server:
         traceback: TracebackType | None,
     ) -> None:
         """Refuse new calls, let those in flight finish within the grace period, stop."""
-        self._grpc.stop(self._config.grace).wait()
+        stopped = self._grpc.stop(self._config.grace)
+        self._doors.stop()
+        stopped.wait()
         self.supervisor.stop()
+        self._directory.cleanup()
 
     def describe(self) -> str:
         """Start-up line: address, engine, limits."""
@@ -67,16 +65,7 @@ class Server:
         )
         return (
             f"warpfit listening on {self._config.host}:{self.port}"
-            f" engine={self.supervisor.engine} [{devices}]"
+            f" engine={self.supervisor.engine} [{devices}] doors={self._config.doors}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"
         )
-
-    def _bind(self) -> int:
-        address = f"{self._config.host}:{self._config.port}"
-        try:
-            return self._grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise UnavailableError(
-                f"cannot listen on {address}", "PORT_IN_USE", "Choose another --host or --port"
-            ) from error

@@ -9,29 +9,111 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 
 from warpfit import codec
+from warpfit.dataset import Layout
 from warpfit.errors import InternalError, ResourceExhaustedError, WarpfitError
 from warpfit.info import Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
 from warpfit_server.datasets import DatasetStore, Upload
+from warpfit_server.lanes import Lanes, Run
 from warpfit_server.limits import check_batch, check_result
-from warpfit_server.supervisor import EngineSupervisor, Job
+from warpfit_server.supervisor import EngineSupervisor
 
 _LOG: Final = logging.getLogger("warpfit.service")
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
-class EvaluatorService:
-    """Implements the RPCs of evaluator.proto."""
+class Leases(Protocol):
+    """Data sets to evaluate on."""
+
+    def lease(self, content_id: bytes) -> AbstractContextManager[Layout]:
+        """Keep a data set in place, loaded by the engine, inside the ``with`` block.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+            ResourceExhaustedError: if the device has no room for it.
+
+        """
+
+
+class EvaluateService:
+    """Implements Evaluate, in the front door and in further doors."""
+
+    def __init__(self, datasets: Leases, lanes: Lanes, limits: Limits, chunk_bytes: int) -> None:
+        self._leases = datasets
+        self._lanes = lanes
+        self._limits = limits
+        self._chunk_bytes = chunk_bytes
+        self._places = threading.BoundedSemaphore(limits.requests)
+
+    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Evaluate a batch and stream the answer while the engine still computes."""
+        with errors_to_status(context), self.place():
+            arrived = time.monotonic_ns()
+            request = codec.parse_message(pb.EvaluateRequest, message)
+            evaluation = codec.evaluation_from_message(request)
+            with self._leases.lease(evaluation.dataset_id) as layout:
+                check_batch(evaluation.batch, self._limits)
+                evaluation.check(layout)
+                check_result(evaluation, layout, self._limits)
+                decode = time.monotonic_ns() - arrived
+                run = self._lanes.start(evaluation, layout, context.is_active)
+                start = codec.result_start(layout, evaluation.shape(layout))
+                try:
+                    if not context.add_callback(run.cancel):
+                        run.cancel()
+                    yield from self._answer(run, start, decode)
+                finally:
+                    run.close()
+
+    def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
+        frame = run.frame
+        values = run.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
+        message, sent = start, 0
+        timings = None
+        while timings is None:
+            event = run.next_event()
+            if isinstance(event, wire.Finished):
+                timings, ready = replace(event.timings, decode=decode), frame.value_bytes
+            else:  # only whole chunks before the end
+                ready = event.programs * frame.program_bytes // self._chunk_bytes
+                ready *= self._chunk_bytes
+            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
+                if message is not start:
+                    yield message
+                    message = b""
+                message += piece
+            sent = ready
+        yield message + codec.result_end(run.losses, timings)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count a call while it runs; refuse it over the limit."""
+        if not self._places.acquire(blocking=False):
+            raise ResourceExhaustedError(
+                f"{self._limits.requests} calls are in flight, which is the limit",
+                "TOO_MANY_REQUESTS",
+                "Retry with back-off, or start the server with a higher --max-requests",
+                needed=self._limits.requests + 1,
+                available=self._limits.requests,
+            )
+        try:
+            yield
+        finally:
+            self._places.release()
+
+
+class EvaluatorService(EvaluateService):
+    """Implements all RPCs of evaluator.proto, in the front door."""
 
     def __init__(
         self,
@@ -39,12 +121,14 @@ class EvaluatorService:
         supervisor: EngineSupervisor,
         limits: Limits,
         chunk_bytes: int,
+        on_release: Callable[[bytes], None],
     ) -> None:
+        super().__init__(
+            ResidentLeases(datasets, supervisor), supervisor.lanes, limits, chunk_bytes
+        )
         self._datasets = datasets
         self._supervisor = supervisor
-        self._limits = limits
-        self._chunk_bytes = chunk_bytes
-        self._places = threading.BoundedSemaphore(limits.requests)
+        self._on_release = on_release
 
     def handlers(self) -> grpc.GenericRpcHandler[bytes, bytes]:
         """Bind the methods to their names."""
@@ -61,7 +145,7 @@ class EvaluatorService:
 
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
-        with _errors_to_status(context), self._place():
+        with errors_to_status(context), self.place():
             first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
             layout, content_id = codec.upload_header(first)
             try:
@@ -74,21 +158,23 @@ class EvaluatorService:
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Say whether a data set is resident, and renew it."""
-        with _errors_to_status(context):
+        with errors_to_status(context):
             request = codec.parse_message(pb.GetVariablesRequest, message)
             with self._datasets.lease(codec.check_content_id(request.content_id)) as dataset:
                 return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
 
     def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Give a data set back."""
-        with _errors_to_status(context):
+        with errors_to_status(context):
             request = codec.parse_message(pb.ReleaseVariablesRequest, message)
-            self._datasets.release(codec.check_content_id(request.content_id))
+            content_id = codec.check_content_id(request.content_id)
+            self._datasets.release(content_id)
+            self._on_release(content_id)
             return pb.ReleaseVariablesResponse().SerializeToString()
 
     def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Describe the server."""
-        with _errors_to_status(context):
+        with errors_to_status(context):
             codec.parse_message(pb.GetServerInfoRequest, message)
             info = ServerInfo(
                 version=version("warpfit"),
@@ -98,26 +184,6 @@ class EvaluatorService:
                 operators=codec.operator_infos(),
             )
             return codec.info_to_message(info).SerializeToString()
-
-    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Evaluate a batch and stream the answer while the engine still computes."""
-        with _errors_to_status(context), self._place():
-            arrived = time.monotonic_ns()
-            request = codec.parse_message(pb.EvaluateRequest, message)
-            evaluation = codec.evaluation_from_message(request)
-            with self._datasets.lease(evaluation.dataset_id) as dataset:
-                check_batch(evaluation.batch, self._limits)
-                evaluation.check(dataset.layout)
-                check_result(evaluation, dataset.layout, self._limits)
-                job = self._supervisor.submit(evaluation, dataset)
-                decode = time.monotonic_ns() - arrived
-                start = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
-                try:
-                    if not context.add_callback(job.abandon):
-                        job.abandon()
-                    yield from self._answer(job, start, decode)
-                finally:
-                    job.let_go()
 
     def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
         try:
@@ -137,44 +203,25 @@ class EvaluatorService:
                 self._datasets.release(content_id)
                 raise
 
-    def _answer(self, job: Job, start: bytes, decode: int) -> Iterator[bytes]:
-        frame = job.frame
-        values = job.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
-        message, sent = start, 0
-        timings = None
-        while timings is None:
-            event = job.next_event()
-            if isinstance(event, wire.Finished):
-                timings, ready = replace(event.timings, decode=decode), frame.value_bytes
-            else:  # only whole chunks before the end
-                ready = event.programs * frame.program_bytes // self._chunk_bytes
-                ready *= self._chunk_bytes
-            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
-                if message is not start:
-                    yield message
-                    message = b""
-                message += piece
-            sent = ready
-        yield message + codec.result_end(frame.losses_view(job.segment), timings)
+
+class ResidentLeases:
+    """The front door's own data sets as `Leases`."""
+
+    def __init__(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
+        self._datasets = datasets
+        self._supervisor = supervisor
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        if not self._places.acquire(blocking=False):
-            raise ResourceExhaustedError(
-                f"{self._limits.requests} calls are in flight, which is the limit",
-                "TOO_MANY_REQUESTS",
-                "Retry with back-off, or start the server with a higher --max-requests",
-                needed=self._limits.requests + 1,
-                available=self._limits.requests,
-            )
-        try:
-            yield
-        finally:
-            self._places.release()
+    def lease(self, content_id: bytes) -> Iterator[Layout]:
+        """Lease a data set, once the engine has it."""
+        with self._datasets.lease(content_id) as dataset:
+            self._supervisor.settled(dataset)
+            yield dataset.layout
 
 
 @contextmanager
-def _errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
+def errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
+    """End the call with the status of an error that leaves the block."""
     try:
         yield
     except WarpfitError as error:

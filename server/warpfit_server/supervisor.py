@@ -6,9 +6,8 @@ UNAVAILABLE, a new process starts and the data sets are loaded again from the ho
 
 from __future__ import annotations
 
-import itertools
 import logging
-import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -17,96 +16,54 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Final
 
-from warpfit.errors import CancelledError, UnavailableError, WarpfitError
+from warpfit.errors import UnavailableError
 from warpfit.info import Device
-from warpfit.request import Evaluation
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.datasets import ResidentDataset
-from warpfit_server.frame import Frame
-from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.lanes import Lanes, unavailable
+from warpfit_server.segments import SegmentPool
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
-
-
-class Job:
-    """One evaluation in flight, shared by the call that waits for it and the engine.
-
-    The segment goes back to the pool when both have let go, so a call that ends early never frees
-    memory that the engine still writes.
-    """
-
-    def __init__(self, segment: Segment, frame: Frame, release: Callable[[Segment], None]) -> None:
-        self.segment = segment
-        self.frame = frame
-        self._events: queue.SimpleQueue[wire.Progress | wire.Finished] = queue.SimpleQueue()
-        self._release = release
-        self._holders = 2
-        self._lock = threading.Lock()
-
-    def post(self, event: wire.Progress | wire.Finished) -> None:
-        """Tell the waiting call."""
-        self._events.put(event)
-
-    def next_event(self) -> wire.Progress | wire.Finished:
-        """Wait for the engine.
-
-        Raises:
-            WarpfitError: if the evaluation failed.
-
-        """
-        event = self._events.get()
-        if isinstance(event, wire.Finished) and event.error is not None:
-            raise event.error
-        return event
-
-    def abandon(self) -> None:
-        """Stop the evaluation, because nobody waits for its answer any more."""
-        with self._lock:
-            if self._holders:
-                self.frame.flag(self.segment)[0] = 1
-        self.post(wire.Finished(0, error=CancelledError("the call has ended", "CANCELLED")))
-
-    def let_go(self) -> None:
-        """Drop one of the two holds on the segment."""
-        with self._lock:
-            self._holders -= 1
-            last = self._holders == 0
-        if last:
-            self._release(self.segment)
+#: Lanes beyond what the engine runs at a time: their batches are in place when it is their turn.
+_SPARE_LANES: Final = 2
 
 
 class EngineSupervisor:
-    """Owns the engine process, the channel to it and the jobs in flight."""
+    """Owns the engine process, the channel to it and this process's lanes."""
 
     def __init__(self, config: Config, pool: SegmentPool) -> None:
+        self.lanes = Lanes(pool)
         self._config = config
-        self._pool = pool
         self._lock = threading.Lock()
         self._channel: Channel | None = None  # None while no engine is ready
-        self._jobs: dict[int, Job] = {}
         self._loads: dict[bytes, Future[None]] = {}
-        self._attached: set[int] = set()
         self._ready: wire.Ready | None = None
         self._started = threading.Event()
         self._stopping = threading.Event()
-        self._numbers = itertools.count(1)
         self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
+        self._on_ready: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
-    def start(self, resident: Callable[[], Iterator[ResidentDataset]]) -> None:
+    def start(
+        self,
+        resident: Callable[[], Iterator[ResidentDataset]],
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start the engine process and wait until it is ready.
 
         Args:
             resident: yields the data sets, leased, that every new engine process must load.
+            on_ready: called whenever an engine process has become ready.
 
         Raises:
             UnavailableError: if the engine cannot run on this machine; its log says why.
 
         """
         self._resident = resident
+        self._on_ready = on_ready
         self._thread.start()
         self._started.wait()
         if self._ready is None:
@@ -126,41 +83,37 @@ class EngineSupervisor:
         """What the engine computes on."""
         return self._ready.devices if self._ready else ()
 
-    def submit(self, evaluation: Evaluation, dataset: ResidentDataset) -> Job:
-        """Hand a checked evaluation to the engine; the caller must `Job.let_go` in the end.
-
-        The caller holds a lease on the data set.
+    def open_lanes(self) -> list[socket.socket]:
+        """Make lanes to the engine; return this side's ends.
 
         Raises:
             UnavailableError: if no engine is ready.
-            ResourceExhaustedError: if there is no memory for batch and answer.
 
         """
-        layout = dataset.layout
-        frame = Frame.of(evaluation, layout)
-        segment = self._pool.acquire(frame.nbytes)
-        job = Job(segment, frame, self._give_back)
-        frame.write(segment, evaluation.batch)
-        number = next(self._numbers)
-        message = wire.Evaluate(
-            request=number,
-            segment=segment.identifier,
-            size=segment.size,
-            frame=frame,
-            dataset_id=evaluation.dataset_id,
-            rows=evaluation.row_range(layout),
-            precision=evaluation.precision,
-            loss=evaluation.loss,
-            tier=evaluation.tier,
-            submitted=time.monotonic_ns(),
-        )
-        try:
-            self._send_job(number, job, message, dataset)
-        except UnavailableError:
-            job.let_go()
-            job.let_go()
-            raise
-        return job
+        with self._lock:
+            if self._channel is None or self._ready is None:
+                raise unavailable()
+            pairs = [
+                socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                for _ in range(min(wire.MOST_DESCRIPTORS, self._ready.concurrency + _SPARE_LANES))
+            ]
+            try:
+                self._channel.send(wire.OpenLanes(), [theirs.fileno() for _, theirs in pairs])
+            except ChannelClosedError as error:
+                raise unavailable() from error
+            finally:
+                for _, theirs in pairs:
+                    theirs.close()
+            return [ours for ours, _ in pairs]
+
+    def settled(self, dataset: ResidentDataset) -> None:
+        """Wait until the engine has a data set that is on its way to it.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room for it.
+
+        """
+        self.load(dataset).result()
 
     def load(self, dataset: ResidentDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
@@ -189,21 +142,6 @@ class EngineSupervisor:
             self._thread.join(timeout=10)
 
     # ------------------------------------------------------------------- under self._lock
-
-    def _send_job(
-        self, number: int, job: Job, message: wire.Evaluate, dataset: ResidentDataset
-    ) -> None:
-        with self._lock:
-            if self._channel is None:
-                raise _unavailable()
-            self._load(self._channel, dataset)
-            fresh = message.segment not in self._attached
-            try:
-                self._channel.send(message, [job.segment.descriptor] if fresh else [])
-            except ChannelClosedError as error:
-                raise _unavailable() from error
-            self._attached.add(message.segment)
-            self._jobs[number] = job
 
     def _load(self, channel: Channel, dataset: ResidentDataset) -> Future[None]:
         future = self._loads.get(dataset.content_id)
@@ -259,7 +197,7 @@ class EngineSupervisor:
         try:
             while True:
                 self._handle(channel, *channel.receive())
-        except ChannelClosedError:
+        except (ChannelClosedError, UnavailableError):
             self._forget_engine()
         finally:
             channel.close()
@@ -268,15 +206,6 @@ class EngineSupervisor:
 
     def _handle(self, channel: Channel, message: wire.Message, descriptors: list[int]) -> None:
         match message:
-            case wire.Progress():
-                with self._lock:
-                    job = self._jobs[message.request]
-                job.post(message)
-            case wire.Finished():
-                with self._lock:
-                    job = self._jobs.pop(message.request)
-                job.post(message)
-                job.let_go()
             case wire.Ready():
                 self._welcome(channel, message)
             case wire.Loaded():
@@ -290,6 +219,9 @@ class EngineSupervisor:
             self._channel = channel
         for dataset in self._resident():
             self.load(dataset)
+        # The engine opens lanes after it has dealt with what was sent before: the data sets.
+        self.lanes.open(self.open_lanes())
+        self._on_ready()
         self._started.set()
 
     def _settle_load(self, message: wire.Loaded) -> None:
@@ -308,26 +240,8 @@ class EngineSupervisor:
     def _forget_engine(self) -> None:
         with self._lock:
             self._channel = None
-            jobs, self._jobs = list(self._jobs.values()), {}
             loads, self._loads = list(self._loads.values()), {}
-            self._attached.clear()
-        for job in jobs:
-            job.post(wire.Finished(0, error=_unavailable()))
-            job.let_go()
+        self.lanes.shut()
         for future in loads:
             if not future.done():
                 future.set_result(None)
-
-    def _give_back(self, segment: Segment) -> None:
-        if self._pool.release(segment):
-            return
-        with self._lock:
-            if segment.identifier in self._attached:
-                self._attached.discard(segment.identifier)
-                self._tell(wire.Detach(segment.identifier))
-
-
-def _unavailable() -> WarpfitError:
-    return UnavailableError(
-        "the engine is restarting", "ENGINE_RESTARTING", "Repeat the call after a short wait"
-    )

@@ -43,10 +43,15 @@ class ServerProcess:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for child in psutil.Process(self.process.pid).children():
-                if child.status() != psutil.STATUS_ZOMBIE:
+                if _runs(child, "warpfit_server.engine.process"):
                     return child
             time.sleep(0.01)
         raise TimeoutError("no engine process")
+
+    def doors(self) -> list[psutil.Process]:
+        """The further front-door processes."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if _runs(child, "warpfit_server.door")]
 
     def kill_engine(self) -> None:
         """SIGKILL the engine process."""
@@ -74,3 +79,10 @@ class ServerProcess:
         if self._log:
             self._log.close()
         return status
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and module in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from warpfit.dataset import Dataset
 from warpfit.errors import (
+    CancelledError,
     DatasetNotFoundError,
     InvalidArgumentError,
     ProgramError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from warpfit.info import Limits
 from warpfit.ir import Batch
@@ -23,10 +27,11 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config, parse_bytes
 from warpfit_server.datasets import DatasetStore
+from warpfit_server.door import BorrowedLeases
 from warpfit_server.frame import Frame
+from warpfit_server.lanes import Lanes
 from warpfit_server.limits import check_batch, check_dataset, check_result
 from warpfit_server.segments import Segment, SegmentPool
-from warpfit_server.supervisor import Job
 
 DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
 
@@ -95,20 +100,123 @@ class TestFrame:
         assert frame.flag(segment)[0] == 0
 
 
-class TestJob:
-    def test_segment_goes_back_when_both_sides_let_go(self):
-        frame = Frame.of(_evaluation(), DATA.layout)
-        released = []
-        job = Job(Segment.create(1, frame.nbytes), frame, released.append)
-        job.let_go()
-        assert not released
-        job.abandon()
-        assert frame.flag(job.segment)[0] == 1
-        job.let_go()
-        assert released == [job.segment]
-        frame.flag(job.segment)[0] = 0
-        job.abandon()  # the segment may be somebody else's by now
-        assert frame.flag(job.segment)[0] == 0
+class TestLanes:
+    def _engine(self, lanes, count=1):
+        """Open lanes; return the engine's ends."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+        lanes.open([ours for ours, _ in pairs])
+        return [Channel(theirs) for _, theirs in pairs]
+
+    def test_an_evaluation_crosses_and_its_segment_serves_the_next_one(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        (engine,) = self._engine(lanes)
+        evaluation = _evaluation(loss=Loss.MSE, values=False)
+        run = lanes.start(evaluation, DATA.layout, lambda: True)
+        message, (descriptor,) = engine.receive()
+        theirs = Segment(0, descriptor, message.size)
+        message.frame.losses_view(theirs)[...] = 7.0
+        engine.send(wire.Finished())
+        assert isinstance(run.next_event(), wire.Finished)
+        assert run.losses.tolist() == [[7.0]] * 7
+        run.close()
+        again = lanes.start(evaluation, DATA.layout, lambda: True)
+        message, descriptors = engine.receive()
+        assert (message.size, descriptors) == (0, [])
+        engine.send(wire.Finished())
+        again.close()
+
+    def test_values_keep_their_segment_but_no_lane(self):
+        pool = SegmentPool(1 << 20)
+        lanes = Lanes(pool)
+        (engine,) = self._engine(lanes)
+        first = lanes.start(_evaluation(), DATA.layout, lambda: True)
+        engine.receive()
+        engine.send(wire.Finished())
+        first.next_event()
+        second = lanes.start(_evaluation(), DATA.layout, lambda: True)  # the lane is free
+        assert second.segment is not first.segment
+        kept = first.segment
+        first.close()
+        assert pool.acquire(kept.size) is kept
+
+    def test_cancelling_a_run_that_has_ended_touches_nobody_else(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        (engine,) = self._engine(lanes)
+        evaluation = _evaluation(loss=Loss.MSE, values=False)
+        run = lanes.start(evaluation, DATA.layout, lambda: True)
+        run.cancel()
+        assert run.frame.flag(run.segment)[0] == 1
+        engine.receive()
+        engine.send(wire.Finished())
+        run.next_event()
+        other = lanes.start(evaluation, DATA.layout, lambda: True)
+        run.cancel()
+        assert other.frame.flag(other.segment)[0] == 0
+
+    def test_a_call_that_waits_for_a_lane_can_end(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        _engine = self._engine(lanes)
+        lanes.start(_evaluation(), DATA.layout, lambda: True)
+        with pytest.raises(CancelledError):
+            lanes.start(_evaluation(), DATA.layout, lambda: False)
+
+    def test_the_end_of_the_engine_fails_runs_until_the_next_one(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        first, second = self._engine(lanes, 2)
+        run = lanes.start(_evaluation(), DATA.layout, lambda: True)
+        first.close()
+        second.close()
+        with pytest.raises(UnavailableError):
+            run.next_event()
+        run.close()
+        with pytest.raises(UnavailableError):
+            lanes.start(_evaluation(), DATA.layout, lambda: True)
+        _next = self._engine(lanes)
+        lanes.start(_evaluation(), DATA.layout, lambda: True)
+
+
+class TestBorrowedLeases:
+    def _leases(self):
+        sent = []
+        return BorrowedLeases(sent.append), sent
+
+    def _found(self, leases, content_id=b"x"):
+        """Answer the look-up that the next lease makes."""
+        thread = threading.Timer(0.05, leases.found, [wire.Found(content_id, DATA.layout)])
+        thread.start()
+
+    def test_one_question_serves_many_calls_and_an_idle_lease_goes_back(self):
+        leases, sent = self._leases()
+        self._found(leases)
+        for _ in range(3):
+            with leases.lease(b"x") as layout:
+                assert layout == DATA.layout
+        assert sent == [wire.Lookup(b"x")]
+        leases.give_idle_back()
+        assert sent == [wire.Lookup(b"x")]  # not idle for long
+        time.sleep(1.1)
+        leases.give_idle_back()
+        assert sent == [wire.Lookup(b"x"), wire.Unused(b"x")]
+
+    def test_what_is_missing_is_asked_for_again(self):
+        leases, sent = self._leases()
+        error = DatasetNotFoundError("no", "DATASET_NOT_FOUND")
+        for _ in range(2):
+            threading.Timer(0.05, leases.missing, [wire.Missing(b"x", error)]).start()
+            with pytest.raises(DatasetNotFoundError), leases.lease(b"x"):
+                pass
+        assert sent == [wire.Lookup(b"x")] * 2
+
+    def test_a_released_data_set_serves_no_new_call(self):
+        leases, sent = self._leases()
+        self._found(leases)
+        with leases.lease(b"x"):
+            leases.forget(b"x")
+            assert sent[1:] == [wire.Forgotten(b"x")]
+            self._found(leases)
+            with leases.lease(b"x"):
+                assert sent[2:] == [wire.Lookup(b"x")]
+        assert sent[3:] == [wire.Unused(b"x")]  # of the lease that was forgotten
 
 
 class TestChannel:
@@ -118,9 +226,8 @@ class TestChannel:
         segment = Segment.create(5, 4096)
         evaluation = _evaluation()
         message = wire.Evaluate(
-            request=1,
-            segment=5,
             size=4096,
+            keep=True,
             frame=Frame.of(evaluation, DATA.layout),
             dataset_id=DATA.content_id,
             rows=(0, 10),
@@ -138,7 +245,7 @@ class TestChannel:
     def test_errors_cross_whole(self):
         ours, socket = Channel.pair()
         error = ProgramError("bad", "REASON", "mend it", "programs", 3, 4)
-        ours.send(wire.Finished(9, Timings(queue=5), error))
+        ours.send(wire.Finished(Timings(queue=5), error))
         received, _ = Channel(socket).receive()
         assert received.error.__dict__ == error.__dict__
         assert str(received.error) == "bad (expression 3, token 4). mend it"

@@ -1,6 +1,7 @@
 """The engine process: takes messages from the front door, evaluates, answers.
 
-The main thread reads messages; evaluations run in a pool of ``engine.concurrency`` threads. When
+The main thread reads messages about data sets. Each lane (see `warpfit_server.lanes`) has a thread
+that reads its evaluations, runs them and answers, at most ``engine.concurrency`` at a time. When
 the front door is gone, the process ends at once.
 """
 
@@ -10,9 +11,9 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
 
@@ -31,39 +32,57 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 
 
 class EngineProcess:
-    """State of the engine process: the engine and the segments that it has been given."""
+    """State of the engine process: the engine and the threads of its lanes."""
 
     def __init__(self, engine: Engine, channel: Channel, chunk_bytes: int) -> None:
         self._engine = engine
         self._channel = channel
         self._chunk_bytes = chunk_bytes
-        self._segments: dict[int, Segment] = {}
-        self._pool = ThreadPoolExecutor(engine.concurrency, "evaluate")
+        self._places = threading.Semaphore(engine.concurrency)
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
-        self._channel.send(wire.Ready(self._engine.name, tuple(self._engine.devices())))
+        devices = tuple(self._engine.devices())
+        self._channel.send(wire.Ready(self._engine.name, devices, self._engine.concurrency))
         while True:
             message, descriptors = self._channel.receive()
             match message:
                 case wire.Stop():
                     return
-                case wire.Evaluate():
-                    segment = self._attach(message.segment, message.size, descriptors)
-                    self._pool.submit(self._evaluate, message, segment)
+                case wire.OpenLanes():
+                    for descriptor in descriptors:
+                        lane = Channel(socket.socket(fileno=descriptor))
+                        threading.Thread(target=self._serve, args=(lane,), daemon=True).start()
                 case wire.Load():
                     self._load(message, descriptors)
                 case wire.Unload():
                     self._engine.unload(message.content_id)
-                case wire.Detach():
-                    self._segments.pop(message.segment).close()
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _attach(self, identifier: int, size: int, descriptors: Sequence[int]) -> Segment:
-        if descriptors:
-            self._segments[identifier] = Segment(identifier, descriptors[0], size)
-        return self._segments[identifier]
+    def _serve(self, lane: Channel) -> None:
+        """Run the evaluations of one lane until its other end is closed."""
+        segment: Segment | None = None
+        try:
+            while True:
+                message, descriptors = lane.receive()
+                if not isinstance(message, wire.Evaluate):
+                    raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
+                if descriptors:
+                    segment = Segment(0, descriptors[0], message.size)
+                if segment is None:
+                    raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
+                with self._places:
+                    finished = self._evaluate(message, segment, lane)
+                if not message.keep:
+                    segment.close()
+                    segment = None
+                lane.send(finished)
+        except ChannelClosedError:
+            _LOG.debug("a lane was closed")
+        except Exception:
+            _LOG.exception("a lane is broken; the front door starts a new process")
+            os._exit(4)
 
     def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
         segment = Segment(message.segment, descriptors[0], message.size)
@@ -78,31 +97,31 @@ class EngineProcess:
             error = refused
         self._channel.send(wire.Loaded(message.content_id, error))
 
-    def _evaluate(self, message: wire.Evaluate, segment: Segment) -> None:
+    def _evaluate(self, message: wire.Evaluate, segment: Segment, lane: Channel) -> wire.Finished:
         started = time.monotonic_ns()
         try:
-            timings = self._run(message, segment)
-            finished = wire.Finished(
-                message.request, replace(timings, queue=started - message.submitted)
-            )
+            timings = self._run(message, segment, lane)
         except WarpfitError as error:
-            finished = wire.Finished(message.request, error=error)
+            return wire.Finished(error=error)
         except EngineBrokenError:
             _LOG.exception("the engine is broken; the front door starts a new process")
             os._exit(4)
+        except ChannelClosedError:
+            raise
         except Exception:
             _LOG.exception("evaluation failed")
-            bug = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
-            finished = wire.Finished(message.request, error=bug)
-        self._channel.send(finished)
+            return wire.Finished(
+                error=InternalError("the engine failed on this batch", "ENGINE_FAILURE")
+            )
+        return wire.Finished(replace(timings, queue=started - message.submitted))
 
-    def _run(self, message: wire.Evaluate, segment: Segment) -> Timings:
+    def _run(self, message: wire.Evaluate, segment: Segment, lane: Channel) -> Timings:
         frame = message.frame
         outputs = Outputs(
             values=frame.values_view(segment),
             losses=frame.losses_view(segment),
             cancelled=frame.flag(segment),
-            ready=self._progress(message),
+            ready=self._progress(message, lane),
         )
         if outputs.cancelled[0]:
             raise CancelledError("cancelled before it ran", "CANCELLED")
@@ -115,10 +134,9 @@ class EngineProcess:
             values=frame.values,
             tier=message.tier,
         )
-
         return self._engine.evaluate(evaluation, outputs)
 
-    def _progress(self, message: wire.Evaluate) -> Callable[[int], None]:
+    def _progress(self, message: wire.Evaluate, lane: Channel) -> Callable[[int], None]:
         """Report progress when it frees at least one chunk of values for sending."""
         step = max(1, self._chunk_bytes // max(1, message.frame.program_bytes))
         reported = 0
@@ -127,7 +145,7 @@ class EngineProcess:
             nonlocal reported
             if message.frame.values and programs - reported >= step:
                 reported = programs
-                self._channel.send(wire.Progress(message.request, programs))
+                lane.send(wire.Progress(programs))
 
         return ready
 

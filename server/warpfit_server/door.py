@@ -1,0 +1,224 @@
+"""A further door: one more process on the server's port, for more calls than one Python can take.
+
+It takes Evaluate calls itself, with lanes of its own to the engine, and passes all others on to the
+front door, which owns the data sets. It leases a data set from the front door when a call first
+needs it, and gives the lease back when no call has used it for a while::
+
+    python -m warpfit_server.door DESCRIPTOR PORT FRONT_DOOR CONFIG
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from warpfit.dataset import Layout
+from warpfit.errors import UnavailableError
+from warpfit_server import channel as wire
+from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server.config import Config
+from warpfit_server.lanes import Lanes
+from warpfit_server.logs import configure_logging
+from warpfit_server.port import listen, make_server
+from warpfit_server.segments import SegmentPool
+from warpfit_server.service import SERVICE_NAME, EvaluateService
+
+_LOG: Final = logging.getLogger("warpfit.door")
+#: A lease that no call uses goes back after this many seconds.
+_IDLE_SECONDS: Final = 1.0
+#: Methods that the front door answers.
+_UNARY: Final = ("GetVariables", "ReleaseVariables", "GetServerInfo")
+
+
+@dataclass(slots=True)
+class _Leased:
+    """A data set that the front door has leased to this door."""
+
+    layout: Future[Layout]
+    uses: int = 0
+    idle_since: float = 0.0
+    forgotten: bool = False
+    """Released while the front door was asked for it."""
+    given_back: bool = False
+    """Not for new calls; the lease goes back when the last use ends."""
+
+
+class BorrowedLeases:
+    """The front door's data sets as this door sees them.
+
+    Args:
+        send: sends a message to the front door.
+
+    """
+
+    def __init__(self, send: Callable[[wire.Message], None]) -> None:
+        self._send = send
+        self._leased: dict[bytes, _Leased] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lease(self, content_id: bytes) -> Iterator[Layout]:
+        """Lease a data set, from the front door unless this door has it."""
+        with self._lock:
+            entry = self._leased.get(content_id)
+            if entry is None:
+                entry = self._leased[content_id] = _Leased(Future())
+                self._send(wire.Lookup(content_id))
+            entry.uses += 1
+        try:
+            yield entry.layout.result()
+        finally:
+            with self._lock:
+                entry.uses -= 1
+                entry.idle_since = time.monotonic()
+                if entry.given_back and not entry.uses:
+                    self._send(wire.Unused(content_id))
+
+    def found(self, message: wire.Found) -> None:
+        """Take the front door's answer."""
+        with self._lock:
+            entry = self._leased[message.content_id]
+            entry.layout.set_result(message.layout)
+            if entry.forgotten:
+                self._give_back(message.content_id)
+
+    def missing(self, message: wire.Missing) -> None:
+        """Take the front door's refusal; the next call asks again."""
+        with self._lock:
+            self._leased.pop(message.content_id).layout.set_exception(message.error)
+
+    def forget(self, content_id: bytes) -> None:
+        """Use a data set no more: it was released."""
+        with self._lock:
+            entry = self._leased.get(content_id)
+            if entry is not None and entry.layout.done():
+                self._give_back(content_id)
+            elif entry is not None:
+                entry.forgotten = True  # to be given back once it is found
+            self._send(wire.Forgotten(content_id))
+
+    def give_idle_back(self) -> None:
+        """Give back what no call has used for a while."""
+        limit = time.monotonic() - _IDLE_SECONDS
+        with self._lock:
+            idle = [
+                content_id
+                for content_id, entry in self._leased.items()
+                if not entry.uses and entry.layout.done() and entry.idle_since < limit
+            ]
+            for content_id in idle:
+                self._give_back(content_id)
+
+    def _give_back(self, content_id: bytes) -> None:
+        entry = self._leased.pop(content_id)
+        entry.given_back = True
+        if not entry.uses:
+            self._send(wire.Unused(content_id))
+
+
+class Forwarder:
+    """Passes calls on to the front door as they are."""
+
+    def __init__(self, address: str) -> None:
+        unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(address, unlimited)
+
+    def handlers(self) -> dict[str, Any]:
+        """Handlers by method name."""
+        upload = self._channel.stream_unary(f"/{SERVICE_NAME}/UploadVariables", None, None)
+        handlers = {"UploadVariables": grpc.stream_unary_rpc_method_handler(_passing_on(upload))}
+        for name in _UNARY:
+            method = self._channel.unary_unary(f"/{SERVICE_NAME}/{name}", None, None)
+            handlers[name] = grpc.unary_unary_rpc_method_handler(_passing_on(method))
+        return handlers
+
+
+def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
+    def handler(request: Any, context: grpc.ServicerContext) -> bytes:
+        call = method.future(request, timeout=context.time_remaining())
+        if not context.add_callback(call.cancel):
+            call.cancel()
+        try:
+            answer: bytes = call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            context.set_trailing_metadata(tuple(call.trailing_metadata() or ()))
+            context.abort(call.code(), call.details() or "")
+        return answer
+
+    return handler
+
+
+class Door:
+    """State of the process."""
+
+    def __init__(self, control: Channel, config: Config, port: int, front_door: str) -> None:
+        self._control = control
+        self._grace = config.grace
+        self._lanes = Lanes(SegmentPool(config.idle_bytes))
+        self._leases = BorrowedLeases(control.send)
+        limits = config.limits()
+        service = EvaluateService(self._leases, self._lanes, limits, config.chunk_bytes)
+        handlers = {
+            **Forwarder(front_door).handlers(),
+            "Evaluate": grpc.unary_stream_rpc_method_handler(service.evaluate),
+        }
+        self._grpc = make_server(
+            config, grpc.method_handlers_generic_handler(SERVICE_NAME, handlers), shared=True
+        )
+        listen(self._grpc, config.host, port)
+
+    def run(self) -> None:
+        """Serve until the front door says Quit or is gone."""
+        threading.Thread(target=self._sweep, daemon=True).start()
+        self._grpc.start()
+        self._control.send(wire.Serving())
+        while True:
+            message, descriptors = self._control.receive()
+            match message:
+                case wire.Lanes():
+                    self._lanes.open([socket.socket(fileno=number) for number in descriptors])
+                case wire.Found():
+                    self._leases.found(message)
+                case wire.Missing():
+                    self._leases.missing(message)
+                case wire.Forget():
+                    self._leases.forget(message.content_id)
+                case wire.Quit():
+                    self._grpc.stop(self._grace).wait()
+                    return
+                case _:
+                    raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
+
+    def _sweep(self) -> None:
+        while True:
+            time.sleep(_IDLE_SECONDS / 2)
+            self._leases.give_idle_back()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a door; the front door starts it."""
+    descriptor, port, front_door, text = arguments
+    config = Config.from_json(text)
+    configure_logging(config.log_level, config.log_format)
+    control = Channel(socket.socket(fileno=int(descriptor)))
+    try:
+        Door(control, config, int(port), front_door).run()
+    except ChannelClosedError:
+        _LOG.info("the front door is gone")
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,209 @@
+"""The front door's side of the further doors: starts them, leases data sets to them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from typing import Final
+
+from warpfit.errors import UnavailableError, WarpfitError
+from warpfit_server import channel as wire
+from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server.config import Config
+from warpfit_server.service import ResidentLeases
+from warpfit_server.supervisor import EngineSupervisor
+
+_LOG: Final = logging.getLogger("warpfit.doors")
+#: A door that dies is started again after this many seconds.
+_PAUSE: Final = 0.5
+#: Longest wait for a door to take notice of a release.
+_FORGET_SECONDS: Final = 2.0
+
+
+class _Door:
+    """One door process, its control channel and what is leased to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: Channel) -> None:
+        self.process = process
+        self.control = control
+        self.serving = threading.Event()
+        self.leases: dict[bytes, list[ExitStack]] = {}
+        self.forgetting: dict[bytes, threading.Event] = {}
+
+
+class Doors:
+    """Owns the further doors. Each has a thread here that starts it, answers it, restarts it.
+
+    Args:
+        config: the server's configuration.
+        supervisor: of the engine.
+        leases: the front door's data sets.
+
+    """
+
+    def __init__(
+        self, config: Config, supervisor: EngineSupervisor, leases: ResidentLeases
+    ) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._leases = leases
+        self._lock = threading.Lock()
+        self._doors: list[_Door] = []
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, count: int, port: int, front_door: str) -> None:
+        """Start ``count`` doors on a port and wait until they serve.
+
+        Args:
+            count: how many.
+            port: the port that they share with the front door.
+            front_door: address at which the front door answers what they pass on.
+
+        Raises:
+            UnavailableError: if one ends as it starts.
+
+        """
+        started = [threading.Event() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._keep, args=(port, front_door, event), daemon=True)
+            for event in started
+        ]
+        for thread in self._threads:
+            thread.start()
+        for event in started:
+            event.wait()
+        if len(self._serving()) < count:
+            raise UnavailableError(
+                "a further front-door process did not start",
+                "DOOR_FAILED",
+                "See the log lines above; --front-doors 1 needs none",
+            )
+
+    def engine_ready(self) -> None:
+        """Give every door lanes to the new engine."""
+        for door in self._serving():
+            self._open_lanes(door)
+
+    def forget(self, content_id: bytes) -> None:
+        """Tell every door that a data set was released; return when no new call uses it."""
+        told = []
+        for door in self._serving():
+            event = door.forgetting.setdefault(content_id, threading.Event())
+            try:
+                door.control.send(wire.Forget(content_id))
+            except ChannelClosedError:
+                continue
+            told.append((door, event))
+        for door, event in told:
+            if not event.wait(_FORGET_SECONDS):
+                _LOG.warning("door %d does not answer", door.process.pid)
+
+    def stop(self) -> None:
+        """Let the doors finish their calls within the grace period, and end them."""
+        self._stopping.set()
+        for door in self._serving():
+            try:
+                door.control.send(wire.Quit())
+            except ChannelClosedError:
+                _LOG.debug("door %d is gone", door.process.pid)
+        for thread in self._threads:
+            thread.join(self._config.grace + 5)
+
+    def _serving(self) -> list[_Door]:
+        with self._lock:
+            return [door for door in self._doors if door.serving.is_set()]
+
+    def _keep(self, port: int, front_door: str, started: threading.Event) -> None:
+        """Run one door after the other until the server stops."""
+        while not self._stopping.is_set():
+            door = self._spawn(port, front_door)
+            with self._lock:
+                self._doors.append(door)
+            try:
+                self._attend(door, started)
+            except ChannelClosedError:
+                _LOG.debug("door %d has closed its channel", door.process.pid)
+            finally:
+                self._bury(door)
+            if not started.is_set():  # it has never served
+                started.set()
+                return
+            if not self._stopping.is_set():
+                _LOG.error("door %d ended; a new one starts", door.process.pid)
+                self._stopping.wait(_PAUSE)
+
+    def _spawn(self, port: int, front_door: str) -> _Door:
+        control, theirs = Channel.pair()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "warpfit_server.door", str(theirs.fileno())),
+                    *(str(port), front_door, self._config.to_json()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for the front door, which drains first
+            )
+        return _Door(process, control)
+
+    def _attend(self, door: _Door, started: threading.Event) -> None:
+        while True:
+            message, _ = door.control.receive()
+            match message:
+                case wire.Serving():
+                    door.serving.set()
+                    self._open_lanes(door)
+                    started.set()
+                case wire.Lookup():
+                    door.control.send(self._lease(door, message.content_id))
+                case wire.Unused():
+                    door.leases[message.content_id].pop().close()
+                case wire.Forgotten():
+                    event = door.forgetting.pop(message.content_id, None)
+                    if event is not None:
+                        event.set()
+                case _:
+                    _LOG.error("unexpected message %s", message)
+
+    def _lease(self, door: _Door, content_id: bytes) -> wire.Found | wire.Missing:
+        lease = ExitStack()
+        try:
+            layout = lease.enter_context(self._leases.lease(content_id))
+        except WarpfitError as error:
+            return wire.Missing(content_id, error)
+        # More than one if a door asks again while calls still use what it was told to forget.
+        door.leases.setdefault(content_id, []).append(lease)
+        return wire.Found(content_id, layout)
+
+    def _open_lanes(self, door: _Door) -> None:
+        try:
+            ends = self._supervisor.open_lanes()
+        except UnavailableError:
+            return  # the next engine brings lanes
+        try:
+            door.control.send(wire.Lanes(), [end.fileno() for end in ends])
+        except ChannelClosedError:
+            _LOG.debug("door %d is gone", door.process.pid)
+        finally:
+            for end in ends:
+                end.close()
+
+    def _bury(self, door: _Door) -> None:
+        with self._lock:
+            self._doors.remove(door)
+        door.serving.clear()
+        for leases in door.leases.values():
+            for lease in leases:
+                lease.close()
+        for event in list(door.forgetting.values()):
+            event.set()
+        door.control.close()
+        try:
+            door.process.wait(self._config.grace if self._stopping.is_set() else 0.1)
+        except subprocess.TimeoutExpired:
+            door.process.kill()
+            door.process.wait()
