@@ -37,6 +37,8 @@ from warpfit_server.service import SERVICE_NAME, EvaluateService
 _LOG: Final = logging.getLogger("warpfit.door")
 #: A lease that no call uses goes back after this many seconds.
 _IDLE_SECONDS: Final = 1.0
+#: Seconds that only a call without a deadline has left.
+_NO_DEADLINE: Final = 1e8
 #: Methods that the front door answers.
 _UNARY: Final = ("GetVariables", "ReleaseVariables", "GetServerInfo")
 
@@ -146,7 +148,9 @@ class Forwarder:
 
 def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
     def handler(request: Any, context: grpc.ServicerContext) -> bytes:
-        call = method.future(request, timeout=context.time_remaining())
+        remaining = context.time_remaining()  # centuries for a call without a deadline
+        timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
+        call = method.future(request, timeout=timeout)
         if not context.add_callback(call.cancel):
             call.cancel()
         try:
