@@ -29,7 +29,9 @@ from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter import Interpreter, kernel_arguments
+from warpfit_server.engine.cuda.interpreter import Interpreter, Share
+from warpfit_server.engine.cuda.launch import Piece, kernel_arguments
+from warpfit_server.engine.cuda.lower import lower
 from warpfit_server.engine.cuda.resident import upload
 
 MODES = {
@@ -89,8 +91,9 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     device = CudaDevice()
     interpreter, resident = Interpreter(device), upload(device, dataset)
     with device.stream() as context:
-        launch, (piece,) = interpreter.begin(context, resident, evaluation)
-
+        piece = Piece(0, len(setup.batch), 0, rows)
+        share = Share(resident, evaluation, lower(setup.batch), np.zeros(1, dtype=np.uint8))
+        launch = interpreter.begin(context, [share], piece.jobs)
         interpreter.start(context, launch, piece, 0)
         tiles = -(-rows // launch.variant.tile)
         arguments = kernel_arguments(launch, piece, 0, tiles)

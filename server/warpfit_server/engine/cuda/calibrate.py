@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.cache import replace_file
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.plan import STARTING_COSTS, Cost, Costs
-from warpfit_server.engine.cuda.resident import ResidentDataset, upload
+from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 _PROGRAMS: Final = 100
@@ -37,21 +37,12 @@ _MODES: Final[Mapping[str, tuple[np.dtype[Any], Precision]]] = {
 }
 
 
-class Evaluator(Protocol):
-    """A tier."""
-
-    def evaluate(
-        self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Timings:
-        """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Measures both tiers in every mode with a batch of random programs."""
 
     device: CudaDevice
-    tiers: Mapping[Tier, Evaluator]
+    tiers: Mapping[Tier, EvaluationTier]
     compiler_threads: int
 
     def costs(self) -> Costs:

@@ -19,17 +19,18 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Device, EngineBrokenError, Outputs
-from warpfit_server.engine.cuda.calibrate import Calibration, Evaluator
+from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
 from warpfit_server.engine.cuda.plan import STARTING_COSTS, Advice, Costs, Planner
-from warpfit_server.engine.cuda.resident import ResidentDataset, upload
+from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
-#: Evaluations in flight at once: enough to overlap copies, kernels and work on the host.
-_CONCURRENCY: Final = 8
+#: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
+#: launch what waits together.
+_CONCURRENCY: Final = 16
 
 
 class CudaEngine:
@@ -133,7 +134,7 @@ class CudaEngine:
         self._device.close()
 
     def _calibrated(self, compilers: int) -> Costs:
-        tiers: dict[Tier, Evaluator] = {
+        tiers: dict[Tier, EvaluationTier] = {
             Tier.INTERPRETER: self._interpreter,
             Tier.COMPILED: self._compiled,
         }

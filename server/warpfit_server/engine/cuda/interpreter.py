@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
-from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda import nvrtc
@@ -21,8 +20,18 @@ from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.gather import Gather
 from warpfit_server.engine.cuda.jump_table import with_jump_table
-from warpfit_server.engine.cuda.lower import Lowered, lower
+from warpfit_server.engine.cuda.launch import (
+    SLOT_ARGUMENTS,
+    Kernels,
+    Launch,
+    Piece,
+    by_value,
+    kernel_arguments,
+    tiles_of,
+)
+from warpfit_server.engine.cuda.lower import Lowered, ThreadMemory, lower
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import (
     SCRATCH_LEVELS,
@@ -30,31 +39,17 @@ from warpfit_server.engine.cuda.source import (
     costly_codes,
     interpreter_source,
 )
+from warpfit_server.engine.cuda.staging import stage
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 32
 _MOST_BYTES_FAST: Final = 64
-#: Field by field the structs of interpreter.cu.
-_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("instructions", "programs", "order", "slots")),
-        *((name, np.uint64) for name in ("variables", "target", "weights", "values", "partials")),
-        ("slot_count", np.int64),
-        ("stride", np.uint32),
-        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "jobs", "first_job")),
-        *((name, np.int32) for name in ("jobs_per_block", "vectors", "levels", "absolute")),
-    ]
-)
-_SLOT_ARGUMENTS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("codes", "values", "parameters", "slots", "results")),
-        *((name, np.int32) for name in ("count", "vectors")),
-    ]
-)
 #: Shared memory of a block that every device grants without asking, less the job counter.
 _SHARED_BYTES: Final = 48 * 1024 - 16
-_ALIGNMENT: Final = 256
+#: Most evaluations of one launch, and most bytes of partial sums of one that shares a launch.
+_MOST_TOGETHER: Final = 8
+_MOST_SHARED_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +66,6 @@ class Tuning:
     """Most bytes of values, or of partial sums, that one launch leaves on the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    interpret: Any
-    evaluate_slots: Any
-    sum_partials: Any
-    costly: NDArray[np.bool_]
-    """Whether an operator needs scratch levels, by wire code."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """Everything that the launches of one evaluation share."""
-
-    resident: ResidentDataset
-    evaluation: Evaluation
-    variant: Variant
-    kernels: _Kernels
-    lowered: Lowered
-    addresses: dict[str, int]
-    """Device address of each array that the kernels read."""
-    levels: int
-    """Stack levels that a warp needs, with scratch if any operator asks for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Jobs and rows that one launch covers."""
-
-    first_job: int
-    jobs: int
-    start: int
-    stop: int
-
-
 @dataclass(slots=True)
 class _Flight:
     """A launched piece: the event that ends it, and where its results arrive."""
@@ -115,8 +76,26 @@ class _Flight:
     sums: NDArray[np.float64] | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Share:
+    """One evaluation of a launch, and what comes of it."""
+
+    resident: ResidentDataset
+    evaluation: Evaluation
+    lowered: Lowered
+    cancelled: NDArray[np.uint8]
+    sums: NDArray[np.float64] | None = None
+    """Sums of the loss terms of each job, unless the evaluation was cancelled."""
+    launched: int = 0
+    """``time.perf_counter_ns()`` when the launch had been made."""
+    computed: int = 0
+    """Nanoseconds of the launch on the device."""
+
+
 class Interpreter:
     """Evaluates batches by one kernel that reads instructions.
+
+    Losses of small batches that wait at the same time are computed by one launch (see `Gather`).
 
     A job is one program with one parameter vector; jobs are numbered in wire order,
     ``program * K + vector``. The kernel is compiled for the data type, the precision and the rows
@@ -126,46 +105,61 @@ class Interpreter:
     def __init__(self, device: CudaDevice, tuning: Tuning | None = None) -> None:
         self._device = device
         self._tuning = tuning or Tuning()
-        self._kernels: dict[Variant, _Kernels] = {}
+        self._kernels: dict[Variant, Kernels] = {}
         self._lock = threading.Lock()
+        self._memory = ThreadMemory()
+        self._gather = Gather(self._together, _MOST_TOGETHER)
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Timings:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
         started = time.perf_counter_ns()
-        with self._device.stream() as context:
-            launch, pieces = self.begin(context, resident, evaluation)
-            context.mark("start")
-            self.evaluate_slots(context, launch)
-            copied_in = time.perf_counter_ns()
-            sums = self._run(context, launch, pieces, outputs)
-            computed = context.nanoseconds("start", "computed")
+        share = Share(
+            resident, evaluation, lower(evaluation.batch, self._memory), outputs.cancelled
+        )
+        variant = self.variant(resident, evaluation)
+        pieces = list(self._pieces(resident, evaluation, variant))
+        if len(pieces) == 1 and not evaluation.values:
+            self._gather.run(_company(share, variant, pieces[0]), share)
+        else:
+            self._alone(share, pieces, outputs)
+        if share.sums is None:
+            raise CancelledError("the evaluation was cancelled", "CANCELLED")
         if outputs.losses is not None and evaluation.loss is not None:
             start, stop = evaluation.row_range(resident.dataset.layout)
             outputs.losses[...] = resident.losses(
-                evaluation.loss, sums.reshape(outputs.losses.shape), start, stop
+                evaluation.loss, share.sums.reshape(outputs.losses.shape), start, stop
             )
         return Timings(
-            copy_in=copied_in - started,
-            compute=computed,
-            copy_out=max(0, time.perf_counter_ns() - copied_in - computed),
+            copy_in=share.launched - started,
+            compute=share.computed,
+            copy_out=max(0, time.perf_counter_ns() - share.launched - share.computed),
             tier=Tier.INTERPRETER,
         )
 
-    def begin(
-        self, context: StreamContext, resident: ResidentDataset, evaluation: Evaluation
-    ) -> tuple[Launch, list[Piece]]:
-        """Lower and upload a batch; return what its launches share, and what each one covers."""
-        lowered = lower(evaluation.batch, context.pinned)
-        variant = self.variant(resident, evaluation)
+    def begin(self, context: StreamContext, shares: Sequence[Share], chunk: int) -> Launch:
+        """Upload lowered batches as one, for launches of ``chunk`` jobs each."""
+        first = shares[0]
+        variant = self.variant(first.resident, first.evaluation)
         kernels = self.prepare(variant)
-        pieces = list(self._pieces(resident, evaluation, variant))
-        order = _order(lowered, evaluation.batch.vectors, pieces[0].jobs)
-        addresses = _upload(context, evaluation.batch, lowered, order, variant)
-        costly = bool(kernels.costly[evaluation.batch.codes].any())
-        levels = lowered.levels + (SCRATCH_LEVELS if costly else 0)
-        return Launch(resident, evaluation, variant, kernels, lowered, addresses, levels), pieces
+        batches = [share.evaluation.batch for share in shares]
+        costly = any(bool(kernels.costly[batch.codes].any()) for batch in batches)
+        levels = max(share.lowered.levels for share in shares)
+        lowered = [share.lowered for share in shares]
+        slots = sum(len(one.slots) for one in lowered)
+        addresses = stage(context, batches, lowered, chunk)
+        size = max(1, slots * batches[0].vectors) * variant.dtype.itemsize
+        addresses["slots"] = addresses["slot_results"] = context.buffer("slots", size)
+        return Launch(
+            first.resident,
+            first.evaluation,
+            variant,
+            kernels,
+            slots,
+            addresses,
+            levels + (SCRATCH_LEVELS if costly else 0),
+        )
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
         """Choose the kernel for an evaluation."""
@@ -193,12 +187,12 @@ class Interpreter:
         for variant in variants:
             self.prepare(variant)
 
-    def prepare(self, variant: Variant) -> _Kernels:
+    def prepare(self, variant: Variant) -> Kernels:
         """Compile and load the kernels of a variant unless that has been done."""
         with self._lock:
             if variant not in self._kernels:
                 module = self._load(variant)
-                self._kernels[variant] = _Kernels(
+                self._kernels[variant] = Kernels(
                     interpret=module.get_function("interpret"),
                     evaluate_slots=module.get_function("evaluate_slots"),
                     sum_partials=module.get_function("sum_partials"),
@@ -226,7 +220,7 @@ class Interpreter:
         """Cut the evaluation so that the results of one launch stay within the chunk size."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
-        tiles = _tiles(start, stop, variant)
+        tiles = tiles_of(start, stop, variant)
         job_bytes = 8 * tiles
         rows = stop - start
         if evaluation.values:
@@ -246,47 +240,66 @@ class Interpreter:
 
     def evaluate_slots(self, context: StreamContext, launch: Launch) -> None:
         """Compute the row-invariant subtrees of all programs."""
-        count, vectors = len(launch.lowered.slots), launch.evaluation.batch.vectors
+        count, vectors = launch.slots, launch.evaluation.batch.vectors
         if not count:
             return
-        arguments = np.zeros((), dtype=_SLOT_ARGUMENTS)
+        arguments = np.zeros((), dtype=SLOT_ARGUMENTS)
         for name in ("codes", "values", "parameters", "slots", "results"):
             arguments[name] = launch.addresses[f"slot_{name}"]
         arguments["count"], arguments["vectors"] = count, vectors
         launch.kernels.evaluate_slots(
             (-(-count // 4), -(-vectors // 32), 1),
             (32, 4, 1),
-            (_by_value(arguments),),
+            (by_value(arguments),),
             stream=context.stream,
         )
 
-    def _run(
-        self,
-        context: StreamContext,
-        launch: Launch,
-        pieces: list[Piece],
-        outputs: Outputs,
-    ) -> NDArray[np.float64]:
+    def _together(self, shares: Sequence[Share]) -> None:
+        """Compute the losses of one or more evaluations, of the same company, by one launch."""
+        shares = [share for share in shares if not share.cancelled[0]]
+        if not shares:
+            return
+        jobs = [len(share.evaluation.batch) * share.evaluation.batch.vectors for share in shares]
+        start, stop = shares[0].evaluation.row_range(shares[0].resident.dataset.layout)
+        with self._device.stream() as context:
+            launch = self.begin(context, shares, sum(jobs))
+            context.mark("start")
+            self.evaluate_slots(context, launch)
+            flight = self.start(context, launch, Piece(0, sum(jobs), start, stop), 0)
+            launched = time.perf_counter_ns()
+            context.wait(flight.event)
+            computed = context.nanoseconds("start", "computed")
+            assert flight.sums is not None  # a company asks for losses
+            sums = np.split(flight.sums.copy(), np.cumsum(jobs)[:-1])
+        for share, part in zip(shares, sums, strict=True):
+            share.sums, share.launched, share.computed = part, launched, computed
+
+    def _alone(self, share: Share, pieces: list[Piece], outputs: Outputs) -> None:
         """Launch piece after piece, taking one piece's results in while the next is computed."""
-        programs, vectors, _ = launch.evaluation.shape(launch.resident.dataset.layout)
+        programs, vectors, _ = share.evaluation.shape(share.resident.dataset.layout)
         sums = np.zeros(programs * vectors)
-        flying: _Flight | None = None
-        for number, piece in enumerate(pieces):
-            if outputs.cancelled[0]:
-                raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            flight = self.start(context, launch, piece, number % 2)
+        with self._device.stream() as context:
+            launch = self.begin(context, [share], pieces[0].jobs)
+            context.mark("start")
+            self.evaluate_slots(context, launch)
+            share.launched = time.perf_counter_ns()
+            flying: _Flight | None = None
+            for number, piece in enumerate(pieces):
+                if outputs.cancelled[0]:
+                    return
+                flight = self.start(context, launch, piece, number % 2)
+                if flying is not None:
+                    _land(context, launch, flying, outputs, sums)
+                flying = flight
             if flying is not None:
                 _land(context, launch, flying, outputs, sums)
-            flying = flight
-        if flying is not None:
-            _land(context, launch, flying, outputs, sums)
-        return sums
+            share.sums, share.computed = sums, context.nanoseconds("start", "computed")
 
     def start(self, context: StreamContext, launch: Launch, piece: Piece, side: int) -> _Flight:
         """Launch one piece and the copies of its results; the two sides alternate."""
         dtype = launch.variant.dtype
         aligned = piece.start // ROW_MULTIPLE * ROW_MULTIPLE
-        tiles = _tiles(piece.start, piece.stop, launch.variant)
+        tiles = tiles_of(piece.start, piece.stop, launch.variant)
         pitch = tiles * launch.variant.tile * dtype.itemsize
         arguments = kernel_arguments(launch, piece, aligned, tiles)
         partials = values = 0
@@ -323,7 +336,7 @@ class Interpreter:
         launch.kernels.interpret(
             (tiles, -(-jobs // group), 1),
             (32 * warps, 1, 1),
-            (_by_value(arguments),),
+            (by_value(arguments),),
             16 + warps * levels * level_bytes,
             context.stream,
         )
@@ -378,69 +391,13 @@ def _staged(context: StreamContext, name: str, piece: Piece, dtype: np.dtype[Any
     return staging.view(dtype).reshape(shape)
 
 
-def _tiles(start: int, stop: int, variant: Variant) -> int:
-    return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
-
-
-def kernel_arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> NDArray[np.void]:
-    """Arguments of `Interpreter.interpret` for one piece, without where results go."""
-    resident = launch.resident
-    arguments = np.zeros((), dtype=_ARGUMENTS)
-    for name in ("instructions", "programs", "order", "slots"):
-        arguments[name] = launch.addresses[name]
-    arguments["variables"] = resident.address(0, aligned)
-    if launch.evaluation.loss is not None:
-        arguments["target"] = resident.target_address(aligned)
-        arguments["weights"] = resident.weights_address(aligned)
-        arguments["absolute"] = launch.evaluation.loss is Loss.MAE
-    arguments["stride"] = resident.stride * launch.variant.dtype.itemsize
-    arguments["slot_count"] = len(launch.lowered.slots)
-    arguments["first_row"] = piece.start - aligned
-    arguments["end_row"] = piece.stop - aligned
-    arguments["tiles"], arguments["jobs"] = tiles, piece.jobs
-    arguments["first_job"] = piece.first_job
-    arguments["vectors"] = launch.evaluation.batch.vectors
-    arguments["levels"] = launch.levels
-    return arguments
-
-
-def _by_value(arguments: NDArray[np.void]) -> NDArray[np.void]:
-    """Hide the fields of a struct, which CuPy passes as it is but takes long to describe."""
-    return arguments.view(np.dtype((np.void, arguments.nbytes)))
-
-
-def _order(lowered: Lowered, vectors: int, chunk: int) -> NDArray[np.uint32]:
-    """Job numbers, the longest first within each chunk: the short ones fill the gaps."""
-    cost = np.repeat(lowered.programs[:, 1], vectors).astype(np.int64)
-    chunk_number = np.arange(len(cost)) // chunk
-    return np.lexsort((-cost, chunk_number)).astype(np.uint32)
-
-
-def _upload(
-    context: StreamContext,
-    batch: Batch,
-    lowered: Lowered,
-    order: NDArray[np.uint32],
-    variant: Variant,
-) -> dict[str, int]:
-    """Copy the lowered batch in one piece; return the device address of each part."""
-    parts: dict[str, NDArray[Any]] = {
-        "instructions": lowered.instructions,
-        "programs": lowered.programs,
-        "order": order,
-        "slot_slots": lowered.slots,
-        "slot_codes": batch.codes,
-        "slot_values": batch.values,
-        "slot_parameters": batch.parameters,
-    }
-    sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts.values()]
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    staging = context.pinned("batch", offsets[-1])
-    for part, offset in zip(parts.values(), offsets, strict=False):
-        staging[offset : offset + part.nbytes] = part.reshape(-1).view(np.uint8)
-    base = context.buffer("batch", offsets[-1])
-    context.upload(base, staging)
-    addresses = {name: base + offset for name, offset in zip(parts, offsets, strict=False)}
-    size = max(1, len(lowered.slots) * batch.vectors) * variant.dtype.itemsize
-    addresses["slots"] = addresses["slot_results"] = context.buffer("slots", size)
-    return addresses
+def _company(share: Share, variant: Variant, piece: Piece) -> Hashable:
+    """Tell evaluations that one launch can compute; one that is large goes alone."""
+    evaluation = share.evaluation
+    if piece.jobs * tiles_of(piece.start, piece.stop, variant) * 8 > _MOST_SHARED_BYTES:
+        return share  # equal to no other
+    absolute = evaluation.loss is Loss.MAE
+    return (
+        *(evaluation.dataset_id, id(share.resident), variant, absolute),
+        *(evaluation.batch.vectors, piece.start, piece.stop),
+    )

@@ -13,6 +13,7 @@ The loops are compiled by Numba and run without the interpreter lock.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -53,6 +54,20 @@ Memory = Callable[[str, int], NDArray[np.uint8]]
 
 def _fresh(_: str, size: int) -> NDArray[np.uint8]:
     return np.empty(size, dtype=np.uint8)
+
+
+class ThreadMemory(threading.local):
+    """Gives each thread buffers of its own, used again from batch to batch."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
+
+    def __call__(self, name: str, size: int) -> NDArray[np.uint8]:
+        """Give the calling thread's buffer of a name, uint8 [size]."""
+        held = self._buffers.get(name)
+        if held is None or len(held) < size:
+            held = self._buffers[name] = np.empty(size + size // 4, dtype=np.uint8)
+        return held[:size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
