@@ -19,7 +19,7 @@ from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.reference import evaluate_program
 from warpfit.reference import loss as reference_loss
-from warpfit.request import Loss, Precision
+from warpfit.request import Loss, Precision, Tier
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.engine.cuda.interpreter import Tuning
 
@@ -211,7 +211,7 @@ def test_losses_computed_together_have_the_bits_of_those_computed_alone(evaluate
     dataset = Dataset.of(data, data[:, 0], rng.uniform(size=5000), dtype=np.float32)
     mixes = [thesis_mix(seed, 30 + seed) for seed in range(16)]
     kinds = [Loss.MSE, Loss.RMSE, Loss.R2, Loss.MAE]
-    options = {"values": False, "precision": precision}
+    options = {"values": False, "precision": precision, "tier": Tier.INTERPRETER}
 
     def run(number: int) -> list[bytes]:
         programs, parameters = mixes[number]
