@@ -69,7 +69,7 @@ def load(directory: Path) -> Compiled:
     place = directory / f"cpu-{_fingerprint()[:32]}"
     if not all(_object_path(place, flavour).exists() for flavour in FLAVOURS):
         _log.info("compiling the CPU engine into %s (first start only, 3 to 10 s)", place)
-    with _writable(place) as numba_directory:
+    with writable(place) as numba_directory:
         lower, interpret = _compile_numba(numba_directory)
     kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
@@ -77,7 +77,7 @@ def load(directory: Path) -> Compiled:
 
 
 @contextlib.contextmanager
-def _writable(place: Path) -> Iterator[Path]:
+def writable(place: Path) -> Iterator[Path]:
     """Give ``place``, or a temporary copy of it where it cannot be written to."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,12 +181,12 @@ def _compile_numba(directory: Path) -> tuple[Any, Any]:
     interpret = types.boolean(
         words, words, lowered, given_doubles, words, pair, pair, given_bytes, doubles
     )
-    with _cached_in(directory) as jit:
+    with cached_in(directory) as jit:
         return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret)
 
 
 @contextlib.contextmanager
-def _cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
+def cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
     """Give a compiler whose results Numba keeps below ``directory``."""
 
     def jit(signature: Any, function: Any) -> Any:
