@@ -29,6 +29,7 @@ from warpfit.ops import VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from warpfit.dataset import Dataset
     from warpfit.ops import Operator
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -155,6 +156,13 @@ class TargetStatistics:
             total = w.sum()
             mean = (w * y).sum() / total
             return cls(float(total), float((w * np.square(y - mean)).sum()))
+
+    @classmethod
+    def of_rows(cls, dataset: Dataset, rows: slice) -> Self:
+        """Compute from rows of a data set that has a target."""
+        assert dataset.target is not None  # the request was checked
+        weights = None if dataset.weights is None else dataset.weights[rows]
+        return cls.of(dataset.target[rows], weights)
 
 
 def mentions_weight(row_loss: Program) -> bool:
