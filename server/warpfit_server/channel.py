@@ -18,7 +18,9 @@ from typing import Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
+from warpfit.fitting import FitProgress, FitSettings
 from warpfit.info import Device
+from warpfit.losses import LossFunction
 from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit_server.frame import Frame
 
@@ -67,6 +69,27 @@ class Evaluate:
     tier: Tier
     submitted: int
     """``time.monotonic_ns()`` of the front door."""
+    custom_loss: LossFunction | None = None
+    wishes: tuple[str, ...] = ()
+    """Names of the other wishes of the evaluation that are true."""
+
+
+#: Wishes of an evaluation that travel by name.
+WISHES: Final = (
+    *("gradient", "jacobian", "variable_gradient"),
+    *("reductions", "linear_scaling", "correlation"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimize:
+    """Fit the batch in a segment; answered by FitProgressed..., then Finished."""
+
+    problem: Evaluate
+    settings: FitSettings
+    """Without its arrays, which are in the segment."""
+    deadline: float | None
+    """``time.monotonic()`` at which to stop and return what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +125,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class FitProgressed:
+    """How far the searches of a request are."""
+
+    request: int
+    progress: FitProgress
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The engine is done with a request and its segment."""
 
@@ -112,7 +143,9 @@ class Finished:
 
 # --------------------------------------------------------------------------------- the channel
 
-Message = Load | Unload | Detach | Evaluate | Stop | Ready | Loaded | Progress | Finished
+Order = Load | Unload | Detach | Evaluate | Optimize | Stop
+Event = Progress | FitProgressed | Finished
+Message = Order | Event | Ready | Loaded
 
 
 class ChannelClosedError(Exception):

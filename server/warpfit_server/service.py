@@ -7,26 +7,31 @@ parsed and framed, and malformed bytes get an answer that says so.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
 from warpfit import codec
 from warpfit.errors import InternalError, ResourceExhaustedError, WarpfitError
+from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
 from warpfit_server.datasets import DatasetStore, Upload
-from warpfit_server.limits import check_batch, check_result
+from warpfit_server.limits import check_batch, check_fit, check_result
 from warpfit_server.supervisor import EngineSupervisor, Job
 
 _LOG: Final = logging.getLogger("warpfit.service")
+#: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
+_ANSWER_SECONDS: Final = 0.05
+_ANSWER_SHARE: Final = 0.1
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
@@ -55,6 +60,7 @@ class EvaluatorService:
                 "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
                 "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
                 "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
+                "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
                 "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
             },
         )
@@ -119,6 +125,26 @@ class EvaluatorService:
                 finally:
                     job.let_go()
 
+    def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Fit a batch; stream progress if asked for, then the result."""
+        with _errors_to_status(context), self._place():
+            arrived = time.monotonic_ns()
+            request = codec.fit_from_message(codec.parse_message(pb.OptimizeRequest, message))
+            problem = request.problem
+            with self._datasets.lease(problem.dataset_id) as dataset:
+                check_batch(problem.batch, self._limits)
+                request.check(dataset.layout)
+                check_fit(request, self._limits)
+                deadline = _stop_time(request, context.time_remaining())
+                job = self._supervisor.submit_fit(request, dataset, deadline)
+                decode = time.monotonic_ns() - arrived
+                try:
+                    if not context.add_callback(job.abandon):
+                        job.abandon()
+                    yield from _fit_answer(job, decode)
+                finally:
+                    job.let_go()
+
     def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
         try:
             for message in messages:
@@ -146,7 +172,7 @@ class EvaluatorService:
             event = job.next_event()
             if isinstance(event, wire.Finished):
                 timings, ready = replace(event.timings, decode=decode), frame.value_bytes
-            else:  # only whole chunks before the end
+            elif isinstance(event, wire.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
             for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
@@ -155,7 +181,19 @@ class EvaluatorService:
                     message = b""
                 message += piece
             sent = ready
-        yield message + codec.result_end(frame.losses_view(job.segment), timings)
+        if frame.jacobian_bytes:
+            yield message
+            message = b""
+            yield from self._jacobian_pieces(job)
+        extras = ((name, frame.extra(name, job.segment)) for name in codec.EXTRAS)
+        present = {name: array for name, array in extras if array is not None}
+        yield message + codec.result_end(frame.losses_view(job.segment), timings, present)
+
+    def _jacobian_pieces(self, job: Job) -> Iterator[bytes]:
+        frame = job.frame
+        begin, size = frame.jacobian_offset, frame.jacobian_bytes
+        matrix = job.segment.view()[begin : begin + size]
+        return codec.value_pieces(matrix, 0, self._chunk_bytes, jacobian=True)
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -171,6 +209,30 @@ class EvaluatorService:
             yield
         finally:
             self._places.release()
+
+
+def _fit_answer(job: Job, decode: int) -> Iterator[bytes]:
+    while True:
+        event = job.next_event()
+        if isinstance(event, wire.FitProgressed):
+            yield codec.progress_to_bytes(event.progress)
+        elif isinstance(event, wire.Finished):
+            arrays: Any = {
+                extra.name: job.frame.extra(extra.name, job.segment)
+                for extra in job.frame.extras
+                if extra.name not in ("lower", "upper", "fixed")
+            }
+            timings = replace(event.timings, decode=decode)
+            yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
+            return
+
+
+def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
+    """Moment at which a fit must stop so that a partial answer still arrives in time."""
+    if not request.settings.partial or remaining is None or not math.isfinite(remaining):
+        return None
+    margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)
+    return time.monotonic() + max(0.0, remaining - margin)
 
 
 @contextmanager

@@ -15,9 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
+from warpfit.fitting import FitRequest
 from warpfit.info import Device
 from warpfit.request import Evaluation
 from warpfit_server import channel as wire
@@ -41,16 +45,16 @@ class Job:
     def __init__(self, segment: Segment, frame: Frame, release: Callable[[Segment], None]) -> None:
         self.segment = segment
         self.frame = frame
-        self._events: queue.SimpleQueue[wire.Progress | wire.Finished] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[wire.Event] = queue.SimpleQueue()
         self._release = release
         self._holders = 2
         self._lock = threading.Lock()
 
-    def post(self, event: wire.Progress | wire.Finished) -> None:
+    def post(self, event: wire.Event) -> None:
         """Tell the waiting call."""
         self._events.put(event)
 
-    def next_event(self) -> wire.Progress | wire.Finished:
+    def next_event(self) -> wire.Event:
         """Wait for the engine.
 
         Raises:
@@ -136,31 +140,61 @@ class EngineSupervisor:
             ResourceExhaustedError: if there is no memory for batch and answer.
 
         """
-        layout = dataset.layout
-        frame = Frame.of(evaluation, layout)
+        job = self._job(Frame.of(evaluation, dataset.layout), evaluation)
+        self._send_job(job, self._order(job, evaluation, dataset), dataset)
+        return job
+
+    def submit_fit(
+        self, request: FitRequest, dataset: ResidentDataset, deadline: float | None
+    ) -> Job:
+        """Hand a checked fit to the engine, as `submit` does.
+
+        Args:
+            request: the fit.
+            dataset: leased by the caller.
+            deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
+
+        """
+        job = self._job(Frame.of_fit(request, dataset.layout), request.problem)
+        arrays = {name: getattr(request.settings, name) for name in ("lower", "upper", "fixed")}
+        for name, array in arrays.items():
+            if array is not None:
+                np.copyto(job.frame.require(name, job.segment), array)
+        settings = replace(request.settings, lower=None, upper=None, fixed=None)
+        order = wire.Optimize(self._order(job, request.problem, dataset), settings, deadline)
+        self._send_job(job, order, dataset)
+        return job
+
+    def _job(self, frame: Frame, evaluation: Evaluation) -> Job:
         segment = self._pool.acquire(frame.nbytes)
-        job = Job(segment, frame, self._give_back)
         frame.write(segment, evaluation.batch)
-        number = next(self._numbers)
-        message = wire.Evaluate(
-            request=number,
-            segment=segment.identifier,
-            size=segment.size,
-            frame=frame,
+        return Job(segment, frame, self._give_back)
+
+    def _order(self, job: Job, evaluation: Evaluation, dataset: ResidentDataset) -> wire.Evaluate:
+        return wire.Evaluate(
+            request=next(self._numbers),
+            segment=job.segment.identifier,
+            size=job.segment.size,
+            frame=job.frame,
             dataset_id=evaluation.dataset_id,
-            rows=evaluation.row_range(layout),
+            rows=evaluation.row_range(dataset.layout),
             precision=evaluation.precision,
             loss=evaluation.loss,
             tier=evaluation.tier,
             submitted=time.monotonic_ns(),
+            custom_loss=evaluation.custom_loss,
+            wishes=tuple(wish for wish in wire.WISHES if getattr(evaluation, wish)),
         )
+
+    def _send_job(
+        self, job: Job, order: wire.Evaluate | wire.Optimize, dataset: ResidentDataset
+    ) -> None:
         try:
-            self._send_job(number, job, message, dataset)
+            self._enqueue(job, order, dataset)
         except UnavailableError:
             job.let_go()
             job.let_go()
             raise
-        return job
 
     def load(self, dataset: ResidentDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
@@ -190,20 +224,21 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------- under self._lock
 
-    def _send_job(
-        self, number: int, job: Job, message: wire.Evaluate, dataset: ResidentDataset
+    def _enqueue(
+        self, job: Job, order: wire.Evaluate | wire.Optimize, dataset: ResidentDataset
     ) -> None:
+        message = order.problem if isinstance(order, wire.Optimize) else order
         with self._lock:
             if self._channel is None:
                 raise _unavailable()
             self._load(self._channel, dataset)
             fresh = message.segment not in self._attached
             try:
-                self._channel.send(message, [job.segment.descriptor] if fresh else [])
+                self._channel.send(order, [job.segment.descriptor] if fresh else [])
             except ChannelClosedError as error:
                 raise _unavailable() from error
             self._attached.add(message.segment)
-            self._jobs[number] = job
+            self._jobs[message.request] = job
 
     def _load(self, channel: Channel, dataset: ResidentDataset) -> Future[None]:
         future = self._loads.get(dataset.content_id)
@@ -268,7 +303,7 @@ class EngineSupervisor:
 
     def _handle(self, channel: Channel, message: wire.Message, descriptors: list[int]) -> None:
         match message:
-            case wire.Progress():
+            case wire.Progress() | wire.FitProgressed():
                 with self._lock:
                     job = self._jobs[message.request]
                 job.post(message)

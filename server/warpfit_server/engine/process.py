@@ -14,27 +14,44 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
 
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, InternalError, WarpfitError
+from warpfit.errors import CancelledError, DatasetNotFoundError, InternalError, WarpfitError
+from warpfit.fitting import FitProgress, FitRequest
 from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
+from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging
 from warpfit_server.segments import Segment
 
 _LOG: Final = logging.getLogger("warpfit.engine")
+#: Least time between two messages of progress.
+_PROGRESS_SECONDS: Final = 0.1
 
 
 class EngineProcess:
     """State of the engine process: the engine and the segments that it has been given."""
 
-    def __init__(self, engine: Engine, channel: Channel, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        channel: Channel,
+        chunk_bytes: int,
+        cache_directory: Path | None = None,
+    ) -> None:
         self._engine = engine
+        self._cache_directory = cache_directory
+        self._datasets: dict[bytes, Dataset] = {}
         self._channel = channel
         self._chunk_bytes = chunk_bytes
         self._segments: dict[int, Segment] = {}
@@ -50,11 +67,18 @@ class EngineProcess:
                     return
                 case wire.Evaluate():
                     segment = self._attach(message.segment, message.size, descriptors)
-                    self._pool.submit(self._evaluate, message, segment)
+                    work = partial(self._evaluate, message, segment)
+                    self._pool.submit(self._perform, message, segment, work)
+                case wire.Optimize():
+                    problem = message.problem
+                    segment = self._attach(problem.segment, problem.size, descriptors)
+                    work = partial(self._optimize, message, segment)
+                    self._pool.submit(self._perform, problem, segment, work)
                 case wire.Load():
                     self._load(message, descriptors)
                 case wire.Unload():
                     self._engine.unload(message.content_id)
+                    self._datasets.pop(message.content_id, None)
                 case wire.Detach():
                     self._segments.pop(message.segment).close()
                 case _:
@@ -74,16 +98,21 @@ class EngineProcess:
         error = None
         try:
             self._engine.load(dataset)
+            self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
             error = refused
         self._channel.send(wire.Loaded(message.content_id, error))
 
-    def _evaluate(self, message: wire.Evaluate, segment: Segment) -> None:
+    def _perform(
+        self, message: wire.Evaluate, segment: Segment, work: Callable[[], Timings]
+    ) -> None:
+        """Do one piece of work and tell the front door how it ended."""
         started = time.monotonic_ns()
         try:
-            timings = self._run(message, segment)
+            if message.frame.flag(segment)[0]:
+                raise CancelledError("cancelled before it ran", "CANCELLED")
             finished = wire.Finished(
-                message.request, replace(timings, queue=started - message.submitted)
+                message.request, replace(work(), queue=started - message.submitted)
             )
         except WarpfitError as error:
             finished = wire.Finished(message.request, error=error)
@@ -96,27 +125,77 @@ class EngineProcess:
             finished = wire.Finished(message.request, error=bug)
         self._channel.send(finished)
 
-    def _run(self, message: wire.Evaluate, segment: Segment) -> Timings:
+    def _evaluate(self, message: wire.Evaluate, segment: Segment) -> Timings:
         frame = message.frame
+        asked = _evaluation(message, segment)
         outputs = Outputs(
             values=frame.values_view(segment),
             losses=frame.losses_view(segment),
             cancelled=frame.flag(segment),
             ready=self._progress(message),
+            gradients=frame.extra("gradients", segment),
+            jacobian=frame.jacobian_view(segment),
+            variable_gradients=frame.extra("variable_gradients", segment),
+            reductions=frame.extra("reductions", segment),
         )
-        if outputs.cancelled[0]:
-            raise CancelledError("cancelled before it ran", "CANCELLED")
-        evaluation = Evaluation(
-            dataset_id=message.dataset_id,
-            batch=frame.batch(segment),
-            rows=message.rows,
-            precision=message.precision,
-            loss=message.loss,
-            values=frame.values,
-            tier=message.tier,
+        evaluation, share = engine_share(asked, outputs)
+        timings = self._engine.evaluate(evaluation, share)
+        finish(
+            asked,
+            self._dataset(asked.dataset_id),
+            outputs,
+            share.moments,
+            frame.extra("scaling", segment),
+            frame.extra("correlations", segment),
         )
+        return timings
 
-        return self._engine.evaluate(evaluation, outputs)
+    def _optimize(self, message: wire.Optimize, segment: Segment) -> Timings:
+        # Imported on first use, because importing it costs a start of the server some time.
+        from warpfit_server.fit.driver import Surroundings, optimize
+
+        problem = message.problem
+        frame = problem.frame
+        bounds: Any = {name: frame.extra(name, segment) for name in ("lower", "upper", "fixed")}
+        request = FitRequest(_evaluation(problem, segment), replace(message.settings, **bounds))
+        result = optimize(
+            request,
+            Surroundings(
+                engine=self._engine,
+                dataset=self._dataset(problem.dataset_id),
+                cancelled=frame.flag(segment),
+                deadline=message.deadline,
+                report=self._fit_progress(message),
+                cache_directory=self._cache_directory,
+            ),
+        )
+        for name in ("parameters", *FIT_CELLS, "standard_errors", "covariances"):
+            array = frame.extra(name, segment)
+            if array is not None:
+                np.copyto(array, getattr(result, name))
+        return result.timings
+
+    def _dataset(self, content_id: bytes) -> Dataset:
+        dataset = self._datasets.get(content_id)
+        if dataset is None:
+            raise DatasetNotFoundError(
+                "the data set is not loaded", "DATASET_NOT_FOUND", "Upload it again", "content_id"
+            )
+        return dataset
+
+    def _fit_progress(self, message: wire.Optimize) -> Callable[[FitProgress], None] | None:
+        """Report progress a few times a second, if it is asked for."""
+        if not message.settings.progress:
+            return None
+        reported = time.monotonic()
+
+        def report(progress: FitProgress) -> None:
+            nonlocal reported
+            if time.monotonic() - reported >= _PROGRESS_SECONDS:
+                reported = time.monotonic()
+                self._channel.send(wire.FitProgressed(message.problem.request, progress))
+
+        return report
 
     def _progress(self, message: wire.Evaluate) -> Callable[[int], None]:
         """Report progress when it frees at least one chunk of values for sending."""
@@ -132,6 +211,21 @@ class EngineProcess:
         return ready
 
 
+def _evaluation(message: wire.Evaluate, segment: Segment) -> Evaluation:
+    wishes: Any = dict.fromkeys(message.wishes, True)
+    return Evaluation(
+        dataset_id=message.dataset_id,
+        batch=message.frame.batch(segment),
+        rows=message.rows,
+        precision=message.precision,
+        loss=message.loss,
+        values=message.frame.values,
+        tier=message.tier,
+        custom_loss=message.custom_loss,
+        **wishes,
+    )
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run an engine: ``process.py DESCRIPTOR CONFIG``; the supervisor starts it like this."""
     descriptor, text = arguments
@@ -145,7 +239,7 @@ def main(arguments: Sequence[str]) -> None:
             device=config.device,
             cache_directory=config.cache_path,
         )
-        EngineProcess(engine, channel, config.chunk_bytes).run()
+        EngineProcess(engine, channel, config.chunk_bytes, config.cache_path).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     except WarpfitError as error:

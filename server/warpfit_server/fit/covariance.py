@@ -81,5 +81,4 @@ def _estimate(matrices: Floats, free: NDArray[np.bool_], sums: Floats, rows: int
     lost &= free
     inverse[lost[:, :, None] | lost[:, None, :]] = np.nan
     covariance = inverse * variance[:, None, None]
-    covariance[~(free[:, :, None] & free[:, None, :])] = 0.0
-    return covariance
+    return np.where(free[:, :, None] & free[:, None, :], covariance, 0.0)

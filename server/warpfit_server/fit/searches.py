@@ -133,7 +133,7 @@ class Searches:
     @property
     def running(self) -> NDArray[np.bool_]:
         """Which searches have not ended, [S]."""
-        return self.counters[:, REASON] == RUNNING
+        return np.asarray(self.counters[:, REASON] == RUNNING)
 
     def make_room_for_inverse(self) -> None:
         """Allocate what BFGS needs."""
