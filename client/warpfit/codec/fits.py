@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -124,13 +125,13 @@ def fit_answer_from_bytes(data: bytes) -> pb.OptimizeResponse:
 class FitAssembler:
     """Collects the messages of one answer to Optimize."""
 
-    def __init__(self, request: FitRequest, report: Any = None) -> None:
-        """Take the request that is answered, and a callable that is told of `FitProgress`."""
+    def __init__(
+        self, request: FitRequest, report: Callable[[FitProgress], None] | None = None
+    ) -> None:
+        """Take the request that is answered, and whom to tell of progress."""
         self._request = request
         self._report = report
         self._result: FitResult | None = None
-        self.failure: Exception | None = None
-        """What the callable raised, after which it is not called again."""
 
     def add(self, message: pb.OptimizeResponse) -> None:
         """Take the next message.
@@ -139,12 +140,9 @@ class FitAssembler:
             InternalError: if the server breaks the contract.
 
         """
-        if message.HasField("progress") and self._report is not None and self.failure is None:
+        if message.HasField("progress") and self._report is not None:
             progress = message.progress
-            try:
-                self._report(FitProgress(progress.iterations, progress.active, progress.searches))
-            except Exception as error:  # whatever the user's callback raises
-                self.failure = error
+            self._report(FitProgress(progress.iterations, progress.active, progress.searches))
         if message.HasField("result"):
             self._result = self._read(message.result)
 
@@ -155,8 +153,6 @@ class FitAssembler:
             InternalError: if the result never came.
 
         """
-        if self.failure is not None:
-            raise self.failure
         if self._result is None:
             raise _broken_answer("has no result")
         return self._result
