@@ -127,7 +127,7 @@ class FitRequest:
     @property
     def method(self) -> Method:
         """Method that is used, never AUTO."""
-        if self.settings.method is not Method.AUTO:
+        if self.settings.method != Method.AUTO:
             return self.settings.method
         return Method.LM if self.loss.is_squares else Method.BFGS
 
@@ -166,7 +166,7 @@ class FitRequest:
         """
         self.problem.check_options(layout)
         squares = self.loss.is_squares
-        if self.settings.method is Method.LM and not squares:
+        if self.settings.method == Method.LM and not squares:
             raise InvalidArgumentError(
                 "Levenberg-Marquardt minimises squared differences, and the loss is another",
                 "METHOD_UNSUITABLE",

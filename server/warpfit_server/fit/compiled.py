@@ -38,7 +38,7 @@ def load(method: Method, directory: Path | None = None) -> Any:
     limits = numba.typeof(Limits(0.0, 0.0, 0.0, 0, False))
     signature = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
     place = (directory or default_directory()) / f"fit-{_fingerprint()[:32]}"
-    module = levenberg_marquardt if method is Method.LM else bfgs
+    module = levenberg_marquardt if method == Method.LM else bfgs
     with writable(place) as kept, cached_in(kept) as jit:
         advance = jit(signature, module.advance)
     _LOG.info("steering code of %s ready after %.2f s", method, time.perf_counter() - started)

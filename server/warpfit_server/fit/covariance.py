@@ -39,7 +39,8 @@ def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
         columns = searches.edges[chosen, PARAMETERS][:, None] + np.arange(n)
         free = searches.vectors[FREE][columns] != 0.0
         places = searches.edges[chosen, SQUARES][:, None] + np.arange(n * n)
-        estimate = _estimate(matrices, free, sums[chosen], rows)
+        with np.errstate(all="ignore"):
+            estimate = _estimate(matrices, free, sums[chosen], rows)
         result[places] = estimate.reshape(len(chosen), n * n)
     return result
 

@@ -87,7 +87,7 @@ class _Run:
         self._request = request
         self._surroundings = surroundings
         self._loss = request.loss
-        self._marquardt = request.method is Method.LM
+        self._marquardt = request.method == Method.LM
         dtype = surroundings.dataset.layout.dtype
         tolerances = request.settings.tolerances(dtype)
         self._limits = Limits(
