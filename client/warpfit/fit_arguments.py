@@ -119,10 +119,10 @@ def _flat(
     """One number for each parameter of each program, [sum(counts)]; None for nothing given."""
     if given is None:
         return None
-    if np.ndim(given) == 0:
-        return np.full(int(counts.sum()), float(given))
+    if np.isscalar(given):
+        return np.full(int(counts.sum()), float(given))  # type: ignore[arg-type]
     entries = list(given) if isinstance(given, Iterable) else [given]
-    if len(counts) == 1 and (single or all(np.ndim(entry) == 0 for entry in entries)):
+    if len(counts) == 1 and (single or all(e is None or np.isscalar(e) for e in entries)):
         entries = [given]
     if len(entries) != len(counts):
         raise InvalidArgumentError(

@@ -103,6 +103,7 @@ class _Run:
         self._active = self._all
         self._places = np.arange(len(self._all))
         """Index in ``_all`` of each active search."""
+        self._pass_seconds = 0.0
 
     def advance_all(self) -> None:
         """Advance until every search has ended or the time is used up."""
@@ -153,13 +154,16 @@ class _Run:
     def _linearise(self, *, curvature: bool) -> Linearisation:
         if self._surroundings.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
+        started = time.monotonic()
         batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
-        return self._surroundings.engine.linearise(
+        linearisation = self._surroundings.engine.linearise(
             replace(self._request.problem, batch=batch),
             self._loss.row,
             curvature=curvature,
             cancelled=self._surroundings.cancelled,
         )
+        self._pass_seconds = time.monotonic() - started
+        return linearisation
 
     def _steer(self, new: Linearisation) -> None:
         active = self._active
@@ -206,8 +210,9 @@ class _Run:
             report(FitProgress(done, int(running.sum()), len(self._all)))
 
     def _is_late(self) -> bool:
+        """Whether one more pass like the last would end after the deadline."""
         deadline = self._surroundings.deadline
-        return deadline is not None and time.monotonic() >= deadline
+        return deadline is not None and time.monotonic() + self._pass_seconds >= deadline
 
     def _chosen(self) -> Integers:
         """Indices of the outcomes to return, ascending: the best start of each program, or all."""
