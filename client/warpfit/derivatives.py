@@ -1,7 +1,6 @@
 """Values together with derivatives, in NumPy: forward differentiation by the operator table.
 
-Kinks are those of `warpfit.ops`. A derivative that is 0 for every row costs nothing and is not
-multiplied, so that an infinite factor elsewhere does not make it NaN.
+Kinks, and products with a factor of 0, are those of `warpfit.ops`.
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ def _apply(operator: Operator, operands: list[_Dual]) -> _Dual:
         if operand.slopes:
             partial = eval(code, {"__builtins__": {}, **_FUNCTIONS}, names)
             for index, slope in operand.slopes.items():
-                slopes[index] = slopes.get(index, 0.0) + partial * slope
+                passes = (partial != 0) & (slope != 0)
+                slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
     return _Dual(result, slopes)
 
 
