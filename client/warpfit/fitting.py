@@ -204,15 +204,16 @@ class FitRequest:
                     "Give one number for each parameter of each program",
                     name,
                 )
-        lower = np.full(total, -np.inf) if settings.lower is None else settings.lower
-        upper = np.full(total, np.inf) if settings.upper is None else settings.upper
-        bad = ~(lower <= upper)
+        # Nothing as long as the counts claim is allocated: they have not been checked yet.
+        lower = np.float64(-np.inf) if settings.lower is None else settings.lower
+        upper = np.float64(np.inf) if settings.upper is None else settings.upper
+        bad = ~np.atleast_1d(lower <= upper)
         if bad.any():
             index = int(bad.argmax())
             starts = np.cumsum(batch.parameter_counts, dtype=np.int64)
             program = int(np.searchsorted(starts, index, side="right"))
             raise InvalidArgumentError(
-                f"lower bound {lower[index]} is not below upper bound {upper[index]}",
+                f"parameter {index} of the batch has a lower bound above its upper bound",
                 "BAD_BOUNDS",
                 "Give lower <= upper, with -inf and inf for no bound",
                 "lower",
