@@ -7,8 +7,11 @@ The simple form, for F = half the weighted sum of squares, its gradient g and A 
 
     h = -(A + damping * scale)^-1 g
     gain = (F(x) - F(x + h)) / (predicted decrease of the linear model)
-    if F(x + h) < F(x):  x = x + h,  damping *= max(1/3, 1 - (2 gain - 1)^3),  growth = 2
+    if F(x + h) < F(x):  x = x + h,  damping *= max(1/10, 1 - (2 gain - 1)^3), growth = 2
     else:                damping *= growth,  growth *= 2
+
+The book's least factor is 1/3; 1/10 and a first damping of 0.1 reach lower losses within 10 and
+within 50 iterations on random expressions, and more digits on NIST's problems.
 
 Loss, gradient and curvature at x + h come from one pass, so that an accepted step needs no second
 one. Parameters at a bound whose gradient points outwards take no part in a step, and a step is cut
@@ -50,10 +53,10 @@ from warpfit_server.fit.searches import (
 )
 from warpfit_server.fit.triangles import all_finite, dot, factorise, quadratic, solve
 
-#: First damping; the literature's choice for starts that may be far away.
-_FIRST_DAMPING: Final = 1e-3
+#: First damping, relative to the diagonal of the curvature.
+_FIRST_DAMPING: Final = 0.1
 #: Least factor by which an accepted step lowers the damping.
-_FASTEST_DECREASE: Final = 1.0 / 3.0
+_FASTEST_DECREASE: Final = 0.1
 #: How often a system that is not positive definite is damped more.
 _ATTEMPTS: Final = 100
 
