@@ -2,16 +2,20 @@
 
     python client/examples/diabetes_gp.py                      # starts a server by itself
     python client/examples/diabetes_gp.py --address HOST:PORT
+    python client/examples/diabetes_gp.py --optimize           # the server fits all constants
 
 Each worker process evolves an island with DEAP (Koza 1992, "Genetic Programming"; islands as in
 Cantú-Paz 2000) and sends the new trees of a generation to the server in one call; back comes one
-loss for each. Every few generations the best trees of an island move on to the next one. The data
-are scikit-learn's diabetes set: 442 patients, 10 variables, standardised.
+loss for each. With ``--optimize`` the server also fits the constants of every new tree, and the
+tree keeps them (Kommenda et al. 2020, "Parameter identification for symbolic regression using
+nonlinear least squares"). Every few generations the best trees of an island move on to the next
+one. The data are scikit-learn's diabetes set: 442 patients, 10 variables, standardised.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing as mp
 import random
 from collections.abc import Iterator
@@ -109,11 +113,14 @@ def toolbox_for(names: tuple[str, ...]) -> base.Toolbox:
 class Island:
     """A population, and a client of its own to score it."""
 
-    def __init__(self, client: warpfit.Client, problem: Problem, seed: int, size: int) -> None:
+    def __init__(
+        self, client: warpfit.Client, problem: Problem, seed: int, size: int, fit_iterations: int
+    ) -> None:
         # DEAP draws from the module's generator; each island is a process of its own.
         random.seed(seed)
         self.client = client
         self.problem = problem
+        self.fit_iterations = fit_iterations
         self.data = client.upload(problem.X, problem.y, names=problem.names)
         self.toolbox = toolbox_for(problem.names)
         self.population = self.toolbox.population(n=size)
@@ -124,11 +131,28 @@ class Island:
         fresh = [tree for tree in self.population if not tree.fitness.valid]
         if not fresh:
             return
-        losses = self.client.evaluate(
-            self.data, fresh, loss="mse", rows=slice(0, self.problem.train)
-        )
+        rows = slice(0, self.problem.train)
+        if self.fit_iterations:
+            losses = self.fit_constants(fresh, rows)
+        else:
+            losses = self.client.evaluate(self.data, fresh, loss="mse", rows=rows)
         for tree, loss in zip(fresh, losses.tolist(), strict=True):
             tree.fitness.values = (loss if np.isfinite(loss) else np.inf,)
+
+    def fit_constants(self, trees: list[Any], rows: slice) -> NDArray[np.float64]:
+        """Fit the constants of trees on the server, write them back, and return the losses."""
+        lifted = [as_program(tree, self.problem.names).lift_constants() for tree in trees]
+        programs, starts = zip(*lifted, strict=True)
+        fit = self.client.optimize(
+            self.data, programs, starts, loss="mse", rows=rows, max_iterations=self.fit_iterations
+        )
+        for tree, values in zip(trees, fit.parameters, strict=True):
+            fitted = iter(values.tolist())
+            for index, node in enumerate(tree):
+                if isinstance(type(node), gp.MetaEphemeral):
+                    tree[index] = copy.copy(node)  # parents and children share their nodes
+                    tree[index].value = next(fitted)
+        return fit.loss
 
     def step(self) -> None:
         """Evolve one generation; the best tree survives."""
@@ -162,7 +186,8 @@ def work(island: int, address: str, options: argparse.Namespace, pipes: dict[str
     problem = Problem.load(options.seed)
     size = options.population // options.workers
     with warpfit.connect(address) as client:
-        evolved = Island(client, problem, 1000 * options.seed + island, size)
+        iterations = options.fit_iterations if options.optimize else 0
+        evolved = Island(client, problem, 1000 * options.seed + island, size, iterations)
         for generation in range(1, options.generations + 1):
             evolved.step()
             pipes["reports"].put(evolved.report(island, generation))
@@ -278,6 +303,10 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=60)
     parser.add_argument("--population", type=int, default=1000, help="trees on all islands")
     parser.add_argument("--workers", type=int, default=2, help="processes, one island each")
+    parser.add_argument(
+        "--optimize", action="store_true", help="let the server fit the constants of new trees"
+    )
+    parser.add_argument("--fit-iterations", type=int, default=10, help="with --optimize")
     parser.add_argument("--plot", type=Path, default=Path("diabetes_gp.png"))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -27,13 +27,16 @@ from warpfit.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
+    UnimplementedError,
     WarpfitError,
 )
+from warpfit.fitting import Method, Reason
 from warpfit.ir import Program
+from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import parse
-from warpfit.request import Loss, Precision, Tier
+from warpfit.request import Precision, Tier
 
 if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async
@@ -52,22 +55,27 @@ __all__ = [
     "AsyncClient",
     "CancelledError",
     "Client",
+    "Closing",
     "DatasetNotFoundError",
     "DeadlineExceededError",
     "InternalError",
     "InvalidArgumentError",
     "Loss",
+    "LossFunction",
+    "Method",
     "ParseError",
     "PermissionDeniedError",
     "Precision",
     "Program",
     "ProgramError",
+    "Reason",
     "ResourceExhaustedError",
     "RetryPolicy",
     "Tier",
     "TransportConfig",
     "UnauthenticatedError",
     "UnavailableError",
+    "UnimplementedError",
     "WarpfitError",
     "__version__",
     "connect",

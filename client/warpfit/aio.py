@@ -6,14 +6,14 @@ import asyncio
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
-from numpy.typing import NDArray
 
 from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
 from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
 from warpfit.core import Call, Operation, Operations, Sleep, Step
-from warpfit.data import Answer, Data
+from warpfit.data import Answer, Data, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
+from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.transport import check_address, client_closed, failure, make_stub
 
@@ -109,7 +109,7 @@ class AsyncClient:
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[EvaluateOptions],
-    ) -> NDArray[Any]:
+    ) -> Any:
         """Evaluate expressions: their values, or a loss of each if ``loss=`` is given."""
         return (await self.run(data, expressions, parameters, **options)).array
 
@@ -124,6 +124,17 @@ class AsyncClient:
     ) -> Answer:
         """Evaluate expressions and return everything: values, losses and timings."""
         operation = self._operations.run(data, expressions, parameters, values, options)
+        return await self._drive(operation)
+
+    async def optimize(
+        self,
+        data: Data,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[FitOptions],
+    ) -> Fit:
+        """Fit the parameters of expressions on the server, all of them at once."""
+        operation = self._operations.optimize(data, expressions, parameters, options)
         return await self._drive(operation)
 
     async def release(self, data: Data) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -13,6 +13,7 @@ from warpfit.data import Data
 from warpfit.dataset import Dataset
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch, Program
+from warpfit.losses import LossFunction, as_loss
 from warpfit.progress import Progress
 from warpfit.request import Evaluation, Loss, Precision, Tier
 
@@ -35,8 +36,9 @@ class UploadOptions(TypedDict, total=False):
 class EvaluateOptions(TypedDict, total=False):
     """Keywords of `evaluate` and `run`."""
 
-    loss: Loss | str | None
-    """Ask for this loss of each expression; None for none."""
+    loss: Loss | LossFunction | str | None
+    """Ask for this loss of each expression; None for none. A name, a `warpfit.LossFunction`, or
+    the text of a loss over ``f``, ``y``, ``w`` and ``d`` = f - y, which is averaged."""
     rows: Rows
     """slice or (start, stop) of consecutive rows; None for all."""
     precision: Precision | str
@@ -45,6 +47,25 @@ class EvaluateOptions(TypedDict, total=False):
     """Evaluator of a CUDA engine: ``"auto"`` (default), ``"interpreter"`` or ``"compiled"``."""
     timeout: float | None
     """Seconds for the whole call, retries and a repeated upload included; None for no limit."""
+    gradient: bool
+    """Ask for the derivatives of each loss by the parameters."""
+    jacobian: bool
+    """Ask for the derivatives of all values by the parameters."""
+    variable_gradient: bool
+    """Ask for the derivatives of each loss by a shift of each variable."""
+    reductions: bool
+    """Ask for sum, mean, least, greatest and count of non-finite values."""
+    linear_scaling: bool
+    """Score the best a + b f instead of f (Keijzer 2003), and ask for b and a."""
+    correlation: bool
+    """Ask for Pearson's correlation of values and target."""
+
+
+#: Options that are wishes of an evaluation by the same name.
+_WISHES: Final = (
+    *("gradient", "jacobian", "variable_gradient"),
+    *("reductions", "linear_scaling", "correlation"),
+)
 
 
 def canonical(
@@ -124,31 +145,38 @@ def build_evaluation(
         ParseError: for the text of an expression.
 
     """
-    programs = _programs(expressions, data.names)
-    entries = _entries(parameters, single=_is_single(expressions), programs=len(programs))
-    loss = options.get("loss")
+    programs = as_batch(expressions, data.names)
+    entries = as_entries(parameters, single=is_single(expressions), programs=len(programs))
+    given = options.get("loss")
+    loss = None if given is None else as_loss(given)
+    wishes = {wish: bool(options.get(wish)) for wish in _WISHES}
+    if values is None:
+        values = loss is None and not any(wishes.values())
     evaluation = Evaluation(
         dataset_id=data.content_id,
         batch=Batch.of(programs, entries),
-        rows=_row_range(options.get("rows"), data.layout.rows),
-        precision=_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
-        loss=None if loss is None else _member(Loss, loss, "loss"),
-        values=loss is None if values is None else values,
-        tier=_member(Tier, options.get("tier", Tier.AUTO), "tier"),
+        rows=as_row_range(options.get("rows"), data.layout.rows),
+        precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
+        loss=loss if isinstance(loss, Loss) else None,
+        values=values,
+        tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
+        custom_loss=loss if isinstance(loss, LossFunction) else None,
+        **wishes,
     )
     evaluation.check_options(data.layout)
     return evaluation, entries is not None and any(map(_is_table, entries))
 
 
-def _is_single(expressions: Any) -> bool:
+def is_single(expressions: Any) -> bool:
     """Tell one expression from a batch; a DEAP tree is a list, but of a class of its own."""
     if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
         return True
     return isinstance(expressions, list) and type(expressions) is not list
 
 
-def _programs(expressions: Any, names: tuple[str, ...]) -> list[Program]:
-    batch = [expressions] if _is_single(expressions) else list(expressions)
+def as_batch(expressions: Any, names: tuple[str, ...]) -> list[Program]:
+    """Convert one expression or several."""
+    batch = [expressions] if is_single(expressions) else list(expressions)
     if all(isinstance(expression, Program) for expression in batch):
         return batch
     from warpfit.frontends import as_programs
@@ -156,7 +184,9 @@ def _programs(expressions: Any, names: tuple[str, ...]) -> list[Program]:
     return list(as_programs(batch, names))
 
 
-def _entries(parameters: Parameters, *, single: bool, programs: int) -> Sequence[ArrayLike] | None:
+def as_entries(
+    parameters: Parameters, *, single: bool, programs: int
+) -> Sequence[ArrayLike] | None:
     """One entry for each program; a single expression's vector may stand alone."""
     if parameters is None:
         return None
@@ -170,7 +200,8 @@ def _is_table(entry: ArrayLike) -> bool:
     return (entry.ndim if isinstance(entry, np.ndarray) else np.ndim(entry)) == 2
 
 
-def _row_range(rows: Rows, count: int) -> tuple[int, int] | None:
+def as_row_range(rows: Rows, count: int) -> tuple[int, int] | None:
+    """Half-open row range of a slice or pair; None for all rows."""
     if not isinstance(rows, slice):
         return None if rows is None else (int(rows[0]), int(rows[1]))
     start, stop, step = rows.indices(count)
@@ -184,7 +215,8 @@ def _row_range(rows: Rows, count: int) -> tuple[int, int] | None:
     return start, stop
 
 
-def _member(kind: type[E], value: str, field: str) -> E:
+def as_member(kind: type[E], value: str, field: str) -> E:
+    """Member of an enumeration by its name."""
     try:
         return kind(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, eval, info."""
+"""The ``warpfit`` command: serve, eval, fit, info."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.fitting import Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier, Timings
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from warpfit.data import Answer
+    from warpfit.data import Answer, Fit
     from warpfit.info import ServerInfo
 
 
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     # Only for the list of commands: `main` hands everything behind it to the server's own parser.
     commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
     _add_eval(commands)
+    _add_fit(commands)
     info = commands.add_parser("info", help="describe a running server")
     info.add_argument("address", metavar="HOST:PORT")
     info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
@@ -82,6 +84,31 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument("--profile", action="store_true", help="print where the time went")
     evaluate.add_argument("--timeout", type=float, metavar="SECONDS")
     evaluate.set_defaults(command=_eval)
+
+
+def _add_fit(commands: Any) -> None:
+    fit = commands.add_parser(
+        "fit",
+        help="fit the parameters of an expression to a CSV file",
+        description="Fit the parameters p1, p2, ... of an expression to the target column.",
+        epilog="example: warpfit fit data.csv 'p1*exp(p2*x1)' --target y --params 1 0.1",
+    )
+    fit.add_argument("file", type=Path, metavar="FILE.csv")
+    fit.add_argument("expression")
+    fit.add_argument("--target", metavar="COLUMN", required=True, help="column to predict")
+    fit.add_argument(
+        "--params", type=float, nargs="+", default=None, metavar="P", help="start (default: ones)"
+    )
+    fit.add_argument(
+        "--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)"
+    )
+    fit.add_argument("--method", choices=list(Method), default=Method.AUTO)
+    fit.add_argument("--iterations", type=int, default=200, metavar="N", help="default: 200")
+    fit.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
+    fit.add_argument("--dtype", choices=("float32", "float64"), default="float64")
+    fit.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
+    fit.add_argument("--timeout", type=float, metavar="SECONDS")
+    fit.set_defaults(command=_fit)
 
 
 def _rows(text: str) -> slice:
@@ -142,6 +169,31 @@ def _eval(options: argparse.Namespace) -> None:
         print(_profile(answer.timings))
 
 
+def _fit(options: argparse.Namespace) -> None:
+    from warpfit.client import connect
+    from warpfit.losses import as_function, as_loss
+    from warpfit.table import read_table
+
+    table, target = read_table(options.file).split(options.target)
+    program = parse(options.expression, table.names)
+    loss = as_loss(options.loss)
+    start = [1.0] * program.parameters if options.params is None else options.params
+    with _address(options.address) as address, connect(address) as client:
+        data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
+        fit = client.optimize(
+            data,
+            program,
+            start,
+            loss=loss,
+            method=options.method,
+            max_iterations=options.iterations,
+            standard_errors=as_function(loss).is_squares,
+            rows=options.rows,
+            timeout=options.timeout,
+        )
+    _print_fit(fit, options.loss)
+
+
 @contextmanager
 def _address(given: str | None) -> Iterator[str]:
     if given:
@@ -173,6 +225,22 @@ def _print_answer(
     rest = len(answer.values) - len(shown)
     if rest:
         print(f"... and {rest} more row{'s' if rest > 1 else ''}")
+
+
+def _print_fit(fit: Fit, loss: str) -> None:
+    print(f"{loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")
+    print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
+    parameters = fit.parameters[0].tolist()
+    columns = [
+        ["parameter", *(f"p{index}" for index in range(1, len(parameters) + 1))],
+        ["value", *(f"{value:.10g}" for value in parameters)],
+    ]
+    if fit.standard_errors is not None:
+        columns.append(
+            ["standard error", *(f"{error:.3g}" for error in fit.standard_errors[0].tolist())]
+        )
+    if parameters:
+        print(_aligned(columns))
 
 
 def _aligned(columns: list[list[str]]) -> str:

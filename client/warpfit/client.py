@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any, Self, TypeVar, Unpack
 
-from numpy.typing import NDArray
-
 from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
 from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
 from warpfit.core import Call, Operation, Operations, Sleep, Step
-from warpfit.data import Answer, Data
+from warpfit.data import Answer, Data, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
+from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.transport import GrpcTransport, Transport
 
@@ -83,7 +82,7 @@ class Client:
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[EvaluateOptions],
-    ) -> NDArray[Any]:
+    ) -> Any:
         """Evaluate expressions: their values, or a loss of each if ``loss=`` is given.
 
         Args:
@@ -92,13 +91,18 @@ class Client:
                 sequence of them or a single one.
             parameters: for each expression one vector [n] or K vectors [K, n]; for a single
                 expression its vector or vectors alone.
-            **options: ``loss`` ("sse", "mse", "rmse", "mae", "r2", "nmse"), ``rows`` (slice or
+            **options: ``loss`` ("sse", "mse", "rmse", "mae", "r2", "nmse", "huber", ..., a
+                `warpfit.LossFunction`, or a text such as ``"abs(d)^1.5"``), ``rows`` (slice or
                 (start, stop)), ``precision`` ("precise" or "fast"), ``tier``, ``timeout``
-                (seconds for everything, retries included).
+                (seconds for everything, retries included), and what else is wanted:
+                ``gradient``, ``linear_scaling``, ``jacobian``, ``variable_gradient``,
+                ``reductions``, ``correlation``.
 
         Returns:
             Values [rows, expressions] in the data's dtype, or losses [expressions], float64. With
-            K vectors for each expression there is a leading axis of length K.
+            K vectors for each expression there is a leading axis of length K. What else is wanted
+            makes it a tuple: with ``gradient=True`` losses and a list of gradients, with
+            ``linear_scaling=True`` losses, slopes and intercepts; `Answer` describes the rest.
 
         Raises:
             ParseError: for a string that is no expression.
@@ -124,6 +128,42 @@ class Client:
         """
         operation = self._operations.run(data, expressions, parameters, values, options)
         return self._drive(operation)
+
+    def optimize(
+        self,
+        data: Data,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[FitOptions],
+    ) -> Fit:
+        """Fit the parameters of expressions on the server, all of them at once.
+
+        ::
+
+            fit = client.optimize(data, ["p1*exp(p2*x1)"], [[1.0, 0.1]], loss="mse")
+            fit.parameters[0], fit.loss[0], fit.reason[0]
+
+        Args:
+            data: what `upload` returned, on this client or any other.
+            expressions: as for `evaluate`.
+            parameters: for each expression one start [n] or K starts [K, n]; for a single
+                expression its start or starts alone.
+            **options: ``loss`` ("mse" by default), ``method`` ("auto", "lm", "bfgs"),
+                ``max_iterations``, tolerances, ``bounds``, ``fixed``, ``all_starts``,
+                ``standard_errors``, ``covariance``, ``rows``, ``partial``, ``progress``,
+                ``timeout``; see `warpfit.fit_arguments.FitOptions`.
+
+        Returns:
+            Parameters, losses before and after, iterations, and why each search ended. No loss is
+            worse than at the start, which a search that cannot begin returns.
+
+        Raises:
+            InvalidArgumentError: for arguments that are wrong or do not fit together.
+            DeadlineExceededError: if ``timeout`` passes and ``partial`` is not set.
+            UnimplementedError: if the server's engine computes no derivatives.
+
+        """
+        return self._drive(self._operations.optimize(data, expressions, parameters, options))
 
     def release(self, data: Data) -> None:
         """Give a data set back; the handle stays usable, the next evaluation uploads it again."""

@@ -23,7 +23,7 @@ from warpfit.arguments import (
     canonical,
 )
 from warpfit.config import ClientConfig, RetryPolicy
-from warpfit.data import Answer, Data
+from warpfit.data import Answer, Data, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,
@@ -31,6 +31,8 @@ from warpfit.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from warpfit.fit_arguments import FitOptions, build_fit
+from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
 from warpfit.progress import Progress, reporter, silent
 from warpfit.request import Evaluation, Result
@@ -212,7 +214,20 @@ class Operations:
         except DatasetNotFoundError:
             yield from self._send(data.dataset, deadline, silent)
             result = yield from self._evaluate(evaluation, deadline)
-        return Answer.of(result, leading_axis=leading_axis)
+        return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
+
+    def optimize(
+        self, data: Data, expressions: Any, parameters: Parameters, options: FitOptions
+    ) -> Operation[Fit]:
+        """Fit; uploads the data set again, once, if the server does not know it."""
+        deadline = Deadline(options.get("timeout"))
+        request = build_fit(data, expressions, parameters, options)
+        try:
+            result = yield from self._optimize(request, deadline, options)
+        except DatasetNotFoundError:
+            yield from self._send(data.dataset, deadline, silent)
+            result = yield from self._optimize(request, deadline, options)
+        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
 
     def release(self, data: Data) -> Operation[None]:
         """Give a data set back; one that is not resident needs no release."""
@@ -239,6 +254,16 @@ class Operations:
             return message, codec.ResultAssembler(evaluation)
 
         return (yield from self._retried("Evaluate", attempt, deadline)).result()
+
+    def _optimize(
+        self, request: FitRequest, deadline: Deadline, options: FitOptions
+    ) -> Operation[FitResult]:
+        message = codec.fit_to_message(request)
+
+        def attempt() -> tuple[Any, codec.FitAssembler]:
+            return message, codec.FitAssembler(request, options.get("progress"))
+
+        return (yield from self._retried("Optimize", attempt, deadline)).result()
 
     def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
         chunk_bytes = self.config.transport.chunk_bytes

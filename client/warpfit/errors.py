@@ -12,6 +12,7 @@
     ├── DeadlineExceededError       the deadline passed before the answer was ready
     ├── CancelledError              the caller cancelled
     ├── UnauthenticatedError        no valid credentials
+    ├── UnimplementedError          this server or its engine cannot do it
     ├── PermissionDeniedError       valid credentials, not allowed
     └── InternalError               a bug of warpfit
 """
@@ -137,6 +138,12 @@ class PermissionDeniedError(WarpfitError):
     status = "PERMISSION_DENIED"
 
 
+class UnimplementedError(WarpfitError):
+    """The server, or the engine that it runs, cannot do what was asked."""
+
+    status = "UNIMPLEMENTED"
+
+
 class InternalError(WarpfitError):
     """A bug of warpfit; the server's log has the details."""
 
@@ -155,6 +162,7 @@ BY_STATUS: Final[dict[str, type[WarpfitError]]] = {
         CancelledError,
         UnauthenticatedError,
         PermissionDeniedError,
+        UnimplementedError,
         InternalError,
     )
 }

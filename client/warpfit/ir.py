@@ -146,6 +146,20 @@ class Program:
         codes, operands = lift(self.codes, self.values)
         return hashlib.blake2b(codes.tobytes() + operands.tobytes(), digest_size=16).digest()
 
+    def lift_constants(self) -> tuple[Program, NDArray[np.float64]]:
+        """Make every constant a parameter, so that it can be fitted.
+
+        Returns:
+            The program, whose new parameters follow those that it has, in the order of the
+            constants; and the constants, float64 [constants].
+
+        """
+        constant = self.codes == CONSTANT
+        values = self.values.copy()
+        values[constant] = self.parameters + np.arange(int(constant.sum()))
+        codes = np.where(constant, np.uint8(PARAMETER), self.codes)
+        return Program._trusted(codes, values), self.values[constant]
+
     def fold(
         self, leaf: Callable[[int, float], T], operator: Callable[[Operator, list[T]], T]
     ) -> T:

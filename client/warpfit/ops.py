@@ -23,6 +23,10 @@ without them fall back in that order. The transpiler derives its PTX from the sa
 Kinks: a derivative is 0 where it does not exist or is not unique (abs, sign, relu at 0; floor,
 ceil, comparisons, logic everywhere), and ``min``/``max`` pass the derivative to their first operand
 on a tie.
+
+Chain rule: where one factor of a product of derivatives is 0, the product is 0, even if the other
+factor is infinite or NaN. So ``where`` passes nothing to the branch that it does not take, whatever
+happens there.
 """
 
 from __future__ import annotations
@@ -152,7 +156,8 @@ _ROWS: Final = (
         code=20, name="pow", arity=2, symbol="^", precedence=80, numpy=np.power,
         kernel="pow(a, b)",
         derivative=(
-            "select(b == 0, 0, b * pow(a, b - 1))",
+            "select(b == 0, 0, select(a == 0, "
+            "select(b == 1, 1, select(b > 1, 0, b / abs(a))), b * r / a))",
             "select(a == 0, 0, r * log(a))",
         ),
         latex="{{{a:91}}}^{{{b}}}", cuda_fast="fast_pow(a, b)",
@@ -246,7 +251,7 @@ _ROWS: Final = (
     ),
     Operator(
         code=38, name="atan2", arity=2, numpy=np.arctan2, kernel="atan2(a, b)",
-        derivative=("b / (a * a + b * b)", "-a / (a * a + b * b)"),
+        derivative=("b / hypot(a, b) / hypot(a, b)", "-a / hypot(a, b) / hypot(a, b)"),
         latex="\\operatorname{{atan2}}\\left({a}, {b}\\right)", sympy="atan2(a, b)",
         notes="angle of the point (b, a)",
     ),
@@ -260,7 +265,10 @@ _ROWS: Final = (
     ),
     Operator(
         code=41, name="tanh", arity=1, numpy=np.tanh, kernel="tanh(a)",
-        derivative=("1 - r * r",), latex="\\tanh\\left({a}\\right)", cuda_fast="fast_tanh(a)",
+        derivative=(
+            "4 * exp(-2 * abs(a)) / ((1 + exp(-2 * abs(a))) * (1 + exp(-2 * abs(a))))",
+        ),
+        latex="\\tanh\\left({a}\\right)", cuda_fast="fast_tanh(a)",
         sympy="tanh(a)",
     ),
     Operator(
@@ -270,7 +278,7 @@ _ROWS: Final = (
     ),
     Operator(
         code=43, name="expm1", arity=1, numpy=np.expm1, kernel="expm1(a)",
-        derivative=("r + 1",), latex="e^{{{a}}} - 1", latex_precedence=50, sympy="exp(a) - 1",
+        derivative=("exp(a)",), latex="e^{{{a}}} - 1", latex_precedence=50, sympy="exp(a) - 1",
     ),
     Operator(
         code=44, name="log2", arity=1, numpy=np.log2, kernel="log2(a)",
@@ -389,7 +397,7 @@ _ROWS: Final = (
         code=63, name="powabs", arity=2, numpy=lambda a, b: np.power(np.abs(a), b),
         kernel="pow(abs(a), b)", cuda_fast="fast_pow_positive(abs(a), b)",
         derivative=(
-            "select(b == 0, 0, select(a > 0, b, select(a < 0, -b, 0)) * pow(abs(a), b - 1))",
+            "select(b == 0, 0, select(a == 0, 0, b * r / a))",
             "select(a == 0, 0, r * log(abs(a)))",
         ),
         latex="{{\\left|{a}\\right|}}^{{{b}}}", latex_precedence=80, sympy="Abs(a) ** b",
@@ -399,7 +407,8 @@ _ROWS: Final = (
         code=64, name="logistic", arity=1, numpy=_logistic,
         kernel="select(a < 0, exp(-abs(a)), 1) / (1 + exp(-abs(a)))",
         cuda_fast="__fdividef(1.0f, 1.0f + __expf(-a))",
-        derivative=("r * (1 - r)",), latex="\\sigma\\left({a}\\right)", sympy="1 / (1 + exp(-a))",
+        derivative=("exp(-abs(a)) / ((1 + exp(-abs(a))) * (1 + exp(-abs(a))))",),
+        latex="\\sigma\\left({a}\\right)", sympy="1 / (1 + exp(-a))",
         notes="1 / (1 + exp(-a)), without overflow",
     ),
     Operator(

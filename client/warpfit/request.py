@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
+from warpfit.losses import BUILT_IN, LossFunction
+from warpfit.losses import Loss as Loss
 
 
 class Precision(StrEnum):
@@ -21,28 +23,6 @@ class Precision(StrEnum):
     """Within 2 ulp of the correctly rounded result for each operator (CUDA: its documented ulp)."""
     FAST = "fast"
     """Approximate division, exponentials, logarithms and powers; subnormals may flush to zero."""
-
-
-class Loss(StrEnum):
-    """Loss of predictions f against the target y with weights w (1 without weights).
-
-    Computed in float64 whatever the data's type; in fast mode a GPU thread may add up its own rows
-    in float32. NaN in any used row makes the loss NaN, also
-    where the weight is 0.
-    """
-
-    SSE = "sse"
-    """Sum of w (f - y)^2."""
-    MSE = "mse"
-    """SSE divided by the sum of w."""
-    RMSE = "rmse"
-    """Square root of MSE."""
-    MAE = "mae"
-    """Sum of w |f - y| divided by the sum of w."""
-    R2 = "r2"
-    """1 - SSE / sum of w (y - m)^2, where m is the weighted mean of y; a score: 1 is best."""
-    NMSE = "nmse"
-    """SSE / sum of w (y - m)^2, that is 1 - R2."""
 
 
 class Tier(StrEnum):
@@ -68,12 +48,42 @@ class Evaluation:
     values: bool = True
     """Whether the values of all rows are wanted."""
     tier: Tier = Tier.AUTO
+    gradient: bool = False
+    """Whether the derivatives of the loss with respect to the parameters are wanted."""
+    jacobian: bool = False
+    """Whether the derivatives of all values with respect to the parameters are wanted."""
+    variable_gradient: bool = False
+    """Whether the derivatives of the loss with respect to a shift of each variable are wanted."""
+    reductions: bool = False
+    """Whether sum, mean, least, greatest and the count of non-finite values are wanted."""
+    linear_scaling: bool = False
+    """Whether the loss is that of the best a + b f (Keijzer 2003), and a and b are wanted."""
+    correlation: bool = False
+    """Whether Pearson's correlation of values and target is wanted."""
+    custom_loss: LossFunction | None = None
+    """Loss of the caller's own, instead of ``loss``."""
+
+    @property
+    def loss_function(self) -> LossFunction | None:
+        """Row loss and closing of the loss that is wanted; None if none is."""
+        return BUILT_IN[self.loss] if self.loss is not None else self.custom_loss
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether anything is wanted that needs derivatives."""
+        return self.gradient or self.jacobian or self.variable_gradient
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether anything is wanted that is computed from the moments of values and target."""
+        return self.linear_scaling or self.correlation
 
     def check(self, layout: Layout) -> None:
         """Check the whole evaluation against the data set that it names.
 
         Raises:
-            InvalidArgumentError: for a bad row range, a missing target, or nothing wanted.
+            InvalidArgumentError: for a bad row range, a missing target, nothing wanted, or wishes
+                that exclude each other.
             ProgramError: for the first bad token.
 
         """
@@ -84,30 +94,52 @@ class Evaluation:
         """Check everything but the batch.
 
         Raises:
-            InvalidArgumentError: for a bad row range, a missing target, or nothing wanted.
+            InvalidArgumentError: for a bad row range, a missing target, nothing wanted, or wishes
+                that exclude each other.
 
         """
-        start, stop = self.row_range(layout)
-        if not 0 <= start < stop <= layout.rows:
+        check_rows(self.row_range(layout), layout)
+        loss = self.loss_function
+        for wish, wanted in (("loss", loss is not None), ("correlation", self.correlation)):
+            if wanted:
+                check_target(layout, wish)
+        if loss is None:
+            self._check_wishes_without_loss()
+        elif self.linear_scaling:
+            self._check_scaling(loss)
+        if self.loss is not None and self.custom_loss is not None:
             raise InvalidArgumentError(
-                f"row range {start}:{stop} does not fit the data set's {layout.rows} rows",
-                "ROWS_OUT_OF_RANGE",
-                "Give 0 <= start < stop <= rows",
-                "rows",
+                "two losses are asked for", "WISHES_CONFLICT", "Ask for one", "loss_function"
             )
-        if self.loss is not None and not layout.has_target:
-            raise InvalidArgumentError(
-                f"loss {self.loss.value} needs a target, and the data set has none",
-                "TARGET_MISSING",
-                "Upload the data set with y, or ask for values only",
-                "loss",
-            )
-        if self.loss is None and not self.values:
+
+    def _check_wishes_without_loss(self) -> None:
+        for wish in ("gradient", "variable_gradient", "linear_scaling"):
+            if getattr(self, wish):
+                raise InvalidArgumentError(
+                    f"{wish} needs a loss", "LOSS_MISSING", "Ask for a loss too", wish
+                )
+        if not any((self.values, self.jacobian, self.reductions, self.correlation)):
             raise InvalidArgumentError(
                 "neither values nor a loss is asked for",
                 "NOTHING_WANTED",
-                "Set values or loss",
+                "Set values, loss, jacobian, reductions or correlation",
                 "values",
+            )
+
+    def _check_scaling(self, loss: LossFunction) -> None:
+        if self.gradient or self.variable_gradient:
+            raise InvalidArgumentError(
+                "the gradient of a linearly scaled loss is not computed",
+                "WISHES_CONFLICT",
+                "Write the scaling into the expression (p1 + p2*(...)), or ask for one of the two",
+                "linear_scaling",
+            )
+        if not loss.is_squares:
+            raise InvalidArgumentError(
+                "linear scaling has a closed form for losses of squared differences only",
+                "SCALING_UNDEFINED",
+                "Use sse, mse, rmse, nmse or r2, or fit slope and intercept with optimize",
+                "linear_scaling",
             )
 
     def row_range(self, layout: Layout) -> tuple[int, int]:
@@ -118,6 +150,39 @@ class Evaluation:
         """Shape of the value matrix in wire order: programs, K, rows."""
         start, stop = self.row_range(layout)
         return len(self.batch), self.batch.vectors, stop - start
+
+
+def check_rows(rows: tuple[int, int], layout: Layout) -> None:
+    """Check a half-open row range.
+
+    Raises:
+        InvalidArgumentError: if it does not fit the data set.
+
+    """
+    start, stop = rows
+    if not 0 <= start < stop <= layout.rows:
+        raise InvalidArgumentError(
+            f"row range {start}:{stop} does not fit the data set's {layout.rows} rows",
+            "ROWS_OUT_OF_RANGE",
+            "Give 0 <= start < stop <= rows",
+            "rows",
+        )
+
+
+def check_target(layout: Layout, field: str) -> None:
+    """Check that there is a target for the wish named ``field``.
+
+    Raises:
+        InvalidArgumentError: if there is none.
+
+    """
+    if not layout.has_target:
+        raise InvalidArgumentError(
+            f"{field} needs a target, and the data set has none",
+            "TARGET_MISSING",
+            "Upload the data set with y, or ask for values only",
+            field,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +208,16 @@ class Result:
     losses: NDArray[np.float64] | None = None
     """[programs, K], C order; None if not asked for."""
     timings: Timings = field(default_factory=Timings)
+    gradients: NDArray[np.float64] | None = None
+    """Derivatives of the losses by the parameters, laid out as `Batch.parameters`, flat."""
+    jacobian: NDArray[Any] | None = None
+    """Derivatives of the values by the parameters, [K * sum(parameter_counts), rows]: one row for
+    each number of `Batch.parameters`, in the data set's dtype."""
+    variable_gradients: NDArray[np.float64] | None = None
+    """Derivatives of the losses by a shift of each variable, [programs, K, variables]."""
+    reductions: NDArray[np.float64] | None = None
+    """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]."""
+    scaling: NDArray[np.float64] | None = None
+    """Slope and intercept of the best linear scaling, [programs, K, 2]."""
+    correlations: NDArray[np.float64] | None = None
+    """Pearson's correlation of values and target, [programs, K]."""

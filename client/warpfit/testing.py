@@ -7,7 +7,8 @@
         losses = client.evaluate(data, ["x1 + p1"], [[0.5]], loss="mse")
 
 The calls are encoded and decoded as over the network, and answered by the NumPy reference in this
-process. Make an `InProcessServer` to inject faults::
+process (fits by the server's own driver, which must be installed for them). Make an
+`InProcessServer` to inject faults::
 
     server = warpfit.testing.InProcessServer()
     with warpfit.testing.client(server) as client:
@@ -21,22 +22,24 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import warpfit
-from warpfit import codec, reference
+from warpfit import codec, reference_engine
 from warpfit.aio import AsyncClient
 from warpfit.client import Client
 from warpfit.config import ClientConfig, RetryPolicy
 from warpfit.core import Call, Outgoing
 from warpfit.dataset import Dataset, Layout
+from warpfit.embedded import require_server
 from warpfit.errors import (
     DatasetNotFoundError,
     InvalidArgumentError,
     UnavailableError,
     WarpfitError,
 )
+from warpfit.fitting import FitProgress
 from warpfit.info import Device, Limits, ServerInfo
+from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 
 #: Repeats at once: a test should not wait.
@@ -60,6 +63,7 @@ class InProcessServer:
             "GetVariables": self._get,
             "ReleaseVariables": self._release,
             "Evaluate": self._evaluate,
+            "Optimize": self._optimize,
             "GetServerInfo": self._info,
         }
 
@@ -119,15 +123,36 @@ class InProcessServer:
         evaluation = codec.evaluation_from_message(message)
         dataset = self._dataset(evaluation.dataset_id)
         evaluation.check(dataset.layout)
-        values = _values(evaluation, dataset)
+        result = reference_engine.evaluate(evaluation, dataset)
         start = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
         yield codec.answer_from_bytes(start)
-        if evaluation.values:
-            payload = values.reshape(-1).data.cast("B")
-            pieces = codec.value_pieces(payload, 0, self._chunk_bytes)
-            yield from map(codec.answer_from_bytes, pieces)
-        losses = _losses(evaluation, dataset, values)
-        yield codec.answer_from_bytes(codec.result_end(losses, Timings()))
+        for matrix, jacobian in ((result.values, False), (result.jacobian, True)):
+            if matrix is not None and matrix.size:
+                payload = matrix.reshape(-1).data.cast("B")
+                pieces = codec.value_pieces(payload, 0, self._chunk_bytes, jacobian=jacobian)
+                yield from map(codec.answer_from_bytes, pieces)
+        extras = {name: getattr(result, name) for name in codec.EXTRAS}
+        present = {name: array for name, array in extras.items() if array is not None}
+        yield codec.answer_from_bytes(codec.result_end(result.losses, Timings(), present))
+
+    def _optimize(self, message: Any) -> Iterator[Any]:
+        require_server()
+        from warpfit_server.fit.driver import Surroundings, optimize
+
+        request = codec.fit_from_message(message)
+        dataset = self._dataset(request.problem.dataset_id)
+        request.check(dataset.layout)
+        reports: list[FitProgress] = []
+        surroundings = Surroundings(
+            engine=_ReferenceEngine(dataset),  # type: ignore[arg-type]
+            dataset=dataset,
+            cancelled=np.zeros(1, dtype=np.uint8),
+            report=reports.append if request.settings.progress else None,
+        )
+        result = optimize(request, surroundings)
+        for progress in reports:
+            yield codec.fit_answer_from_bytes(codec.progress_to_bytes(progress))
+        yield codec.fit_answer_from_bytes(codec.fit_to_bytes(result))
 
     def _dataset(self, content_id: bytes) -> Dataset:
         dataset = self._datasets.get(codec.check_content_id(content_id))
@@ -199,28 +224,30 @@ def _received(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:
     return dataset
 
 
-def _values(evaluation: Evaluation, dataset: Dataset) -> NDArray[Any]:
-    """Values in wire order, [programs, K, rows], in the data set's dtype."""
-    start, stop = evaluation.row_range(dataset.layout)
-    variables = dataset.variables[:, start:stop]
-    batch = evaluation.batch
-    values = np.empty(evaluation.shape(dataset.layout), dtype=dataset.layout.dtype)
-    for index in range(len(batch)):
-        program = batch.program(index)
-        for vector, parameters in enumerate(batch.program_parameters(index)):
-            with np.errstate(over="ignore", invalid="ignore"):
-                values[index, vector] = reference.evaluate_program(program, variables, parameters)
-    return values
+class _ReferenceEngine:
+    """As much of an engine as a fit needs."""
 
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
 
-def _losses(
-    evaluation: Evaluation, dataset: Dataset, values: NDArray[Any]
-) -> NDArray[np.float64] | None:
-    if evaluation.loss is None or dataset.target is None:
-        return None
-    rows = slice(*evaluation.row_range(dataset.layout))
-    weights = None if dataset.weights is None else dataset.weights[rows]
-    return reference.loss(evaluation.loss, values, dataset.target[rows], weights)
+    def linearise(
+        self, evaluation: Evaluation, row_loss: Program, *, curvature: bool, cancelled: Any
+    ) -> Any:
+        from warpfit_server.engine.base import Linearisation
+
+        batch, rows = evaluation.batch, reference_engine.Rows.of(self._dataset, evaluation)
+        sums = [
+            reference_engine.linearise(
+                batch.program(index), batch.program_parameters(index)[0], rows, row_loss
+            )
+            for index in range(len(batch))
+        ]
+        triangles = [s.curvature[np.tril_indices(len(s.gradient))] for s in sums]
+        return Linearisation(
+            losses=np.array([[s.loss] for s in sums]),
+            gradients=np.concatenate([s.gradient for s in sums]),
+            curvatures=np.concatenate(triangles) if curvature else None,
+        )
 
 
 def _arrived(call: Call, error: WarpfitError) -> Exception:

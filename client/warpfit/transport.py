@@ -35,7 +35,7 @@ class GrpcTransport:
     def __init__(self, address: str, config: TransportConfig) -> None:
         check_address(address)
         self._closed = False
-        # The caller's thread reads the answer itself: a thread of gRPC's for each call costs 0.1 ms.
+        # The caller's thread reads the answer itself: a thread of gRPC's a call costs 0.1 ms.
         reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
         self._channel = grpc.insecure_channel(address, [*config.channel_options(), reading])
         self._stub = make_stub(self._channel)

@@ -18,7 +18,9 @@ from typing import Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
+from warpfit.fitting import FitProgress, FitSettings
 from warpfit.info import Device
+from warpfit.losses import LossFunction
 from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit_server.frame import Frame
 
@@ -68,6 +70,27 @@ class Evaluate:
     tier: Tier
     submitted: int
     """``time.monotonic_ns()`` of the front door."""
+    custom_loss: LossFunction | None = None
+    wishes: tuple[str, ...] = ()
+    """Names of the other wishes of the evaluation that are true."""
+
+
+#: Wishes of an evaluation that travel by name.
+WISHES: Final = (
+    *("gradient", "jacobian", "variable_gradient"),
+    *("reductions", "linear_scaling", "correlation"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimize:
+    """On a lane: fit the batch in its segment; answered by FitProgressed..., then Finished."""
+
+    problem: Evaluate
+    settings: FitSettings
+    """Without its arrays, which are in the segment."""
+    deadline: float | None
+    """``time.monotonic()`` at which to stop and return what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +124,13 @@ class Progress:
     """The values of the first programs are final."""
 
     programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class FitProgressed:
+    """How far the searches are."""
+
+    progress: FitProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +208,10 @@ class Quit:
 
 # --------------------------------------------------------------------------------- the channel
 
+Order = Evaluate | Optimize
+Event = Progress | FitProgressed | Finished
 Message = (
-    Load | Unload | OpenLanes | Evaluate | Stop | Ready | Loaded | Progress | Finished
+    Load | Unload | OpenLanes | Order | Stop | Ready | Loaded | Event
     | Lookup | Unused | Forgotten | Serving | Found | Missing | Lanes | Forget | Quit
 )  # fmt: skip
 

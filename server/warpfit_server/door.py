@@ -1,8 +1,8 @@
 """A further door: one more process on the server's port, for more calls than one Python can take.
 
-It takes Evaluate calls itself, with lanes of its own to the engine, and passes all others on to the
-front door, which owns the data sets. It leases a data set from the front door when a call first
-needs it, and gives the lease back when no call has used it for a while::
+It takes Evaluate and Optimize calls itself, with lanes of its own to the engine, and passes all
+others on to the front door, which owns the data sets. It leases a data set from the front door when
+a call first needs it, and gives the lease back when no call has used it for a while::
 
     python -m warpfit_server.door DESCRIPTOR PORT FRONT_DOOR CONFIG
 """
@@ -173,13 +173,8 @@ class Door:
         self._leases = BorrowedLeases(control.send)
         limits = config.limits()
         service = EvaluateService(self._leases, self._lanes, limits, config.chunk_bytes)
-        handlers = {
-            **Forwarder(front_door).handlers(),
-            "Evaluate": grpc.unary_stream_rpc_method_handler(service.evaluate),
-        }
-        self._grpc = make_server(
-            config, grpc.method_handlers_generic_handler(SERVICE_NAME, handlers), shared=True
-        )
+        handlers = {**Forwarder(front_door).handlers(), **service.handlers()}
+        self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
         listen(self._grpc, config.host, port)
 
     def run(self) -> None:

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
+from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit_server.segments import Segment
 
 _ALIGNMENT: Final = 64
+
+
+#: Arrays of a fit's result with one number for each program and vector.
+FIT_CELLS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **{"losses": "<f8", "initial_losses": "<f8", "iterations": "<u4"},
+        **{"evaluations": "<u4", "reasons": "u1", "starts": "<u4"},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """One more array of a frame."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +59,15 @@ class Frame:
     dtype: np.dtype[np.generic]
     values: bool
     losses: bool
+    jacobian: bool = False
+    extras: tuple[Extra, ...] = ()
+    """Arrays that only some requests have, by name."""
+
+    @classmethod
+    def of_fit(cls, request: FitRequest, layout: Layout) -> Frame:
+        """Lay out a fit that has been checked."""
+        inputs, outputs = _fit_extras(request)
+        return replace(cls.of(request.problem, layout), losses=False, extras=(*inputs, *outputs))
 
     @classmethod
     def of(cls, evaluation: Evaluation, layout: Layout) -> Frame:
@@ -46,13 +82,20 @@ class Frame:
             rows=rows,
             dtype=layout.dtype,
             values=evaluation.values,
-            losses=evaluation.loss is not None,
+            losses=evaluation.loss_function is not None,
+            jacobian=evaluation.jacobian,
+            extras=_evaluation_extras(evaluation, layout),
         )
 
     @property
     def value_bytes(self) -> int:
         """Size of the value matrix."""
         return self.values * self.programs * self.vectors * self.rows * self.dtype.itemsize
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the answer is losses alone."""
+        return not (self.values or self.jacobian or self.extras)
 
     @property
     def program_bytes(self) -> int:
@@ -67,13 +110,24 @@ class Frame:
     @property
     def value_offset(self) -> int:
         """Where the value matrix begins."""
+        return self._offsets()[-3]
+
+    @property
+    def jacobian_offset(self) -> int:
+        """Where the Jacobian matrix begins."""
         return self._offsets()[-2]
+
+    @property
+    def jacobian_bytes(self) -> int:
+        """Size of the Jacobian matrix."""
+        return self.jacobian * self.parameters * self.rows * self.dtype.itemsize
 
     def _sizes(self) -> tuple[int, ...]:
         losses = self.losses * self.programs * self.vectors
         words = self.programs * 4
         head = (1, self.tokens * 8, self.parameters * 8, words, words, self.tokens)
-        return (*head, losses * 8, self.value_bytes)
+        extras = (extra.nbytes for extra in self.extras)
+        return (*head, losses * 8, *extras, self.value_bytes, self.jacobian_bytes)
 
     def _offsets(self) -> list[int]:
         offsets = [0]
@@ -116,3 +170,61 @@ class Frame:
             return None
         shape = (self.programs, self.vectors, self.rows)
         return segment.array(self.dtype, shape, self.value_offset)
+
+    def jacobian_view(self, segment: Segment) -> NDArray[np.generic] | None:
+        """View of the Jacobian matrix [parameters, rows], or None."""
+        if not self.jacobian:
+            return None
+        return segment.array(self.dtype, (self.parameters, self.rows), self.jacobian_offset)
+
+    def extra(self, name: str, segment: Segment) -> NDArray[Any] | None:
+        """View of one of the extras, or None if this request has none of that name."""
+        for index, extra in enumerate(self.extras):
+            if extra.name == name:
+                return segment.array(extra.dtype, extra.shape, self._offsets()[7 + index])
+        return None
+
+    def require(self, name: str, segment: Segment) -> NDArray[Any]:
+        """View of an extra that this request is known to have.
+
+        Raises:
+            KeyError: if it has not.
+
+        """
+        found = self.extra(name, segment)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+
+def _evaluation_extras(evaluation: Evaluation, layout: Layout) -> tuple[Extra, ...]:
+    batch = evaluation.batch
+    cells = len(batch), batch.vectors
+    wishes = (
+        (evaluation.gradient, "gradients", (len(batch.parameters),)),
+        (evaluation.variable_gradient, "variable_gradients", (*cells, layout.variables)),
+        (evaluation.reductions, "reductions", (*cells, 5)),
+        (evaluation.linear_scaling, "scaling", (*cells, 2)),
+        (evaluation.correlation, "correlations", cells),
+    )
+    return tuple(Extra(name, "<f8", shape) for wanted, name, shape in wishes if wanted)
+
+
+def _fit_extras(request: FitRequest) -> tuple[list[Extra], list[Extra]]:
+    """Arrays that a fit takes beside its batch, and those that it returns."""
+    settings, counts = request.settings, request.problem.batch.parameter_counts.astype(np.int64)
+    total, vectors = int(counts.sum()), request.vectors
+    cells = len(counts), vectors
+    given = (("lower", "<f8"), ("upper", "<f8"), ("fixed", "u1"))
+    inputs = [
+        Extra(name, dtype, (total,)) for name, dtype in given if getattr(settings, name) is not None
+    ]
+    outputs = [Extra("parameters", "<f8", (vectors * total,))]
+    for name, dtype in FIT_CELLS.items():
+        outputs.append(Extra(name, dtype, cells))
+    if settings.standard_errors:
+        outputs.append(Extra("standard_errors", "<f8", (vectors * total,)))
+    if settings.covariance:
+        squares = vectors * int(np.square(counts).sum())
+        outputs.append(Extra("covariances", "<f8", (squares,)))
+    return inputs, outputs

@@ -12,14 +12,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
+from warpfit.fitting import FitRequest
+from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -91,33 +94,67 @@ class Lanes:
             ResourceExhaustedError: if there is no memory for batch and answer.
 
         """
-        submitted = time.monotonic_ns()
         frame = Frame.of(evaluation, layout)
+        problem = _order(frame, evaluation, layout)
+        return self._send(problem, evaluation.batch, {}, lambda order: order, is_wanted)
+
+    def start_fit(
+        self,
+        request: FitRequest,
+        layout: Layout,
+        deadline: float | None,
+        is_wanted: Callable[[], bool],
+    ) -> Run:
+        """Hand a checked fit to the engine, as `start` does.
+
+        Args:
+            request: the fit.
+            layout: layout of its data set.
+            deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
+            is_wanted: asked now and then while all lanes are busy.
+
+        """
+        frame = Frame.of_fit(request, layout)
+        settings = request.settings
+        arrays = {name: getattr(settings, name) for name in ("lower", "upper", "fixed")}
+        scalars = replace(settings, lower=None, upper=None, fixed=None)
+        return self._send(
+            _order(frame, request.problem, layout),
+            request.problem.batch,
+            arrays,
+            lambda problem: wire.Optimize(problem, scalars, deadline),
+            is_wanted,
+        )
+
+    def _send(
+        self,
+        problem: wire.Evaluate,
+        batch: Batch,
+        arrays: Mapping[str, NDArray[Any] | None],
+        order: Callable[[wire.Evaluate], wire.Order],
+        is_wanted: Callable[[], bool],
+    ) -> Run:
+        """Send the order that is made from ``problem`` once a lane and its segment are known."""
+        frame = problem.frame
         lane = self._take(is_wanted)
         try:
             fresh = self._provide(lane, frame.nbytes)
             segment = lane.segment
             assert segment is not None  # provided
-            frame.write(segment, evaluation.batch)
-            message = wire.Evaluate(
-                size=segment.size if fresh else 0,
-                keep=not frame.values and segment.size <= _KEPT_BYTES,
-                frame=frame,
-                dataset_id=evaluation.dataset_id,
-                rows=evaluation.row_range(layout),
-                precision=evaluation.precision,
-                loss=evaluation.loss,
-                tier=evaluation.tier,
-                submitted=submitted,
-            )
-            lane.channel.send(message, [segment.descriptor] if fresh else [])
+            frame.write(segment, batch)
+            for name, array in arrays.items():
+                if array is not None:
+                    np.copyto(frame.require(name, segment), array)
+            keep = frame.is_small and segment.size <= _KEPT_BYTES
+            problem = replace(problem, size=segment.size if fresh else 0, keep=keep)
+            lane.channel.send(order(problem), [segment.descriptor] if fresh else [])
         except ChannelClosedError as error:
             self.lost(lane)
             raise unavailable() from error
         except BaseException:
             self.put_back(lane)  # nothing was sent
             raise
-        return Run(self, lane, segment, frame, keep=message.keep)
+        return Run(self, lane, segment, frame, keep=keep)
 
     def put_back(self, lane: Lane) -> None:
         """Take a lane back whose evaluation has ended."""
@@ -176,7 +213,7 @@ class Run:
         self._running = True
         self._lock = threading.Lock()
 
-    def next_event(self) -> wire.Progress | wire.Finished:
+    def next_event(self) -> wire.Event:
         """Wait for the engine.
 
         Raises:
@@ -192,7 +229,7 @@ class Run:
             self._finish(lost=False)
             if event.error is not None:
                 raise event.error
-        assert isinstance(event, wire.Progress | wire.Finished)  # nothing else is sent on a lane
+        assert isinstance(event, wire.Event)  # nothing else is sent on a lane
         return event
 
     def cancel(self) -> None:
@@ -221,6 +258,23 @@ class Run:
             self._lanes.lost(self._lane)
         else:
             self._lanes.put_back(self._lane)
+
+
+def _order(frame: Frame, evaluation: Evaluation, layout: Layout) -> wire.Evaluate:
+    """Describe an evaluation, all but its segment."""
+    return wire.Evaluate(
+        size=0,
+        keep=False,
+        frame=frame,
+        dataset_id=evaluation.dataset_id,
+        rows=evaluation.row_range(layout),
+        precision=evaluation.precision,
+        loss=evaluation.loss,
+        tier=evaluation.tier,
+        submitted=time.monotonic_ns(),
+        custom_loss=evaluation.custom_loss,
+        wishes=tuple(wish for wish in wire.WISHES if getattr(evaluation, wish)),
+    )
 
 
 def unavailable() -> UnavailableError:

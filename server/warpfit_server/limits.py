@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
+from warpfit.fitting import FitRequest
 from warpfit.info import Limits
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
@@ -40,10 +43,28 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> None
 
     """
     programs, vectors, rows = evaluation.shape(layout)
-    losses = 8 * programs * vectors
-    values = evaluation.values * programs * vectors * rows * layout.dtype.itemsize
+    cells, parameters = programs * vectors, len(evaluation.batch.parameters)
+    numbers = evaluation.values * cells + evaluation.jacobian * parameters
+    variables = layout.variables * evaluation.variable_gradient
+    small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
+    needed = 8 * small + numbers * rows * layout.dtype.itemsize
     _refuse_over(
-        "RESULT_TOO_LARGE", "bytes of results", losses + values, limits.result_bytes, "result-bytes"
+        "RESULT_TOO_LARGE", "bytes of results", needed, limits.result_bytes, "result-bytes"
+    )
+
+
+def check_fit(request: FitRequest, limits: Limits) -> None:
+    """Refuse a fit whose normal equations are too large, before anything is allocated.
+
+    Raises:
+        ResourceExhaustedError: naming the limit and the flag that raises it.
+
+    """
+    batch = request.problem.batch
+    squares = int(np.square(batch.parameter_counts.astype(np.int64)).sum())
+    needed = 8 * batch.vectors * squares
+    _refuse_over(
+        "RESULT_TOO_LARGE", "bytes of normal equations", needed, limits.result_bytes, "result-bytes"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -16,13 +17,14 @@ _SPARE_THREADS: Final = 16
 
 
 def make_server(
-    config: Config, handler: grpc.GenericRpcHandler[bytes, bytes], *, shared: bool
+    config: Config, service: str, handlers: Mapping[str, Any], *, shared: bool
 ) -> grpc.Server:
     """Make a gRPC server.
 
     Args:
         config: limits and sizes.
-        handler: the service.
+        service: full name of the service.
+        handlers: its methods by name.
         shared: whether several processes of this user listen on the port, among which the kernel
             deals the connections out.
 
@@ -30,7 +32,7 @@ def make_server(
     threads = 2 * config.max_requests + _SPARE_THREADS
     return grpc.server(
         ThreadPoolExecutor(threads, "call"),
-        handlers=[handler],
+        handlers=[grpc.method_handlers_generic_handler(service, dict(handlers))],
         maximum_concurrent_rpcs=threads,
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),

@@ -10,7 +10,7 @@ from warpfit_server.datasets import DatasetStore
 from warpfit_server.doors import Doors
 from warpfit_server.port import check_free, listen, make_server
 from warpfit_server.segments import SegmentPool
-from warpfit_server.service import EvaluatorService, ResidentLeases
+from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 
 
@@ -29,7 +29,7 @@ class Server:
             self._datasets, self.supervisor, limits, config.chunk_bytes, self._doors.forget
         )
         check_free(config.host, config.port)
-        self._grpc = make_server(config, service.handlers(), shared=config.doors > 1)
+        self._grpc = make_server(config, SERVICE_NAME, service.handlers(), shared=config.doors > 1)
         self.port = listen(self._grpc, config.host, config.port)
         # Readable by this user alone: what the doors pass on comes in here.
         self._directory = tempfile.TemporaryDirectory(prefix="warpfit-")

@@ -7,28 +7,33 @@ parsed and framed, and malformed bytes get an answer that says so.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 
 from warpfit import codec
 from warpfit.dataset import Layout
 from warpfit.errors import InternalError, ResourceExhaustedError, WarpfitError
+from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
 from warpfit_server.datasets import DatasetStore, Upload
 from warpfit_server.lanes import Lanes, Run
-from warpfit_server.limits import check_batch, check_result
+from warpfit_server.limits import check_batch, check_fit, check_result
 from warpfit_server.supervisor import EngineSupervisor
 
 _LOG: Final = logging.getLogger("warpfit.service")
+#: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
+_ANSWER_SECONDS: Final = 0.05
+_ANSWER_SHARE: Final = 0.1
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
@@ -46,7 +51,7 @@ class Leases(Protocol):
 
 
 class EvaluateService:
-    """Implements Evaluate, in the front door and in further doors."""
+    """Implements Evaluate and Optimize, in the front door and in further doors."""
 
     def __init__(self, datasets: Leases, lanes: Lanes, limits: Limits, chunk_bytes: int) -> None:
         self._leases = datasets
@@ -54,6 +59,13 @@ class EvaluateService:
         self._limits = limits
         self._chunk_bytes = chunk_bytes
         self._places = threading.BoundedSemaphore(limits.requests)
+
+    def handlers(self) -> dict[str, Any]:
+        """Handlers by method name."""
+        return {
+            "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
+            "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
+        }
 
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Evaluate a batch and stream the answer while the engine still computes."""
@@ -75,6 +87,26 @@ class EvaluateService:
                 finally:
                     run.close()
 
+    def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Fit a batch; stream progress if asked for, then the result."""
+        with errors_to_status(context), self.place():
+            arrived = time.monotonic_ns()
+            request = codec.fit_from_message(codec.parse_message(pb.OptimizeRequest, message))
+            problem = request.problem
+            with self._leases.lease(problem.dataset_id) as layout:
+                check_batch(problem.batch, self._limits)
+                request.check(layout)
+                check_fit(request, self._limits)
+                deadline = _stop_time(request, context.time_remaining())
+                decode = time.monotonic_ns() - arrived
+                run = self._lanes.start_fit(request, layout, deadline, context.is_active)
+                try:
+                    if not context.add_callback(run.cancel):
+                        run.cancel()
+                    yield from _fit_answer(run, decode)
+                finally:
+                    run.close()
+
     def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
         frame = run.frame
         values = run.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
@@ -84,7 +116,7 @@ class EvaluateService:
             event = run.next_event()
             if isinstance(event, wire.Finished):
                 timings, ready = replace(event.timings, decode=decode), frame.value_bytes
-            else:  # only whole chunks before the end
+            elif isinstance(event, wire.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
             for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
@@ -93,7 +125,19 @@ class EvaluateService:
                     message = b""
                 message += piece
             sent = ready
-        yield message + codec.result_end(run.losses, timings)
+        if frame.jacobian_bytes:
+            yield message
+            message = b""
+            yield from self._jacobian_pieces(run)
+        extras = ((name, frame.extra(name, run.segment)) for name in codec.EXTRAS)
+        present = {name: array for name, array in extras if array is not None}
+        yield message + codec.result_end(run.losses, timings, present)
+
+    def _jacobian_pieces(self, run: Run) -> Iterator[bytes]:
+        frame = run.frame
+        begin, size = frame.jacobian_offset, frame.jacobian_bytes
+        matrix = run.segment.view()[begin : begin + size]
+        return codec.value_pieces(matrix, 0, self._chunk_bytes, jacobian=True)
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -130,18 +174,15 @@ class EvaluatorService(EvaluateService):
         self._supervisor = supervisor
         self._on_release = on_release
 
-    def handlers(self) -> grpc.GenericRpcHandler[bytes, bytes]:
-        """Bind the methods to their names."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE_NAME,
-            {
-                "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
-                "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
-                "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
-                "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
-                "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
-            },
-        )
+    def handlers(self) -> dict[str, Any]:
+        """Handlers of all methods by name."""
+        return {
+            **super().handlers(),
+            "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
+            "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
+            "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
+            "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
+        }
 
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
@@ -217,6 +258,30 @@ class ResidentLeases:
         with self._datasets.lease(content_id) as dataset:
             self._supervisor.settled(dataset)
             yield dataset.layout
+
+
+def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:
+    while True:
+        event = run.next_event()
+        if isinstance(event, wire.FitProgressed):
+            yield codec.progress_to_bytes(event.progress)
+        elif isinstance(event, wire.Finished):
+            arrays: Any = {
+                extra.name: run.frame.extra(extra.name, run.segment)
+                for extra in run.frame.extras
+                if extra.name not in ("lower", "upper", "fixed")
+            }
+            timings = replace(event.timings, decode=decode)
+            yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
+            return
+
+
+def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
+    """Moment at which a fit must stop so that a partial answer still arrives in time."""
+    if not request.settings.partial or remaining is None or not math.isfinite(remaining):
+        return None
+    margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)
+    return time.monotonic() + max(0.0, remaining - margin)
 
 
 @contextmanager

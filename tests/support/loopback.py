@@ -49,6 +49,9 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
             self.cancelled.wait(30)
         yield from self._answer("Evaluate", request, context)
 
+    def Optimize(self, request, context):
+        yield from self._answer("Optimize", request, context)
+
     def _answer(self, method, request, context):
         messages = _Messages()
         try:

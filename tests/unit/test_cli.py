@@ -262,3 +262,26 @@ def test_commands_import_only_what_they_need():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ------------------------------------------------------------------------------------------ fit
+
+
+def test_fit_prints_losses_and_parameters(capsys, data, address):
+    words = ["fit", data, "p1*x1 + p2*x2", "--target", "y", "--params", "1", "0"]
+    status, out, err = run(capsys, *words, "--address", address, "--loss", "sse")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("sse  334 -> ")
+    assert lines[1].startswith("ended after ")
+    assert [line.split()[0] for line in lines[2:]] == ["parameter", "p1", "p2"]
+    fitted = [float(line.split()[1]) for line in lines[3:]]
+    np.testing.assert_allclose(fitted, [3.0, 1.0], rtol=1e-4)
+
+
+def test_fit_takes_a_loss_of_ones_own(capsys, data, address):
+    words = ["fit", data, "p1", "--target", "y", "--loss", "abs(d)"]
+    status, out, _ = run(capsys, *words, "--address", address)
+    assert status == 0
+    assert out.splitlines()[0].startswith("abs(d)  ")
+    assert "standard error" not in out

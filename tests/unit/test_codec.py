@@ -332,7 +332,7 @@ def test_a_garbled_error_detail_falls_back_on_the_status(detail):
     ("status", "kind"),
     [
         ("UNKNOWN", errors.InternalError),
-        ("UNIMPLEMENTED", errors.InternalError),
+        ("UNIMPLEMENTED", errors.UnimplementedError),
         ("UNAVAILABLE", errors.UnavailableError),
         ("DEADLINE_EXCEEDED", errors.DeadlineExceededError),
     ],

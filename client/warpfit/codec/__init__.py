@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from warpfit.codec.answers import (
+    EXTRAS,
     ResultAssembler,
     answer_from_bytes,
     result_end,
@@ -26,6 +27,14 @@ from warpfit.codec.datasets import (
     upload_start,
 )
 from warpfit.codec.failures import ERROR_METADATA_KEY, error_from_status, error_to_detail
+from warpfit.codec.fits import (
+    FitAssembler,
+    fit_answer_from_bytes,
+    fit_from_message,
+    fit_to_bytes,
+    fit_to_message,
+    progress_to_bytes,
+)
 from warpfit.codec.framing import parse_message
 from warpfit.codec.requests import evaluation_from_message, evaluation_to_message
 from warpfit.codec.server import (
@@ -37,6 +46,8 @@ from warpfit.codec.server import (
 
 __all__ = [
     "ERROR_METADATA_KEY",
+    "EXTRAS",
+    "FitAssembler",
     "ResultAssembler",
     "answer_from_bytes",
     "check_content_id",
@@ -46,6 +57,10 @@ __all__ = [
     "error_to_detail",
     "evaluation_from_message",
     "evaluation_to_message",
+    "fit_answer_from_bytes",
+    "fit_from_message",
+    "fit_to_bytes",
+    "fit_to_message",
     "get_message",
     "info_from_message",
     "info_request",
@@ -54,6 +69,7 @@ __all__ = [
     "layout_to_message",
     "operator_infos",
     "parse_message",
+    "progress_to_bytes",
     "release_message",
     "release_response",
     "result_end",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +22,19 @@ from warpfit.dataset import DTYPES, Layout
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
-#: Field 3 (``values``) of EvaluateResponse, wire type 2.
+#: Fields ``values`` and ``jacobian`` of EvaluateResponse, wire type 2.
 _VALUES_TAG: Final = bytes([3 << 3 | 2])
+_JACOBIAN_TAG: Final = bytes([7 << 3 | 2])
+#: Arrays of float64 in the last message, and the wishes of the evaluation that they answer.
+EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "gradients": "gradient",
+        "variable_gradients": "variable_gradient",
+        "reductions": "reductions",
+        "scaling": "linear_scaling",
+        "correlations": "correlation",
+    }
+)
 
 
 def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
@@ -37,23 +49,33 @@ def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
     return pb.EvaluateResponse(header=header).SerializeToString()
 
 
-def value_pieces(values: memoryview, offset: int, chunk_bytes: int) -> Iterator[bytes]:
-    """Serialize a contiguous part of the value matrix, which begins at byte ``offset``.
+def value_pieces(
+    values: memoryview, offset: int, chunk_bytes: int, *, jacobian: bool = False
+) -> Iterator[bytes]:
+    """Serialize a contiguous part of the value or Jacobian matrix, which begins at ``offset``.
 
-    Yields serialized EvaluateResponse messages of at most ``chunk_bytes`` of values each, framed
+    Yields serialized EvaluateResponse messages of at most ``chunk_bytes`` of numbers each, framed
     by hand because protobuf would copy each piece twice more.
     """
+    tag = _JACOBIAN_TAG if jacobian else _VALUES_TAG
     for begin in range(0, len(values), chunk_bytes):
         piece = values[begin : begin + chunk_bytes]
         place = pb.EvaluateResponse(offset=offset + begin).SerializeToString()
-        yield b"".join((place, _VALUES_TAG, varint(len(piece)), piece))
+        yield b"".join((place, tag, varint(len(piece)), piece))
 
 
-def result_end(losses: NDArray[np.float64] | None, timings: Timings) -> bytes:
-    """Serialize the last message of an answer: losses [programs, K] and timings."""
-    return pb.EvaluateResponse(
+def result_end(
+    losses: NDArray[np.float64] | None,
+    timings: Timings,
+    extras: Mapping[str, NDArray[np.float64]] = MappingProxyType({}),
+) -> bytes:
+    """Serialize the last message of an answer: losses [programs, K], timings and `EXTRAS`."""
+    message = pb.EvaluateResponse(
         losses=b"" if losses is None else pack(losses, "<f8"), timings=timings_to_message(timings)
-    ).SerializeToString()
+    )
+    for name, array in extras.items():
+        setattr(message, name, pack(array, "<f8"))
+    return message.SerializeToString()
 
 
 def timings_to_message(timings: Timings) -> pb.Timings:
@@ -88,13 +110,13 @@ def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
 
 
 class ResultAssembler:
-    """Collects the messages of one answer; the values go into one preallocated array."""
+    """Collects the messages of one answer; matrices go into preallocated arrays."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._values: NDArray[Any] | None = None
-        self._losses: NDArray[np.float64] | None = None
-        self._filled = 0
+        self._values: _Matrix | None = None
+        self._jacobian: _Matrix | None = None
+        self._last: dict[str, NDArray[np.float64]] = {}
         self._timings: Timings | None = None
 
     def add(self, message: pb.EvaluateResponse) -> None:
@@ -106,9 +128,15 @@ class ResultAssembler:
         """
         if message.HasField("header"):
             self._start(message)
-        piece = message.values  # protobuf copies the bytes each time that one asks
-        if piece:
-            self._fill(piece, message.offset)
+        # protobuf copies the bytes each time that one asks
+        for matrix, piece in (
+            (self._values, message.values),
+            (self._jacobian, message.jacobian if self._evaluation.jacobian else b""),
+        ):
+            if piece:
+                if matrix is None:
+                    raise _broken_answer("has value bytes out of order")
+                matrix.fill(piece, message.offset)
         if message.HasField("timings"):
             self._finish(message)
 
@@ -119,12 +147,18 @@ class ResultAssembler:
             InternalError: if a part of the answer never came.
 
         """
-        if self._evaluation.values and self._values is None:
-            raise _broken_answer("has no values")
-        total = 0 if self._values is None else self._values.nbytes
-        if self._timings is None or self._filled != total:
-            raise _broken_answer(f"ended after {self._filled} of {total} value bytes")
-        return Result(self._values, self._losses, self._timings)
+        arrays = {}
+        for name, wanted in (
+            ("values", self._evaluation.values),
+            ("jacobian", self._evaluation.jacobian),
+        ):
+            matrix: _Matrix | None = getattr(self, f"_{name}")
+            if wanted and matrix is None:
+                raise _broken_answer(f"has no {name}")
+            arrays[name] = None if matrix is None else matrix.complete()
+        if self._timings is None:
+            raise _broken_answer("has no end")
+        return Result(timings=self._timings, **arrays, **self._last)
 
     def _start(self, message: pb.EvaluateResponse) -> None:
         header = message.header
@@ -133,30 +167,60 @@ class ResultAssembler:
             raise _broken_answer("has another shape than the request")
         if header.dtype not in DTYPES:
             raise _broken_answer(f"has values of unknown dtype {header.dtype}")
+        dtype = DTYPES[header.dtype]
         if self._evaluation.values:
-            shape = (header.programs, header.vectors, header.rows)
-            self._values = _allocate(shape, DTYPES[header.dtype])
+            self._values = _Matrix((header.programs, header.vectors, header.rows), dtype)
+        if self._evaluation.jacobian:
+            self._jacobian = _Matrix((len(batch.parameters), header.rows), dtype)
 
     def _finish(self, message: pb.EvaluateResponse) -> None:
-        if self._evaluation.loss is not None:
-            batch = self._evaluation.batch
-            if len(message.losses) != 8 * len(batch) * batch.vectors:
-                raise _broken_answer(f"has {len(message.losses)} bytes of losses")
-            losses = np.frombuffer(message.losses, dtype="<f8")
-            self._losses = losses.reshape(len(batch), batch.vectors)
+        batch = self._evaluation.batch
+        cells = len(batch), batch.vectors
+        if self._evaluation.loss_function is not None:
+            self._last["losses"] = _numbers(message.losses, cells, "losses")
+        shapes = {
+            "gradients": (len(batch.parameters),),
+            "variable_gradients": (*cells, -1),
+            "reductions": (*cells, 5),
+            "scaling": (*cells, 2),
+            "correlations": cells,
+        }
+        for name, wish in EXTRAS.items():
+            if getattr(self._evaluation, wish):
+                self._last[name] = _numbers(getattr(message, name), shapes[name], name)
         self._timings = timings_from_message(message.timings)
 
-    def _fill(self, piece: bytes, offset: int) -> None:
-        if self._values is None or offset != self._filled:
+
+class _Matrix:
+    """A matrix that arrives in pieces, in order."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._array = _allocate(shape, dtype)
+        self._filled = 0
+
+    def fill(self, piece: bytes, offset: int) -> None:
+        if offset != self._filled:
             raise _broken_answer("has value bytes out of order")
-        target = self._values.reshape(-1).view(np.uint8)
+        target = self._array.reshape(-1).view(np.uint8)
         if self._filled + len(piece) > len(target):
             raise _broken_answer("has surplus value bytes")
         target[self._filled : self._filled + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
         self._filled += len(piece)
 
+    def complete(self) -> NDArray[Any]:
+        if self._filled != self._array.nbytes:
+            raise _broken_answer(f"ended after {self._filled} of {self._array.nbytes} value bytes")
+        return self._array
 
-def _allocate(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
+
+def _numbers(data: bytes, shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
+    try:
+        return np.frombuffer(data, dtype="<f8").reshape(shape)
+    except ValueError as error:
+        raise _broken_answer(f"has {len(data)} bytes of {name}") from error
+
+
+def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         return np.empty(shape, dtype=dtype)
     except (MemoryError, ValueError) as error:

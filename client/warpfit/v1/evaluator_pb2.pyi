@@ -28,11 +28,35 @@ class Loss(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOSS_R2: _ClassVar[Loss]
     LOSS_NMSE: _ClassVar[Loss]
 
+class Closing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CLOSING_SUM: _ClassVar[Closing]
+    CLOSING_MEAN: _ClassVar[Closing]
+    CLOSING_ROOT: _ClassVar[Closing]
+    CLOSING_RELATIVE: _ClassVar[Closing]
+    CLOSING_SCORE: _ClassVar[Closing]
+
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TIER_AUTO: _ClassVar[Tier]
     TIER_INTERPRETER: _ClassVar[Tier]
     TIER_COMPILED: _ClassVar[Tier]
+
+class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    METHOD_AUTO: _ClassVar[Method]
+    METHOD_LM: _ClassVar[Method]
+    METHOD_BFGS: _ClassVar[Method]
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_UNSPECIFIED: _ClassVar[Reason]
+    REASON_GRADIENT: _ClassVar[Reason]
+    REASON_STEP: _ClassVar[Reason]
+    REASON_LOSS: _ClassVar[Reason]
+    REASON_ITERATIONS: _ClassVar[Reason]
+    REASON_DEADLINE: _ClassVar[Reason]
+    REASON_NOT_FINITE: _ClassVar[Reason]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT64: DType
@@ -45,9 +69,24 @@ LOSS_RMSE: Loss
 LOSS_MAE: Loss
 LOSS_R2: Loss
 LOSS_NMSE: Loss
+CLOSING_SUM: Closing
+CLOSING_MEAN: Closing
+CLOSING_ROOT: Closing
+CLOSING_RELATIVE: Closing
+CLOSING_SCORE: Closing
 TIER_AUTO: Tier
 TIER_INTERPRETER: Tier
 TIER_COMPILED: Tier
+METHOD_AUTO: Method
+METHOD_LM: Method
+METHOD_BFGS: Method
+REASON_UNSPECIFIED: Reason
+REASON_GRADIENT: Reason
+REASON_STEP: Reason
+REASON_LOSS: Reason
+REASON_ITERATIONS: Reason
+REASON_DEADLINE: Reason
+REASON_NOT_FINITE: Reason
 
 class DatasetLayout(_message.Message):
     __slots__ = ("dtype", "variables", "rows", "has_target", "has_weights", "names")
@@ -105,8 +144,18 @@ class ReleaseVariablesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LossFunction(_message.Message):
+    __slots__ = ("codes", "values", "closing")
+    CODES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    codes: bytes
+    values: bytes
+    closing: Closing
+    def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., closing: _Optional[_Union[Closing, str]] = ...) -> None: ...
+
 class EvaluateRequest(_message.Message):
-    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier")
+    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +163,13 @@ class EvaluateRequest(_message.Message):
     VALUES_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    JACOBIAN_FIELD_NUMBER: _ClassVar[int]
+    VARIABLE_GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
+    LINEAR_SCALING_FIELD_NUMBER: _ClassVar[int]
+    CORRELATION_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     rows: RowRange
     programs: Programs
@@ -121,7 +177,14 @@ class EvaluateRequest(_message.Message):
     values: bool
     loss: Loss
     tier: Tier
-    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+    loss_function: LossFunction
+    gradient: bool
+    jacobian: bool
+    variable_gradient: bool
+    reductions: bool
+    linear_scaling: bool
+    correlation: bool
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("start", "stop")
@@ -148,18 +211,30 @@ class Programs(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., parameter_counts: _Optional[bytes] = ..., parameters: _Optional[bytes] = ..., vectors: _Optional[int] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("header", "losses", "values", "offset", "timings")
+    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    JACOBIAN_FIELD_NUMBER: _ClassVar[int]
+    VARIABLE_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
+    CORRELATIONS_FIELD_NUMBER: _ClassVar[int]
     header: ResultHeader
     losses: bytes
     values: bytes
     offset: int
     timings: Timings
-    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    gradients: bytes
+    jacobian: bytes
+    variable_gradients: bytes
+    reductions: bytes
+    scaling: bytes
+    correlations: bytes
+    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ...) -> None: ...
 
 class ResultHeader(_message.Message):
     __slots__ = ("dtype", "programs", "vectors", "rows")
@@ -190,6 +265,80 @@ class Timings(_message.Message):
     tier: Tier
     cache_hits: int
     def __init__(self, decode: _Optional[int] = ..., queue: _Optional[int] = ..., copy_in: _Optional[int] = ..., compute: _Optional[int] = ..., copy_out: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., cache_hits: _Optional[int] = ...) -> None: ...
+
+class OptimizeRequest(_message.Message):
+    __slots__ = ("problem", "method", "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance", "lower", "upper", "fixed", "all_starts", "standard_errors", "covariance", "partial", "progress")
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MAX_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    LOSS_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    LOWER_FIELD_NUMBER: _ClassVar[int]
+    UPPER_FIELD_NUMBER: _ClassVar[int]
+    FIXED_FIELD_NUMBER: _ClassVar[int]
+    ALL_STARTS_FIELD_NUMBER: _ClassVar[int]
+    STANDARD_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    COVARIANCE_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    problem: EvaluateRequest
+    method: Method
+    max_iterations: int
+    gradient_tolerance: float
+    step_tolerance: float
+    loss_tolerance: float
+    lower: bytes
+    upper: bytes
+    fixed: bytes
+    all_starts: bool
+    standard_errors: bool
+    covariance: bool
+    partial: bool
+    progress: bool
+    def __init__(self, problem: _Optional[_Union[EvaluateRequest, _Mapping]] = ..., method: _Optional[_Union[Method, str]] = ..., max_iterations: _Optional[int] = ..., gradient_tolerance: _Optional[float] = ..., step_tolerance: _Optional[float] = ..., loss_tolerance: _Optional[float] = ..., lower: _Optional[bytes] = ..., upper: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., all_starts: bool = ..., standard_errors: bool = ..., covariance: bool = ..., partial: bool = ..., progress: bool = ...) -> None: ...
+
+class OptimizeResponse(_message.Message):
+    __slots__ = ("progress", "result")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    progress: FitProgress
+    result: FitResult
+    def __init__(self, progress: _Optional[_Union[FitProgress, _Mapping]] = ..., result: _Optional[_Union[FitResult, _Mapping]] = ...) -> None: ...
+
+class FitProgress(_message.Message):
+    __slots__ = ("iterations", "active", "searches")
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    SEARCHES_FIELD_NUMBER: _ClassVar[int]
+    iterations: int
+    active: int
+    searches: int
+    def __init__(self, iterations: _Optional[int] = ..., active: _Optional[int] = ..., searches: _Optional[int] = ...) -> None: ...
+
+class FitResult(_message.Message):
+    __slots__ = ("parameters", "losses", "initial_losses", "iterations", "evaluations", "reasons", "starts", "standard_errors", "covariances", "timings")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    STANDARD_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    COVARIANCES_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    parameters: bytes
+    losses: bytes
+    initial_losses: bytes
+    iterations: bytes
+    evaluations: bytes
+    reasons: bytes
+    starts: bytes
+    standard_errors: bytes
+    covariances: bytes
+    timings: Timings
+    def __init__(self, parameters: _Optional[bytes] = ..., losses: _Optional[bytes] = ..., initial_losses: _Optional[bytes] = ..., iterations: _Optional[bytes] = ..., evaluations: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., standard_errors: _Optional[bytes] = ..., covariances: _Optional[bytes] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

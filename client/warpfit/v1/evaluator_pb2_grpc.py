@@ -54,6 +54,11 @@ class EvaluatorStub(object):
                 request_serializer=warpfit_dot_v1_dot_evaluator__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=warpfit_dot_v1_dot_evaluator__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.Optimize = channel.unary_stream(
+                '/warpfit.v1.Evaluator/Optimize',
+                request_serializer=warpfit_dot_v1_dot_evaluator__pb2.OptimizeRequest.SerializeToString,
+                response_deserializer=warpfit_dot_v1_dot_evaluator__pb2.OptimizeResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/warpfit.v1.Evaluator/GetServerInfo',
                 request_serializer=warpfit_dot_v1_dot_evaluator__pb2.GetServerInfoRequest.SerializeToString,
@@ -100,11 +105,27 @@ class EvaluatorServicer(object):
         INVALID_ARGUMENT: BAD_DATASET_ID, EMPTY_BATCH, EMPTY_PROGRAM, LENGTH_MISMATCH,
         UNKNOWN_OPERATOR, BAD_INDEX, VARIABLE_OUT_OF_RANGE, PARAMETER_OUT_OF_RANGE,
         STACK_UNDERFLOW, STACK_LEFTOVERS, ROWS_OUT_OF_RANGE, TARGET_MISSING, NOTHING_WANTED,
-        BAD_ENUM.
+        LOSS_MISSING, WISHES_CONFLICT, SCALING_UNDEFINED, BAD_LOSS, BAD_ENUM.
         NOT_FOUND: DATASET_NOT_FOUND.
         RESOURCE_EXHAUSTED: TOO_MANY_PROGRAMS, TOO_MANY_TOKENS, PROGRAM_TOO_LONG, TOO_MANY_VECTORS,
         RESULT_TOO_LARGE, MEMORY, TOO_MANY_REQUESTS.
         UNAVAILABLE: ENGINE_RESTARTING, SHUTTING_DOWN.
+        UNIMPLEMENTED: ENGINE_CANNOT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Optimize(self, request, context):
+        """Fit the parameters of programs: a local search from each start vector, all of them at once.
+        The answer is a stream: while the searches run, messages with `progress` if asked for; the
+        last message carries `result`. A search that cannot start (loss or derivatives are not finite)
+        fails alone, with its reason; no result has a higher loss than its start. The same request
+        gives the same answer.
+
+        INVALID_ARGUMENT: as Evaluate, and METHOD_UNSUITABLE, COVARIANCE_UNDEFINED, BAD_SETTING,
+        BAD_BOUNDS.
+        NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, UNIMPLEMENTED: as Evaluate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,6 +160,11 @@ def add_EvaluatorServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=warpfit_dot_v1_dot_evaluator__pb2.EvaluateRequest.FromString,
                     response_serializer=warpfit_dot_v1_dot_evaluator__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'Optimize': grpc.unary_stream_rpc_method_handler(
+                    servicer.Optimize,
+                    request_deserializer=warpfit_dot_v1_dot_evaluator__pb2.OptimizeRequest.FromString,
+                    response_serializer=warpfit_dot_v1_dot_evaluator__pb2.OptimizeResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -254,6 +280,33 @@ class Evaluator(object):
             '/warpfit.v1.Evaluator/Evaluate',
             warpfit_dot_v1_dot_evaluator__pb2.EvaluateRequest.SerializeToString,
             warpfit_dot_v1_dot_evaluator__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Optimize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/warpfit.v1.Evaluator/Optimize',
+            warpfit_dot_v1_dot_evaluator__pb2.OptimizeRequest.SerializeToString,
+            warpfit_dot_v1_dot_evaluator__pb2.OptimizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.info import Device
+from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 
 
@@ -21,11 +22,40 @@ class Outputs:
     values: NDArray[Any] | None
     """[programs, K, rows], C order, the data set's dtype; None if not wanted."""
     losses: NDArray[np.float64] | None
-    """[programs, K], C order; None if not wanted."""
+    """[programs, K], C order; None if not wanted. With ``Evaluation.loss`` the loss
+    itself, with ``Evaluation.custom_loss`` the sum of its row losses."""
     cancelled: NDArray[np.uint8]
     """[1]; another process sets it to 1 to stop the evaluation. Poll it between blocks."""
     ready: Callable[[int], None]
     """Call with n when the values of programs 0 to n - 1 are final, so that they can be sent."""
+    gradients: NDArray[np.float64] | None = None
+    """Derivatives of the sum of row losses by the parameters, laid out as `Batch.parameters`;
+    flat [K * sum(parameter_counts)]; None if not wanted."""
+    jacobian: NDArray[Any] | None = None
+    """Derivatives of the values: row i is the derivative by number i of `Batch.parameters`,
+    [K * sum(parameter_counts), rows], the data set's dtype; None if not wanted."""
+    variable_gradients: NDArray[np.float64] | None = None
+    """Derivatives of the sum of row losses by a shift of each variable,
+    [programs, K, variables]; None if not wanted."""
+    reductions: NDArray[np.float64] | None = None
+    """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]; not weighted;
+    NaN in any row makes the first four NaN. None if not wanted."""
+    moments: NDArray[np.float64] | None = None
+    """[programs, K, 6]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
+    w (y-my)^2 and w (f-mf)(y-my), computed stably. None if not wanted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linearisation:
+    """Loss, gradient and curvature of every program and parameter vector, from one pass."""
+
+    losses: NDArray[np.float64]
+    """Sums of the row loss, [programs, K]."""
+    gradients: NDArray[np.float64]
+    """Derivatives of the sums, laid out as `Batch.parameters`; flat."""
+    curvatures: NDArray[np.float64] | None
+    """Sum over the rows of w (df/dp_i) (df/dp_j), accumulated in float64: for each program and
+    vector in turn its lower triangle, row by row, n (n + 1) / 2 numbers. None if not asked for."""
 
 
 class EngineBrokenError(Exception):
@@ -75,8 +105,30 @@ class Engine(Protocol):
 
         """
 
+    def linearise(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        curvature: bool,
+        cancelled: NDArray[np.uint8],
+    ) -> Linearisation:
+        """Compute sums of a row loss, their gradients and, if asked for, curvatures in one pass.
+
+        Args:
+            evaluation: names data set, batch, rows, precision and tier; its wishes are ignored.
+            row_loss: a program over prediction (0), target (1) and weight (2). If it does not
+                mention the weight, each row counts w times.
+            curvature: whether curvatures are wanted.
+            cancelled: as in `Outputs`.
+
+        Raises:
+            As `evaluate`.
+
+        """
+
     def close(self) -> None:
         """Stop threads and free memory."""
 
 
-__all__ = ["Device", "Engine", "EngineBrokenError", "Outputs"]
+__all__ = ["Device", "Engine", "EngineBrokenError", "Linearisation", "Outputs"]

@@ -25,11 +25,29 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit import ops
-from warpfit_server.engine import cpu_interpret, cpu_kernels, cpu_lower, cpu_math, cpu_vector
-from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour
+from warpfit_server.engine import (
+    cpu_build,
+    cpu_differentiate,
+    cpu_dots,
+    cpu_interpret,
+    cpu_kernels,
+    cpu_linearise,
+    cpu_lower,
+    cpu_math,
+    cpu_partials,
+    cpu_rules,
+    cpu_statistics,
+    cpu_vector,
+)
+from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour, symbol
 
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
+#: Modules that shape the code.
+_SOURCES: Final = (
+    *(ops, cpu_vector, cpu_math, cpu_kernels, cpu_rules, cpu_partials, cpu_dots, cpu_build),
+    *(cpu_lower, cpu_interpret, cpu_differentiate, cpu_statistics, cpu_linearise),
+)
 _lock = threading.Lock()
 
 
@@ -47,9 +65,11 @@ class Kernels:
     """Loaded kernels of one flavour; the addresses are valid while the object lives."""
 
     addresses: NDArray[np.int64]
-    """By wire code, int64 [256]; 0 where there is no operator."""
+    """By code of the instruction, int64 [cpu_rules.CODES]; 0 where there is none."""
     losses: dict[str, int]
     """By name of the loss kernel."""
+    dots: NDArray[np.int64]
+    """By index of the shape of sums of products, int64."""
     owner: Any
     """LLVM execution engine that owns the code."""
 
@@ -60,6 +80,9 @@ class Compiled:
 
     lower: Any
     interpret: Any
+    differentiate: Any
+    linearise: Any
+    combine: Any
     kernels: dict[Flavour, Kernels]
 
 
@@ -68,16 +91,16 @@ def load(directory: Path) -> Compiled:
     start = time.perf_counter()
     place = directory / f"cpu-{_fingerprint()[:32]}"
     if not all(_object_path(place, flavour).exists() for flavour in FLAVOURS):
-        _log.info("compiling the CPU engine into %s (first start only, 3 to 10 s)", place)
-    with _writable(place) as numba_directory:
-        lower, interpret = _compile_numba(numba_directory)
+        _log.info("compiling the CPU engine into %s (first start only, 10 to 40 s)", place)
+    with writable(place) as numba_directory:
+        functions = (*_compile_evaluation(numba_directory), *_compile_derivatives(numba_directory))
     kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    return Compiled(lower, interpret, kernels)
+    return Compiled(*functions, kernels)
 
 
 @contextlib.contextmanager
-def _writable(place: Path) -> Iterator[Path]:
+def writable(place: Path) -> Iterator[Path]:
     """Give ``place``, or a temporary copy of it where it cannot be written to."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,7 +120,7 @@ def _object(place: Path, flavour: Flavour) -> bytes:
     stored = _read(path)
     if stored is not None:
         return stored
-    code = cpu_kernels.build(flavour)
+    code = cpu_build.build(flavour)
     _write(path, code)
     return code
 
@@ -109,7 +132,7 @@ def _object_path(place: Path, flavour: Flavour) -> Path:
 def _fingerprint() -> str:
     """Hash everything that shapes the code: sources, compilers, CPU."""
     digest = hashlib.sha256()
-    for module in (ops, cpu_vector, cpu_math, cpu_kernels, cpu_lower, cpu_interpret):
+    for module in _SOURCES:
         digest.update(Path(str(module.__file__)).read_bytes())
     for part in (
         llvmlite.__version__,
@@ -147,16 +170,19 @@ def _write(path: Path, code: bytes) -> None:
 
 def _load_kernels(code: bytes) -> Kernels:
     _make_library_visible()
-    machine = cpu_kernels.target_machine()
+    machine = cpu_build.target_machine()
     owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     owner.add_object_file(llvm.ObjectFileRef.from_data(code))
     owner.finalize_object()
-    addresses = np.zeros(256, dtype=np.int64)
-    for name, row in ops.OPERATORS.items():
-        addresses[row.code] = owner.get_function_address(cpu_kernels.symbol(name))
-    addresses[cpu_lower.COPY_CODE] = owner.get_function_address(cpu_kernels.symbol(COPY))
-    losses = {name: owner.get_function_address(cpu_kernels.symbol(name)) for name in LOSS_KERNELS}
-    return Kernels(addresses, losses, owner)
+    names: dict[int, str] = {row.code: name for name, row in ops.OPERATORS.items()}
+    names |= {kernel.code: kernel.name for kernel in cpu_rules.partial_kernels()}
+    names |= {cpu_lower.COPY_CODE: COPY, cpu_rules.PRODUCT_CODE: cpu_partials.PRODUCT}
+    addresses = np.zeros(cpu_rules.CODES, dtype=np.int64)
+    for index, name in names.items():
+        addresses[index] = owner.get_function_address(symbol(name))
+    losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
+    dots = [owner.get_function_address(symbol(shape.name)) for shape in cpu_dots.DOT_SHAPES]
+    return Kernels(addresses, losses, np.array(dots, dtype=np.int64), owner)
 
 
 def _make_library_visible() -> None:
@@ -168,25 +194,53 @@ def _make_library_visible() -> None:
         llvm.add_symbol(function, pointer)
 
 
-def _compile_numba(directory: Path) -> tuple[Any, Any]:
-    word, double = types.int64, types.float64
-    words, doubles = types.Array(word, 1, "C"), types.Array(double, 1, "C")
-    given_bytes, given_doubles, given_small = (
-        types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, double, types.int8)
-    )
+_WORD: Final = types.int64
+_WORDS: Final = types.Array(types.int64, 1, "C")
+_NUMBERS: Final = types.Array(types.float64, 1, "C")
+_MATRIX: Final = types.Array(types.float64, 2, "C")
+_PAIR: Final = types.UniTuple(types.int64, 2)
+_GIVEN_BYTES, _GIVEN_SMALL, _GIVEN_NUMBERS = (
+    types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.int8, types.float64)
+)
+
+
+def _compile_evaluation(directory: Path) -> tuple[Any, Any]:
     lowered = numba.typeof(cpu_lower.empty(1, np.zeros(2, dtype=np.int64)))
     rewrites = numba.typeof(cpu_lower.power_rewrites())
-    pair = types.UniTuple(word, 2)
-    lower = types.void(given_bytes, given_doubles, given_small, rewrites, lowered)
+    lower = types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _GIVEN_SMALL, rewrites, lowered)
     interpret = types.boolean(
-        words, words, lowered, given_doubles, words, pair, pair, given_bytes, doubles
+        *(_WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
+        *(_PAIR, _PAIR, _GIVEN_BYTES, _NUMBERS),
     )
-    with _cached_in(directory) as jit:
+    with cached_in(directory) as jit:
         return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret)
 
 
+def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
+    lowered = numba.typeof(cpu_differentiate.empty(1, 1, 1))
+    row_loss = numba.typeof(cpu_differentiate.no_row_loss())
+    tables = numba.typeof(cpu_differentiate.tables())
+    differentiate = types.void(
+        _GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered
+    )
+    linearise = types.boolean(
+        *(_WORDS, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
+        *(_PAIR, _PAIR, _GIVEN_BYTES, _WORDS, _NUMBERS, _MATRIX, _MATRIX),
+    )
+    combine = types.void(
+        *(_WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
+        *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
+    )
+    with cached_in(directory) as jit:
+        return (
+            jit(differentiate, cpu_differentiate.differentiate),
+            jit(linearise, cpu_linearise.linearise),
+            jit(combine, cpu_linearise.combine),
+        )
+
+
 @contextlib.contextmanager
-def _cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
+def cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
     """Give a compiler whose results Numba keeps below ``directory``."""
 
     def jit(signature: Any, function: Any) -> Any:

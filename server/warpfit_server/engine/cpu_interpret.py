@@ -39,7 +39,7 @@ from warpfit_server.engine.cpu_lower import (
 )
 
 #: Bytes of one stored scalar: as wide as a kernel's step.
-_WIDTH: Final = 64
+SCALAR_WIDTH: Final = 64
 #: Entries of the ``job`` array.
 ITEMSIZE: Final = 0
 VARIABLES: Final = 1
@@ -55,12 +55,12 @@ BLOCK: Final = 10
 JOB_ENTRIES: Final = 11
 
 
-def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let compiled code call a function that generates LLVM instructions."""
     return cast(Callable[..., Any], intrinsic(function))
 
 
-@_intrinsic
+@compiled_intrinsic
 def _call_kernel(
     typing_context: Any, address: Any, r: Any, a: Any, b: Any, c: Any, broadcast: Any, rows: Any
 ) -> Any:
@@ -75,7 +75,7 @@ def _call_kernel(
     return types.void(*[types.int64] * 7), generate
 
 
-@_intrinsic
+@compiled_intrinsic
 def _call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: Any) -> Any:
     """Call the loss kernel at an address."""
 
@@ -106,11 +106,11 @@ def interpret(
     [1], is polled between blocks. ``losses``, float64 [cells of the batch], receives each cell's
     sum of loss terms.
     """
-    starts, slots = _measure(lowered.summaries, cells[0], cells[1], job[VECTORS])
+    starts, slots = measure(lowered.summaries, cells[0], cells[1], job[VECTORS])
     slot_bytes = job[BLOCK] * job[ITEMSIZE]
-    memory = np.empty((starts[-1] + 1) * _WIDTH + (slots + 1) * slot_bytes, dtype=np.uint8)
-    scalars = (memory.ctypes.data + _WIDTH - 1) // _WIDTH * _WIDTH
-    slot_memory = scalars + starts[-1] * _WIDTH
+    memory = np.empty((starts[-1] + 1) * SCALAR_WIDTH + (slots + 1) * slot_bytes, dtype=np.uint8)
+    scalars = (memory.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH
+    slot_memory = scalars + starts[-1] * SCALAR_WIDTH
     places = (scalars, slot_memory, slot_memory + slots * slot_bytes)
     finished = _run_cells(
         job, kernels, lowered, parameters, parameter_starts, cells, rows, cancelled, losses,
@@ -139,8 +139,8 @@ def _run_cells(
     scalars, slot_memory, spare = places
     for cell in range(cells[0], cells[1]):
         losses[cell] = 0.0
-        base = scalars + starts[cell - cells[0]] * _WIDTH
-        _prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
+        base = scalars + starts[cell - cells[0]] * SCALAR_WIDTH
+        prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
     for block_start in range(rows[0], rows[1], job[BLOCK]):
         count = min(job[BLOCK], rows[1] - block_start)
         offset = block_start * job[ITEMSIZE]
@@ -148,8 +148,8 @@ def _run_cells(
             if cancelled[0]:
                 return False
             program = cell // job[VECTORS]
-            result = _result_address(job, cell, block_start, spare)
-            _run(
+            result = result_address(job, cell, block_start, spare)
+            run_instructions(
                 lowered.instructions,
                 lowered.summaries[program, PROLOGUE_END],
                 lowered.summaries[program, INSTRUCTIONS_END],
@@ -157,10 +157,10 @@ def _run_cells(
                 (
                     job[VARIABLES] + offset,
                     slot_memory,
-                    scalars + starts[cell - cells[0]] * _WIDTH,
+                    scalars + starts[cell - cells[0]] * SCALAR_WIDTH,
                     result,
                 ),
-                (job[VARIABLE_PITCH], slot_bytes, _WIDTH, 0),
+                (job[VARIABLE_PITCH], slot_bytes, SCALAR_WIDTH, 0),
                 count,
             )
             if job[LOSS_KERNEL]:
@@ -170,7 +170,7 @@ def _run_cells(
 
 
 @inlined
-def _result_address(job: Any, cell: int, row: int, spare: int) -> int:
+def result_address(job: Any, cell: int, row: int, spare: int) -> int:
     """Where a block of a cell's values goes: the answer, or a spare slot if it is not wanted."""
     if not job[VALUES]:
         return spare
@@ -179,7 +179,7 @@ def _result_address(job: Any, cell: int, row: int, spare: int) -> int:
 
 
 @inlined
-def _prologue(
+def prologue(
     job: Any,
     kernels: Any,
     lowered: Any,
@@ -200,19 +200,19 @@ def _prologue(
         lowered.constants[first : first + loads],
         parameters[start + vector * count : start + (vector + 1) * count],
     )
-    _run(
+    run_instructions(
         lowered.instructions,
         lowered.summaries[program, INSTRUCTIONS_START],
         lowered.summaries[program, PROLOGUE_END],
         kernels,
         (base, base, base, base),
-        (_WIDTH, _WIDTH, _WIDTH, _WIDTH),
-        _WIDTH // job[ITEMSIZE],
+        (SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH),
+        SCALAR_WIDTH // job[ITEMSIZE],
     )
 
 
 @inlined
-def _measure(summaries: Any, cell_start: int, cell_stop: int, vectors: int) -> Any:
+def measure(summaries: Any, cell_start: int, cell_stop: int, vectors: int) -> Any:
     """Give each cell its first scalar, and the slots that any of them needs."""
     starts = np.empty(cell_stop - cell_start + 1, dtype=np.int64)
     starts[0] = 0
@@ -227,19 +227,19 @@ def _measure(summaries: Any, cell_start: int, cell_stop: int, vectors: int) -> A
 @inlined
 def _fill(base: int, itemsize: int, loads: Any, constants: Any, parameters: Any) -> None:
     """Store the leaves of a cell's scalars, each as wide as a kernel's step."""
-    lanes = _WIDTH // itemsize
+    lanes = SCALAR_WIDTH // itemsize
     for load in range(len(loads)):
         index, parameter = loads[load, 0], loads[load, 1]
         value = constants[load] if parameter < 0 else parameters[parameter]
-        address = base + index * _WIDTH
+        address = base + index * SCALAR_WIDTH
         if itemsize == 4:
-            carray(_pointer32(address), lanes)[:] = np.float32(value)
+            carray(pointer32(address), lanes)[:] = np.float32(value)
         else:
-            carray(_pointer64(address), lanes)[:] = value
+            carray(pointer64(address), lanes)[:] = value
 
 
 @inlined
-def _run(
+def run_instructions(
     instructions: Any, start: int, stop: int, kernels: Any, bases: Any, pitches: Any, rows: int
 ) -> None:
     """Run instructions; ``bases`` and ``pitches`` turn a place into an address."""
@@ -258,7 +258,7 @@ def _run(
 
 
 def _as_pointer(kind: Any) -> Any:
-    @_intrinsic
+    @compiled_intrinsic
     def convert(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             target = context.get_value_type(signature.return_type)
@@ -269,5 +269,5 @@ def _as_pointer(kind: Any) -> Any:
     return convert
 
 
-_pointer32: Final = _as_pointer(types.float32)
-_pointer64: Final = _as_pointer(types.float64)
+pointer32: Final = _as_pointer(types.float32)
+pointer64: Final = _as_pointer(types.float64)

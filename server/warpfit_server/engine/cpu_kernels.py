@@ -17,8 +17,7 @@ A loss kernel returns the sum of its term over n rows as a double:
 
     double loss(const void *f, const void *y, const void *w, int64 n)
 
-Code is made by LLVM (through llvmlite) for this very CPU, in `build`, for one `Flavour`;
-`cpu_cache` keeps it on disk.
+`cpu_build` makes code of it for this very CPU, for one `Flavour`; `cpu_cache` keeps it on disk.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from warpfit.ops import OPERATORS
 from warpfit_server.engine.cpu_math import absolute, functions, lifted, wide_functions
 from warpfit_server.engine.cpu_vector import Trace, Vector
 
 #: Bytes that a kernel handles in one step, and the width of a stored scalar.
 WIDTH: Final = 64
-_I64: Final = ir.IntType(64)
-_POINTER: Final = ir.PointerType()
-_DOUBLE: Final = ir.DoubleType()
-_Body = Callable[[list[Vector], Any], Vector | None]
+I64: Final = ir.IntType(64)
+POINTER: Final = ir.PointerType()
+DOUBLE: Final = ir.DoubleType()
+_Step = Callable[[list[Vector], Any], Vector | None]
+#: What a kernel computes of its operands.
+Body = Callable[[Trace, Sequence[Vector]], Vector]
 #: Name of the kernel that copies its operand.
 COPY: Final = "copy"
 #: Term of each loss kernel: of f, y and, for the weighted form, w.
@@ -70,52 +69,19 @@ class Flavour:
 FLAVOURS: Final = (Flavour(True, False), Flavour(True, True), Flavour(False, False))
 
 
-def build(flavour: Flavour) -> bytes:
-    """Compile all kernels of a flavour; return an object file for this CPU."""
-    module = ir.Module(flavour.name)
-    for name, row in OPERATORS.items():
-        _kernel(module, name, row.arity, flavour, row.kernel)
-    _kernel(module, COPY, 1, flavour, "a")
-    for name in LOSS_KERNELS:
-        _loss(module, name, flavour)
-    machine = target_machine()
-    module.triple = machine.triple
-    compiled = llvm.parse_assembly(str(module))
-    compiled.verify()
-    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-    tuning.loop_vectorization = tuning.slp_vectorization = False
-    passes = llvm.create_pass_builder(machine, tuning)
-    passes.getModulePassManager().run(compiled, passes)
-    return bytes(machine.emit_object(compiled))
-
-
-def target_machine() -> llvm.TargetMachine:
-    """Describe this CPU to LLVM."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
-        opt=2,
-        reloc="default",
-        codemodel="jitdefault",
-        jit=True,
-    )
-
-
 def symbol(name: str) -> str:
     """Name of a kernel in the object file."""
     return f"warpfit_{name}"
 
 
-class _Loop:
+class Loop:
     """A loop over n rows in steps of WIDTH bytes, the last of which goes through padded copies."""
 
     def __init__(
         self, function: ir.Function, flavour: Flavour, operands: int, result: bool
     ) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.real = ir.FloatType() if flavour.single else _DOUBLE
+        self.real = ir.FloatType() if flavour.single else DOUBLE
         self.itemsize = 4 if flavour.single else 8
         self.lanes = WIDTH // self.itemsize
         self.kind = ir.VectorType(self.real, self.lanes)
@@ -128,7 +94,7 @@ class _Loop:
         pointers: Sequence[Any],
         steps: Sequence[Any],
         rows: Any,
-        body: _Body,
+        body: _Step,
     ) -> None:
         """Emit the loop.
 
@@ -144,25 +110,25 @@ class _Loop:
         left = self._variable(rows)
         pads = [self._variable(ir.Constant(self.kind, None)) for _ in pointers]
         loop, part, pad, last = (b.append_basic_block() for _ in range(4))
-        tail = b.and_(rows, _integer(self.lanes - 1))
+        tail = b.and_(rows, integer(self.lanes - 1))
         whole = b.sub(rows, tail)
-        size = b.mul(tail, _integer(self.itemsize))
+        size = b.mul(tail, integer(self.itemsize))
         remaining = self._variable(whole)
         end = self._variable(pointers[-1])
         padded = self._variable(ir.Constant(ir.IntType(1), 0))
-        b.cbranch(b.icmp_signed(">", whole, _integer(0)), loop, part)
+        b.cbranch(b.icmp_signed(">", whole, integer(0)), loop, part)
 
         b.position_at_end(loop)
         self._step(cells, left, body)
         for cell, advance in zip(cells, steps, strict=True):
             b.store(self.offset(self._load(cell), advance), cell)
-        b.store(b.sub(self._load(left), _integer(self.lanes)), left)
-        following = b.sub(self._load(remaining), _integer(self.lanes))
+        b.store(b.sub(self._load(left), integer(self.lanes)), left)
+        following = b.sub(self._load(remaining), integer(self.lanes))
         b.store(following, remaining)
-        b.cbranch(b.icmp_signed(">", following, _integer(0)), loop, part)
+        b.cbranch(b.icmp_signed(">", following, integer(0)), loop, part)
 
         b.position_at_end(part)
-        is_last = b.or_(self._load(padded), b.icmp_signed("==", tail, _integer(0)))
+        is_last = b.or_(self._load(padded), b.icmp_signed("==", tail, integer(0)))
         b.cbranch(is_last, last, pad)
 
         b.position_at_end(pad)
@@ -183,7 +149,7 @@ class _Loop:
         """Move a pointer by bytes."""
         return self.builder.gep(pointer, [advance], source_etype=ir.IntType(8))
 
-    def _step(self, cells: list[Any], left: Any, body: _Body) -> None:
+    def _step(self, cells: list[Any], left: Any, body: _Step) -> None:
         operands = [
             self.trace.vector(self._load(self._load(cell), self.kind))
             for cell in cells[: self.operands]
@@ -205,90 +171,89 @@ class _Loop:
     def _copy(self, target: Any, source: Any, size: Any) -> None:
         memcpy = self.builder.module.declare_intrinsic(
             "llvm.memcpy",
-            [_POINTER, _POINTER, _I64],
-            ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, _I64, ir.IntType(1)]),
+            [POINTER, POINTER, I64],
+            ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64, ir.IntType(1)]),
         )
-        pointers = [self.builder.bitcast(p, _POINTER) for p in (target, source)]
+        pointers = [self.builder.bitcast(p, POINTER) for p in (target, source)]
         self.builder.call(memcpy, [*pointers, size, ir.Constant(ir.IntType(1), 0)])
 
 
-def _kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, source: str) -> None:
-    """Add the kernel of one operator."""
-    kind = ir.FunctionType(ir.VoidType(), [_POINTER] * 4 + [_I64] * 2)
+def operator_kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, body: Body) -> None:
+    """Add the kernel of one instruction with ``arity`` operands."""
+    kind = ir.FunctionType(ir.VoidType(), [POINTER] * 4 + [I64] * 2)
     function = ir.Function(module, kind, symbol(name))
     result, *operands, broadcast, rows = function.args
-    loop = _Loop(function, flavour, arity, result=True)
+    loop = Loop(function, flavour, arity, result=True)
     builder = loop.builder
     steps = [
         builder.select(
-            builder.trunc(builder.lshr(broadcast, _integer(k)), ir.IntType(1)),
-            _integer(0),
-            _integer(WIDTH),
+            builder.trunc(builder.lshr(broadcast, integer(k)), ir.IntType(1)),
+            integer(0),
+            integer(WIDTH),
         )
         for k in range(arity)
     ]
-    compute = compile_kernel(source, flavour)
     loop.run(
         [*operands[:arity], result],
-        [*steps, _integer(WIDTH)],
+        [*steps, integer(WIDTH)],
         rows,
-        lambda vectors, _: compute(loop.trace, vectors),
+        lambda vectors, _: body(loop.trace, vectors),
     )
     builder.ret_void()
 
 
-def _loss(module: ir.Module, name: str, flavour: Flavour) -> None:
+def loss_kernel(module: ir.Module, name: str, flavour: Flavour) -> None:
     """Add one loss kernel: a sum in double over rows."""
     term, _, weighted = name.partition("_")
-    kind = ir.FunctionType(_DOUBLE, [_POINTER] * 3 + [_I64])
+    kind = ir.FunctionType(DOUBLE, [POINTER] * 3 + [I64])
     function = ir.Function(module, kind, symbol(name))
     arity = 3 if weighted else 2
-    loop = _Loop(function, flavour, arity, result=False)
+    loop = Loop(function, flavour, arity, result=False)
     builder = loop.builder
-    wide = ir.VectorType(_DOUBLE, loop.lanes)
+    wide = ir.VectorType(DOUBLE, loop.lanes)
     total = builder.alloca(wide)
     builder.store(ir.Constant(wide, None), total)
-    order = ir.Constant(ir.VectorType(_I64, loop.lanes), list(range(loop.lanes)))
+    order = ir.Constant(ir.VectorType(I64, loop.lanes), list(range(loop.lanes)))
 
     def body(vectors: list[Vector], left: Any) -> None:
         f, y, *w = (vector.widen() for vector in vectors)
         value = _TERMS[term](f, y)
         value = value * w[0] if w else value
-        used = builder.icmp_signed("<", order, _splat(builder, left, loop.lanes))
+        used = builder.icmp_signed("<", order, splat(builder, left, loop.lanes))
         value = loop.trace.select(loop.trace.vector(used), value, 0.0)
         builder.store((loop.trace.vector(builder.load(total)) + value).value, total)
 
-    loop.run(function.args[:arity], [_integer(WIDTH)] * arity, function.args[-1], body)
+    loop.run(function.args[:arity], [integer(WIDTH)] * arity, function.args[-1], body)
     builder.ret(_sum(builder, builder.load(total), loop.lanes))
 
 
 def _sum(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
     """Add the lanes pairwise."""
-    values = [builder.extract_element(vector, _integer(k)) for k in range(lanes)]
+    values = [builder.extract_element(vector, integer(k)) for k in range(lanes)]
     while len(values) > 1:
         half = len(values) // 2
         values = [builder.fadd(x, y) for x, y in zip(values[:half], values[half:], strict=True)]
     return values[0]
 
 
-def _splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
+def splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
     kind = ir.VectorType(scalar.type, lanes)
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _integer(0))
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, integer(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
     return builder.shuffle_vector(single, single, zeros)
 
 
-def compile_kernel(source: str, flavour: Flavour) -> Callable[[Trace, Sequence[Vector]], Vector]:
+def compile_kernel(source: str, flavour: Flavour, *, widens: bool = True) -> Body:
     """Make a row's kernel text callable on vectors.
 
     Float32 kernels of more than one step compute in float64 when they must be precise, so that the
-    steps' errors do not add up; literals take the data's type first.
+    steps' errors do not add up, unless ``widens`` is false; literals take the data's type first.
     """
     tree = ast.parse(source, mode="eval")
     if flavour.single:
         tree = ast.fix_missing_locations(_SingleLiterals().visit(tree))
     code = compile(tree, "<kernel>", "eval")
-    wide = flavour.single and not flavour.fast and _steps(tree) > 1
+    wide = widens and flavour.single and not flavour.fast and _steps(tree) > 1
 
     def compute(trace: Trace, vectors: Sequence[Vector]) -> Vector:
         known = lifted(wide_functions() if wide else functions(trace, fast=flavour.fast))
@@ -318,5 +283,5 @@ def _steps(tree: ast.AST) -> int:
     )
 
 
-def _integer(value: int) -> ir.Constant:
-    return ir.Constant(_I64, value)
+def integer(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)

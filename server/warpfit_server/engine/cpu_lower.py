@@ -41,12 +41,14 @@ TARGET: Final = 1
 FIRST: Final = 2
 BROADCAST: Final = 5
 INSTRUCTION_COLUMNS: Final = 6
+#: Code of a token that stands for a node that there is already.
+GIVEN: Final = 0
 #: Code of the instruction that copies.
 COPY_CODE: Final = VARIABLE
 # Columns of a node of the expression: code, three operand nodes (or a leaf's bits), slots needed,
 # uses left, place, state.
-_OPERAND, _NEED, _USES, _PLACE, _DONE, _NODE_COLUMNS = 1, 4, 5, 6, 7, 8
-_NO_PLACE: Final = -1
+OPERAND, NEED, USES, PLACE, DONE, NODE_COLUMNS = 1, 4, 5, 6, 7, 8
+NO_PLACE: Final = -1
 # Columns of a program's summary.
 INSTRUCTIONS_START: Final = 0
 PROLOGUE_END: Final = 1
@@ -106,16 +108,18 @@ def lower(codes: Any, values: Any, arities: Any, rewrites: Any, lowered: Any) ->
     longest = 1
     for program in range(len(starts) - 1):
         longest = max(longest, starts[program + 1] - starts[program])
-    nodes = np.empty((longest, _NODE_COLUMNS), dtype=np.int64)
+    nodes = np.empty((longest, NODE_COLUMNS), dtype=np.int64)
     stack = np.empty(longest, dtype=np.int64)
-    table = np.empty(_table_size(longest), dtype=np.int64)
+    table = np.empty(table_size(longest), dtype=np.int64)
     work = np.empty(6 * longest + 8, dtype=np.int64)
     bits = values.view(np.int64)
     for program in range(len(starts) - 1):
         start, stop = starts[program], starts[program + 1]
-        count = _number(
+        mask = table_size(stop - start) - 1
+        table[: mask + 1] = -1
+        count = number_tokens(
             codes[start:stop], values[start:stop], bits[start:stop], arities, rewrites,
-            nodes, stack, table,
+            nodes, stack, table, mask, 0, -1,
         )  # fmt: skip
         first = start + program
         _place(
@@ -138,7 +142,7 @@ def inlined(function: _Function) -> _Function:
 
 
 @inlined
-def _table_size(tokens: int) -> int:
+def table_size(tokens: int) -> int:
     size = 4
     while size < 2 * tokens:
         size *= 2
@@ -146,7 +150,7 @@ def _table_size(tokens: int) -> int:
 
 
 @inlined
-def _number(
+def number_tokens(
     codes: Any,
     values: Any,
     bits: Any,
@@ -155,14 +159,21 @@ def _number(
     nodes: Any,
     stack: Any,
     table: Any,
+    mask: int,
+    count: int,
+    given: int,
 ) -> int:
-    """Turn tokens into distinct nodes; stack[0] is the root's number. Return how many there are."""
-    mask = _table_size(len(codes)) - 1
-    table[: mask + 1] = -1
+    """Turn tokens into distinct nodes, beside ``count`` that there are; return the new number.
+
+    stack[0] is then the root's number. A token GIVEN stands for the node number ``given``.
+    """
     height = 0
-    count = 0
     for token in range(len(codes)):
         code = np.int64(codes[token])
+        if code == GIVEN:
+            stack[height] = given
+            height += 1
+            continue
         arity = arities[code]
         operands = (np.int64(-1), np.int64(-1), np.int64(-1))
         if arity == 0:
@@ -175,7 +186,7 @@ def _number(
             operands = (stack[height], second, third)
         if code == _POWER_CODE:
             code, operands = _rewrite(code, operands, nodes, rewrites)
-        number = _find(code, operands, nodes, table, mask, count)
+        number = find_node(code, operands, nodes, table, mask, count)
         count = max(count, number + 1)
         stack[height] = number
         height += 1
@@ -187,7 +198,7 @@ def _rewrite(code: Any, operands: Any, nodes: Any, rewrites: Any) -> Any:
     """Replace a power whose exponent is one of the constants of ``rewrites``."""
     exponent = operands[1]
     if nodes[exponent, CODE] == CONSTANT:
-        value = nodes[exponent, _OPERAND : _OPERAND + 1].view(np.float64)[0]
+        value = nodes[exponent, OPERAND : OPERAND + 1].view(np.float64)[0]
         for row in range(len(rewrites)):
             if rewrites[row, 0] == value:
                 return np.int64(rewrites[row, 1]), (operands[0], np.int64(-1), np.int64(-1))
@@ -195,7 +206,7 @@ def _rewrite(code: Any, operands: Any, nodes: Any, rewrites: Any) -> Any:
 
 
 @inlined
-def _find(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count: int) -> Any:
+def find_node(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count: int) -> Any:
     """Find the node with this code and these operands, or make it as number ``count``."""
     a, b, c = operands
     key = np.uint64(code) * np.uint64(0x9E3779B97F4A7C15)
@@ -207,16 +218,16 @@ def _find(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count: in
         known = table[index]
         if (
             nodes[known, CODE] == code
-            and nodes[known, _OPERAND] == a
-            and nodes[known, _OPERAND + 1] == b
-            and nodes[known, _OPERAND + 2] == c
+            and nodes[known, OPERAND] == a
+            and nodes[known, OPERAND + 1] == b
+            and nodes[known, OPERAND + 2] == c
         ):
             return known
         index = (index + 1) & mask
     table[index] = count
     nodes[count, CODE] = code
     for k, operand in enumerate(operands):
-        nodes[count, _OPERAND + k] = operand
+        nodes[count, OPERAND + k] = operand
     return count
 
 
@@ -232,58 +243,80 @@ def _place(
     work: Any,
 ) -> None:
     """Give every node a place and emit its instruction: scalars in order, then the others."""
+    emitted = place_scalars(nodes, arities, instructions, summary, loads, constants, work)
+    if nodes[root, NEED]:
+        emitted, _, summary[SLOTS] = schedule(
+            nodes, arities, root, root, instructions, emitted, work, 0, 0
+        )
+    else:
+        emit_copy(nodes[root, PLACE], RESULT, instructions, emitted)
+        emitted += 1
+        summary[SLOTS] = 0
+    summary[INSTRUCTIONS_END] = emitted
+
+
+@inlined
+def place_scalars(
+    nodes: Any,
+    arities: Any,
+    instructions: Any,
+    summary: Any,
+    loads: Any,
+    constants: Any,
+    work: Any,
+) -> int:
+    """Place leaves and scalars, emit the prologue, count the uses; return the prologue's end."""
     scalars = 0
     load = 0
     emitted = 0
     for number in range(len(nodes)):
         code = nodes[number, CODE]
-        nodes[number, _USES] = 0
-        nodes[number, _DONE] = 0
-        nodes[number, _NEED] = 0
-        nodes[number, _PLACE] = _NO_PLACE
+        nodes[number, USES] = 0
+        nodes[number, DONE] = 0
+        nodes[number, NEED] = 0
+        nodes[number, PLACE] = NO_PLACE
         if code == VARIABLE:
-            nodes[number, _PLACE] = nodes[number, _OPERAND] << 2 | ROWS
+            nodes[number, PLACE] = nodes[number, OPERAND] << 2 | ROWS
         elif code in (PARAMETER, CONSTANT):
-            nodes[number, _PLACE] = scalars << 2 | SCALAR
+            nodes[number, PLACE] = scalars << 2 | SCALAR
             loads[load, 0] = scalars
-            loads[load, 1] = nodes[number, _OPERAND] if code == PARAMETER else -1
-            constants[load] = nodes[number, _OPERAND : _OPERAND + 1].view(np.float64)[0]
+            loads[load, 1] = nodes[number, OPERAND] if code == PARAMETER else -1
+            constants[load] = nodes[number, OPERAND : OPERAND + 1].view(np.float64)[0]
             scalars += 1
             load += 1
-        elif _is_scalar(nodes, number, arities[code]):
-            nodes[number, _PLACE] = scalars << 2 | SCALAR
+        elif is_scalar(nodes, number, arities[code]):
+            nodes[number, PLACE] = scalars << 2 | SCALAR
             scalars += 1
-            _emit(nodes, number, arities[code], instructions, emitted)
+            emit(nodes, number, arities[code], instructions, emitted)
             emitted += 1
         else:
-            _count(nodes, number, arities[code], work)
+            count_uses(nodes, number, arities[code], work)
     summary[INSTRUCTIONS_START] = 0
     summary[PROLOGUE_END] = emitted
     summary[SCALARS] = scalars
     summary[LOADS] = load
-    emitted, summary[SLOTS] = _schedule(nodes, arities, root, instructions, emitted, work)
-    summary[INSTRUCTIONS_END] = emitted
+    return emitted
 
 
 @inlined
-def _is_scalar(nodes: Any, number: int, arity: int) -> bool:
+def is_scalar(nodes: Any, number: int, arity: int) -> bool:
     for k in range(arity):
-        place = nodes[nodes[number, _OPERAND + k], _PLACE]
-        if place == _NO_PLACE or place & 3 != SCALAR:
+        place = nodes[nodes[number, OPERAND + k], PLACE]
+        if place == NO_PLACE or place & 3 != SCALAR:
             return False
     return True
 
 
 @inlined
-def _count(nodes: Any, number: int, arity: int, order: Any) -> None:
+def count_uses(nodes: Any, number: int, arity: int, order: Any) -> None:
     """Count the uses of the operands, and the slots that the node needs."""
     for k in range(arity):
-        nodes[nodes[number, _OPERAND + k], _USES] += 1
+        nodes[nodes[number, OPERAND + k], USES] += 1
     pending = _sorted_operands(nodes, number, arity, order)
     need = 1
     for k in range(pending):
-        need = max(need, nodes[order[k], _NEED] + pending - 1 - k)
-    nodes[number, _NEED] = need
+        need = max(need, nodes[order[k], NEED] + pending - 1 - k)
+    nodes[number, NEED] = need
 
 
 @inlined
@@ -291,12 +324,12 @@ def _sorted_operands(nodes: Any, number: int, arity: int, order: Any) -> int:
     """List the operands that are results, the one that needs fewest slots first."""
     count = 0
     for k in range(arity):
-        operand = nodes[number, _OPERAND + k]
-        need = nodes[operand, _NEED]
+        operand = nodes[number, OPERAND + k]
+        need = nodes[operand, NEED]
         if need == 0:
             continue
         position = count
-        while position > 0 and nodes[order[position - 1], _NEED] > need:
+        while position > 0 and nodes[order[position - 1], NEED] > need:
             order[position] = order[position - 1]
             position -= 1
         order[position] = operand
@@ -305,12 +338,12 @@ def _sorted_operands(nodes: Any, number: int, arity: int, order: Any) -> int:
 
 
 @inlined
-def _emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) -> None:
+def emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) -> None:
     instructions[index, CODE] = nodes[number, CODE]
-    instructions[index, TARGET] = nodes[number, _PLACE]
+    instructions[index, TARGET] = nodes[number, PLACE]
     broadcast = 0
     for k in range(3):
-        place = nodes[nodes[number, _OPERAND + k], _PLACE] if k < arity else 0
+        place = nodes[nodes[number, OPERAND + k], PLACE] if k < arity else 0
         instructions[index, FIRST + k] = place
         if k < arity and place & 3 == SCALAR:
             broadcast |= 1 << k
@@ -318,24 +351,31 @@ def _emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) ->
 
 
 @inlined
-def _schedule(
-    nodes: Any, arities: Any, root: int, instructions: Any, emitted: int, work: Any
+def schedule(
+    nodes: Any,
+    arities: Any,
+    top: int,
+    root: int,
+    instructions: Any,
+    emitted: int,
+    work: Any,
+    freed: int,
+    slots: int,
 ) -> Any:
-    """Emit the instructions of the root and all it depends on; return their end and the slots."""
-    if nodes[root, _NEED] == 0:
-        _emit_copy(nodes[root, _PLACE], instructions, emitted)
-        return emitted + 1, 0
+    """Emit the instructions of the node ``top`` and all it depends on that is not emitted yet.
+
+    The ``freed`` first entries of ``work`` are free slots of ``slots``. Return the end of the
+    instructions and these two.
+    """
     # A node is visited twice: even entries of the agenda ask for its operands, odd ones emit it.
     free, agenda, order = work[: len(nodes)], work[len(nodes) : -3], work[-3:]
-    slots = 0
-    freed = 0
-    agenda[0] = root << 1
+    agenda[0] = top << 1
     pending = 1
     while pending:
         pending -= 1
         number, ready = agenda[pending] >> 1, agenda[pending] & 1
         arity = arities[nodes[number, CODE]]
-        if nodes[number, _DONE]:
+        if nodes[number, DONE]:
             continue
         if not ready:
             agenda[pending] = number << 1 | 1
@@ -346,17 +386,17 @@ def _schedule(
             continue
         freed = _release(nodes, number, arity, free, freed)
         freed, slots = _assign(nodes, number, root, free, freed, slots)
-        _emit(nodes, number, arity, instructions, emitted)
-        nodes[number, _DONE] = 1
+        emit(nodes, number, arity, instructions, emitted)
+        nodes[number, DONE] = 1
         emitted += 1
-    return emitted, slots
+    return emitted, freed, slots
 
 
 @inlined
-def _emit_copy(place: int, instructions: Any, index: int) -> None:
-    """Emit the one instruction of a program that is a leaf or a scalar."""
+def emit_copy(place: int, target: int, instructions: Any, index: int) -> None:
+    """Emit the copy of a leaf or a scalar to the place ``target``."""
     instructions[index, CODE] = COPY_CODE
-    instructions[index, TARGET] = RESULT
+    instructions[index, TARGET] = target
     instructions[index, FIRST : FIRST + 3] = place
     instructions[index, BROADCAST] = 1 if place & 3 == SCALAR else 0
 
@@ -365,12 +405,12 @@ def _emit_copy(place: int, instructions: Any, index: int) -> None:
 def _assign(nodes: Any, number: int, root: int, free: Any, freed: int, slots: int) -> Any:
     """Give a result its place; return how many slots are free, and how many there are."""
     if number == root:
-        nodes[number, _PLACE] = RESULT
+        nodes[number, PLACE] = RESULT
     elif freed:
         freed -= 1
-        nodes[number, _PLACE] = free[freed] << 2 | SLOT
+        nodes[number, PLACE] = free[freed] << 2 | SLOT
     else:
-        nodes[number, _PLACE] = slots << 2 | SLOT
+        nodes[number, PLACE] = slots << 2 | SLOT
         slots += 1
     return freed, slots
 
@@ -379,10 +419,10 @@ def _assign(nodes: Any, number: int, root: int, free: Any, freed: int, slots: in
 def _release(nodes: Any, number: int, arity: int, free: Any, freed: int) -> int:
     """Free the slots of the operands that are used for the last time."""
     for k in range(arity):
-        operand = nodes[number, _OPERAND + k]
-        nodes[operand, _USES] -= 1
-        place = nodes[operand, _PLACE]
-        if nodes[operand, _USES] == 0 and place & 3 == SLOT:
+        operand = nodes[number, OPERAND + k]
+        nodes[operand, USES] -= 1
+        place = nodes[operand, PLACE]
+        if nodes[operand, USES] == 0 and place & 3 == SLOT:
             free[freed] = place >> 2
             freed += 1
     return freed

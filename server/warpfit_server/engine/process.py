@@ -15,27 +15,43 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
 
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, InternalError, WarpfitError
+from warpfit.errors import CancelledError, DatasetNotFoundError, InternalError, WarpfitError
+from warpfit.fitting import FitProgress, FitRequest
 from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
+from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging
 from warpfit_server.segments import Segment
 
 _LOG: Final = logging.getLogger("warpfit.engine")
+#: Least time between two messages of progress.
+_PROGRESS_SECONDS: Final = 0.1
 
 
 class EngineProcess:
-    """State of the engine process: the engine and the threads of its lanes."""
+    """State of the engine process: the engine, its data sets and the threads of its lanes."""
 
-    def __init__(self, engine: Engine, channel: Channel, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        channel: Channel,
+        chunk_bytes: int,
+        cache_directory: Path | None = None,
+    ) -> None:
         self._engine = engine
+        self._cache_directory = cache_directory
+        self._datasets: dict[bytes, Dataset] = {}
         self._channel = channel
         self._chunk_bytes = chunk_bytes
         self._places = threading.Semaphore(engine.concurrency)
@@ -57,6 +73,7 @@ class EngineProcess:
                     self._load(message, descriptors)
                 case wire.Unload():
                     self._engine.unload(message.content_id)
+                    self._datasets.pop(message.content_id, None)
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
@@ -66,15 +83,16 @@ class EngineProcess:
         try:
             while True:
                 message, descriptors = lane.receive()
-                if not isinstance(message, wire.Evaluate):
+                if not isinstance(message, wire.Order):
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
+                problem = message.problem if isinstance(message, wire.Optimize) else message
                 if descriptors:
-                    segment = Segment(0, descriptors[0], message.size)
+                    segment = Segment(0, descriptors[0], problem.size)
                 if segment is None:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
                 with self._places:
-                    finished = self._evaluate(message, segment, lane)
-                if not message.keep:
+                    finished = self._perform(message, problem, segment, lane)
+                if not problem.keep:
                     segment.close()
                     segment = None
                 lane.send(finished)
@@ -93,14 +111,23 @@ class EngineProcess:
         error = None
         try:
             self._engine.load(dataset)
+            self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
             error = refused
         self._channel.send(wire.Loaded(message.content_id, error))
 
-    def _evaluate(self, message: wire.Evaluate, segment: Segment, lane: Channel) -> wire.Finished:
+    def _perform(
+        self, message: wire.Order, problem: wire.Evaluate, segment: Segment, lane: Channel
+    ) -> wire.Finished:
+        """Do one piece of work; return what to tell the front door."""
         started = time.monotonic_ns()
         try:
-            timings = self._run(message, segment, lane)
+            if problem.frame.flag(segment)[0]:
+                raise CancelledError("cancelled before it ran", "CANCELLED")
+            if isinstance(message, wire.Optimize):
+                timings = self._optimize(message, segment, lane)
+            else:
+                timings = self._evaluate(message, segment, lane)
         except WarpfitError as error:
             return wire.Finished(error=error)
         except EngineBrokenError:
@@ -113,28 +140,65 @@ class EngineProcess:
             return wire.Finished(
                 error=InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             )
-        return wire.Finished(replace(timings, queue=started - message.submitted))
+        return wire.Finished(replace(timings, queue=started - problem.submitted))
 
-    def _run(self, message: wire.Evaluate, segment: Segment, lane: Channel) -> Timings:
+    def _evaluate(self, message: wire.Evaluate, segment: Segment, lane: Channel) -> Timings:
         frame = message.frame
+        asked = _evaluation(message, segment)
         outputs = Outputs(
             values=frame.values_view(segment),
             losses=frame.losses_view(segment),
             cancelled=frame.flag(segment),
             ready=self._progress(message, lane),
+            gradients=frame.extra("gradients", segment),
+            jacobian=frame.jacobian_view(segment),
+            variable_gradients=frame.extra("variable_gradients", segment),
+            reductions=frame.extra("reductions", segment),
         )
-        if outputs.cancelled[0]:
-            raise CancelledError("cancelled before it ran", "CANCELLED")
-        evaluation = Evaluation(
-            dataset_id=message.dataset_id,
-            batch=frame.batch(segment),
-            rows=message.rows,
-            precision=message.precision,
-            loss=message.loss,
-            values=frame.values,
-            tier=message.tier,
+        evaluation, share = engine_share(asked, outputs)
+        timings = self._engine.evaluate(evaluation, share)
+        finish(
+            asked,
+            self._dataset(asked.dataset_id),
+            outputs,
+            share.moments,
+            frame.extra("scaling", segment),
+            frame.extra("correlations", segment),
         )
-        return self._engine.evaluate(evaluation, outputs)
+        return timings
+
+    def _optimize(self, message: wire.Optimize, segment: Segment, lane: Channel) -> Timings:
+        # Imported on first use, because importing it costs a start of the server some time.
+        from warpfit_server.fit.driver import Surroundings, optimize
+
+        problem = message.problem
+        frame = problem.frame
+        bounds: Any = {name: frame.extra(name, segment) for name in ("lower", "upper", "fixed")}
+        request = FitRequest(_evaluation(problem, segment), replace(message.settings, **bounds))
+        result = optimize(
+            request,
+            Surroundings(
+                engine=self._engine,
+                dataset=self._dataset(problem.dataset_id),
+                cancelled=frame.flag(segment),
+                deadline=message.deadline,
+                report=_fit_progress(message, lane),
+                cache_directory=self._cache_directory,
+            ),
+        )
+        for name in ("parameters", *FIT_CELLS, "standard_errors", "covariances"):
+            array = frame.extra(name, segment)
+            if array is not None:
+                np.copyto(array, getattr(result, name))
+        return result.timings
+
+    def _dataset(self, content_id: bytes) -> Dataset:
+        dataset = self._datasets.get(content_id)
+        if dataset is None:
+            raise DatasetNotFoundError(
+                "the data set is not loaded", "DATASET_NOT_FOUND", "Upload it again", "content_id"
+            )
+        return dataset
 
     def _progress(self, message: wire.Evaluate, lane: Channel) -> Callable[[int], None]:
         """Report progress when it frees at least one chunk of values for sending."""
@@ -150,6 +214,36 @@ class EngineProcess:
         return ready
 
 
+def _fit_progress(message: wire.Optimize, lane: Channel) -> Callable[[FitProgress], None] | None:
+    """Report progress a few times a second, if it is asked for."""
+    if not message.settings.progress:
+        return None
+    reported = time.monotonic()
+
+    def report(progress: FitProgress) -> None:
+        nonlocal reported
+        if time.monotonic() - reported >= _PROGRESS_SECONDS:
+            reported = time.monotonic()
+            lane.send(wire.FitProgressed(progress))
+
+    return report
+
+
+def _evaluation(message: wire.Evaluate, segment: Segment) -> Evaluation:
+    wishes: Any = dict.fromkeys(message.wishes, True)
+    return Evaluation(
+        dataset_id=message.dataset_id,
+        batch=message.frame.batch(segment),
+        rows=message.rows,
+        precision=message.precision,
+        loss=message.loss,
+        values=message.frame.values,
+        tier=message.tier,
+        custom_loss=message.custom_loss,
+        **wishes,
+    )
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run an engine: ``process.py DESCRIPTOR CONFIG``; the supervisor starts it like this."""
     descriptor, text = arguments
@@ -163,7 +257,7 @@ def main(arguments: Sequence[str]) -> None:
             device=config.device,
             cache_directory=config.cache_path,
         )
-        EngineProcess(engine, channel, config.chunk_bytes).run()
+        EngineProcess(engine, channel, config.chunk_bytes, config.cache_path).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     except WarpfitError as error:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
-from warpfit.ir import Batch
+from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnimplementedError
+from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.base import Device, EngineBrokenError, Outputs
+from warpfit_server.engine.base import Device, EngineBrokenError, Linearisation, Outputs
 from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -115,8 +116,10 @@ class CudaEngine:
             ResourceExhaustedError: if device memory is short, or the compiled tier was asked for
                 and cannot take the batch; the next evaluation works.
             EngineBrokenError: if the device reports an error, after which it answers no more.
+            UnimplementedError: for what this engine cannot do yet.
 
         """
+        _refuse_new_wishes(evaluation)
         resident = self._resident(evaluation.dataset_id)
         try:
             return self._evaluate(resident, evaluation, outputs)
@@ -124,6 +127,22 @@ class CudaEngine:
             if self._device.is_out_of_memory(error):
                 raise self._device.out_of_memory() from error
             raise EngineBrokenError(str(error)) from error
+
+    def linearise(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        curvature: bool,
+        cancelled: NDArray[np.uint8],
+    ) -> Linearisation:
+        """Refuse: see `base.Engine`.
+
+        Raises:
+            UnimplementedError: always.
+
+        """
+        raise _not_yet("derivatives")
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
@@ -183,6 +202,25 @@ class CudaEngine:
         if advice is Advice.COMPILED_IF_READY and self._compiled.ready(resident, evaluation):
             return Tier.COMPILED
         return Tier.INTERPRETER
+
+
+def _refuse_new_wishes(evaluation: Evaluation) -> None:
+    for what, wanted in (
+        ("derivatives", evaluation.differentiates),
+        ("reductions of values", evaluation.reductions),
+        ("linear scaling and correlation", evaluation.needs_moments),
+        ("losses of one's own", evaluation.custom_loss is not None),
+    ):
+        if wanted:
+            raise _not_yet(what)
+
+
+def _not_yet(what: str) -> UnimplementedError:
+    return UnimplementedError(
+        f"{what}: not available on the CUDA engine yet",
+        "ENGINE_CANNOT",
+        "Use a server started with --engine cpu",
+    )
 
 
 def _identity(evaluation: Evaluation) -> Hashable:

@@ -1,0 +1,192 @@
+"""Fits: requests on their way to the server, progress and results on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit import errors
+from warpfit.codec.answers import timings_from_message, timings_to_message
+from warpfit.codec.framing import enum_member, pack
+from warpfit.codec.requests import evaluation_from_message, evaluation_to_message, unpack
+from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method
+from warpfit.request import Evaluation
+from warpfit.v1 import evaluator_pb2 as pb
+
+_METHODS: Final = {
+    Method.AUTO: pb.METHOD_AUTO,
+    Method.LM: pb.METHOD_LM,
+    Method.BFGS: pb.METHOD_BFGS,
+}
+_TOLERANCES: Final = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
+_SWITCHES: Final = ("all_starts", "standard_errors", "covariance", "partial", "progress")
+#: Arrays of a request, one number for each parameter of each program.
+_BOUNDS: Final = {"lower": "<f8", "upper": "<f8", "fixed": "u1"}
+#: Arrays of a result.
+_ARRAYS: Final = {
+    "parameters": "<f8",
+    "losses": "<f8",
+    "initial_losses": "<f8",
+    "iterations": "<u4",
+    "evaluations": "<u4",
+    "reasons": "u1",
+    "starts": "<u4",
+}
+_MOST_ITERATIONS: Final = 2**32 - 1
+
+
+def fit_to_message(request: FitRequest) -> pb.OptimizeRequest:
+    """Encode a fit."""
+    settings = request.settings
+    bounds = {name: getattr(settings, name) for name in _BOUNDS}
+    packed: Any = {
+        name: pack(array, _BOUNDS[name]) for name, array in bounds.items() if array is not None
+    }
+    return pb.OptimizeRequest(
+        problem=evaluation_to_message(request.problem),
+        method=_METHODS[settings.method],
+        max_iterations=min(settings.max_iterations, _MOST_ITERATIONS),
+        **{name: getattr(settings, name) for name in _TOLERANCES},
+        **{name: getattr(settings, name) for name in _SWITCHES},
+        **packed,
+    )
+
+
+def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
+    """Decode a fit; `FitRequest.check` must follow.
+
+    Raises:
+        InvalidArgumentError: if a field cannot be decoded.
+
+    """
+    bounds: dict[str, Any] = {
+        name: unpack(getattr(message, name), dtype, name) if getattr(message, name) else None
+        for name, dtype in _BOUNDS.items()
+    }
+    if bounds["fixed"] is not None:
+        bounds["fixed"] = bounds["fixed"] != 0
+    tolerances: Any = {
+        name: getattr(message, name) if message.HasField(name) else None for name in _TOLERANCES
+    }
+    settings = FitSettings(
+        method=enum_member(_METHODS, message.method, "method"),
+        max_iterations=message.max_iterations,
+        **tolerances,
+        **bounds,
+        **{name: getattr(message, name) for name in _SWITCHES},
+    )
+    return FitRequest(_problem(message), settings)
+
+
+def _problem(message: pb.OptimizeRequest) -> Evaluation:
+    return replace(
+        evaluation_from_message(message.problem),
+        values=False,
+        gradient=False,
+        jacobian=False,
+        variable_gradient=False,
+        reductions=False,
+        linear_scaling=False,
+        correlation=False,
+    )
+
+
+def progress_to_bytes(progress: FitProgress) -> bytes:
+    """Serialize a message with progress."""
+    return pb.OptimizeResponse(
+        progress=pb.FitProgress(
+            iterations=progress.iterations, active=progress.active, searches=progress.searches
+        )
+    ).SerializeToString()
+
+
+def fit_to_bytes(result: FitResult) -> bytes:
+    """Serialize the message with the result."""
+    message = pb.FitResult(
+        timings=timings_to_message(result.timings),
+        **{name: pack(getattr(result, name), dtype) for name, dtype in _ARRAYS.items()},
+    )
+    for name in ("standard_errors", "covariances"):
+        array = getattr(result, name)
+        if array is not None:
+            setattr(message, name, pack(array, "<f8"))
+    return pb.OptimizeResponse(result=message).SerializeToString()
+
+
+def fit_answer_from_bytes(data: bytes) -> pb.OptimizeResponse:
+    """Parse one message of an answer to Optimize."""
+    return pb.OptimizeResponse.FromString(data)
+
+
+class FitAssembler:
+    """Collects the messages of one answer to Optimize."""
+
+    def __init__(
+        self, request: FitRequest, report: Callable[[FitProgress], None] | None = None
+    ) -> None:
+        """Take the request that is answered, and whom to tell of progress."""
+        self._request = request
+        self._report = report
+        self._result: FitResult | None = None
+
+    def add(self, message: pb.OptimizeResponse) -> None:
+        """Take the next message.
+
+        Raises:
+            InternalError: if the server breaks the contract.
+
+        """
+        if message.HasField("progress") and self._report is not None:
+            progress = message.progress
+            self._report(FitProgress(progress.iterations, progress.active, progress.searches))
+        if message.HasField("result"):
+            self._result = self._read(message.result)
+
+    def result(self) -> FitResult:
+        """Finish.
+
+        Raises:
+            InternalError: if the result never came.
+
+        """
+        if self._result is None:
+            raise _broken_answer("has no result")
+        return self._result
+
+    def _read(self, message: pb.FitResult) -> FitResult:
+        batch, vectors = self._request.problem.batch, self._request.vectors
+        counts = batch.parameter_counts.astype(np.int64)
+        total = vectors * int(counts.sum())
+        arrays = {
+            name: _array(
+                getattr(message, name),
+                dtype,
+                (total,) if name == "parameters" else (len(batch), vectors),
+            )
+            for name, dtype in _ARRAYS.items()
+        }
+        if not ((arrays["reasons"] > 0) & (arrays["reasons"] <= len(REASONS))).all():
+            raise _broken_answer("has an unknown reason")
+        settings, squares = self._request.settings, vectors * int(np.square(counts).sum())
+        errors_, covariances = message.standard_errors, message.covariances
+        return FitResult(
+            **arrays,
+            standard_errors=_array(errors_, "<f8", (total,)) if settings.standard_errors else None,
+            covariances=_array(covariances, "<f8", (squares,)) if settings.covariance else None,
+            timings=timings_from_message(message.timings),
+        )
+
+
+def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    try:
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    except ValueError as error:
+        raise _broken_answer(f"has {len(data)} bytes where {shape} numbers belong") from error
+
+
+def _broken_answer(what: str) -> errors.InternalError:
+    return errors.InternalError(f"the server's answer {what}", "BROKEN_ANSWER")

@@ -1,0 +1,99 @@
+"""Values together with derivatives, in NumPy: forward differentiation by the operator table.
+
+Kinks, and products with a factor of 0, are those of `warpfit.ops`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, PARAMETER, VARIABLE, Operator
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dual:
+    """A value [rows] and its derivatives by the index of what it is differentiated by."""
+
+    value: Floats
+    slopes: dict[int, Floats]
+
+
+def differentiate(
+    program: Program, variables: ArrayLike, parameters: ArrayLike = (), *, by: int = PARAMETER
+) -> tuple[Floats, Floats]:
+    """Compute the values of a program and their derivatives.
+
+    Args:
+        program: the expression.
+        variables: [variables, rows].
+        parameters: [parameters].
+        by: PARAMETER or VARIABLE, the leaves to differentiate by.
+
+    Returns:
+        Values [rows] and derivatives [parameters or variables, rows], float64.
+
+    """
+    columns = np.asarray(variables, dtype=np.float64)
+    vector = np.asarray(parameters, dtype=np.float64)
+    rows = columns.shape[1:]
+
+    def leaf(code: int, value: float) -> _Dual:
+        if code == CONSTANT:
+            return _Dual(np.full(rows, value), {})
+        index = int(value)
+        number = columns[index] if code == VARIABLE else np.full(rows, vector[index])
+        return _Dual(number, {index: np.ones(rows)} if code == by else {})
+
+    with np.errstate(all="ignore"):
+        result = program.fold(leaf, _apply)
+    slopes = np.zeros((len(vector) if by == PARAMETER else len(columns), *rows))
+    for index, slope in result.slopes.items():
+        slopes[index] = slope
+    return result.value, slopes
+
+
+def _apply(operator: Operator, operands: list[_Dual]) -> _Dual:
+    values = [operand.value for operand in operands]
+    result = np.asarray(operator.numpy(*values), dtype=np.float64)
+    names = dict(zip(operator.operands, values, strict=True)) | {"r": result}
+    slopes: dict[int, Floats] = {}
+    for operand, code in zip(operands, _partials(operator.derivative), strict=True):
+        if operand.slopes:
+            partial = eval(code, {"__builtins__": {}, **_FUNCTIONS}, names)
+            for index, slope in operand.slopes.items():
+                passes = (partial != 0) & (slope != 0)
+                slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
+    return _Dual(result, slopes)
+
+
+@cache
+def _partials(texts: tuple[str, ...]) -> tuple[CodeType, ...]:
+    return tuple(compile(text, "derivative", "eval") for text in texts)
+
+
+#: The kernel language of `warpfit.ops` in NumPy.
+_FUNCTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **{name: getattr(np, name) for name in ("sqrt", "cbrt", "exp", "expm1", "log", "log1p")},
+        **{name: getattr(np, name) for name in ("log2", "log10", "hypot", "sin", "cos", "tan")},
+        **{name: getattr(np, name) for name in ("sinh", "cosh", "tanh", "floor", "ceil", "abs")},
+        "asin": np.arcsin,
+        "acos": np.arccos,
+        "atan": np.arctan,
+        "atan2": np.arctan2,
+        "pow": np.power,
+        "erf": np.vectorize(math.erf, otypes=[np.float64]),
+        "select": np.where,
+    }
+)

@@ -1,0 +1,153 @@
+"""From what callers pass to `optimize` to a checked fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from warpfit.arguments import (
+    Parameters,
+    Rows,
+    as_batch,
+    as_entries,
+    as_member,
+    as_row_range,
+    is_single,
+)
+from warpfit.data import Data
+from warpfit.errors import InvalidArgumentError
+from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
+from warpfit.ir import Batch
+from warpfit.losses import Loss, LossFunction, as_loss
+from warpfit.request import Evaluation, Precision, Tier
+
+#: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
+#: expression; a single expression's entry may stand alone.
+EachParameter: TypeAlias = float | Sequence[ArrayLike | None] | ArrayLike | None
+
+
+class FitOptions(TypedDict, total=False):
+    """Keywords of `optimize`."""
+
+    loss: Loss | LossFunction | str
+    """What to minimise (r2 is maximised): as in `evaluate`; "mse" by default."""
+    method: Method | str
+    """``"auto"`` (default), ``"lm"`` or ``"bfgs"``; see `warpfit.Method`."""
+    max_iterations: int
+    """Most iterations of each search; 50 by default."""
+    gradient_tolerance: float | None
+    """See `warpfit.fitting.Tolerances`, as the next two; 0 switches a test off, None (default)
+    means 1e-6 for float32 data and 1e-8 for float64."""
+    step_tolerance: float | None
+    loss_tolerance: float | None
+    bounds: tuple[EachParameter, EachParameter] | None
+    """Least and greatest value: each a number for all parameters, or an entry for each
+    expression (a number, one number for each of its parameters, or None)."""
+    fixed: EachParameter
+    """Parameters that keep their start: for each expression one truth value for each parameter."""
+    all_starts: bool
+    """Return the outcome of every start vector, on a leading axis, instead of the best."""
+    standard_errors: bool
+    covariance: bool
+    rows: Rows
+    """slice or (start, stop) of consecutive rows; None for all."""
+    precision: Precision | str
+    tier: Tier | str
+    partial: bool
+    """Return what has been reached when ``timeout`` is about to pass, instead of failing."""
+    progress: Callable[[FitProgress], None] | None
+    """Called a few times a second while the searches run."""
+    timeout: float | None
+    """Seconds for the whole call; None for no limit."""
+
+
+def build_fit(
+    data: Data, expressions: Any, parameters: Parameters, options: FitOptions
+) -> FitRequest:
+    """Turn a caller's arguments into a fit; the server checks its tokens.
+
+    Raises:
+        InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
+        ParseError: for the text of an expression.
+
+    """
+    programs, single = as_batch(expressions, data.names), is_single(expressions)
+    entries = as_entries(parameters, single=single, programs=len(programs))
+    batch = Batch.of(programs, entries)
+    loss = as_loss(options.get("loss", Loss.MSE))
+    problem = Evaluation(
+        dataset_id=data.content_id,
+        batch=batch,
+        rows=as_row_range(options.get("rows"), data.layout.rows),
+        precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
+        loss=loss if isinstance(loss, Loss) else None,
+        values=False,
+        tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
+        custom_loss=loss if isinstance(loss, LossFunction) else None,
+    )
+    request = FitRequest(problem, _settings(batch.parameter_counts, single, options))
+    request.check_options(data.layout)
+    return request
+
+
+def _settings(counts: NDArray[np.uint32], single: bool, options: FitOptions) -> FitSettings:
+    lower, upper = options.get("bounds") or (None, None)
+    fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
+    return FitSettings(
+        method=as_member(Method, options.get("method", Method.AUTO), "method"),
+        max_iterations=int(options.get("max_iterations", 50)),
+        gradient_tolerance=options.get("gradient_tolerance"),
+        step_tolerance=options.get("step_tolerance"),
+        loss_tolerance=options.get("loss_tolerance"),
+        lower=_flat(lower, counts, single, "bounds", -np.inf),
+        upper=_flat(upper, counts, single, "bounds", np.inf),
+        fixed=None if fixed is None else fixed != 0.0,
+        all_starts=bool(options.get("all_starts")),
+        standard_errors=bool(options.get("standard_errors")),
+        covariance=bool(options.get("covariance")),
+        partial=bool(options.get("partial")),
+        progress=options.get("progress") is not None,
+    )
+
+
+def _flat(
+    given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
+) -> NDArray[np.float64] | None:
+    """One number for each parameter of each program, [sum(counts)]; None for nothing given."""
+    if given is None:
+        return None
+    if np.isscalar(given):
+        return np.full(int(counts.sum()), float(given))  # type: ignore[arg-type]
+    entries = list(given) if isinstance(given, Iterable) else [given]
+    if len(counts) == 1 and (single or all(e is None or np.isscalar(e) for e in entries)):
+        entries = [given]
+    if len(entries) != len(counts):
+        raise InvalidArgumentError(
+            f"{name} has {len(entries)} entries for {len(counts)} expressions",
+            "LENGTH_MISMATCH",
+            "Give one number for all parameters, or an entry for each expression",
+            name,
+        )
+    pieces = [
+        _piece(entry, int(count), name, otherwise)
+        for entry, count in zip(entries, counts.tolist(), strict=True)
+    ]
+    return np.concatenate(pieces)
+
+
+def _piece(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
+    if entry is None:
+        return np.full(count, otherwise)
+    try:
+        values = [otherwise if value is None else value for value in np.ravel(entry).tolist()]
+        return np.broadcast_to(np.asarray(values, dtype=np.float64), (count,)).copy()
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{name} has {np.size(entry)} numbers for an expression with {count} parameters",
+            "LENGTH_MISMATCH",
+            "Give one number for each parameter of the expression, or one for all",
+            name,
+        ) from error

@@ -1,0 +1,266 @@
+"""What a fit asks for, and what comes back: the types of Optimize."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.losses import LossFunction
+from warpfit.request import Evaluation, Timings
+
+if TYPE_CHECKING:
+    from warpfit.dataset import Layout
+
+
+class Method(StrEnum):
+    """How parameters are searched for."""
+
+    AUTO = "auto"
+    """LM for losses of squared differences, BFGS for the others."""
+    LM = "lm"
+    """Levenberg-Marquardt with Marquardt's scaling and gain-ratio damping (Madsen, Nielsen and
+    Tingleff 2004); for losses of squared differences."""
+    BFGS = "bfgs"
+    """Quasi-Newton with the update of Broyden, Fletcher, Goldfarb and Shanno and a weak Wolfe
+    line search (Lewis and Overton 2013); for every loss."""
+
+
+class Reason(StrEnum):
+    """Why a search ended."""
+
+    GRADIENT = "gradient"
+    """The gradient is as small as the tolerance asks, or there is nothing to fit."""
+    STEP = "step"
+    """The next step would be smaller than the tolerance, or no step makes the loss less."""
+    LOSS = "loss"
+    """The last step changed the loss by less than the tolerance."""
+    ITERATIONS = "iterations"
+    """The iterations are used up."""
+    DEADLINE = "deadline"
+    """The time is used up; these are the best parameters until then."""
+    NOT_FINITE = "not_finite"
+    """Loss or derivatives at the start are NaN or infinite; the parameters are the start."""
+
+    @property
+    def converged(self) -> bool:
+        """Whether the search ended by itself, not for want of iterations, time or numbers."""
+        return self in (Reason.GRADIENT, Reason.STEP, Reason.LOSS)
+
+
+#: Reasons in the order of their wire codes, from 1.
+REASONS: Final = tuple(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """When a search has converged; 0 switches a test off."""
+
+    gradient: float
+    """Of the largest cosine between the residuals and a column of their Jacobian (LM), or of the
+    largest derivative times its parameter, relative to the loss (BFGS)."""
+    step: float
+    """Of the length of a step relative to the length of the parameter vector."""
+    loss: float
+    """Of the change of the loss in one step relative to the loss."""
+
+    @classmethod
+    def of(cls, dtype: np.dtype[Any]) -> Tolerances:
+        """Choose the default for data of a type: 1e-6 in float32, 1e-8 in float64."""
+        usual = 1e-6 if dtype.itemsize == 4 else 1e-8
+        return cls(usual, usual, usual)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitSettings:
+    """How to fit; arrays are laid out as the parameters of one vector: [sum(counts)]."""
+
+    method: Method = Method.AUTO
+    max_iterations: int = 50
+    """Most steps tried in one search."""
+    gradient_tolerance: float | None = None
+    """None for the default of the data's type; see `Tolerances`."""
+    step_tolerance: float | None = None
+    loss_tolerance: float | None = None
+    lower: NDArray[np.float64] | None = None
+    """Least value of each parameter, may be -inf; None for no bounds."""
+    upper: NDArray[np.float64] | None = None
+    """Greatest value of each parameter, may be inf; None for no bounds."""
+    fixed: NDArray[np.bool_] | None = None
+    """Parameters that stay at their start; None for none."""
+    all_starts: bool = False
+    """Whether the outcome of each start is wanted, not of the best one alone."""
+    standard_errors: bool = False
+    covariance: bool = False
+    partial: bool = False
+    """Whether a search that the call's deadline cuts short is an answer, not an error."""
+    progress: bool = False
+    """Whether the answer tells, while the searches go on, how far they are."""
+
+    def tolerances(self, dtype: np.dtype[Any]) -> Tolerances:
+        """Tolerances, with the defaults of the data's type where none are given."""
+        usual = Tolerances.of(dtype)
+        return Tolerances(
+            *(
+                default if given is None else given
+                for given, default in (
+                    (self.gradient_tolerance, usual.gradient),
+                    (self.step_tolerance, usual.step),
+                    (self.loss_tolerance, usual.loss),
+                )
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitRequest:
+    """One call of Optimize."""
+
+    problem: Evaluation
+    """Data set, rows, programs with their K start vectors, precision, tier and loss."""
+    settings: FitSettings = field(default_factory=FitSettings)
+
+    @property
+    def method(self) -> Method:
+        """Method that is used, never AUTO."""
+        if self.settings.method != Method.AUTO:
+            return self.settings.method
+        return Method.LM if self.loss.is_squares else Method.BFGS
+
+    @property
+    def loss(self) -> LossFunction:
+        """Row loss and closing; the request has been checked."""
+        loss = self.problem.loss_function
+        if loss is None:
+            raise InvalidArgumentError(
+                "a fit needs a loss", "LOSS_MISSING", "Give one, such as mse", "loss"
+            )
+        return loss
+
+    @property
+    def vectors(self) -> int:
+        """Number of outcomes for each program: K or 1."""
+        return self.problem.batch.vectors if self.settings.all_starts else 1
+
+    def check(self, layout: Layout) -> None:
+        """Check the whole request against the data set that it names.
+
+        Raises:
+            InvalidArgumentError: for settings that are wrong or do not fit together.
+            ProgramError: for the first bad token.
+
+        """
+        self.check_options(layout)
+        self.problem.batch.check(layout.variables)
+
+    def check_options(self, layout: Layout) -> None:
+        """Check everything but the tokens.
+
+        Raises:
+            InvalidArgumentError: for settings that are wrong or do not fit together.
+
+        """
+        self.problem.check_options(layout)
+        squares = self.loss.is_squares
+        if self.settings.method == Method.LM and not squares:
+            raise InvalidArgumentError(
+                "Levenberg-Marquardt minimises squared differences, and the loss is another",
+                "METHOD_UNSUITABLE",
+                "Use method bfgs or auto, or one of sse, mse, rmse, nmse, r2",
+                "method",
+            )
+        if (self.settings.covariance or self.settings.standard_errors) and not squares:
+            raise InvalidArgumentError(
+                "covariances are estimated for losses of squared differences only",
+                "COVARIANCE_UNDEFINED",
+                "Use sse, mse, rmse, nmse or r2, or leave them out",
+                "covariance",
+            )
+        self._check_numbers()
+        self._check_bounds()
+
+    def _check_numbers(self) -> None:
+        settings = self.settings
+        if settings.max_iterations < 0:
+            raise _bad_setting("max_iterations", settings.max_iterations, "a number from 0")
+        for name in ("gradient_tolerance", "step_tolerance", "loss_tolerance"):
+            value = getattr(settings, name)
+            if value is not None and not 0.0 <= value < np.inf:
+                raise _bad_setting(name, value, "a number from 0, or none for the default")
+
+    def _check_bounds(self) -> None:
+        settings, batch = self.settings, self.problem.batch
+        total = int(batch.parameter_counts.sum(dtype=np.int64))
+        for name in ("lower", "upper", "fixed"):
+            array = getattr(settings, name)
+            if array is not None and array.shape != (total,):
+                raise InvalidArgumentError(
+                    f"{name} holds {array.size} numbers for {total} parameters",
+                    "LENGTH_MISMATCH",
+                    "Give one number for each parameter of each program",
+                    name,
+                )
+        # Nothing as long as the counts claim is allocated: they have not been checked yet.
+        lower = np.float64(-np.inf) if settings.lower is None else settings.lower
+        upper = np.float64(np.inf) if settings.upper is None else settings.upper
+        bad = ~np.atleast_1d(lower <= upper)
+        if bad.any():
+            index = int(bad.argmax())
+            starts = np.cumsum(batch.parameter_counts, dtype=np.int64)
+            program = int(np.searchsorted(starts, index, side="right"))
+            raise InvalidArgumentError(
+                f"parameter {index} of the batch has a lower bound above its upper bound",
+                "BAD_BOUNDS",
+                "Give lower <= upper, with -inf and inf for no bound",
+                "lower",
+                program,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FitProgress:
+    """How far the searches of one call are."""
+
+    iterations: int
+    """Steps tried by the searches that are not finished."""
+    active: int
+    """Searches that are not finished."""
+    searches: int
+    """All searches: programs times starts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FitResult:
+    """Answer of Optimize in the memory order of the wire; V is K if all starts are wanted, else 1.
+
+    Arrays laid out as `Batch.parameters` hold, for each program in turn, V vectors of its
+    parameter count.
+    """
+
+    parameters: NDArray[np.float64]
+    """Laid out as `Batch.parameters` with V vectors."""
+    losses: NDArray[np.float64]
+    """At ``parameters``, [programs, V]."""
+    initial_losses: NDArray[np.float64]
+    """At the start that led to ``parameters``, [programs, V]."""
+    iterations: NDArray[np.uint32]
+    """Steps tried, [programs, V]."""
+    evaluations: NDArray[np.uint32]
+    """Evaluations of loss and derivatives, [programs, V]."""
+    reasons: NDArray[np.uint8]
+    """Index into `REASONS` plus 1, [programs, V]."""
+    starts: NDArray[np.uint32]
+    """Index of the start, [programs, V]."""
+    standard_errors: NDArray[np.float64] | None = None
+    """Laid out as ``parameters``; None if not asked for."""
+    covariances: NDArray[np.float64] | None = None
+    """For each program and vector in turn a matrix [n, n]; flat; None if not asked for."""
+    timings: Timings = field(default_factory=Timings)
+
+
+def _bad_setting(name: str, value: float, wanted: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name} is {value}", "BAD_SETTING", f"Give {wanted}", name)

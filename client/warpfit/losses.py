@@ -1,0 +1,364 @@
+"""Losses: what is summed over the rows, and what the sum becomes.
+
+Every loss is a *row loss*, a `Program` over three variables (0 the prediction f, 1 the target y,
+2 the weight w) without parameters, and a *closing*, which turns the sum of the row losses into the
+loss. Engines see the row loss alone. A row loss that does not mention w counts each row w times.
+
+A loss of one's own is written in the language of the expressions::
+
+    huber = LossFunction.parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)")
+
+with ``f`` (or ``prediction``), ``y`` (or ``target``), ``w`` (or ``weight``), and ``d`` for f - y.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.ir import Program
+from warpfit.ops import VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from warpfit.dataset import Dataset
+    from warpfit.ops import Operator
+
+Floats: TypeAlias = NDArray[np.float64]
+
+#: Variables of a row loss, by index.
+PREDICTION: Final = 0
+TARGET: Final = 1
+WEIGHT: Final = 2
+#: Names in the text of a loss; the last one is the difference, which is no variable.
+_NAMES: Final = ("f", "y", "w", "prediction", "target", "weight", "d")
+
+
+class Loss(StrEnum):
+    """Loss of predictions f against the target y with weights w (1 without weights).
+
+    Computed in float64 whatever the data's type; in fast mode a GPU thread may add up its own rows
+    in float32. NaN in any used row makes the loss NaN, also
+    where the weight is 0.
+    """
+
+    SSE = "sse"
+    """Sum of w (f - y)^2."""
+    MSE = "mse"
+    """SSE divided by the sum of w."""
+    RMSE = "rmse"
+    """Square root of MSE."""
+    MAE = "mae"
+    """Sum of w |f - y| divided by the sum of w."""
+    R2 = "r2"
+    """1 - SSE / sum of w (y - m)^2, where m is the weighted mean of y; a score: 1 is best."""
+    NMSE = "nmse"
+    """SSE / sum of w (y - m)^2, that is 1 - R2."""
+
+
+class Closing(StrEnum):
+    """What the sum S of the row losses becomes; W is the sum of the weights."""
+
+    SUM = "sum"
+    """S."""
+    MEAN = "mean"
+    """S / W."""
+    ROOT = "root"
+    """sqrt(S / W)."""
+    RELATIVE = "relative"
+    """S / sum of w (y - m)^2, where m is the weighted mean of y."""
+    SCORE = "score"
+    """1 - RELATIVE; the best is the highest."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """A row loss and its closing.
+
+    Raises:
+        InvalidArgumentError: if the row loss has parameters or more than three variables.
+
+    """
+
+    row: Program
+    """Row loss over variables 0 (prediction), 1 (target) and 2 (weight)."""
+    closing: Closing = Closing.MEAN
+
+    def __post_init__(self) -> None:
+        """Check what the row loss refers to."""
+        if self.row.parameters or self.row.variables > len((PREDICTION, TARGET, WEIGHT)):
+            raise InvalidArgumentError(
+                f"the row loss {self.row} refers to more than prediction, target and weight",
+                "BAD_LOSS",
+                f"Use the names {', '.join(_NAMES)}, and numbers instead of parameters",
+                "loss",
+            )
+
+    @classmethod
+    def parse(cls, text: str, closing: Closing | str = Closing.MEAN) -> LossFunction:
+        """Read a row loss: ``parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)")``.
+
+        Args:
+            text: an expression over ``f``, ``y``, ``w`` and ``d``, as the module says.
+            closing: ``"mean"`` (default, over the weights), ``"sum"`` or another `Closing`.
+
+        Raises:
+            ParseError: if the text is no expression.
+            InvalidArgumentError: if it has parameters, or the closing is not known.
+
+        """
+        from warpfit.parse import parse
+
+        return cls(_with_difference(parse(text, _NAMES)), as_closing(closing))
+
+    @property
+    def mentions_weight(self) -> bool:
+        """Whether the row loss uses w itself, so that the engine must not multiply by it."""
+        return mentions_weight(self.row)
+
+    @property
+    def is_squares(self) -> bool:
+        """Whether the row loss is (f - y)^2, which Levenberg-Marquardt and scaling need."""
+        power = Program.apply("pow", DIFFERENCE, Program.constant(2.0))
+        return self.row in (SQUARES, power, Program.apply("mul", DIFFERENCE, DIFFERENCE))
+
+    @property
+    def is_score(self) -> bool:
+        """Whether the best value is the highest."""
+        return self.closing is Closing.SCORE
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStatistics:
+    """What closings need to know about target and weights over the used rows."""
+
+    weight: float
+    """Sum of the weights."""
+    variation: float
+    """Sum of w (y - m)^2, where m is the weighted mean of y."""
+
+    @classmethod
+    def of(cls, target: NDArray[np.floating], weights: NDArray[np.floating] | None) -> Self:
+        """Compute from target [rows] and weights [rows], in float64."""
+        y = np.asarray(target, dtype=np.float64)
+        with np.errstate(all="ignore"):
+            if weights is None:
+                return cls(float(len(y)), float(np.square(y - y.mean()).sum()))
+            w = np.asarray(weights, dtype=np.float64)
+            total = w.sum()
+            mean = (w * y).sum() / total
+            return cls(float(total), float((w * np.square(y - mean)).sum()))
+
+    @classmethod
+    def of_rows(cls, dataset: Dataset, rows: slice) -> Self:
+        """Compute from rows of a data set that has a target."""
+        assert dataset.target is not None  # the request was checked
+        weights = None if dataset.weights is None else dataset.weights[rows]
+        return cls.of(dataset.target[rows], weights)
+
+
+def mentions_weight(row_loss: Program) -> bool:
+    """Whether a row loss uses w itself, so that the engine must not multiply by it."""
+    return bool(np.any((row_loss.codes == VARIABLE) & (row_loss.values == WEIGHT)))
+
+
+def close_losses(closing: Closing, sums: Floats, statistics: TargetStatistics) -> Floats:
+    """Turn sums of row losses into losses, element by element."""
+    with np.errstate(all="ignore"):
+        if closing is Closing.SUM:
+            return sums
+        if closing is Closing.MEAN:
+            return np.asarray(sums / statistics.weight)
+        if closing is Closing.ROOT:
+            return np.asarray(np.sqrt(sums / statistics.weight))
+        relative = np.asarray(sums / statistics.variation)
+        return relative if closing is Closing.RELATIVE else 1.0 - relative
+
+
+def close_gradients(
+    closing: Closing, gradients: Floats, losses: Floats, statistics: TargetStatistics
+) -> Floats:
+    """Turn derivatives of sums into derivatives of losses.
+
+    Args:
+        closing: of the loss.
+        gradients: derivatives of the sums, any shape.
+        losses: the closed loss that belongs to each derivative, broadcast against ``gradients``.
+        statistics: of the target.
+
+    Returns:
+        An array like ``gradients``; ROOT has derivative 0 at loss 0, which is a kink.
+
+    """
+    with np.errstate(all="ignore"):
+        if closing is Closing.SUM:
+            return gradients
+        if closing is Closing.MEAN:
+            return np.asarray(gradients / statistics.weight)
+        if closing is Closing.ROOT:
+            slopes = gradients / (2.0 * statistics.weight * losses)
+            return np.where(losses == 0.0, 0.0, slopes)
+        relative = np.asarray(gradients / statistics.variation)
+        return relative if closing is Closing.RELATIVE else -relative
+
+
+# ----------------------------------------------------------------------------------- built-in
+
+
+def _with_difference(program: Program) -> Program:
+    """Replace the aliases by the three variables, and ``d`` by f - y."""
+
+    def leaf(code: int, value: float) -> Program:
+        if code != VARIABLE:
+            return Program([code], [value])
+        index = int(value)
+        if index == len(_NAMES) - 1:
+            return DIFFERENCE
+        return Program.variable(index % 3 if index < len(_NAMES) else index)
+
+    def operator(row: Operator, operands: list[Program]) -> Program:
+        return Program.apply(row, *operands)
+
+    return program.fold(leaf, operator)
+
+
+#: Prediction minus target, and the row losses of the six losses of `Loss`.
+DIFFERENCE: Final = Program.apply("sub", Program.variable(PREDICTION), Program.variable(TARGET))
+SQUARES: Final = Program.apply("square", DIFFERENCE)
+ABSOLUTE: Final = Program.apply("abs", DIFFERENCE)
+
+#: Each `Loss` as a row loss and a closing.
+BUILT_IN: Final[Mapping[Loss, LossFunction]] = MappingProxyType(
+    {
+        Loss.SSE: LossFunction(SQUARES, Closing.SUM),
+        Loss.MSE: LossFunction(SQUARES, Closing.MEAN),
+        Loss.RMSE: LossFunction(SQUARES, Closing.ROOT),
+        Loss.MAE: LossFunction(ABSOLUTE, Closing.MEAN),
+        Loss.R2: LossFunction(SQUARES, Closing.SCORE),
+        Loss.NMSE: LossFunction(SQUARES, Closing.RELATIVE),
+    }
+)
+
+
+def huber(delta: float = 1.0) -> LossFunction:
+    """Mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2) (Huber 1964)."""
+    _require_positive(delta, "delta")
+    text = f"where(abs(d) <= {delta!r}, 0.5*square(d), {delta!r}*(abs(d) - {delta / 2!r}))"
+    return LossFunction.parse(text)
+
+
+def log_cosh() -> LossFunction:
+    """Mean of log cosh d, written so that it does not overflow."""
+    return LossFunction.parse(f"abs(d) + log1p(exp(-2*abs(d))) - {math.log(2.0)!r}")
+
+
+def quantile(q: float = 0.5) -> LossFunction:
+    """Mean of q (y - f) where y >= f, else (1 - q) (f - y): fits the q-quantile of the target."""
+    if not 0.0 < q < 1.0:
+        raise InvalidArgumentError(
+            f"q is {q}", "BAD_LOSS", "Give a number between 0 and 1, both excluded", "q"
+        )
+    return LossFunction.parse(f"where(d <= 0, {-q!r}*d, {1.0 - q!r}*d)")
+
+
+def poisson(*, log: bool = False) -> LossFunction:
+    """Sum of f - y log f: Poisson's negative log likelihood of counts y, up to a constant.
+
+    Args:
+        log: whether the prediction is the logarithm of the mean; the sum is then exp(f) - y f.
+
+    """
+    return LossFunction.parse("exp(f) - y*f" if log else "f - y*log(f)", Closing.SUM)
+
+
+def gaussian(sigma: float | None = None) -> LossFunction:
+    """Sum of (d / s)^2 / 2 + log s + log(2 pi) / 2: Gauss's negative log likelihood.
+
+    Args:
+        sigma: standard deviation s of every row; None takes the weight as 1 / s^2.
+
+    """
+    constant = math.log(2.0 * math.pi) / 2.0
+    if sigma is None:
+        return LossFunction.parse(f"0.5*(w*square(d) - log(w)) + {constant!r}", Closing.SUM)
+    _require_positive(sigma, "sigma")
+    constant += math.log(sigma)
+    return LossFunction.parse(f"{0.5 / sigma**2!r}*square(d) + {constant!r}", Closing.SUM)
+
+
+#: Losses by name, beside those of `Loss`; made with their default settings.
+BY_NAME: Final[Mapping[str, Callable[[], LossFunction]]] = MappingProxyType(
+    {
+        "huber": huber,
+        "log_cosh": log_cosh,
+        "quantile": quantile,
+        "poisson": poisson,
+        "gaussian": gaussian,
+    }
+)
+
+
+def as_function(loss: Loss | LossFunction) -> LossFunction:
+    """Row loss and closing of any loss."""
+    return BUILT_IN[loss] if isinstance(loss, Loss) else loss
+
+
+def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
+    """Understand what a caller gives as a loss.
+
+    Args:
+        given: a loss, its name, or the text of a row loss, which is then averaged.
+
+    Raises:
+        ParseError: for a text that is no expression.
+        InvalidArgumentError: for a name that is not known.
+
+    """
+    if isinstance(given, LossFunction):
+        return given
+    if given in Loss.__members__.values():
+        return Loss(given)
+    if given in BY_NAME:
+        return BY_NAME[given]()
+    if not given.isidentifier():
+        return LossFunction.parse(given)
+    raise InvalidArgumentError(
+        f"loss {given!r} is not known",
+        "BAD_ENUM",
+        f"Use one of {', '.join([*Loss, *BY_NAME])}, a warpfit.LossFunction, "
+        "or a text such as 'abs(d)^1.5'",
+        "loss",
+    )
+
+
+def as_closing(given: Closing | str) -> Closing:
+    """Understand what a caller gives as a closing.
+
+    Raises:
+        InvalidArgumentError: if it is not known.
+
+    """
+    try:
+        return Closing(given)
+    except ValueError:
+        raise InvalidArgumentError(
+            f"closing {given!r} is not known",
+            "BAD_ENUM",
+            f"Use one of: {', '.join(Closing)}",
+            "closing",
+        ) from None
+
+
+def _require_positive(value: float, name: str) -> None:
+    if not 0.0 < value < math.inf:
+        raise InvalidArgumentError(
+            f"{name} is {value}", "BAD_LOSS", "Give a positive, finite number", name
+        )

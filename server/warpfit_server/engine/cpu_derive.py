@@ -1,0 +1,226 @@
+"""Evaluations that need derivatives, losses of one's own or statistics, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch, Program
+from warpfit.losses import DIFFERENCE, LossFunction, mentions_weight
+from warpfit.request import Evaluation
+from warpfit_server.engine import cpu_differentiate as lowering
+from warpfit_server.engine import cpu_linearise
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cpu_cache import Compiled
+from warpfit_server.engine.cpu_lower import INSTRUCTIONS_END, INSTRUCTIONS_START, SCALARS
+from warpfit_server.engine.cpu_statistics import (
+    MOMENTS,
+    REDUCTIONS,
+    merge_moments,
+    merge_reductions,
+)
+from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
+
+Floats = NDArray[np.float64]
+#: Bytes of one intermediate result. More of them are alive at a time than in plain evaluation.
+_BLOCK_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """Arrays to fill; None is not wanted. See `Outputs` and `Linearisation`."""
+
+    row_loss: Program | None = None
+    values: NDArray[Any] | None = None
+    losses: Floats | None = None
+    gradients: Floats | None = None
+    curvatures: Floats | None = None
+    jacobian: NDArray[Any] | None = None
+    variable_gradients: Floats | None = None
+    reductions: Floats | None = None
+    moments: Floats | None = None
+
+    @property
+    def wishes(self) -> int:
+        """What lowering has to provide."""
+        parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
+        variables = self.variable_gradients is not None
+        return (
+            lowering.BY_PARAMETERS * parameters
+            | lowering.BY_VARIABLES * variables
+            | lowering.LOSS * (self.row_loss is not None)
+            | lowering.SLOPE * self.wants_slopes
+            | lowering.SQUARES * self.is_squares
+        )
+
+    @property
+    def wants_slopes(self) -> bool:
+        """Whether the derivative of the loss is wanted."""
+        return self.gradients is not None or self.variable_gradients is not None
+
+    @property
+    def is_squares(self) -> bool:
+        """Whether the row loss is (f - y)^2."""
+        return self.row_loss is not None and LossFunction(self.row_loss).is_squares
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derivation:
+    """Work that is cut into pieces, and what to do when all pieces are done."""
+
+    work: Work
+    finish: Callable[[], None]
+
+
+def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
+    """Whether an evaluation asks for more than values and one of the six losses."""
+    derivatives = (outputs.gradients, outputs.jacobian, outputs.variable_gradients)
+    statistics = (outputs.reductions, outputs.moments)
+    own_loss = outputs.losses is not None and evaluation.loss is None
+    return own_loss or any(wish is not None for wish in (*derivatives, *statistics))
+
+
+def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:
+    """List what an evaluation asks for."""
+    loss = evaluation.loss_function
+    sums = (outputs.losses, outputs.gradients, outputs.variable_gradients)
+    needs_loss = any(array is not None for array in sums)
+    return Wanted(
+        row_loss=loss.row if loss is not None and needs_loss else None,
+        values=outputs.values,
+        losses=outputs.losses,
+        gradients=outputs.gradients,
+        jacobian=outputs.jacobian,
+        variable_gradients=outputs.variable_gradients,
+        reductions=outputs.reductions,
+        moments=outputs.moments,
+    )
+
+
+def room_for_curvatures(batch: Batch) -> Floats:
+    """Make room for the packed triangles of a batch."""
+    counts = batch.parameter_counts.astype(np.int64)
+    return np.empty(int((counts * (counts + 1) // 2).sum()) * batch.vectors)
+
+
+def prepare(
+    compiled: Compiled,
+    dataset: Dataset,
+    evaluation: Evaluation,
+    wanted: Wanted,
+    cancelled: NDArray[np.uint8],
+) -> Derivation:
+    """Lower a batch with its derivatives and cut the work."""
+    batch, layout = evaluation.batch, dataset.layout
+    lowered = _lower(compiled, dataset, batch, wanted)
+    kernels = compiled.kernels[flavour_of(layout, evaluation.precision)]
+    block = _BLOCK_BYTES // layout.dtype.itemsize
+    rows = evaluation.row_range(layout)
+    spans = cut_rows(rows, block)
+    summaries = lowered.summaries
+    lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
+    pieces, cost = cut_cells(lengths, summaries[:, SCALARS], batch.vectors, rows, spans)
+    job = _job(dataset, evaluation, wanted, block)
+    sums = _Sums.of(lowered, batch, len(spans), wanted)
+    parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
+
+    def run_piece(cells: tuple[int, int], span: int) -> bool:
+        return bool(
+            compiled.linearise(
+                *(job, kernels.addresses, kernels.dots, lowered, parameters, starts),
+                *(cells, spans[span], cancelled, sums.starts),
+                *(sums.sums[span], sums.reductions[span], sums.moments[span]),
+            )
+        )
+
+    def finish() -> None:
+        total = sums.sums.sum(axis=0)
+        combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
+        _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
+
+    return Derivation(Work(run_piece, pieces, spans, batch.vectors, cost), finish)
+
+
+def _lower(
+    compiled: Compiled, dataset: Dataset, batch: Batch, wanted: Wanted
+) -> lowering.Differentiated:
+    row_loss = lowering.no_row_loss()
+    if wanted.row_loss is not None:
+        layout = dataset.layout
+        program = DIFFERENCE if wanted.is_squares else wanted.row_loss
+        row_loss = lowering.row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
+    return lowering.lower_with_derivatives(compiled.differentiate, batch, row_loss, wanted.wishes)
+
+
+def _job(dataset: Dataset, evaluation: Evaluation, wanted: Wanted, block: int) -> NDArray[np.int64]:
+    job = np.zeros(cpu_linearise.LONG_JOB_ENTRIES, dtype=np.int64)
+    fill_job(job, dataset, evaluation, wanted.values, block)
+    loss = wanted.row_loss
+    job[cpu_linearise.WANTS_LOSS] = loss is not None
+    job[cpu_linearise.WANTS_SLOPES] = wanted.wants_slopes
+    job[cpu_linearise.WANTS_PRODUCTS] = wanted.curvatures is not None
+    job[cpu_linearise.IS_SQUARES] = wanted.is_squares
+    job[cpu_linearise.WEIGHS_LOSS] = loss is not None and not mentions_weight(loss)
+    job[cpu_linearise.WANTS_REDUCTIONS] = wanted.reductions is not None
+    job[cpu_linearise.WANTS_MOMENTS] = wanted.moments is not None
+    if wanted.jacobian is not None:
+        job[cpu_linearise.JACOBIAN] = wanted.jacobian.ctypes.data
+    return job
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """What pieces add up, by span."""
+
+    starts: NDArray[np.int64]
+    """First sum of each cell, [cells + 1]."""
+    sums: Floats
+    """[spans, sums]."""
+    reductions: Floats
+    """[spans, cells, REDUCTIONS], or no cells."""
+    moments: Floats
+    """[spans, cells, MOMENTS], or no cells."""
+
+    @classmethod
+    def of(
+        cls, lowered: lowering.Differentiated, batch: Batch, spans: int, wanted: Wanted
+    ) -> _Sums:
+        summaries = lowered.summaries
+        columns = summaries[:, lowering.COLUMNS_END] - summaries[:, lowering.COLUMNS_START]
+        sizes = 1 + columns + (columns * columns if wanted.curvatures is not None else 0)
+        starts = np.concatenate([[0], np.cumsum(np.repeat(sizes, batch.vectors))])
+        cells = len(batch) * batch.vectors
+        return cls(
+            starts,
+            np.zeros((spans, int(starts[-1]))),
+            np.zeros((spans, cells if wanted.reductions is not None else 0, REDUCTIONS)),
+            np.zeros((spans, cells if wanted.moments is not None else 0, MOMENTS)),
+        )
+
+
+def _finish(
+    compiled: Compiled, combine: tuple[Any, ...], wanted: Wanted, sums: _Sums, rows: int
+) -> None:
+    """Turn sums into what is wanted."""
+    cells = len(sums.starts) - 1
+    losses = np.empty(cells)
+    nothing, no_rows = np.empty(0), np.empty((0, 0))
+    variables = wanted.variable_gradients
+    compiled.combine(
+        *combine,
+        losses,
+        nothing if wanted.gradients is None else wanted.gradients,
+        no_rows if variables is None else variables.reshape(cells, -1),
+        nothing if wanted.curvatures is None else wanted.curvatures,
+    )
+    if wanted.losses is not None:
+        wanted.losses.reshape(-1)[:] = losses
+    if wanted.reductions is not None:
+        wanted.reductions.reshape(cells, -1)[:] = merge_reductions(sums.reductions, rows)
+    if wanted.moments is not None:
+        wanted.moments.reshape(cells, -1)[:] = merge_moments(sums.moments)

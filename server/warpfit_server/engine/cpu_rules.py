@@ -1,0 +1,134 @@
+"""Rules of differentiation, read from the operator table: which kernel gives which factor.
+
+The chain rule multiplies the derivative of what comes after (the *slope*) by the derivative of the
+operator by one operand (the *partial*). For each operator and operand the table's text is
+
+* ``0``: nothing passes;
+* ``1`` or ``-1``: the slope passes, or its negative;
+* the name of one operand or of the result: the partial is there already, one product is needed;
+* anything else: a kernel of its own, alone or, where it reads at most two operands, together with
+  the product.
+
+In every product a factor of 0 makes 0 of the other factor, be it infinite or NaN: what does not
+pass must not be seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ops import ARITIES, OPERATORS
+
+#: Kinds of rule.
+NOTHING: Final = 0
+PASSES: Final = 1
+NEGATES: Final = 2
+OPERAND_IS_PARTIAL: Final = 3
+COMPUTES: Final = 4
+#: Columns of a rule: kind; code of the kernel of the partial alone and of its product with the
+#: slope (0 if there is none); how many operands the partial reads, and which (3 is the result).
+KIND: Final = 0
+ALONE: Final = 1
+SCALED: Final = 2
+READS: Final = 3
+FIRST_READ: Final = 4
+RULE_COLUMNS: Final = 7
+#: Operands that an instruction can have.
+_MOST: Final = 3
+#: Codes of instructions that are no operators.
+_ALONE_CODES: Final = 256
+_SCALED_CODES: Final = _ALONE_CODES + 256 * _MOST
+PRODUCT_CODE: Final = _SCALED_CODES + 256 * _MOST
+CODES: Final = PRODUCT_CODE + 1
+_NAMES: Final = "abcr"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialKernel:
+    """A kernel that computes a partial derivative."""
+
+    code: int
+    source: str
+    """In the kernel language, over a, b, c in the order of the instruction's operands."""
+    arity: int
+    """Operands of ``source``."""
+    scaled: bool
+    """Whether a slope comes before the operands, to multiply the result by."""
+
+    @property
+    def name(self) -> str:
+        """Name in the object file."""
+        return f"partial_{self.code}"
+
+
+@cache
+def partial_kernels() -> tuple[PartialKernel, ...]:
+    """All kernels that the rules of the table need."""
+    kernels = []
+    for row in OPERATORS.values():
+        for index, text in enumerate(row.derivative):
+            reads = _reads(text)
+            if _kind(text) != COMPUTES:
+                continue
+            source = _renamed(text, reads)
+            place = row.code * _MOST + index
+            kernels.append(PartialKernel(_ALONE_CODES + place, source, len(reads), False))
+            if len(reads) < _MOST:
+                kernels.append(PartialKernel(_SCALED_CODES + place, source, len(reads), True))
+    return tuple(kernels)
+
+
+def rules() -> NDArray[np.int64]:
+    """Rule of each operator and operand, [256 * 3, RULE_COLUMNS]; row is 3 * code + operand."""
+    table = np.zeros((256 * _MOST, RULE_COLUMNS), dtype=np.int64)
+    for row in OPERATORS.values():
+        for index, text in enumerate(row.derivative):
+            reads = _reads(text)
+            place = row.code * _MOST + index
+            rule = table[place]
+            rule[KIND] = _kind(text)
+            rule[READS] = len(reads)
+            rule[FIRST_READ : FIRST_READ + len(reads)] = [_NAMES.index(name) for name in reads]
+            if rule[KIND] == COMPUTES:
+                rule[ALONE] = _ALONE_CODES + place
+                rule[SCALED] = _SCALED_CODES + place if len(reads) < _MOST else 0
+    return table
+
+
+def arities() -> NDArray[np.int8]:
+    """Operands of every instruction by code, int8 [CODES]."""
+    table = np.zeros(CODES, dtype=np.int8)
+    table[: len(ARITIES)] = ARITIES
+    for kernel in partial_kernels():
+        table[kernel.code] = kernel.arity + kernel.scaled
+    table[PRODUCT_CODE] = 2
+    return table
+
+
+def _kind(text: str) -> int:
+    fixed = {"0": NOTHING, "1": PASSES, "-1": NEGATES}
+    return fixed.get(text, OPERAND_IS_PARTIAL if text in _NAMES else COMPUTES)
+
+
+def _reads(text: str) -> list[str]:
+    """Operands that a derivative reads, and r if it reads the result."""
+    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    found = [name for name in _NAMES if name in names]
+    if len(found) > _MOST:
+        raise ValueError(f"the derivative {text} reads more than {_MOST} operands")
+    return found
+
+
+def _renamed(text: str, reads: list[str]) -> str:
+    """Call what is read a, b, c."""
+    tree = ast.parse(text, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in reads:
+            node.id = _NAMES[reads.index(node.id)]
+    return ast.unparse(tree)

@@ -1,0 +1,159 @@
+"""An evaluation on the CPU, cut into pieces that threads take one after the other.
+
+A piece is a range of cells (program and parameter vector) over a span of rows. Spans depend on the
+number of rows alone, and what is summed for a cell is added up over its spans in their order, so
+the results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset, Layout
+from warpfit.request import Evaluation, Precision
+from warpfit_server.engine import cpu_interpret
+from warpfit_server.engine.cpu_kernels import Flavour
+
+#: Blocks in a span of rows, and how many spans there are at most.
+_SPAN_BLOCKS: Final = 16
+_MOST_SPANS: Final = 64
+#: Token-rows of a piece: about a millisecond, so that cutting costs little and balances well.
+_PIECE_WORK: Final = 1_000_000
+#: Token-rows below which waking another thread costs more than it gains.
+_WORK_WORTH_A_THREAD: Final = 300_000
+#: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
+_PIECE_SCALARS: Final = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One evaluation cut into pieces, which threads take one after the other."""
+
+    run_piece: Callable[[tuple[int, int], int], bool]
+    """Run a range of cells over the span of this index; False if it was cancelled."""
+    pieces: list[tuple[int, int]]
+    """Cell ranges; piece i is cell range i // spans over span i % spans."""
+    spans: list[tuple[int, int]]
+    vectors: int
+    cost: int
+    reported: int = 0
+    """Programs that were announced as ready, by the calling thread alone."""
+    _next: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _done: set[int] = field(default_factory=set)
+    _finished: int = 0
+
+    def run(self, ready: Any = None) -> None:
+        """Take pieces until none is left; the caller's thread reports what is ready."""
+        while (piece := self._take()) is not None:
+            group, span = divmod(piece, len(self.spans))
+            if not self.run_piece(self.pieces[group], span):
+                self.stop()
+                return
+            programs = self._finish(piece)
+            if ready is not None and programs > self.reported:
+                self.reported = programs
+                ready(programs)
+
+    def stop(self) -> None:
+        """Give out no more pieces."""
+        with self._lock:
+            self._next = len(self.pieces) * len(self.spans)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._next >= len(self.pieces) * len(self.spans):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _finish(self, piece: int) -> int:
+        """Note that a piece is finished; return how many programs are, from the first."""
+        with self._lock:
+            self._done.add(piece)
+            while self._finished in self._done:
+                self._done.remove(self._finished)
+                self._finished += 1
+            groups = self._finished // len(self.spans)
+            return self.pieces[groups - 1][1] // self.vectors if groups else 0
+
+
+def run_on(pool: ThreadPoolExecutor, threads: int, work: Work, ready: Any = None) -> None:
+    """Do the work on the calling thread and up to ``threads`` - 1 of the pool.
+
+    Raises:
+        Exception: what a thread, or ``ready``, raised.
+
+    """
+    pieces = len(work.pieces) * len(work.spans)
+    helpers = min(threads, pieces, work.cost // _WORK_WORTH_A_THREAD + 1) - 1
+    futures: list[Future[None]] = [pool.submit(work.run) for _ in range(helpers)]
+    try:
+        work.run(ready)
+    finally:
+        work.stop()
+        failures = [future.exception() for future in futures if not future.cancel()]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def cut_rows(rows: tuple[int, int], block: int) -> list[tuple[int, int]]:
+    """Cut the rows into spans of whole blocks, in a way that depends on the rows alone."""
+    start, stop = rows
+    blocks = -(-(stop - start) // block)
+    length = max(_SPAN_BLOCKS, -(-blocks // _MOST_SPANS)) * block
+    return [(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+
+def cut_cells(
+    tokens: NDArray[np.int64],
+    scalars: NDArray[np.int64],
+    vectors: int,
+    rows: tuple[int, int],
+    spans: list[tuple[int, int]],
+) -> tuple[list[tuple[int, int]], int]:
+    """Cut the cells into ranges of about equal work; return them and the total of token-rows."""
+    tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
+    share = tokens * ((spans[0][1] - spans[0][0]) / _PIECE_WORK) + scalars / _PIECE_SCALARS
+    group = np.cumsum(share).astype(np.int64)
+    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(tokens)]
+    return list(itertools.pairwise(edges)), int(tokens.sum()) * (rows[1] - rows[0])
+
+
+def flavour_of(layout: Layout, precision: Precision) -> Flavour:
+    """Choose the kernels for a data set and precision."""
+    single = layout.dtype.itemsize == 4
+    return Flavour(single, single and precision is Precision.FAST)
+
+
+def fill_job(
+    job: NDArray[np.int64],
+    dataset: Dataset,
+    evaluation: Evaluation,
+    values: NDArray[Any] | None,
+    block: int,
+) -> None:
+    """Fill in the entries of `cpu_interpret` that are the same whatever is wanted."""
+    layout = dataset.layout
+    job[cpu_interpret.ITEMSIZE] = layout.dtype.itemsize
+    job[cpu_interpret.VARIABLES] = dataset.matrix.ctypes.data
+    job[cpu_interpret.VARIABLE_PITCH] = layout.rows * layout.dtype.itemsize
+    job[cpu_interpret.VECTORS] = evaluation.batch.vectors
+    rows = evaluation.row_range(layout)
+    job[cpu_interpret.ROW_START], job[cpu_interpret.ROW_STOP] = rows
+    job[cpu_interpret.BLOCK] = block
+    for entry, column in (
+        (cpu_interpret.VALUES, values),
+        (cpu_interpret.TARGET_ROWS, dataset.target),
+        (cpu_interpret.WEIGHT_ROWS, dataset.weights),
+    ):
+        job[entry] = 0 if column is None else column.ctypes.data

@@ -1,0 +1,39 @@
+"""Bounds and fixed parameters, as every method treats them; compiled where it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from warpfit_server.fit.jit import jitable
+from warpfit_server.fit.searches import FREE, LOWER, SLOPE, UPPER, Floats, X
+
+
+@jitable
+def find_moving(vector: Floats) -> Any:
+    """Tell which parameters take part in the next step: free, and not pushed out of a bound.
+
+    Args:
+        vector: `searches.Searches.vectors` of one search, [:, n].
+
+    Returns:
+        bool [n].
+
+    """
+    moving = np.empty(vector.shape[1], dtype=np.bool_)
+    for i in range(vector.shape[1]):
+        x, slope = vector[X, i], vector[SLOPE, i]
+        below = x <= vector[LOWER, i] and slope > 0.0
+        above = x >= vector[UPPER, i] and slope < 0.0
+        moving[i] = vector[FREE, i] != 0.0 and not below and not above
+    return moving
+
+
+@jitable
+def within(vector: Floats, i: int, value: float, single: bool) -> float:
+    """Bring a value for parameter ``i`` into its bounds, and to what the engine computes with."""
+    if single:
+        value = float(np.float32(value))
+    inside: float = min(max(value, vector[LOWER, i]), vector[UPPER, i])
+    return inside

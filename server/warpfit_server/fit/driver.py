@@ -1,0 +1,299 @@
+"""The batched driver of Optimize: all searches advance together, one engine pass for each step.
+
+The simple form:
+
+    while searches run and there is time:
+        evaluate loss, gradient and curvature of all trial points in one pass of the engine
+        judge each trial and propose the next one (`levenberg_marquardt`, `bfgs`)
+
+Searches that have ended drop out of the batch, so that they cost no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError
+from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
+from warpfit.ir import Batch
+from warpfit.losses import TargetStatistics, close_losses
+from warpfit.request import Timings
+from warpfit_server.engine.base import Engine, Linearisation
+from warpfit_server.fit import compiled
+from warpfit_server.fit.covariance import covariances, standard_errors
+from warpfit_server.fit.searches import (
+    DEADLINE,
+    EVALUATIONS,
+    INITIAL,
+    ITERATIONS,
+    LOSS,
+    REASON,
+    TRIAL,
+    Floats,
+    Integers,
+    Limits,
+    Searches,
+    X,
+)
+
+#: The batch shrinks when at least this share of its searches has ended: each new batch costs the
+#: engine some preparation, each search that stays costs its evaluation.
+_SHRINK_SHARE: Final = 1 / 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What the driver needs besides the request."""
+
+    engine: Engine
+    dataset: Dataset
+    cancelled: NDArray[np.uint8]
+    """[1]; becomes 1 when the call is cancelled."""
+    deadline: float | None = None
+    """``time.monotonic()`` at which to stop and answer with what there is; None for never."""
+    report: Callable[[FitProgress], None] | None = None
+    """Called between passes."""
+    cache_directory: Path | None = None
+    """Where compiled steering code is kept."""
+
+
+def optimize(request: FitRequest, surroundings: Surroundings) -> FitResult:
+    """Fit a checked request.
+
+    Raises:
+        CancelledError: if ``surroundings.cancelled`` became 1.
+        WarpfitError: as the engine's `linearise`.
+
+    """
+    started = time.perf_counter_ns()
+    run = _Run(request, surroundings)
+    run.advance_all()
+    result = run.result()
+    return replace(result, timings=Timings(compute=time.perf_counter_ns() - started))
+
+
+class _Run:
+    """One request on its way through the iterations."""
+
+    def __init__(self, request: FitRequest, surroundings: Surroundings) -> None:
+        self._request = request
+        self._surroundings = surroundings
+        self._loss = request.loss
+        self._marquardt = request.method == Method.LM
+        dtype = surroundings.dataset.layout.dtype
+        tolerances = request.settings.tolerances(dtype)
+        self._limits = Limits(
+            float(tolerances.gradient),
+            float(tolerances.step),
+            float(tolerances.loss),
+            request.settings.max_iterations,
+            dtype.itemsize == 4,
+        )
+        self._advance = compiled.load(request.method, surroundings.cache_directory)
+        self._batch = one_vector_each(request.problem.batch)
+        self._all = _begin(request, self._batch)
+        self._active = self._all
+        self._places = np.arange(len(self._all))
+        """Index in ``_all`` of each active search."""
+        self._pass_seconds = 0.0
+
+    def advance_all(self) -> None:
+        """Advance until every search has ended or the time is used up."""
+        self._advance_first()
+        while self._drop_finished():
+            self._report()
+            if self._is_late():
+                self._active.counters[self._active.running, REASON] = DEADLINE
+                continue
+            self._steer(self._linearise(curvature=self._marquardt))
+
+    def _advance_first(self) -> None:
+        """Evaluate the starts; BFGS takes its first idea of the curvature from there."""
+        first = self._linearise(curvature=True)
+        if not self._marquardt:
+            self._active.make_room_for_inverse()
+            assert first.curvatures is not None
+            np.copyto(self._active.curvature, first.curvatures)
+        self._steer(first)
+
+    def result(self) -> FitResult:
+        """Collect outcomes, the best start of each program unless all are wanted."""
+        problem, settings = self._request.problem, self._request.settings
+        chosen = self._chosen()
+        outcome = self._all.only(_mask(len(self._all), chosen))
+        covariance = errors = None
+        if settings.covariance or settings.standard_errors:
+            if not self._marquardt:
+                self._curve(outcome, chosen)
+            start, stop = problem.row_range(self._surroundings.dataset.layout)
+            covariance = covariances(outcome, outcome.numbers[:, LOSS], stop - start)
+            errors = standard_errors(outcome, covariance) if settings.standard_errors else None
+        shape = (len(problem.batch), self._request.vectors)
+        losses, initial = self._close(outcome.numbers[:, (LOSS, INITIAL)].T)
+        counters = outcome.counters
+        return FitResult(
+            parameters=outcome.vectors[X],
+            losses=losses.reshape(shape),
+            initial_losses=initial.reshape(shape),
+            iterations=counters[:, ITERATIONS].astype(np.uint32).reshape(shape),
+            evaluations=counters[:, EVALUATIONS].astype(np.uint32).reshape(shape),
+            reasons=counters[:, REASON].astype(np.uint8).reshape(shape),
+            starts=(chosen % problem.batch.vectors).astype(np.uint32).reshape(shape),
+            standard_errors=errors,
+            covariances=covariance if settings.covariance else None,
+        )
+
+    def _linearise(self, *, curvature: bool) -> Linearisation:
+        if self._surroundings.cancelled[0]:
+            raise CancelledError("the fit was cancelled", "CANCELLED")
+        started = time.monotonic()
+        batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
+        linearisation = self._surroundings.engine.linearise(
+            replace(self._request.problem, batch=batch),
+            self._loss.row,
+            curvature=curvature,
+            cancelled=self._surroundings.cancelled,
+        )
+        self._pass_seconds = time.monotonic() - started
+        return linearisation
+
+    def _steer(self, new: Linearisation) -> None:
+        active = self._active
+        state = (active.edges, active.vectors, active.numbers, active.counters, active.curvature)
+        sums = np.ascontiguousarray(new.losses).reshape(-1)
+        if self._marquardt:
+            self._advance(*state, sums, new.gradients, new.curvatures, self._limits)
+        else:
+            self._advance(*state, active.inverse, sums, new.gradients, self._limits)
+
+    def _drop_finished(self) -> bool:
+        """Keep outcomes of what has ended, shrink the batch if it pays; False if all has ended."""
+        active = self._active
+        running = active.running
+        ended = len(running) - int(running.sum())
+        if not ended or (ended < len(running) and ended < _SHRINK_SHARE * len(running)):
+            return True
+        if active is not self._all:
+            self._save(~running)
+        if ended == len(running):
+            return False
+        self._active = active.only(running)
+        self._places = self._places[running]
+        self._batch = only_programs(self._batch, running)
+        return True
+
+    def _save(self, ended: NDArray[np.bool_]) -> None:
+        """Write the outcomes of active searches back."""
+        done = self._active.only(ended)
+        mask = _mask(len(self._all), self._places[ended])
+        columns = np.repeat(mask, self._all.counts)
+        self._all.vectors[:, columns] = done.vectors
+        self._all.numbers[mask] = done.numbers
+        self._all.counters[mask] = done.counters
+        counts = self._all.counts
+        self._all.curvature[np.repeat(mask, counts * (counts + 1) // 2)] = done.curvature
+
+    def _report(self) -> None:
+        report = self._surroundings.report
+        if report is not None:
+            active = self._active
+            running = active.running
+            done = int(active.counters[running, ITERATIONS].max())
+            report(FitProgress(done, int(running.sum()), len(self._all)))
+
+    def _is_late(self) -> bool:
+        """Whether one more pass like the last would end after the deadline."""
+        deadline = self._surroundings.deadline
+        return deadline is not None and time.monotonic() + self._pass_seconds >= deadline
+
+    def _chosen(self) -> Integers:
+        """Indices of the outcomes to return, ascending: the best start of each program, or all."""
+        vectors = self._request.problem.batch.vectors
+        if self._request.settings.all_starts or vectors == 1:
+            return np.arange(len(self._all))
+        sums = self._all.numbers[:, LOSS].reshape(-1, vectors)
+        best = np.where(np.isnan(sums), np.inf, sums).argmin(axis=1)
+        return np.asarray(np.arange(len(sums)) * vectors + best)
+
+    def _curve(self, outcome: Searches, chosen: Integers) -> None:
+        """Compute the curvature at the final parameters, which BFGS does not keep."""
+        whole = one_vector_each(self._request.problem.batch)
+        self._batch = only_programs(whole, _mask(len(self._all), chosen))
+        outcome.vectors[TRIAL] = outcome.vectors[X]
+        self._active = outcome
+        curvatures = self._linearise(curvature=True).curvatures
+        assert curvatures is not None
+        outcome.curvature = curvatures
+
+    def _close(self, sums: Floats) -> Floats:
+        dataset = self._surroundings.dataset
+        rows = slice(*self._request.problem.row_range(dataset.layout))
+        return close_losses(self._loss.closing, sums, TargetStatistics.of_rows(dataset, rows))
+
+
+def one_vector_each(batch: Batch) -> Batch:
+    """Batch of searches: each program as often as it has parameter vectors, which it repeats."""
+    if batch.vectors == 1:
+        return batch
+    tokens = np.repeat(np.arange(len(batch)), batch.vectors)
+    lengths = batch.lengths[tokens]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+    places = np.repeat(batch.starts[tokens], lengths) + within
+    return Batch(
+        codes=batch.codes[places],
+        values=batch.values[places],
+        lengths=lengths,
+        parameter_counts=batch.parameter_counts[tokens],
+        parameters=batch.parameters,
+    )
+
+
+def only_programs(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
+    """Batch of the programs where ``mask`` is true; one vector each."""
+    tokens = np.repeat(mask, batch.lengths)
+    return Batch(
+        codes=batch.codes[tokens],
+        values=batch.values[tokens],
+        lengths=batch.lengths[mask],
+        parameter_counts=batch.parameter_counts[mask],
+        parameters=batch.parameters[np.repeat(mask, batch.parameter_counts)],
+    )
+
+
+def _begin(request: FitRequest, searches: Batch) -> Searches:
+    settings, batch = request.settings, request.problem.batch
+    counts = searches.parameter_counts.astype(np.int64)
+    start = np.array(searches.parameters, dtype=np.float64)
+
+    def for_each_start(given: NDArray[np.float64] | None, otherwise: float) -> Floats:
+        if given is None:
+            return np.full(len(start), otherwise)
+        each = replace(batch, vectors=1, parameters=np.asarray(given, dtype=np.float64))
+        place = np.repeat(np.arange(len(batch)), batch.vectors)
+        first = np.repeat(each.parameter_starts[place], counts)
+        edges = np.cumsum(counts) - counts
+        return np.asarray(each.parameters[first + np.arange(len(start)) - np.repeat(edges, counts)])
+
+    fixed = None if settings.fixed is None else settings.fixed.astype(np.float64)
+    return Searches.begin(
+        counts,
+        start,
+        for_each_start(settings.lower, -np.inf),
+        for_each_start(settings.upper, np.inf),
+        for_each_start(fixed, 0.0) == 0.0,
+    )
+
+
+def _mask(size: int, places: Integers) -> NDArray[np.bool_]:
+    mask = np.zeros(size, dtype=bool)
+    mask[places] = True
+    return mask

@@ -1,0 +1,164 @@
+"""The state of all searches as a few flat arrays, shared with compiled code.
+
+A search is one program with one start vector. Its numbers, counters and vectors stand in the rows
+and columns that the constants below name; few arrays, because each costs compile time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.fitting import REASONS, Reason
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+#: Values of the counter REASON: 0 while a search runs, then the wire code.
+RUNNING: Final = 0
+GRADIENT: Final = REASONS.index(Reason.GRADIENT) + 1
+STEP: Final = REASONS.index(Reason.STEP) + 1
+LOSS_CHANGE: Final = REASONS.index(Reason.LOSS) + 1
+ITERATIONS_USED: Final = REASONS.index(Reason.ITERATIONS) + 1
+DEADLINE: Final = REASONS.index(Reason.DEADLINE) + 1
+NOT_FINITE: Final = REASONS.index(Reason.NOT_FINITE) + 1
+
+# Rows of ``Searches.vectors``.
+X: Final = 0  # best parameters so far
+TRIAL: Final = 1  # parameters that are evaluated next
+LOWER: Final = 2
+UPPER: Final = 3
+FREE: Final = 4  # 1 where a parameter may move, else 0
+SLOPE: Final = 5  # gradient of the sum of row losses at X
+SCALE: Final = 6  # Levenberg-Marquardt: greatest diagonal of the curvature so far
+DIRECTION: Final = 6  # BFGS: along which is searched
+BEST: Final = 7  # BFGS: best parameters along the direction that decrease the loss enough
+BEST_SLOPE: Final = 8  # BFGS: gradient there
+_VECTORS: Final = 9
+
+# Columns of ``Searches.numbers``.
+LOSS: Final = 0  # sum of row losses at X
+INITIAL: Final = 1  # sum of row losses at the start
+DAMPING: Final = 2  # Levenberg-Marquardt: Marquardt's factor
+GROWTH: Final = 3  # Levenberg-Marquardt: by how much the next rejected step raises it
+LENGTH: Final = 2  # BFGS: of the trial step in units of the direction
+LOW: Final = 3  # BFGS: longest length known to be too short
+HIGH: Final = 4  # BFGS: shortest length known to be too long
+BEST_LOSS: Final = 5  # BFGS: sum of row losses at BEST, or infinity
+_NUMBERS: Final = 6
+
+# Columns of ``Searches.counters``.
+REASON: Final = 0
+ITERATIONS: Final = 1
+EVALUATIONS: Final = 2
+TRIALS: Final = 3  # BFGS: evaluations along this direction
+UPDATES: Final = 4  # BFGS: updates of the inverse since it was set up
+_COUNTERS: Final = 5
+
+# Columns of ``Searches.edges``.
+PARAMETERS: Final = 0
+PAIRS: Final = 1
+SQUARES: Final = 2
+
+
+class Limits(NamedTuple):
+    """When to stop."""
+
+    gradient: float
+    step: float
+    loss: float
+    iterations: int
+    single: bool
+    """Whether the engine rounds parameters to float32."""
+
+
+@dataclass(slots=True, eq=False)
+class Searches:
+    """S searches with P parameters in all, T pairs of parameters, Q squares of their counts."""
+
+    edges: Integers
+    """[S + 1, 3]: first parameter, pair and square of each search, and P, T, Q."""
+    vectors: Floats
+    """[_VECTORS, P]."""
+    numbers: Floats
+    """[S, _NUMBERS]."""
+    counters: Integers
+    """[S, _COUNTERS]."""
+    curvature: Floats
+    """Sum of w (df/dp_i) (df/dp_j) at X, lower triangles row by row; [T]."""
+    inverse: Floats
+    """BFGS: estimate of the inverse of the second derivatives; [Q], else empty."""
+
+    @classmethod
+    def begin(
+        cls, counts: Integers, start: Floats, lower: Floats, upper: Floats, free: NDArray[Any]
+    ) -> Searches:
+        """Set searches up at their starts, moved into the bounds.
+
+        Args:
+            counts: parameters of each search, [S].
+            start: [P].
+            lower: [P].
+            upper: [P].
+            free: whether a parameter may move, [P].
+
+        """
+        edges = _edges(counts)
+        vectors = np.zeros((_VECTORS, len(start)))
+        vectors[X] = vectors[TRIAL] = np.where(free, np.clip(start, lower, upper), start)
+        vectors[LOWER], vectors[UPPER], vectors[FREE] = lower, upper, free
+        numbers = np.zeros((len(counts), _NUMBERS))
+        numbers[:, (LOSS, INITIAL)] = np.nan
+        return cls(
+            edges=edges,
+            vectors=vectors,
+            numbers=numbers,
+            counters=np.zeros((len(counts), _COUNTERS), dtype=np.int64),
+            curvature=np.zeros(int(edges[-1, PAIRS])),
+            inverse=np.empty(0),
+        )
+
+    def __len__(self) -> int:
+        """Count the searches."""
+        return len(self.numbers)
+
+    @property
+    def counts(self) -> Integers:
+        """Parameters of each search, [S]."""
+        return np.diff(self.edges[:, PARAMETERS])
+
+    @property
+    def running(self) -> NDArray[np.bool_]:
+        """Which searches have not ended, [S]."""
+        return np.asarray(self.counters[:, REASON] == RUNNING)
+
+    def make_room_for_inverse(self) -> None:
+        """Allocate what BFGS needs."""
+        self.inverse = np.zeros(int(self.edges[-1, SQUARES]))
+
+    def only(self, mask: NDArray[np.bool_]) -> Searches:
+        """State of the searches where ``mask`` [S] is true."""
+        counts = self.counts
+        squares = np.repeat(mask, counts * counts) if len(self.inverse) else slice(0)
+        return Searches(
+            edges=_edges(counts[mask]),
+            vectors=np.ascontiguousarray(self.vectors[:, np.repeat(mask, counts)]),
+            numbers=self.numbers[mask],
+            counters=self.counters[mask],
+            curvature=self.curvature[np.repeat(mask, pairs(counts))],
+            inverse=self.inverse[squares],
+        )
+
+
+def pairs(counts: Integers) -> Integers:
+    """Numbers in the lower triangles of matrices of these sizes."""
+    return counts * (counts + 1) // 2
+
+
+def _edges(counts: Integers) -> Integers:
+    edges = np.zeros((len(counts) + 1, 3), dtype=np.int64)
+    np.cumsum(np.stack([counts, pairs(counts), counts * counts], axis=1), axis=0, out=edges[1:])
+    return edges

@@ -1,0 +1,37 @@
+"""The examples run from the command line and find what they say, each within two minutes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from support.server import ServerProcess
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
+
+
+def run(name: str, *flags: object) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, flags)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_kepler_finds_the_third_law():
+    out = run("kepler.py")
+    law = next(line for line in out.splitlines() if line.strip().startswith("period = "))
+    assert "distance" in law
+    assert "mass" not in law
+    assert "eccentricity" not in law
+    exponent = float(re.findall(r"p\d+ = (-?[0-9.]+)", out)[-1])
+    assert abs(abs(exponent) - 1.5) < 0.003, out
+
+
+def test_the_deap_example_fits_constants(server: ServerProcess, tmp_path):
+    flags = ("--address", server.address, "--generations", 3, "--population", 60)
+    plots = [tmp_path / "plain.png", tmp_path / "fitted.png"]
+    plain = run("diabetes_gp.py", *flags, "--plot", plots[0])
+    fitted = run("diabetes_gp.py", *flags, "--plot", plots[1], "--optimize")
+    errors = [float(re.findall(r"train RMSE ([0-9.]+)", out)[0]) for out in (plain, fitted)]
+    assert all(path.stat().st_size for path in plots)
+    assert errors[1] < 77  # the standard deviation of the target, which a constant reaches

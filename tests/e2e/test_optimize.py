@@ -1,0 +1,290 @@
+"""Derivatives, reductions and fits through a real server process, compared with NumPy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import warpfit
+from support import nist
+from support.server import ServerProcess
+from warpfit import Reason, parse, reference_engine
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.losses import BY_NAME, Loss, as_loss
+from warpfit.request import Evaluation
+from warpfit.workload import thesis_mix
+
+rng = np.random.default_rng(12)
+X = rng.uniform(0.5, 2.0, size=(1025, 2))
+Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1]
+WEIGHTS = rng.uniform(0.5, 2.0, size=1025)
+TEXTS = ["p1*exp(p2*x1) + p3*x2", "x1", "p1*x1 + p2"]
+STARTS = [[1.0, -0.1, 1.0], [], [0.5, 0.25]]
+LOSSES = [*Loss, *BY_NAME, "abs(d)^1.5", "w*square(d)"]
+
+
+def expected(dtype, parameters=STARTS, rows=None, loss=None, **wishes):
+    dataset = Dataset.of(X, Y, WEIGHTS, dtype=dtype)
+    found = None if loss is None else as_loss(loss)
+    evaluation = Evaluation(
+        dataset.content_id,
+        Batch.of([parse(text) for text in TEXTS], parameters),
+        rows=rows,
+        loss=found if isinstance(found, Loss) else None,
+        custom_loss=None if isinstance(found, Loss) else found,
+        **{"values": False} | wishes,
+    )
+    return reference_engine.evaluate(evaluation, dataset)
+
+
+# ------------------------------------------------------------------------------- one evaluation
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-4), ("float64", 1e-9)])
+def test_losses_and_gradients(client, loss, dtype, tolerance):
+    with client.upload(X, Y, WEIGHTS, dtype=dtype) as data:
+        losses, gradients = client.evaluate(data, TEXTS, STARTS, loss=loss, gradient=True)
+    wanted = expected(dtype, loss=loss, gradient=True)
+    np.testing.assert_allclose(losses, wanted.losses[:, 0], rtol=tolerance)
+    assert [gradient.shape for gradient in gradients] == [(3,), (0,), (2,)]
+    scale = np.abs(wanted.gradients).max()
+    np.testing.assert_allclose(
+        np.concatenate(gradients), wanted.gradients, rtol=tolerance, atol=tolerance * scale
+    )
+
+
+def test_several_vectors_rows_and_everything_at_once(client):
+    vectors = [rng.normal(size=(4, len(start))) for start in STARTS]
+    wishes = ("gradient", "jacobian", "variable_gradient", "reductions", "correlation")
+    wanted = expected(
+        "float64", vectors, (7, 900), "mse", **dict.fromkeys(("values", *wishes), True)
+    )
+    with client.upload(X, Y, WEIGHTS, dtype="float64") as data:
+        answer = client.run(
+            data,
+            TEXTS,
+            vectors,
+            values=True,
+            loss="mse",
+            rows=slice(7, 900),
+            **dict.fromkeys(wishes, True),
+        )
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    np.testing.assert_allclose(answer.values, wanted.values.transpose(1, 2, 0), **close)
+    np.testing.assert_allclose(answer.losses, wanted.losses.T, **close)
+    np.testing.assert_allclose(
+        np.concatenate([g.ravel() for g in answer.gradients]), wanted.gradients, **close
+    )
+    assert [jacobian.shape for jacobian in answer.jacobians] == [(4, 893, n) for n in (3, 0, 2)]
+    flat = [jacobian.swapaxes(1, 2).reshape(-1, 893) for jacobian in answer.jacobians]
+    np.testing.assert_allclose(np.concatenate(flat), wanted.jacobian, **close)
+    np.testing.assert_allclose(
+        answer.variable_gradients, wanted.variable_gradients.swapaxes(0, 1), **close
+    )
+    np.testing.assert_allclose(answer.correlations, wanted.correlations.T, **close)
+    for index, name in enumerate(("sum", "mean", "min", "max", "non_finite")):
+        got = getattr(answer.reductions, name)
+        np.testing.assert_allclose(got, wanted.reductions[..., index].T, **close)
+
+
+@pytest.mark.parametrize("loss", ["sse", "mse", "rmse", "nmse", "r2"])
+def test_linear_scaling(client, loss):
+    with client.upload(X, Y, WEIGHTS, dtype="float64") as data:
+        losses, slopes, intercepts = client.evaluate(
+            data, TEXTS, STARTS, loss=loss, linear_scaling=True
+        )
+        scaled = [
+            f"{a!r} + {b!r}*({text})"
+            for a, b, text in zip(intercepts.tolist(), slopes.tolist(), TEXTS, strict=True)
+        ]
+        again = client.evaluate(data, scaled, STARTS, loss=loss)
+    wanted = expected("float64", loss=loss, linear_scaling=True)
+    np.testing.assert_allclose(losses, wanted.losses[:, 0], rtol=1e-8)
+    np.testing.assert_allclose(losses, again, rtol=1e-8)
+    np.testing.assert_allclose(slopes, wanted.scaling[:, 0, 0], rtol=1e-9)
+
+
+def test_linear_scaling_is_refused_where_it_has_no_closed_form(client):
+    with client.upload(X, Y) as data, pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.evaluate(data, TEXTS, STARTS, loss="mae", linear_scaling=True)
+    assert caught.value.reason == "SCALING_UNDEFINED"
+
+
+def test_reductions_need_no_target(client):
+    with client.upload([[1.0], [2.0], [np.inf]]) as data:
+        found = client.evaluate(data, ["x1", "1/x1", "x1 - x1"], reductions=True)
+    assert found.max.tolist()[:2] == [np.inf, 1.0]
+    assert found.min.tolist()[:2] == [1.0, 0.0]
+    assert np.isnan(found.mean[2])
+    assert found.non_finite.tolist() == [1, 0, 1]
+
+
+# ---------------------------------------------------------------------------------------- fits
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-2), ("float64", 1e-6)])
+@pytest.mark.parametrize("loss", ["mse", "huber"])
+def test_a_fit(client, dtype, tolerance, loss):
+    with client.upload(X, Y, WEIGHTS, dtype=dtype) as data:
+        fit = client.optimize(data, TEXTS, STARTS, loss=loss, max_iterations=100)
+        again = client.optimize(data, TEXTS, STARTS, loss=loss, max_iterations=100)
+        before = client.evaluate(data, TEXTS, STARTS, loss=loss)
+        after = client.evaluate(data, TEXTS, fit.parameters, loss=loss)
+    np.testing.assert_allclose(fit.parameters[0], [3.0, -0.7, 0.5], rtol=tolerance)
+    np.testing.assert_allclose(fit.initial_loss, before, rtol=1e-6)
+    np.testing.assert_allclose(fit.loss, after, rtol=1e-4, atol=1e-12)
+    assert fit.success.all()
+    assert fit.iterations[1] == 0
+    for one, two in zip(fit.parameters, again.parameters, strict=True):
+        assert one.tobytes() == two.tobytes()
+
+
+def test_options_reach_the_driver(client):
+    with client.upload(X, Y, dtype="float64") as data:
+        fit = client.optimize(
+            data,
+            TEXTS,
+            [[[1.0, -0.1, 1.0], [2.0, -2.0, 0.0]], np.empty((2, 0)), [[0.5, 0.25], [9.0, 9.0]]],
+            loss="rmse",
+            method="lm",
+            bounds=([[None, -0.5, None], None, None], 5.0),
+            fixed=[None, None, [False, True]],
+            all_starts=True,
+            standard_errors=True,
+            covariance=True,
+            rows=(10, 700),
+        )
+    assert fit.loss.shape == (2, 3)
+    assert (fit.parameters[0][:, 1] == -0.5).all()
+    assert fit.parameters[2][0, 1] == 0.25
+    assert [c.shape for c in fit.covariance] == [(2, 3, 3), (2, 0, 0), (2, 2, 2)]
+    np.testing.assert_allclose(
+        fit.standard_errors[0][0], np.sqrt(np.diag(fit.covariance[0][0])), rtol=1e-12
+    )
+
+
+def test_nist_problems_in_one_process(client):
+    for name in ("Misra1a", "Gauss1", "MGH17"):
+        problem = nist.load(name)
+        dataset = problem.dataset
+        with client.upload(dataset.variables.T, dataset.target, dtype="float64") as data:
+            fit = client.optimize(
+                data,
+                [problem.formula],
+                [problem.starts[1]],
+                loss="sse",
+                max_iterations=500,
+                gradient_tolerance=0,
+                step_tolerance=1e-14,
+                loss_tolerance=0,
+            )
+        assert nist.digits(fit.parameters[0], problem.certified).min() >= 6
+        assert nist.digits(fit.loss[0], problem.squares) >= 6
+
+
+def test_progress_partial_results_and_deadlines(client):
+    programs, starts = thesis_mix(5, 200, variables=2)
+    big = np.repeat(X, 20, axis=0)
+    seen = []
+    endless = {
+        "max_iterations": 100_000,
+        "gradient_tolerance": 0,
+        "step_tolerance": 0,
+        "loss_tolerance": 0,
+    }
+    with client.upload(big, np.repeat(Y, 20)) as data:
+        client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
+        fit = client.optimize(
+            data, programs, starts, partial=True, timeout=5.0, progress=seen.append, **endless
+        )
+        with pytest.raises(warpfit.DeadlineExceededError):
+            client.optimize(data, programs, starts, timeout=1.0, **endless)
+    assert Reason.DEADLINE in fit.reason
+    finite = fit.reason != Reason.NOT_FINITE
+    assert (fit.loss[finite] <= fit.initial_loss[finite]).all()
+    assert seen
+    assert seen[0].searches == 200
+
+
+def test_a_failing_progress_callback_ends_the_call(client):
+    programs, starts = thesis_mix(5, 200, variables=2)
+
+    def fail(progress):
+        raise RuntimeError("enough")
+
+    with (
+        client.upload(np.repeat(X, 100, axis=0), np.repeat(Y, 100)) as data,
+        pytest.raises(RuntimeError, match="enough"),
+    ):
+        client.optimize(
+            data, programs, starts, progress=fail, max_iterations=10_000, loss_tolerance=0
+        )
+    assert client.info().engine == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss": "mae", "method": "lm"}, "METHOD_UNSUITABLE"),
+        ({"loss": "mae", "covariance": True}, "COVARIANCE_UNDEFINED"),
+        ({"loss": "p1*d"}, "BAD_LOSS"),
+        ({"bounds": (1.0, 0.0)}, "BAD_BOUNDS"),
+        ({"bounds": ([[1.0, 2.0], None, None], None)}, "LENGTH_MISMATCH"),
+        ({"fixed": [[True]]}, "LENGTH_MISMATCH"),
+        ({"max_iterations": -1}, "BAD_SETTING"),
+        ({"step_tolerance": float("nan")}, "BAD_SETTING"),
+        ({"method": "magic"}, "BAD_ENUM"),
+        ({"rows": (5, 5)}, "ROWS_OUT_OF_RANGE"),
+    ],
+)
+def test_bad_fits_are_refused(client, options, reason):
+    with client.upload(X, Y) as data, pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.optimize(data, TEXTS, STARTS, **options)
+    assert caught.value.reason == reason
+
+
+def test_a_missing_parameter_is_found_by_the_server(client):
+    with client.upload(X, Y) as data, pytest.raises(warpfit.ProgramError) as caught:
+        client.optimize(data, TEXTS, [[1.0], [], [1.0, 1.0]])
+    assert (caught.value.reason, caught.value.expression) == ("PARAMETER_OUT_OF_RANGE", 0)
+
+
+def test_the_async_client_fits(server: ServerProcess):
+    async def run():
+        async with warpfit.connect_async(server.address) as client:
+            data = await client.upload(X, Y, dtype="float64")
+            fits = await asyncio.gather(
+                *(client.optimize(data, TEXTS, STARTS, loss="mse") for _ in range(3))
+            )
+            losses, gradients = await client.evaluate(
+                data, TEXTS, fits[0].parameters, loss="mse", gradient=True
+            )
+            return fits, losses, gradients
+
+    fits, losses, gradients = asyncio.run(run())
+    assert all(fit.loss.tolist() == fits[0].loss.tolist() for fit in fits)
+    np.testing.assert_allclose(losses, fits[0].loss, rtol=1e-6, atol=1e-15)
+    assert np.abs(gradients[2]).max() < 1e-3
+
+
+def test_a_fit_survives_the_death_of_the_engine():
+    programs, starts = thesis_mix(6, 100, variables=2)
+    found = []
+    with ServerProcess("--threads", "2") as own, warpfit.connect(own.address) as client:
+        data = client.upload(np.repeat(X, 200, axis=0), np.repeat(Y, 200), dtype="float64")
+        client.optimize(data, TEXTS, STARTS, max_iterations=1)
+        thread = threading.Thread(
+            target=lambda: found.append(client.optimize(data, programs, starts))
+        )
+        thread.start()
+        time.sleep(0.3)
+        own.kill_engine()
+        thread.join(100)
+    finite = found[0].reason != Reason.NOT_FINITE
+    assert (found[0].loss[finite] <= found[0].initial_loss[finite]).all()

@@ -1,0 +1,55 @@
+"""Run the driver of fits without a server."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from support.numpy_engine import NumpyEngine
+from warpfit import parse
+from warpfit.data import Fit
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.ir import Batch
+from warpfit.losses import Loss, LossFunction
+from warpfit.request import Evaluation
+from warpfit_server.fit.driver import Surroundings, optimize
+
+
+def fit(
+    dataset: Dataset,
+    texts,
+    starts,
+    *,
+    loss=Loss.SSE,
+    rows=None,
+    engine=None,
+    deadline=None,
+    report=None,
+    cancelled=False,
+    **settings,
+) -> Fit:
+    """Fit texts from starts, with the settings of `FitSettings`."""
+    batch = Batch.of([parse(text) for text in texts], starts)
+    problem = Evaluation(
+        dataset.content_id,
+        batch,
+        rows=rows,
+        loss=loss if isinstance(loss, Loss) else None,
+        custom_loss=loss if isinstance(loss, LossFunction) else None,
+        values=False,
+    )
+    for name in ("lower", "upper", "fixed"):
+        if name in settings:
+            settings[name] = np.concatenate([np.ravel(entry) for entry in settings[name]])
+    settings["method"] = Method(settings.get("method", "auto"))
+    request = FitRequest(problem, FitSettings(**settings))
+    request.check(dataset.layout)
+    surroundings = Surroundings(
+        engine=engine or NumpyEngine(dataset),
+        dataset=dataset,
+        cancelled=np.full(1, cancelled, dtype=np.uint8),
+        deadline=deadline,
+        report=report,
+    )
+    result = optimize(request, surroundings)
+    return Fit.of(result, batch, all_starts=request.settings.all_starts)

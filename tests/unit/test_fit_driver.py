@@ -1,0 +1,310 @@
+"""The batched driver on problems with known answers, on a small NumPy engine."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.fits import fit
+from support.numpy_engine import NumpyEngine
+from support.strategies import programs
+from warpfit import CancelledError, Reason
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
+from warpfit.printing import to_text
+from warpfit.workload import thesis_mix
+from warpfit_server.fit.driver import one_vector_each
+
+rng = np.random.default_rng(3)
+X = rng.uniform(0.5, 2.0, size=(60, 2))
+Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1]
+NOISY = Y + rng.normal(scale=0.1, size=60)
+WEIGHTS = rng.uniform(0.1, 2.0, size=60)
+EXACT = Dataset.of(X, Y, dtype="float64")
+DATA = Dataset.of(X, NOISY, dtype="float64")
+WEIGHTED = Dataset.of(X, NOISY, WEIGHTS, dtype="float64")
+MODEL = "p1*exp(p2*x1) + p3*x2"
+START = [1.0, -0.1, 1.0]
+TRUTH = [3.0, -0.7, 0.5]
+LINE = "p1*x1 + p2*x2 + p3"
+METHODS = ("lm", "bfgs")
+TIGHT = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-15}
+
+
+def design():
+    return np.column_stack([X, np.ones(60)])
+
+
+# ------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nonlinear_model_is_recovered(method):
+    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=300, **TIGHT)
+    np.testing.assert_allclose(found.parameters[0], TRUTH, rtol=1e-5)
+    assert found.loss[0] < 1e-10
+    assert found.success[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", [DATA, WEIGHTED], ids=["unweighted", "weighted"])
+def test_a_linear_model_agrees_with_the_normal_equations(method, data):
+    w = np.ones(60) if data.weights is None else data.weights
+    a = design()
+    expected = np.linalg.solve(a.T @ (w[:, None] * a), a.T @ (w * NOISY))
+    found = fit(data, [LINE], [[0.0, 0.0, 0.0]], method=method, max_iterations=200, **TIGHT)
+    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-5)
+    left = np.sum(w * np.square(a @ expected - NOISY))
+    np.testing.assert_allclose(found.loss[0], left, rtol=1e-9)
+
+
+def test_standard_errors_and_covariance_of_a_linear_model():
+    found = fit(WEIGHTED, [LINE], [[0.0] * 3], standard_errors=True, covariance=True, **TIGHT)
+    a = design()
+    inverse = np.linalg.inv(a.T @ (WEIGHTS[:, None] * a))
+    expected = inverse * found.loss[0] / (60 - 3)
+    np.testing.assert_allclose(found.covariance[0], expected, rtol=1e-7)
+    np.testing.assert_allclose(found.standard_errors[0], np.sqrt(np.diag(expected)), rtol=1e-7)
+    other = fit(
+        WEIGHTED, [LINE], [[0.0] * 3], method="bfgs", covariance=True, max_iterations=200, **TIGHT
+    )
+    np.testing.assert_allclose(other.covariance[0], expected, rtol=1e-4)
+
+
+def test_quantile_regression_of_a_constant_is_the_quantile():
+    found = fit(DATA, ["p1"], [[0.0]], loss=quantile(0.25), max_iterations=100)
+    below = np.mean(found.parameters[0] >= NOISY)
+    assert 0.2 <= below <= 0.3
+
+
+def test_huber_resists_an_outlier():
+    y = NOISY.copy()
+    y[5] += 1000.0
+    spoiled = Dataset.of(X, y, dtype="float64")
+    clean = fit(DATA, [LINE], [[0.0] * 3])
+    resistant = fit(spoiled, [LINE], [[0.0] * 3], loss=huber(0.1), max_iterations=200)
+    squares = fit(spoiled, [LINE], [[0.0] * 3])
+    assert np.abs(resistant.parameters[0] - clean.parameters[0]).max() < 0.3
+    assert np.abs(squares.parameters[0] - clean.parameters[0]).max() > 3.0
+
+
+@pytest.mark.parametrize("loss", [*Loss, gaussian(0.5), LossFunction.parse("abs(d)^1.5")])
+def test_every_loss_gets_better(loss):
+    found = fit(WEIGHTED, [MODEL], [START], loss=loss, max_iterations=100)
+    if loss is Loss.R2:
+        assert found.loss[0] > max(found.initial_loss[0], 0.9)
+    else:
+        assert found.loss[0] < found.initial_loss[0]
+    np.testing.assert_allclose(found.parameters[0], TRUTH, atol=0.6)
+
+
+def test_row_ranges():
+    found = fit(DATA, [LINE], [[0.0] * 3], rows=(10, 40), **TIGHT)
+    expected, *_ = np.linalg.lstsq(design()[10:40], NOISY[10:40], rcond=None)
+    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
+
+
+# -------------------------------------------------------------------- bounds, fixed, many starts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bounds_hold_and_the_rest_is_optimal(method):
+    lower, upper = [[-np.inf, -0.5, -np.inf]], [[np.inf, np.inf, 0.3]]
+    found = fit(DATA, [MODEL], [START], method=method, lower=lower, upper=upper, max_iterations=200)
+    p = found.parameters[0]
+    assert p[1] == -0.5
+    assert p[2] == 0.3
+    shape = np.exp(-0.5 * X[:, 0])
+    best = shape @ (NOISY - 0.3 * X[:, 1]) / (shape @ shape)
+    np.testing.assert_allclose(p[0], best, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_start_outside_the_bounds_is_moved_inside(method):
+    found = fit(DATA, ["p1*x1"], [[9.0]], method=method, lower=[[-1.0]], upper=[[0.25]])
+    assert found.parameters[0] == [0.25]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fixed_parameters_stay(method):
+    found = fit(
+        EXACT, [MODEL], [START], method=method, fixed=[[False, True, False]], max_iterations=100
+    )
+    assert found.parameters[0][1] == -0.1
+    assert found.loss[0] < found.initial_loss[0]
+    errors = fit(EXACT, [MODEL], [START], fixed=[[False, True, False]], standard_errors=True)
+    assert errors.standard_errors[0][1] == 0.0
+    assert (errors.standard_errors[0][[0, 2]] > 0).all()
+
+
+def test_the_best_start_wins_and_all_can_be_had():
+    texts, starts = ["sin(p1*x1)", "x1"], [[[0.1], [4.2], [9.0]], np.empty((3, 0))]
+    data = Dataset.of(X, np.sin(4.0 * X[:, 0]), dtype="float64")
+    every = fit(data, texts, starts, all_starts=True)
+    assert every.loss.shape == (3, 2)
+    assert [p.shape for p in every.parameters] == [(3, 1), (3, 0)]
+    assert every.start[:, 0].tolist() == [0, 1, 2]
+    best = fit(data, texts, starts)
+    assert best.start[0] == 1
+    assert best.loss[0] == every.loss[:, 0].min()
+    assert best.parameters[0] == every.parameters[0][1]
+    np.testing.assert_allclose(best.parameters[0], [4.0], rtol=1e-6)
+
+
+def test_a_batch_repeats_each_program_for_its_starts():
+    drawn, parameters = thesis_mix(2, 5)
+    k_vectors = [np.stack([p, p + 1]) for p in parameters]
+    each = one_vector_each(Batch.of(drawn, k_vectors))
+    assert len(each) == 10
+    for index in range(10):
+        assert each.program(index) == drawn[index // 2]
+        expected = k_vectors[index // 2][index % 2]
+        np.testing.assert_array_equal(each.program_parameters(index)[0], expected)
+
+
+# -------------------------------------------------------------------------- reasons to end
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("text", "start"), [("log(-p1)", [1.0]), ("p1/(x1 - x1)", [1.0]), ("sqrt(p1)", [0.0])]
+)
+def test_a_start_that_is_not_finite_fails_alone(method, text, start):
+    found = fit(EXACT, [text, MODEL], [start, START], method=method, max_iterations=100)
+    assert found.reason.tolist()[0] is Reason.NOT_FINITE
+    assert found.parameters[0].tolist() == start
+    assert found.iterations[0] == 0
+    assert found.loss[1] < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_to_fit(method):
+    found = fit(EXACT, ["x1", "p1*x1"], [[], [2.0]], method=method, fixed=[[], [True]])
+    assert found.reason.tolist() == [Reason.GRADIENT] * 2
+    assert found.evaluations.tolist() == [1, 1]
+    np.testing.assert_allclose(found.loss[0], np.sum(np.square(X[:, 0] - Y)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_that_do_not_matter_keep_their_start(method):
+    found = fit(EXACT, ["p1*x1 + 0*p2"], [[1.0, 7.0]], method=method, max_iterations=100)
+    assert found.parameters[0][1] == 7.0
+    assert found.success[0]
+
+
+def test_rank_deficient_jacobians():
+    found = fit(DATA, ["(p1 + p2)*x1 + p3"], [[0.0, 0.0, 0.0]], standard_errors=True, **TIGHT)
+    expected, *_ = np.linalg.lstsq(design()[:, (0, 2)], NOISY, rcond=None)
+    p = found.parameters[0]
+    np.testing.assert_allclose([p[0] + p[1], p[2]], expected, rtol=1e-6)
+    assert np.isnan(found.standard_errors[0][:2]).all()
+    assert np.isfinite(found.standard_errors[0][2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [(0, 1), (0, 2)])
+def test_more_parameters_than_rows(method, rows):
+    found = fit(
+        DATA, [LINE], [[0.0] * 3], method=method, rows=rows, max_iterations=200, covariance=True
+    )
+    assert np.isfinite(found.parameters[0]).all()
+    assert found.loss[0] < 1e-6
+    assert np.isnan(found.covariance[0]).any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overflow_in_the_middle_of_a_search(method):
+    found = fit(EXACT, ["exp(exp(p1*x1))"], [[0.9]], method=method, max_iterations=100)
+    assert np.isfinite(found.parameters[0]).all()
+    assert found.loss[0] <= found.initial_loss[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_iterations_are_limited(method):
+    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=2)
+    assert found.reason[0] is Reason.ITERATIONS
+    assert found.iterations[0] == 2
+    none = fit(EXACT, [MODEL], [START], method=method, max_iterations=0)
+    assert none.parameters[0].tolist() == START
+    assert none.loss[0] == none.initial_loss[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deadline_that_has_passed_returns_what_there_is(method):
+    found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, deadline=time.monotonic() - 1)
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+
+
+def test_cancellation_is_noticed_between_passes():
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], cancelled=True)
+
+
+@pytest.mark.parametrize("tolerance", ["gradient", "step", "loss"])
+def test_each_tolerance_ends_a_search_with_its_reason(tolerance):
+    off = {"gradient_tolerance": 0.0, "step_tolerance": 0.0, "loss_tolerance": 0.0}
+    found = fit(DATA, [MODEL], [START], **(off | {f"{tolerance}_tolerance": 1e-3}))
+    assert found.reason[0] is Reason(tolerance)
+
+
+# --------------------------------------------------------------------------- batches
+
+
+def test_searches_that_have_ended_drop_out():
+    engine = NumpyEngine(DATA)
+    fit(DATA, ["x1"] * 30 + [MODEL, LINE], [[]] * 30 + [START, [0.0] * 3], engine=engine)
+    assert engine.sizes[0] == 32
+    assert engine.sizes[1] == 2
+    assert engine.sizes[-1] == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_search_does_not_depend_on_its_company_and_repeats_exactly(method):
+    drawn, parameters = thesis_mix(4, 24, variables=2)
+    texts = [to_text(program) for program in drawn]
+    options = {"method": method, "max_iterations": 20}
+    together = fit(DATA, texts, parameters, **options)
+    again = fit(DATA, texts, parameters, **options)
+    for name in ("loss", "initial_loss", "iterations", "evaluations", "reason"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(again, name))
+    for index in range(0, 24, 5):
+        alone = fit(DATA, [texts[index]], [parameters[index]], **options)
+        assert alone.parameters[0].tobytes() == together.parameters[index].tobytes()
+        assert alone.reason[0] is together.reason[index]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@settings(max_examples=40, deadline=None)
+@given(drawn=st.lists(programs(variables=2, parameters=3), min_size=1, max_size=4))
+def test_random_programs_never_get_worse(method, dtype, drawn):
+    data = Dataset.of(X, NOISY, dtype=dtype)
+    starts = [np.linspace(0.5, 1.5, program.parameters) for program in drawn]
+    found = fit(
+        data, [to_text(p) for p in drawn], starts, method=method, max_iterations=8, covariance=True
+    )
+    finite = found.reason != Reason.NOT_FINITE
+    assert (found.loss[finite] <= found.initial_loss[finite]).all()
+    assert np.isfinite(found.loss[finite]).all()
+    for parameters in found.parameters:
+        assert np.isfinite(parameters).all()
+
+
+def test_float32_parameters_are_what_the_engine_computed_with():
+    data = Dataset.of(X, NOISY, dtype="float32")
+    p = fit(data, [MODEL], [START]).parameters[0]
+    np.testing.assert_array_equal(p, p.astype(np.float32).astype(float))
+
+
+def test_progress_is_reported():
+    seen = []
+    fit(DATA, [MODEL, "x1"], [START, []], report=seen.append)
+    assert [progress.iterations for progress in seen] == sorted(p.iterations for p in seen)
+    assert {progress.searches for progress in seen} == {2}
+    assert seen[-1].active == 1
