@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,33 +137,38 @@ class LossFunction:
         return self.closing is Closing.SCORE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class TargetStatistics:
-    """What closings need to know about target and weights over the used rows."""
+    """What closings need to know about target and weights over the used rows, when they need it."""
 
-    weight: float
-    """Sum of the weights."""
-    variation: float
-    """Sum of w (y - m)^2, where m is the weighted mean of y."""
-
-    @classmethod
-    def of(cls, target: NDArray[np.floating], weights: NDArray[np.floating] | None) -> Self:
-        """Compute from target [rows] and weights [rows], in float64."""
-        y = np.asarray(target, dtype=np.float64)
-        with np.errstate(all="ignore"):
-            if weights is None:
-                return cls(float(len(y)), float(np.square(y - y.mean()).sum()))
-            w = np.asarray(weights, dtype=np.float64)
-            total = w.sum()
-            mean = (w * y).sum() / total
-            return cls(float(total), float((w * np.square(y - mean)).sum()))
+    target: NDArray[Any]
+    """[rows]."""
+    weights: NDArray[Any] | None = None
+    """[rows], or None for 1 everywhere."""
 
     @classmethod
     def of_rows(cls, dataset: Dataset, rows: slice) -> Self:
-        """Compute from rows of a data set that has a target."""
+        """Take rows of a data set that has a target."""
         assert dataset.target is not None  # the request was checked
         weights = None if dataset.weights is None else dataset.weights[rows]
-        return cls.of(dataset.target[rows], weights)
+        return cls(dataset.target[rows], weights)
+
+    @cached_property
+    def weight(self) -> float:
+        """Sum of the weights, in float64."""
+        if self.weights is None:
+            return float(len(self.target))
+        return float(self.weights.sum(dtype=np.float64))
+
+    @cached_property
+    def variation(self) -> float:
+        """Sum of w (y - m)^2 in float64, where m is the weighted mean of y."""
+        y = self.target.astype(np.float64)
+        with np.errstate(all="ignore"):
+            if self.weights is None:
+                return float(np.square(y - y.mean()).sum())
+            w = self.weights.astype(np.float64)
+            return float((w * np.square(y - (w * y).sum() / self.weight)).sum())
 
 
 def mentions_weight(row_loss: Program) -> bool:

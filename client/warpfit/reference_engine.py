@@ -116,7 +116,7 @@ def _losses(
     assert loss is not None
     shape = len(evaluation.batch), evaluation.batch.vectors
     weights = None if rows.dataset.weights is None else rows.weights
-    statistics = TargetStatistics.of(rows.target, weights)
+    statistics = TargetStatistics(rows.target, weights)
     if evaluation.linear_scaling:
         slopes, intercepts, _ = _scaled(values, rows)
         values = intercepts[:, None] + slopes[:, None] * values

@@ -24,7 +24,14 @@ from warpfit.workload import random_program, thesis_mix
 from warpfit_server.engine import cpu_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
-from warpfit_server.engine.cpu_lower import INSTRUCTIONS_END, PROLOGUE_END, SLOTS, lower_batch
+from warpfit_server.engine.cpu_lower import (
+    lower_batch,
+)
+from warpfit_server.engine.cpu_schedule import (
+    INSTRUCTIONS_END,
+    PROLOGUE_END,
+    SLOTS,
+)
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 RNG_SEED = 5

@@ -41,7 +41,7 @@ def test_the_six_losses_are_rows_and_closings(loss, weights):
     w = np.ones(50) if weights is None else weights
     function = BUILT_IN[loss]
     closed = close_losses(
-        function.closing, np.sum(w * rows(function)), TargetStatistics.of(Y, weights)
+        function.closing, np.sum(w * rows(function)), TargetStatistics(Y, weights)
     )
     np.testing.assert_allclose(closed, reference.loss(loss, F, Y, weights), rtol=1e-12)
 
@@ -75,7 +75,7 @@ def test_large_differences_do_not_overflow(function):
 @pytest.mark.parametrize("loss", [*Loss, *BY_NAME])
 def test_closed_gradients_are_central_differences(loss):
     function = BUILT_IN[loss] if isinstance(loss, Loss) else BY_NAME[loss]()
-    statistics = TargetStatistics.of(Y, W)
+    statistics = TargetStatistics(Y, W)
     factor = 1.0 if function.mentions_weight else W
 
     def closed(shift):
@@ -92,7 +92,7 @@ def test_closed_gradients_are_central_differences(loss):
 
 
 def test_a_perfect_fit_is_a_kink_of_the_root():
-    statistics = TargetStatistics.of(Y, None)
+    statistics = TargetStatistics(Y, None)
     gradient = close_gradients(Closing.ROOT, np.zeros(2), np.zeros(2), statistics)
     assert gradient.tolist() == [0.0, 0.0]
 

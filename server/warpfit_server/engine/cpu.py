@@ -35,7 +35,12 @@ from warpfit.ir import Program
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
-from warpfit_server.engine.cpu_lower import SCALARS, lower_batch
+from warpfit_server.engine.cpu_lower import (
+    lower_batch,
+)
+from warpfit_server.engine.cpu_schedule import (
+    SCALARS,
+)
 from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of, run_on
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.

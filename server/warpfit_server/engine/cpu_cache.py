@@ -36,7 +36,9 @@ from warpfit_server.engine import (
     cpu_math,
     cpu_partials,
     cpu_rules,
+    cpu_schedule,
     cpu_statistics,
+    cpu_sweep,
     cpu_vector,
 )
 from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour, symbol
@@ -46,7 +48,8 @@ _DIGEST_BYTES: Final = 32
 #: Modules that shape the code.
 _SOURCES: Final = (
     *(ops, cpu_vector, cpu_math, cpu_kernels, cpu_rules, cpu_partials, cpu_dots, cpu_build),
-    *(cpu_lower, cpu_interpret, cpu_differentiate, cpu_statistics, cpu_linearise),
+    *(cpu_schedule, cpu_lower, cpu_interpret, cpu_sweep, cpu_differentiate, cpu_statistics),
+    cpu_linearise,
 )
 _lock = threading.Lock()
 
@@ -176,7 +179,7 @@ def _load_kernels(code: bytes) -> Kernels:
     owner.finalize_object()
     names: dict[int, str] = {row.code: name for name, row in ops.OPERATORS.items()}
     names |= {kernel.code: kernel.name for kernel in cpu_rules.partial_kernels()}
-    names |= {cpu_lower.COPY_CODE: COPY, cpu_rules.PRODUCT_CODE: cpu_partials.PRODUCT}
+    names |= {cpu_schedule.COPY_CODE: COPY, cpu_rules.PRODUCT_CODE: cpu_partials.PRODUCT}
     addresses = np.zeros(cpu_rules.CODES, dtype=np.int64)
     for index, name in names.items():
         addresses[index] = owner.get_function_address(symbol(name))
@@ -219,7 +222,7 @@ def _compile_evaluation(directory: Path) -> tuple[Any, Any]:
 def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
     lowered = numba.typeof(cpu_differentiate.empty(1, 1, 1))
     row_loss = numba.typeof(cpu_differentiate.no_row_loss())
-    tables = numba.typeof(cpu_differentiate.tables())
+    tables = numba.typeof(cpu_sweep.tables())
     differentiate = types.void(
         _GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered
     )

@@ -14,10 +14,14 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE, LossFunction, mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine import cpu_differentiate as lowering
-from warpfit_server.engine import cpu_linearise
+from warpfit_server.engine import cpu_linearise, cpu_sweep
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu_cache import Compiled
-from warpfit_server.engine.cpu_lower import INSTRUCTIONS_END, INSTRUCTIONS_START, SCALARS
+from warpfit_server.engine.cpu_schedule import (
+    INSTRUCTIONS_END,
+    INSTRUCTIONS_START,
+    SCALARS,
+)
 from warpfit_server.engine.cpu_statistics import (
     MOMENTS,
     REDUCTIONS,
@@ -51,11 +55,11 @@ class Wanted:
         parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
         variables = self.variable_gradients is not None
         return (
-            lowering.BY_PARAMETERS * parameters
-            | lowering.BY_VARIABLES * variables
-            | lowering.LOSS * (self.row_loss is not None)
-            | lowering.SLOPE * self.wants_slopes
-            | lowering.SQUARES * self.is_squares
+            cpu_sweep.BY_PARAMETERS * parameters
+            | cpu_sweep.BY_VARIABLES * variables
+            | cpu_sweep.LOSS * (self.row_loss is not None)
+            | cpu_sweep.SLOPE * self.wants_slopes
+            | cpu_sweep.SQUARES * self.is_squares
         )
 
     @property
@@ -139,7 +143,8 @@ def prepare(
         )
 
     def finish() -> None:
-        total = sums.sums.sum(axis=0)
+        with np.errstate(all="ignore"):
+            total = sums.sums.sum(axis=0)
         combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
         _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
 
@@ -191,7 +196,7 @@ class _Sums:
         cls, lowered: lowering.Differentiated, batch: Batch, spans: int, wanted: Wanted
     ) -> _Sums:
         summaries = lowered.summaries
-        columns = summaries[:, lowering.COLUMNS_END] - summaries[:, lowering.COLUMNS_START]
+        columns = summaries[:, lowering.COLUMNS_END] - summaries[:, cpu_sweep.COLUMNS_START]
         sizes = 1 + columns + (columns * columns if wanted.curvatures is not None else 0)
         starts = np.concatenate([[0], np.cumsum(np.repeat(sizes, batch.vectors))])
         cells = len(batch) * batch.vectors

@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from warpfit_server.engine.cpu_lower import (
+from warpfit_server.engine.cpu_schedule import (
     BROADCAST,
     CODE,
     FIRST,

@@ -24,12 +24,8 @@ from numba import carray, types
 
 from warpfit_server.engine.cpu_differentiate import (
     COLUMNS_END,
-    COLUMNS_START,
     ENTRIES_END,
     ENTRIES_START,
-    ENTRY_COLUMN,
-    ENTRY_FACTOR,
-    ENTRY_LEAF,
     LOSS_PLACE,
     SLOPE_PLACE,
 )
@@ -54,8 +50,18 @@ from warpfit_server.engine.cpu_interpret import (
     result_address,
     run_instructions,
 )
-from warpfit_server.engine.cpu_lower import INSTRUCTIONS_END, PROLOGUE_END, inlined
+from warpfit_server.engine.cpu_schedule import (
+    INSTRUCTIONS_END,
+    PROLOGUE_END,
+    inlined,
+)
 from warpfit_server.engine.cpu_statistics import add_moments, add_reductions
+from warpfit_server.engine.cpu_sweep import (
+    COLUMNS_START,
+    ENTRY_COLUMN,
+    ENTRY_FACTOR,
+    ENTRY_LEAF,
+)
 
 #: More entries of the ``job`` array: what is wanted, and where it goes.
 WANTS_LOSS: Final = JOB_ENTRIES

@@ -9,7 +9,9 @@ from numba import carray
 from numpy.typing import NDArray
 
 from warpfit_server.engine.cpu_interpret import pointer32, pointer64
-from warpfit_server.engine.cpu_lower import inlined
+from warpfit_server.engine.cpu_schedule import (
+    inlined,
+)
 
 Floats = NDArray[np.float64]
 #: Sums that are added side by side, so that one addition need not wait for the other.

@@ -1,0 +1,233 @@
+"""Fits per second of the CPU engine beside pyoperon's Levenberg-Marquardt, in the same run.
+
+    python tests/bench/fit.py [--rows 10000] [--iterations 10 50] [--trees 200] [--seed 1]
+
+Both fit the same random trees of the thesis mix (10 to 50 tokens over 10 variables, with at least
+one parameter and finite values at the start), from the same starts, on the same float32 data, with
+the same number of iterations and of threads. pyoperon's trees optimise the same numbers: every
+other coefficient of theirs is switched off. Each side uses its own tests of convergence. Final
+losses are computed for both by the float64 reference from the parameters that they return.
+pyoperon's binding fits under Python's lock, so that more threads do not help it; the ratio to go by
+is that of one thread.
+Repetitions are interleaved, medians are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyoperon
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cpu_vs_pyoperon import infix
+
+from support.results import write_result
+from warpfit import reference
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.ir import Batch, Program
+from warpfit.request import Evaluation, Loss, Precision
+from warpfit.workload import random_program
+from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.fit.driver import Surroundings, optimize
+
+VARIABLES = 10
+REPETITIONS = 5
+#: Relative difference below which two final losses count as equal.
+EQUAL = 1e-4
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Problem:
+    """Trees with starts, and the data that they are fitted to."""
+
+    programs: list[Program]
+    starts: list[Floats]
+    matrix: NDArray[np.float32]
+    """[rows, variables]."""
+    target: NDArray[np.float32]
+
+    def losses(self, vectors: list[Floats]) -> Floats:
+        """Mean squared errors by the float64 reference."""
+        columns = self.matrix.T.astype(np.float64)
+        values = reference.evaluate(self.programs, columns, vectors)
+        return reference.loss(Loss.MSE, values, self.target)
+
+
+def problem(rows: int, trees: int, seed: int) -> Problem:
+    """Draw trees with parameters whose loss at the start is finite, also in float32."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
+    x = matrix.T.astype(np.float64)
+    law = 2.0 * x[0] * np.exp(-0.5 * x[1]) + 1.5 * np.sqrt(x[2]) - x[3] / (0.7 + x[4])
+    target = (law + rng.normal(0, 0.1, rows)).astype(np.float32)
+    drawn = Problem([], [], matrix, target)
+    while len(drawn.programs) < trees:
+        program = random_program(rng, int(rng.integers(10, 51)), variables=VARIABLES)
+        start = rng.uniform(0.5, 2.0, size=program.parameters)
+        if not len(start):
+            continue
+        values = reference.evaluate_program(program, x, start)
+        if np.isfinite(values).all() and np.abs(values).max() < 1e6:
+            drawn.programs.append(program)
+            drawn.starts.append(start)
+    return drawn
+
+
+class Peer:
+    """pyoperon's Levenberg-Marquardt on a problem; keeps alive what pyoperon does not."""
+
+    def __init__(self, given: Problem, iterations: int) -> None:
+        rows = len(given.target)
+        self._array = np.asfortranarray(np.column_stack([given.matrix, given.target]))
+        self._dataset = dataset = pyoperon.Dataset(self._array)
+        self._problem = pyoperon.Problem(dataset)
+        self._problem.TrainingRange = pyoperon.Range(0, rows)
+        self._problem.Target = next(v for v in dataset.Variables if v.Name == f"X{VARIABLES + 1}")
+        self._table = pyoperon.DispatchTable()
+        optimizer = pyoperon.LMOptimizer(self._table, self._problem, max_iter=iterations)
+        self._optimizer = optimizer
+        names = {v.Name: v.Hash for v in dataset.Variables}
+        pairs = zip(given.programs, given.starts, strict=True)
+        made = [_tree(program, start, names) for program, start in pairs]
+        self._trees = [tree for tree, _ in made]
+        self._orders = [order for _, order in made]
+
+    def fit(self, threads: int) -> list[Floats]:
+        """Fit all trees; return their parameters."""
+        if threads == 1:
+            fitted = self._fit_some(self._trees)
+        else:
+            share = -(-len(self._trees) // (8 * threads))
+            parts = [self._trees[i : i + share] for i in range(0, len(self._trees), share)]
+            with ThreadPoolExecutor(threads) as pool:
+                fitted = [tree for part in pool.map(self._fit_some, parts) for tree in part]
+        vectors = []
+        for tree, order in zip(fitted, self._orders, strict=True):
+            vector = np.empty(len(order))
+            vector[order] = tree.GetCoefficients()
+            vectors.append(vector)
+        return vectors
+
+    def _fit_some(self, trees: list[Any]) -> list[Any]:
+        search = pyoperon.CoefficientOptimizer(self._optimizer)
+        random = pyoperon.RandomGenerator(1)
+        return [search(random, tree)[0] for tree in trees]
+
+
+def _tree(program: Program, start: Floats, names: Any) -> tuple[Any, list[int]]:
+    """Tree whose coefficients are the parameters, and the parameter that each of them is."""
+    parsed = pyoperon.InfixParser.Parse(infix(program, start), names)
+    nodes = parsed.Nodes  # they live as long as the tree
+    order = []
+    for node in nodes:
+        same = np.flatnonzero(np.abs(start - node.Value) <= 1e-6 * np.abs(start))
+        is_parameter = node.Type == pyoperon.NodeType.Constant and len(same) == 1
+        node.Optimize = bool(is_parameter)
+        if is_parameter:
+            order.append(int(same[0]))
+    tree = pyoperon.Tree(nodes)
+    tree.UpdateNodes()
+    if sorted(order) != list(range(len(start))):
+        raise SystemExit(f"pyoperon's tree of {program} has other parameters")
+    return tree, order
+
+
+class Ours:
+    """The CPU engine with the service's driver."""
+
+    def __init__(self, given: Problem, threads: int) -> None:
+        self.engine = CpuEngine(threads)
+        self._data = Dataset.of(given.matrix, given.target)
+        self._batch = Batch.of(given.programs, given.starts)
+        self.engine.load(self._data)
+
+    def fit(self, precision: Precision, iterations: int) -> list[Floats]:
+        """Fit all trees in one call; return their parameters."""
+        evaluation = Evaluation(
+            self._data.content_id, self._batch, precision=precision, loss=Loss.MSE, values=False
+        )
+        settings = FitSettings(method=Method.LM, max_iterations=iterations)
+        surroundings = Surroundings(self.engine, self._data, np.zeros(1, np.uint8))
+        found = optimize(FitRequest(evaluation, settings), surroundings).parameters
+        edges = self._batch.parameter_starts
+        return [found[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
+    """Measure both sides at one number of threads and iterations."""
+    peer, ours = Peer(given, iterations), Ours(given, threads)
+    cases: dict[str, Callable[[], list[Floats]]] = {"pyoperon": lambda: peer.fit(threads)}
+    for precision in Precision:
+        cases[f"warpfit {precision.value}"] = lambda p=precision: ours.fit(p, iterations)
+    losses = {name: given.losses(run()) for name, run in cases.items()}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(REPETITIONS):
+        for name, run in cases.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    ours.engine.close()
+    rates = {n: len(given.programs) / float(np.median(t)) for n, t in times.items()}
+    return {
+        "threads": threads,
+        "iterations": iterations,
+        "fits_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+        "times_pyoperon": {n: round(r / rates["pyoperon"], 2) for n, r in rates.items()},
+        "final_loss": {name: _judge(found, losses["pyoperon"]) for name, found in losses.items()},
+    }
+
+
+def _judge(found: Floats, peer: Floats) -> dict[str, float]:
+    """Median of the final losses, and how they compare with the peer's, tree by tree."""
+    a, b = (np.where(np.isfinite(x), x, np.inf) for x in (found, peer))
+    with np.errstate(invalid="ignore"):
+        equal = (np.abs(a - b) <= EQUAL * np.minimum(a, b)) | (a == b)
+    return {
+        "median": round(float(np.median(a)), 6),
+        "mean_of_logarithms": round(float(np.mean(np.log(np.minimum(a, 1e30)))), 4),
+        "better": int((~equal & (a < b)).sum()),
+        "equal": int(equal.sum()),
+        "worse": int((~equal & (a > b)).sum()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--trees", type=int, default=200)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--iterations", type=int, nargs="+", default=[10, 50])
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    given = problem(arguments.rows, arguments.trees, arguments.seed)
+    cases = []
+    for threads in arguments.threads:
+        for iterations in arguments.iterations:
+            cases.append(compare(given, threads, iterations))
+            print(cases[-1], flush=True)
+    content = {
+        "workload": f"thesis mix with parameters, seed {arguments.seed}, float32",
+        "rows": arguments.rows,
+        "trees": arguments.trees,
+        "mean_tokens": round(float(np.mean([len(p) for p in given.programs])), 1),
+        "mean_parameters": round(float(np.mean([len(s) for s in given.starts])), 2),
+        "cases": cases,
+    }
+    print(write_result("fit", content))
+
+
+if __name__ == "__main__":
+    main()
