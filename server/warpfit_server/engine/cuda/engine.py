@@ -1,4 +1,8 @@
-"""The CUDA engine: resident data sets, and the tiers that evaluate batches on them."""
+"""The CUDA engine: resident data sets, and the tiers that evaluate batches on them.
+
+Derivatives, fits, reductions and losses of one's own are computed by the CPU engine on the host's
+copy of the data set: the device does values and the six built-in losses.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError, UnimplementedError
+from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Device, EngineBrokenError, Linearisation, Outputs
+from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -71,6 +76,9 @@ class CudaEngine:
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
+        self._host: CpuEngine | None = None  # made when first needed
+        self._host_settings = (threads, cache_directory)
+        self._host_lock = threading.Lock()
         self._lock = threading.Lock()
 
     @property
@@ -106,6 +114,9 @@ class CudaEngine:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""
         with self._lock:
             self._residents.pop(content_id, None)
+        with self._host_lock:
+            if self._host is not None:
+                self._host.unload(content_id)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
         """Evaluate a checked batch into ``outputs``.
@@ -116,11 +127,11 @@ class CudaEngine:
             ResourceExhaustedError: if device memory is short, or the compiled tier was asked for
                 and cannot take the batch; the next evaluation works.
             EngineBrokenError: if the device reports an error, after which it answers no more.
-            UnimplementedError: for what this engine cannot do yet.
 
         """
-        _refuse_new_wishes(evaluation)
         resident = self._resident(evaluation.dataset_id)
+        if _is_for_the_host(evaluation):
+            return self._host_with(resident).evaluate(evaluation, outputs)
         try:
             return self._evaluate(resident, evaluation, outputs)
         except self._device.errors as error:
@@ -136,13 +147,9 @@ class CudaEngine:
         curvature: bool,
         cancelled: NDArray[np.uint8],
     ) -> Linearisation:
-        """Refuse: see `base.Engine`.
-
-        Raises:
-            UnimplementedError: always.
-
-        """
-        raise _not_yet("derivatives")
+        """Linearise on the host's cores; see `base.Engine`."""
+        host = self._host_with(self._resident(evaluation.dataset_id))
+        return host.linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
@@ -150,6 +157,9 @@ class CudaEngine:
         self._compiled.close()
         with self._lock:
             self._residents.clear()
+        with self._host_lock:
+            if self._host is not None:
+                self._host.close()
         self._device.close()
 
     def _calibrated(self, compilers: int) -> Costs:
@@ -189,6 +199,14 @@ class CudaEngine:
             )
         return resident
 
+    def _host_with(self, resident: ResidentDataset) -> CpuEngine:
+        """CPU engine that has a data set; derivatives and fits are computed on the host's cores."""
+        with self._host_lock:
+            if self._host is None:
+                self._host = CpuEngine(*self._host_settings)
+            self._host.load(resident.dataset)
+            return self._host
+
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Tier:
         """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
         if not self._compiled.supports(evaluation):
@@ -204,22 +222,13 @@ class CudaEngine:
         return Tier.INTERPRETER
 
 
-def _refuse_new_wishes(evaluation: Evaluation) -> None:
-    for what, wanted in (
-        ("derivatives", evaluation.differentiates),
-        ("reductions of values", evaluation.reductions),
-        ("linear scaling and correlation", evaluation.needs_moments),
-        ("losses of one's own", evaluation.custom_loss is not None),
-    ):
-        if wanted:
-            raise _not_yet(what)
-
-
-def _not_yet(what: str) -> UnimplementedError:
-    return UnimplementedError(
-        f"{what}: not available on the CUDA engine yet",
-        "ENGINE_CANNOT",
-        "Use a server started with --engine cpu",
+def _is_for_the_host(evaluation: Evaluation) -> bool:
+    """Whether an evaluation asks for what only the CPU engine computes so far."""
+    return (
+        evaluation.differentiates
+        or evaluation.reductions
+        or evaluation.needs_moments
+        or evaluation.custom_loss is not None
     )
 
 
