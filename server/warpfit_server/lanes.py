@@ -31,6 +31,8 @@ from warpfit_server.segments import Segment, SegmentPool
 
 #: A lane keeps a segment up to this size for its next evaluation.
 _KEPT_BYTES: Final = 4 << 20
+#: A call that waits for the engine notices after this many microseconds that it has ended.
+_NOTICE: Final = 20_000
 #: A call that waits for a lane looks this often whether its client is still there, in seconds.
 _LOOK_UP: Final = 0.05
 
@@ -40,6 +42,7 @@ class Lane:
 
     def __init__(self, end: socket.socket, generation: int) -> None:
         self.channel = Channel(end)
+        self.channel.wake_every(_NOTICE)
         self.generation = generation
         """Number of the engine, from 1."""
         self.segment: Segment | None = None
@@ -211,6 +214,7 @@ class Run:
         self._lane = lane
         self._keep = keep
         self._running = True
+        self._cancelled = False
         self._lock = threading.Lock()
 
     def next_event(self) -> wire.Event:
@@ -218,13 +222,19 @@ class Run:
 
         Raises:
             WarpfitError: if the evaluation failed.
+            CancelledError: if it was cancelled; the engine may still be at work.
 
         """
-        try:
-            event, _ = self._lane.channel.receive()
-        except ChannelClosedError as error:
-            self._finish(lost=True)
-            raise unavailable() from error
+        while True:
+            try:
+                event, _ = self._lane.channel.receive()
+                break
+            except BlockingIOError:
+                if self._cancelled:
+                    raise CancelledError("the call has ended", "CANCELLED") from None
+            except ChannelClosedError as error:
+                self._finish(lost=True)
+                raise unavailable() from error
         if isinstance(event, wire.Finished):
             self._finish(lost=False)
             if event.error is not None:
@@ -236,6 +246,7 @@ class Run:
         """Stop the evaluation, because nobody waits for its answer any more."""
         with self._lock:
             if self._running:
+                self._cancelled = True
                 self.frame.flag(self.segment)[0] = 1
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Final, Protocol
@@ -69,43 +69,35 @@ class EvaluateService:
 
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Evaluate a batch and stream the answer while the engine still computes."""
-        with errors_to_status(context), self.place():
+        # A call that has ended leaves its place at once, its lane when the engine has stopped.
+        with errors_to_status(context), ExitStack() as held, self.place():
             arrived = time.monotonic_ns()
             request = codec.parse_message(pb.EvaluateRequest, message)
             evaluation = codec.evaluation_from_message(request)
-            with self._leases.lease(evaluation.dataset_id) as layout:
-                check_batch(evaluation.batch, self._limits)
-                evaluation.check(layout)
-                check_result(evaluation, layout, self._limits)
-                decode = time.monotonic_ns() - arrived
-                run = self._lanes.start(evaluation, layout, context.is_active)
-                start = codec.result_start(layout, evaluation.shape(layout))
-                try:
-                    if not context.add_callback(run.cancel):
-                        run.cancel()
-                    yield from self._answer(run, start, decode)
-                finally:
-                    run.close()
+            layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
+            check_batch(evaluation.batch, self._limits)
+            evaluation.check(layout)
+            check_result(evaluation, layout, self._limits)
+            decode = time.monotonic_ns() - arrived
+            run = self._lanes.start(evaluation, layout, context.is_active)
+            _end_with_call(run, context, held)
+            start = codec.result_start(layout, evaluation.shape(layout))
+            yield from self._answer(run, start, decode)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Fit a batch; stream progress if asked for, then the result."""
-        with errors_to_status(context), self.place():
+        with errors_to_status(context), ExitStack() as held, self.place():
             arrived = time.monotonic_ns()
             request = codec.fit_from_message(codec.parse_message(pb.OptimizeRequest, message))
-            problem = request.problem
-            with self._leases.lease(problem.dataset_id) as layout:
-                check_batch(problem.batch, self._limits)
-                request.check(layout)
-                check_fit(request, self._limits)
-                deadline = _stop_time(request, context.time_remaining())
-                decode = time.monotonic_ns() - arrived
-                run = self._lanes.start_fit(request, layout, deadline, context.is_active)
-                try:
-                    if not context.add_callback(run.cancel):
-                        run.cancel()
-                    yield from _fit_answer(run, decode)
-                finally:
-                    run.close()
+            layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
+            check_batch(request.problem.batch, self._limits)
+            request.check(layout)
+            check_fit(request, self._limits)
+            deadline = _stop_time(request, context.time_remaining())
+            decode = time.monotonic_ns() - arrived
+            run = self._lanes.start_fit(request, layout, deadline, context.is_active)
+            _end_with_call(run, context, held)
+            yield from _fit_answer(run, decode)
 
     def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
         frame = run.frame
@@ -258,6 +250,12 @@ class ResidentLeases:
         with self._datasets.lease(content_id) as dataset:
             self._supervisor.settled(dataset)
             yield dataset.layout
+
+
+def _end_with_call(run: Run, context: grpc.ServicerContext, held: ExitStack) -> None:
+    held.callback(run.close)
+    if not context.add_callback(run.cancel):
+        run.cancel()
 
 
 def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:

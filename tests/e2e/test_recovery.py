@@ -164,7 +164,15 @@ def test_over_the_number_of_calls_in_flight():
         with pytest.raises(warpfit.errors.ResourceExhaustedError, match="--max-requests"):
             client.evaluate(data, ["x1"], loss="mse")
         thread.join()
+        _wait_until(lambda: _accepted(client, data))
+
+
+def _accepted(client: warpfit.Client, data: warpfit.Data) -> bool:
+    try:
         client.evaluate(data, ["x1"], loss="mse")
+    except warpfit.errors.ResourceExhaustedError:
+        return False
+    return True
 
 
 def test_sigterm_lets_calls_finish():

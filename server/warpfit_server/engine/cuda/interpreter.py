@@ -58,9 +58,11 @@ class Tuning:
 
     rows: int | None = None
     """Rows a thread; None to choose by the size of the evaluation."""
-    warps: int = 2
-    """Warps a block, each with a program of its own on the block's rows; at most 8."""
-    jobs_per_warp: int = 4
+    warps: int | None = None
+    """Warps a block, each with a program of its own on the block's rows, at most 8; None for 2 in
+    fast mode, and else 1: exact functions are long, and two programs need more of them at a time
+    than the cache of instructions holds."""
+    jobs_per_warp: int = 2
     """Programs that a warp runs one after the other when there are plenty."""
     chunk_bytes: int = 32 << 20
     """Most bytes of values, or of partial sums, that one launch leaves on the device."""
@@ -327,7 +329,8 @@ class Interpreter:
         """Launch the interpreter: a block for each tile of rows and group of jobs."""
         level_bytes = launch.variant.tile * launch.variant.dtype.itemsize
         levels = launch.levels
-        warps = min(self._tuning.warps, _SHARED_BYTES // max(1, levels * level_bytes))
+        wanted = self._tuning.warps or (2 if launch.variant.fast else 1)
+        warps = min(wanted, _SHARED_BYTES // max(1, levels * level_bytes))
         jobs, tiles = int(arguments["jobs"]), int(arguments["tiles"])
         resident_warps = 32 * self._device.multiprocessors
         rounds = min(self._tuning.jobs_per_warp, max(1, jobs * tiles // resident_warps))
