@@ -112,6 +112,7 @@ class Searches:
         vectors[LOWER], vectors[UPPER], vectors[FREE] = lower, upper, free
         numbers = np.zeros((len(counts), _NUMBERS))
         numbers[:, (LOSS, INITIAL)] = np.nan
+        numbers[:, BEST_LOSS] = np.inf
         return cls(
             edges=edges,
             vectors=vectors,
@@ -134,6 +135,15 @@ class Searches:
     def running(self) -> NDArray[np.bool_]:
         """Which searches have not ended, [S]."""
         return np.asarray(self.counters[:, REASON] == RUNNING)
+
+    def interrupt(self) -> None:
+        """End what still runs; a better point that a line search has found is kept."""
+        running = self.running
+        better = running & (self.numbers[:, BEST_LOSS] < self.numbers[:, LOSS])
+        columns = np.repeat(better, self.counts)
+        self.vectors[X, columns] = self.vectors[BEST, columns]
+        self.numbers[better, LOSS] = self.numbers[better, BEST_LOSS]
+        self.counters[running, REASON] = DEADLINE
 
     def make_room_for_inverse(self) -> None:
         """Allocate what BFGS needs."""
