@@ -125,11 +125,11 @@ def test_limits_count_everything_that_is_answered():
             check_result(wanted, DATA.layout, Limits(result_bytes=base + size - 1))
 
 
-def test_normal_equations_are_limited():
-    squares = 8 * 2 * sum(len(p) ** 2 for p in PARAMETERS)
-    check_fit(fit(), Limits(result_bytes=squares))
-    with pytest.raises(ResourceExhaustedError, match="normal equations"):
-        check_fit(fit(), Limits(result_bytes=squares - 1))
+def test_searches_are_limited():
+    size = 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 72 * TOTAL)
+    check_fit(fit(), Limits(result_bytes=size))
+    with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
+        check_fit(fit(), Limits(result_bytes=size - 1))
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():
