@@ -15,7 +15,7 @@ from warpfit.request import Evaluation
 
 #: Bytes that the driver of fits keeps for each token and each parameter of a search.
 _TOKEN_BYTES: Final = 9
-_PARAMETER_BYTES: Final = 72
+_PARAMETER_BYTES: Final = 80
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:

@@ -126,7 +126,7 @@ def test_limits_count_everything_that_is_answered():
 
 
 def test_searches_are_limited():
-    size = 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 72 * TOTAL)
+    size = 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
     check_fit(fit(), Limits(result_bytes=size))
     with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
         check_fit(fit(), Limits(result_bytes=size - 1))
