@@ -62,7 +62,8 @@ class Tolerances:
 
     gradient: float
     """Of the largest cosine between the residuals and a column of their Jacobian (LM), or of the
-    largest derivative times its parameter, relative to the loss (BFGS)."""
+    largest derivative, each over the length of its column of the Jacobian at the start, relative to
+    what it is at the start (BFGS)."""
     step: float
     """Of the length of a step relative to the length of the parameter vector."""
     loss: float

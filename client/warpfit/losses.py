@@ -14,6 +14,7 @@ with ``f`` (or ``prediction``), ``y`` (or ``target``), ``w`` (or ``weight``), an
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -39,8 +40,9 @@ Floats: TypeAlias = NDArray[np.float64]
 PREDICTION: Final = 0
 TARGET: Final = 1
 WEIGHT: Final = 2
+_VARIABLES: Final = ("f", "y", "w")
 #: Names in the text of a loss; the last one is the difference, which is no variable.
-_NAMES: Final = ("f", "y", "w", "prediction", "target", "weight", "d")
+_NAMES: Final = (*_VARIABLES, "prediction", "target", "weight", "d")
 
 
 class Loss(StrEnum):
@@ -95,13 +97,8 @@ class LossFunction:
 
     def __post_init__(self) -> None:
         """Check what the row loss refers to."""
-        if self.row.parameters or self.row.variables > len((PREDICTION, TARGET, WEIGHT)):
-            raise InvalidArgumentError(
-                f"the row loss {self.row} refers to more than prediction, target and weight",
-                "BAD_LOSS",
-                f"Use the names {', '.join(_NAMES)}, and numbers instead of parameters",
-                "loss",
-            )
+        if self.row.parameters or self.row.variables > len(_VARIABLES):
+            raise _not_a_row_loss(str(self.row))
 
     @classmethod
     def parse(cls, text: str, closing: Closing | str = Closing.MEAN) -> LossFunction:
@@ -118,6 +115,9 @@ class LossFunction:
         """
         from warpfit.parse import parse
 
+        numbered = [int(number) for number in re.findall(r"\bx([0-9]+)\b", text)]
+        if any(number > len(_VARIABLES) for number in numbered):
+            raise _not_a_row_loss(text)
         return cls(_with_difference(parse(text, _NAMES)), as_closing(closing))
 
     @property
@@ -228,7 +228,7 @@ def _with_difference(program: Program) -> Program:
         index = int(value)
         if index == len(_NAMES) - 1:
             return DIFFERENCE
-        return Program.variable(index % 3 if index < len(_NAMES) else index)
+        return Program.variable(index % len(_VARIABLES))
 
     def operator(row: Operator, operands: list[Program]) -> Program:
         return Program.apply(row, *operands)
@@ -361,6 +361,15 @@ def as_closing(given: Closing | str) -> Closing:
             f"Use one of: {', '.join(Closing)}",
             "closing",
         ) from None
+
+
+def _not_a_row_loss(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the row loss {what} refers to more than prediction, target and weight",
+        "BAD_LOSS",
+        f"Use the names {', '.join(_NAMES)}, and numbers instead of parameters",
+        "loss",
+    )
 
 
 def _require_positive(value: float, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from warpfit.dataset import Layout
@@ -10,6 +12,10 @@ from warpfit.fitting import FitRequest
 from warpfit.info import Limits
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
+
+#: Bytes that the driver of fits keeps for each token and each parameter of a search.
+_TOKEN_BYTES: Final = 9
+_PARAMETER_BYTES: Final = 80
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:
@@ -54,17 +60,20 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> None
 
 
 def check_fit(request: FitRequest, limits: Limits) -> None:
-    """Refuse a fit whose normal equations are too large, before anything is allocated.
+    """Refuse a fit whose searches are too large together, before anything is allocated.
+
+    A search is a program with one start: it has tokens, a few vectors and a matrix of its own.
 
     Raises:
         ResourceExhaustedError: naming the limit and the flag that raises it.
 
     """
     batch = request.problem.batch
-    squares = int(np.square(batch.parameter_counts.astype(np.int64)).sum())
-    needed = 8 * batch.vectors * squares
+    squares = int(np.square(batch.parameter_counts.astype(np.float64)).sum())
+    needed = batch.vectors * (_TOKEN_BYTES * len(batch.codes) + 8 * squares)
+    needed += _PARAMETER_BYTES * len(batch.parameters)
     _refuse_over(
-        "RESULT_TOO_LARGE", "bytes of normal equations", needed, limits.result_bytes, "result-bytes"
+        "RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes"
     )
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from warpfit import reference
 from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch, Program
+from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit.workload import random_program
+from warpfit.workload import random_program, thesis_mix
+from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.fit.driver import Surroundings, optimize
 
@@ -173,14 +176,8 @@ def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
     for precision in Precision:
         cases[f"warpfit {precision.value}"] = lambda p=precision: ours.fit(p, iterations)
     losses = {name: given.losses(run()) for name, run in cases.items()}
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(REPETITIONS):
-        for name, run in cases.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
+    rates = {name: len(given.programs) / seconds for name, seconds in _medians(cases).items()}
     ours.engine.close()
-    rates = {n: len(given.programs) / float(np.median(t)) for n, t in times.items()}
     return {
         "threads": threads,
         "iterations": iterations,
@@ -204,6 +201,49 @@ def _judge(found: Floats, peer: Floats) -> dict[str, float]:
     }
 
 
+def costs(rows: int, seed: int) -> dict[str, Any]:
+    """Time of loss with gradient, and with normal matrices, relative to that of the loss alone."""
+    programs, starts = thesis_mix(seed, variables=VARIABLES)
+    rng = np.random.default_rng(seed)
+    matrix = rng.uniform(0.1, 5, (rows, VARIABLES)).astype(np.float32)
+    data = Dataset.of(matrix, rng.normal(size=rows))
+    engine = CpuEngine(1)
+    engine.load(data)
+    found: dict[str, Any] = {"rows": rows, "expressions": len(programs)}
+    for precision in Precision:
+        evaluation = Evaluation(
+            data.content_id, Batch.of(programs, starts), precision=precision, loss=Loss.SSE
+        )
+        flag = np.zeros(1, np.uint8)
+        outputs = Outputs(None, np.zeros((len(programs), 1)), flag, lambda ready: None)
+        cases: dict[str, Callable[[], Any]] = {
+            "loss": partial(engine.evaluate, evaluation, outputs),
+            "loss and gradient": partial(
+                engine.linearise, evaluation, SQUARES, curvature=False, cancelled=flag
+            ),
+            "loss, gradient, normal matrix": partial(
+                engine.linearise, evaluation, SQUARES, curvature=True, cancelled=flag
+            ),
+        }
+        medians = _medians(cases)
+        ratios = {name: round(value / medians["loss"], 2) for name, value in medians.items()}
+        found[precision.value] = {"loss_ms": round(medians["loss"] * 1e3, 2), "times_loss": ratios}
+    engine.close()
+    return found
+
+
+def _medians(cases: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median seconds of each case, repetitions interleaved."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for repetition in range(REPETITIONS + 1):
+        for name, run in cases.items():
+            start = time.perf_counter()
+            run()
+            if repetition:
+                times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(series)) for name, series in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
@@ -225,6 +265,7 @@ def main() -> None:
         "mean_tokens": round(float(np.mean([len(p) for p in given.programs])), 1),
         "mean_parameters": round(float(np.mean([len(s) for s in given.starts])), 2),
         "cases": cases,
+        "cost_of_derivatives": [costs(n, arguments.seed) for n in (1000, 10_000, 100_000)],
     }
     print(write_result("fit", content))
 

@@ -396,3 +396,19 @@ def test_every_operand_has_a_rule():
         kinds = table[3 * row.code : 3 * row.code + row.arity, KIND]
         assert ((kinds > NOTHING) | np.array([text == "0" for text in row.derivative])).all()
         assert (kinds <= COMPUTES).all()
+
+
+@pytest.mark.parametrize("leaning", ["left", "right"])
+def test_long_scalars(engine, leaning):
+    """Thousands of operators on parameters alone, which are differentiated apart."""
+    pair = [Program.parameter(0), Program.parameter(1)]
+    program = Program.apply("sin", pair[0])
+    for k in range(4000):
+        term = Program.apply("sin", Program.apply("mul", pair[k % 2], Program.constant(k)))
+        operands = [program, term]
+        program = Program.apply("sub", *operands[:: 1 if leaning == "left" else -1])
+    program = Program.apply("mul", program, Program.variable(0))
+    data = make_dataset(10)
+    got = linearise(engine, data, [program], [[0.5, 1.5]], SQUARES)
+    want = linearise(NumpyEngine(data), data, [program], [[0.5, 1.5]], SQUARES)
+    np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)

@@ -19,6 +19,8 @@ from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
 from warpfit.printing import to_text
 from warpfit.workload import thesis_mix
 from warpfit_server.fit.driver import one_vector_each
+from warpfit_server.fit.searches import BEST, BEST_LOSS, DEADLINE, LOSS, REASON, Searches
+from warpfit_server.fit.searches import X as ROW_X
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(60, 2))
@@ -101,6 +103,18 @@ def test_every_loss_gets_better(loss):
     else:
         assert found.loss[0] < found.initial_loss[0]
     np.testing.assert_allclose(found.parameters[0], TRUTH, atol=0.6)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+@pytest.mark.parametrize("loss", [Loss.MSE, Loss.MAE, LossFunction.parse("abs(d)^1.5")])
+def test_units_do_not_decide_when_a_search_has_converged(scale, loss):
+    scaled = Dataset.of(X, scale * NOISY, dtype="float64")
+    losses = [
+        fit(data, [LINE], [[0.0] * 3], loss=loss, max_iterations=200).loss[0]
+        for data in (DATA, scaled)
+    ]
+    power = {Loss.MSE: 2.0, Loss.MAE: 1.0}.get(loss, 1.5)
+    np.testing.assert_allclose(losses[1] / scale**power, losses[0], rtol=0.02)
 
 
 def test_row_ranges():
@@ -239,6 +253,19 @@ def test_a_deadline_that_has_passed_returns_what_there_is(method):
     found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, deadline=time.monotonic() - 1)
     assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
     assert found.loss[0] <= found.initial_loss[0]
+
+
+def test_an_interrupted_line_search_keeps_its_best_point():
+    searches = Searches.begin(
+        np.array([1, 2]), np.zeros(3), np.full(3, -9.0), np.full(3, 9.0), np.ones(3, bool)
+    )
+    searches.numbers[:, LOSS] = [5.0, 5.0]
+    searches.numbers[:, BEST_LOSS] = [6.0, 4.0]
+    searches.vectors[BEST] = [1.0, 2.0, 3.0]
+    searches.interrupt()
+    assert searches.vectors[ROW_X].tolist() == [0.0, 2.0, 3.0]
+    assert searches.numbers[:, LOSS].tolist() == [5.0, 4.0]
+    assert searches.counters[:, REASON].tolist() == [DEADLINE, DEADLINE]
 
 
 def test_cancellation_is_noticed_between_passes():

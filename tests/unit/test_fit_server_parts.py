@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from warpfit import reference_engine
 from warpfit.dataset import Dataset
-from warpfit.errors import ResourceExhaustedError
+from warpfit.errors import ResourceExhaustedError, UnimplementedError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.info import Limits
 from warpfit.ir import Batch
@@ -125,11 +125,11 @@ def test_limits_count_everything_that_is_answered():
             check_result(wanted, DATA.layout, Limits(result_bytes=base + size - 1))
 
 
-def test_normal_equations_are_limited():
-    squares = 8 * 2 * sum(len(p) ** 2 for p in PARAMETERS)
-    check_fit(fit(), Limits(result_bytes=squares))
-    with pytest.raises(ResourceExhaustedError, match="normal equations"):
-        check_fit(fit(), Limits(result_bytes=squares - 1))
+def test_searches_are_limited():
+    size = 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
+    check_fit(fit(), Limits(result_bytes=size))
+    with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
+        check_fit(fit(), Limits(result_bytes=size - 1))
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():
@@ -207,3 +207,20 @@ def test_scaling_takes_the_loss_from_the_moments():
     assert share.loss_function is None
     assert given_out.losses is None
     assert given_out.moments.shape == (7, 2, 6)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        *({name: True, "loss": Loss.MSE} for name in (*WISHES, "linear_scaling")),
+        {"custom_loss": huber()},
+    ],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_the_cuda_engine_refuses_what_it_cannot_do_yet(wish):
+    from warpfit_server.engine.cuda.engine import _refuse_new_wishes
+
+    _refuse_new_wishes(evaluation(loss=Loss.MSE))
+    with pytest.raises(UnimplementedError, match="--engine cpu") as caught:
+        _refuse_new_wishes(evaluation(**wish))
+    assert caught.value.reason == "ENGINE_CANNOT"

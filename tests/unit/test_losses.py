@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, reference
+from warpfit import InvalidArgumentError, Loss, LossFunction, ParseError, Program, reference
 from warpfit.derivatives import differentiate
 from warpfit.losses import (
     BUILT_IN,
@@ -121,7 +121,9 @@ def test_losses_are_understood(given):
         (lambda: as_loss("mape"), "BAD_ENUM"),
         (lambda: as_loss("abs(z)"), "UNKNOWN_NAME"),
         (lambda: LossFunction.parse("p1*d"), "BAD_LOSS"),
+        (lambda: LossFunction.parse("x4*d"), "BAD_LOSS"),
         (lambda: LossFunction.parse("x9*d"), "BAD_LOSS"),
+        (lambda: LossFunction(Program.variable(3)), "BAD_LOSS"),
         (lambda: LossFunction.parse("d", "median"), "BAD_ENUM"),
         (lambda: huber(0.0), "BAD_LOSS"),
         (lambda: quantile(1.0), "BAD_LOSS"),

@@ -216,6 +216,9 @@ def _finish(
     losses = np.empty(cells)
     nothing, no_rows = np.empty(0), np.empty((0, 0))
     variables = wanted.variable_gradients
+    for array in (wanted.gradients, variables, wanted.curvatures):
+        if array is not None:
+            array.fill(0.0)
     compiled.combine(
         *combine,
         losses,

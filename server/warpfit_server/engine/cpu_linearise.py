@@ -99,8 +99,8 @@ def linearise(
 
     ``job``, ``parameters``, ``cells``, ``rows`` and ``cancelled`` are as for
     `cpu_interpret.interpret`, ``job`` with LONG_JOB_ENTRIES. ``kernels`` are addresses by code of
-    instruction, ``dots`` by `DotShape.index`. ``lowered`` is `Differentiated`. ``sums`` receives,
-    from ``starts[cell]``, the loss, a sum for each column and, if wanted, the products of all
+    instruction, ``dots`` by `DotShape.index`. ``lowered`` is `Differentiated`. To ``sums``, from
+    ``starts[cell]``, are added the loss, a sum for each column and, if wanted, the products of all
     columns, [columns, columns], of which the lower triangle is valid. ``reductions`` and
     ``moments`` are [cells, 4] and [cells, 6].
     """
@@ -139,7 +139,6 @@ def _run_cells(
     scalars, slot_memory, spare = places
     most = 1
     for cell in range(cells[0], cells[1]):
-        sums[starts[cell] : starts[cell + 1]] = 0.0
         base = scalars + scalar_starts[cell - cells[0]] * SCALAR_WIDTH
         prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
         summary = lowered.summaries[cell // job[VECTORS]]
@@ -290,7 +289,7 @@ def combine(
     """Turn the sums of all rows into losses, gradients and curvatures.
 
     ``losses`` is [cells]; ``gradients`` and ``curvatures`` are as in `base.Linearisation` or
-    empty, ``variable_gradients`` is [cells, variables] or [0, variables]. All are overwritten.
+    empty, ``variable_gradients`` is [cells, variables] or [0, variables]. These are added to.
     """
     cells = len(starts) - 1
     scalar_starts, _ = measure(lowered.summaries, 0, cells, job[VECTORS])
@@ -299,9 +298,6 @@ def combine(
         most = max(most, scalar_starts[cell + 1] - scalar_starts[cell])
     memory = np.empty((most + 1) * SCALAR_WIDTH, dtype=np.uint8)
     base = (memory.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH
-    gradients[:] = 0.0
-    variable_gradients[:] = 0.0
-    curvatures[:] = 0.0
     triangle = 0
     for cell in range(cells):
         program, vector = cell // job[VECTORS], cell % job[VECTORS]

@@ -62,8 +62,6 @@ def add_moments(
     f: int, y: int, w: int, itemsize: int, count: int, moments: Any, first: bool
 ) -> None:
     """Add a block of values, target and weights (none at address 0) to a cell's moments."""
-    if first:
-        moments[:] = 0.0
     block = np.zeros(MOMENTS)
     if itemsize == 4:
         _measure(
@@ -75,7 +73,16 @@ def add_moments(
             carray(pointer64(f), count), carray(pointer64(y), count),
             carray(pointer64(w if w else y), count), w != 0, block,
         )  # fmt: skip
-    _merge(moments, block)
+    if first:
+        _copy(block, moments)
+    else:
+        _merge(moments, block)
+
+
+@inlined
+def _copy(source: Any, target: Any) -> None:
+    for index in range(len(source)):
+        target[index] = source[index]
 
 
 @inlined
@@ -106,7 +113,7 @@ def _merge(moments: Any, block: Any) -> None:
     """Merge two sets of moments (Chan, Golub and LeVeque, American Statistician 37, 1983)."""
     total = moments[0] + block[0]
     if moments[0] == 0.0:
-        moments[:] = block
+        _copy(block, moments)
         return
     if block[0] == 0.0:
         return

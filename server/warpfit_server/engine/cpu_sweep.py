@@ -43,8 +43,8 @@ SQUARES: Final = 16
 _ADD: Final = OPERATORS["add"].code
 _NEGATE: Final = OPERATORS["neg"].code
 # Columns of a node's marks: whether it is the same for all rows, whether the derivative by it is
-# wanted, its slope, its slope in the sweep of a scalar.
-_STEADY, _WANTED, _MARK_SLOPE, _INNER, MARKS = 0, 1, 2, 3, 4
+# wanted, its slope, its slope in the sweep of a scalar; a list of the nodes that wait in that one.
+_STEADY, _WANTED, _MARK_SLOPE, _INNER, _WAITING, MARKS = 0, 1, 2, 3, 4, 5
 NONE: Final = -1
 
 
@@ -143,28 +143,34 @@ def _sweep_scalar(
 ) -> int:  # fmt: skip
     """Differentiate a scalar by its parameters; ``marks`` is left as it was found."""
     marks[top, _INNER] = one
-    number = top
+    marks[0, _WAITING] = top
     waiting = 1
     while waiting:
-        slope = marks[number, _INNER]
-        if slope != NONE:
-            waiting -= 1
-            code = nodes[number, CODE]
-            if code == PARAMETER:
-                _add_entry(entries, ends, column, nodes[number, OPERAND], slope)
-            else:
-                for k in range(given.arities[code]):
-                    operand = nodes[number, OPERAND + k]
-                    before = marks[operand, _INNER] == NONE
-                    if marks[operand, _WANTED]:
-                        count = _pass_to(
-                            nodes, marks, _INNER, number, k, table, mask, count, one, given
-                        )
-                    if before and marks[operand, _INNER] != NONE:
-                        waiting += 1
-            marks[number, _INNER] = NONE
-        number -= 1
+        waiting -= 1
+        number = marks[waiting, _WAITING]
+        code = nodes[number, CODE]
+        if code == PARAMETER:
+            _add_entry(entries, ends, column, nodes[number, OPERAND], marks[number, _INNER])
+        for k in range(given.arities[code]):
+            operand = nodes[number, OPERAND + k]
+            if marks[operand, _WANTED]:
+                is_new = marks[operand, _INNER] == NONE
+                count = _pass_to(nodes, marks, _INNER, number, k, table, mask, count, one, given)
+                if is_new and marks[operand, _INNER] != NONE:
+                    waiting = _wait(marks, waiting, operand)
+        marks[number, _INNER] = NONE
     return count
+
+
+@inlined
+def _wait(marks: Any, waiting: int, number: Any) -> int:
+    """Insert a node into the ascending list of those that wait; return how many there are."""
+    position = waiting
+    while position > 0 and marks[position - 1, _WAITING] > number:
+        marks[position, _WAITING] = marks[position - 1, _WAITING]
+        position -= 1
+    marks[position, _WAITING] = number
+    return waiting + 1
 
 
 @inlined

@@ -30,6 +30,7 @@ from warpfit_server.fit.searches import (
     BEST_SLOPE,
     DIRECTION,
     EVALUATIONS,
+    FIRST_STEEPNESS,
     GRADIENT,
     HIGH,
     INITIAL,
@@ -52,6 +53,7 @@ from warpfit_server.fit.searches import (
     TRIALS,
     UPDATES,
     UPPER,
+    WIDTH,
     Floats,
     Integers,
     Limits,
@@ -179,14 +181,14 @@ def _accept(
     step = vector[BEST] - vector[X]
     change = vector[BEST_SLOPE] - vector[SLOPE]
     decrease = number[LOSS] - number[BEST_LOSS]
-    size = math.sqrt(dot(vector[X], vector[X]))
+    length, size = vector[WIDTH] * step, vector[WIDTH] * vector[X]
     _update_inverse(counter, inverse, step, change)
     number[LOSS] = number[BEST_LOSS]
     vector[X, :] = vector[BEST]
     vector[SLOPE, :] = vector[BEST_SLOPE]
     if decrease <= limits.loss * abs(number[LOSS]):
         counter[REASON] = LOSS_CHANGE
-    elif math.sqrt(dot(step, step)) <= limits.step * (size + limits.step):
+    elif math.sqrt(dot(length, length)) <= limits.step * (math.sqrt(dot(size, size)) + limits.step):
         counter[REASON] = STEP
 
 
@@ -199,8 +201,10 @@ def _turn(
     steepest = 0.0
     for i in range(len(moving)):
         if moving[i]:
-            steepest = max(steepest, abs(vector[SLOPE, i]) * max(abs(vector[X, i]), 1.0))
-    if steepest <= limits.gradient * abs(number[LOSS]):
+            steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
+    if counter[ITERATIONS] == 0:
+        number[FIRST_STEEPNESS] = steepest
+    if steepest <= limits.gradient * number[FIRST_STEEPNESS]:
         counter[REASON] = GRADIENT
         return
     if counter[ITERATIONS] >= limits.iterations:
@@ -246,11 +250,10 @@ def _place_trial(vector: Floats, length: float, limits: Limits) -> bool:
 def _begin_inverse(vector: Floats, counter: Integers, curvature: Floats, inverse: Floats) -> None:
     """Invert the damped curvature at the start, scaled to a unit diagonal."""
     n = vector.shape[1]
-    scale = np.ones(n)
+    scale = vector[WIDTH]
     for i in range(n):
         diagonal = curvature[i * (i + 1) // 2 + i]
-        if diagonal > 0.0:
-            scale[i] = math.sqrt(diagonal)
+        scale[i] = math.sqrt(diagonal) if diagonal > 0.0 and math.isfinite(diagonal) else 1.0
     system = np.empty(n * (n + 1) // 2)
     for i in range(n):
         row = i * (i + 1) // 2

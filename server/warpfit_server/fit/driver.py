@@ -30,7 +30,6 @@ from warpfit_server.engine.base import Engine, Linearisation
 from warpfit_server.fit import compiled
 from warpfit_server.fit.covariance import covariances, standard_errors
 from warpfit_server.fit.searches import (
-    DEADLINE,
     EVALUATIONS,
     INITIAL,
     ITERATIONS,
@@ -111,7 +110,7 @@ class _Run:
         while self._drop_finished():
             self._report()
             if self._is_late():
-                self._active.counters[self._active.running, REASON] = DEADLINE
+                self._active.interrupt()
                 continue
             self._steer(self._linearise(curvature=self._marquardt))
 

@@ -37,7 +37,8 @@ SCALE: Final = 6  # Levenberg-Marquardt: greatest diagonal of the curvature so f
 DIRECTION: Final = 6  # BFGS: along which is searched
 BEST: Final = 7  # BFGS: best parameters along the direction that decrease the loss enough
 BEST_SLOPE: Final = 8  # BFGS: gradient there
-_VECTORS: Final = 9
+WIDTH: Final = 9  # BFGS: length of a column of the Jacobian at the start, 1 if it is 0
+_VECTORS: Final = 10
 
 # Columns of ``Searches.numbers``.
 LOSS: Final = 0  # sum of row losses at X
@@ -48,7 +49,8 @@ LENGTH: Final = 2  # BFGS: of the trial step in units of the direction
 LOW: Final = 3  # BFGS: longest length known to be too short
 HIGH: Final = 4  # BFGS: shortest length known to be too long
 BEST_LOSS: Final = 5  # BFGS: sum of row losses at BEST, or infinity
-_NUMBERS: Final = 6
+FIRST_STEEPNESS: Final = 6  # BFGS: greatest derivative at the start, in units of WIDTH
+_NUMBERS: Final = 7
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0
@@ -112,6 +114,7 @@ class Searches:
         vectors[LOWER], vectors[UPPER], vectors[FREE] = lower, upper, free
         numbers = np.zeros((len(counts), _NUMBERS))
         numbers[:, (LOSS, INITIAL)] = np.nan
+        numbers[:, BEST_LOSS] = np.inf
         return cls(
             edges=edges,
             vectors=vectors,
@@ -134,6 +137,15 @@ class Searches:
     def running(self) -> NDArray[np.bool_]:
         """Which searches have not ended, [S]."""
         return np.asarray(self.counters[:, REASON] == RUNNING)
+
+    def interrupt(self) -> None:
+        """End what still runs; a better point that a line search has found is kept."""
+        running = self.running
+        better = running & (self.numbers[:, BEST_LOSS] < self.numbers[:, LOSS])
+        columns = np.repeat(better, self.counts)
+        self.vectors[X, columns] = self.vectors[BEST, columns]
+        self.numbers[better, LOSS] = self.numbers[better, BEST_LOSS]
+        self.counters[running, REASON] = DEADLINE
 
     def make_room_for_inverse(self) -> None:
         """Allocate what BFGS needs."""
