@@ -407,7 +407,8 @@ _ROWS: Final = (
         code=64, name="logistic", arity=1, numpy=_logistic,
         kernel="select(a < 0, exp(-abs(a)), 1) / (1 + exp(-abs(a)))",
         cuda_fast="__fdividef(1.0f, 1.0f + __expf(-a))",
-        derivative=("exp(-abs(a)) / ((1 + exp(-abs(a))) * (1 + exp(-abs(a))))",), latex="\\sigma\\left({a}\\right)", sympy="1 / (1 + exp(-a))",
+        derivative=("exp(-abs(a)) / ((1 + exp(-abs(a))) * (1 + exp(-abs(a))))",),
+        latex="\\sigma\\left({a}\\right)", sympy="1 / (1 + exp(-a))",
         notes="1 / (1 + exp(-a)), without overflow",
     ),
     Operator(
