@@ -72,7 +72,10 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument(
         "--params", type=float, nargs="+", default=[], metavar="P", help="values of p1, p2, ..."
     )
-    evaluate.add_argument("--loss", choices=list(Loss), help="default: mse if there is a target")
+    evaluate.add_argument(
+        "--loss",
+        help="a name, or an expression over f, y, w and d (default: mse if there is a target)",
+    )
     evaluate.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
     evaluate.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     evaluate.add_argument("--precision", choices=list(Precision), default=Precision.PRECISE)

@@ -82,7 +82,7 @@ class FitSettings:
 
     method: Method = Method.AUTO
     max_iterations: int = 50
-    """Most steps tried in one search."""
+    """Most iterations of one search: trial steps (LM) or line searches (BFGS)."""
     gradient_tolerance: float | None = None
     """None for the default of the data's type; see `Tolerances`."""
     step_tolerance: float | None = None
@@ -227,7 +227,7 @@ class FitProgress:
     """How far the searches of one call are."""
 
     iterations: int
-    """Steps tried by the searches that are not finished."""
+    """Of the searches that are not finished."""
     active: int
     """Searches that are not finished."""
     searches: int
@@ -249,7 +249,7 @@ class FitResult:
     initial_losses: NDArray[np.float64]
     """At the start that led to ``parameters``, [programs, V]."""
     iterations: NDArray[np.uint32]
-    """Steps tried, [programs, V]."""
+    """Trial steps (LM) or line searches (BFGS), [programs, V]."""
     evaluations: NDArray[np.uint32]
     """Evaluations of loss and derivatives, [programs, V]."""
     reasons: NDArray[np.uint8]

@@ -54,6 +54,12 @@ def test_eval_prints_the_loss_and_a_few_values(capsys, data, address):
     ]
 
 
+def test_eval_takes_a_loss_of_ones_own(capsys, data, address):
+    words = ["eval", data, "x1", "--target", "y", "--loss", "max(abs(d), 5)", "--head", "0"]
+    status, out, _ = run(capsys, *words, "--address", address)
+    assert (status, out.splitlines()[0]) == (0, "max(abs(d), 5)  8.75")
+
+
 def test_eval_without_a_target_prints_values(capsys, data, address):
     status, out, _ = run(capsys, "eval", data, "y - x1", "--address", address)
     assert status == 0

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.derivatives import derive, linearise
+from support.evaluations import POISON
 from support.numpy_engine import NumpyEngine
 from support.strategies import edge_values, programs
 from warpfit.dataset import Dataset
@@ -19,8 +20,10 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES, huber, poisson
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Precision
+from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import thesis_mix
+from warpfit_server.engine import cpu_derive
+from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.cpu_rules import COMPUTES, KIND, NOTHING, rules
 
@@ -365,17 +368,14 @@ def test_reductions_and_moments(engine, weights, dtype, rows):
 
 def test_reductions_of_special_values(engine):
     data = Dataset.of(np.array([[1.0], [-2.0], [0.0]]), dtype="float64")
-    outputs = derive(
-        engine, data, [parse("1 / x1"), parse("log(x1)"), parse("x1")], statistics=False
-    )
-    assert outputs.reductions is None
-    batch = [parse("1 / x1"), parse("log(x1)"), parse("x1")]
-    evaluation = Evaluation(data.content_id, Batch.of(batch), reductions=True, values=False)
+    batch = Batch.of([parse("1 / x1"), parse("log(x1)"), parse("x1")])
+    evaluation = Evaluation(data.content_id, batch, reductions=True, values=False)
     reductions = np.empty((3, 1, 5))
-    made = outputs.__class__(
-        None, None, np.zeros(1, np.uint8), lambda n: None, reductions=reductions
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    engine.evaluate(
+        evaluation, Outputs(None, None, flag, lambda ready: None, reductions=reductions)
     )
-    engine.evaluate(evaluation, made)
     nan, inf = np.nan, np.inf
     want = [[inf, inf, -0.5, inf, 1], [nan, nan, nan, nan, 2], [-1, -1 / 3, -2, 1, 0]]
     np.testing.assert_allclose(reductions[:, 0], want)
@@ -412,3 +412,30 @@ def test_long_scalars(engine, leaning):
     got = linearise(engine, data, [program], [[0.5, 1.5]], SQUARES)
     want = linearise(NumpyEngine(data), data, [program], [[0.5, 1.5]], SQUARES)
     np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
+
+
+def test_fewer_spans_give_the_same_sums(engine, monkeypatch):
+    data = make_dataset(60_000, weights=True)
+    whole = linearise(engine, data, *smooth_programs(), SQUARES)
+    monkeypatch.setattr(cpu_derive, "_MOST_SUMS", 1)
+    few = linearise(engine, data, *smooth_programs(), SQUARES)
+    for name in ("losses", "gradients", "curvatures"):
+        np.testing.assert_allclose(getattr(few, name), getattr(whole, name), rtol=1e-12)
+
+
+@pytest.mark.parametrize("wish", ["gradient", "jacobian", "variable_gradient"])
+def test_derivatives_asked_for_alone(engine, wish):
+    """Each kind of derivative is what it is when all are asked for."""
+    data = make_dataset(1200)
+    given_programs, vectors = smooth_programs()
+    batch = Batch.of(given_programs, vectors)
+    everything = derive(engine, data, given_programs, vectors, row_loss=SQUARES)
+    evaluation = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False, **{wish: True})
+    field = wish if wish == "jacobian" else wish + "s"
+    wanted = getattr(everything, field)
+    got = np.full_like(wanted, POISON)
+    losses = np.empty((len(batch), 1))
+    flag = np.zeros(1, np.uint8)
+    engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None, **{field: got}))
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(losses, everything.losses)

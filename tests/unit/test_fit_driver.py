@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from support.fits import fit
 from support.numpy_engine import NumpyEngine
 from support.strategies import programs
-from warpfit import CancelledError, Reason
+from warpfit import CancelledError, InternalError, Reason
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
 from warpfit.printing import to_text
 from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Linearisation
 from warpfit_server.fit.driver import one_vector_each
 from warpfit_server.fit.searches import BEST, BEST_LOSS, DEADLINE, LOSS, REASON, Searches
 from warpfit_server.fit.searches import X as ROW_X
@@ -168,6 +169,27 @@ def test_the_best_start_wins_and_all_can_be_had():
     assert best.loss[0] == every.loss[:, 0].min()
     assert best.parameters[0] == every.parameters[0][1]
     np.testing.assert_allclose(best.parameters[0], [4.0], rtol=1e-6)
+
+
+def test_a_start_that_is_not_finite_is_never_the_best():
+    data = Dataset.of(X, np.ones(60), dtype="float64")
+    loss = LossFunction.parse("log(abs(d))")
+    found = fit(data, ["p1"], [[[1.0], [1.5]]], loss=loss, max_iterations=3)
+    assert found.start[0] == 1
+    assert np.isfinite(found.loss[0])
+
+
+class Careless(NumpyEngine):
+    """Forgets a derivative."""
+
+    def linearise(self, *arguments, **options):
+        full = super().linearise(*arguments, **options)
+        return Linearisation(full.losses, full.gradients[:-1], full.curvatures)
+
+
+def test_an_engine_that_returns_too_little_is_found_out():
+    with pytest.raises(InternalError, match="the engine returned"):
+        fit(DATA, [MODEL], [START], engine=Careless(DATA))
 
 
 def test_a_batch_repeats_each_program_for_its_starts():

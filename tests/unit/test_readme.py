@@ -23,7 +23,7 @@ def test_every_file_that_it_names_exists():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", ["cpu_vs_pyoperon", "service"])
+@pytest.mark.parametrize("name", ["cpu_vs_pyoperon", "fit", "service"])
 def test_result_files_name_machine_and_versions(name):
     result = json.loads((ROOT / "tests" / "bench" / "results" / f"{name}.json").read_text())
     assert result["machine"]["cores"]
@@ -46,6 +46,19 @@ def test_figures_are_those_of_the_result_files():
         f"{service['start_up_seconds']:.1f} s",
     ):
         assert figure in README
+
+
+def test_figures_of_fits_are_those_of_the_result_file():
+    result = json.loads((ROOT / "tests" / "bench" / "results" / "fit.json").read_text())
+    for case in result["cases"]:
+        row = f"| {case['iterations']} | {case['threads']} | "
+        line = next(line for line in README.splitlines() if line.startswith(row))
+        losses = case["final_loss"]["warpfit precise"]
+        assert f"| {case['times_pyoperon']['warpfit precise']:.1f} |" in line
+        assert " / ".join(str(losses[name]) for name in ("better", "equal", "worse")) in line
+    (cost,) = (c for c in result["cost_of_derivatives"] if c["rows"] == 100_000)
+    for what in ("loss and gradient", "loss, gradient, normal matrix"):
+        assert f"{cost['precise']['times_loss'][what]:.2f} times" in README
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -115,6 +115,9 @@ class Engine(Protocol):
     ) -> Linearisation:
         """Compute sums of a row loss, their gradients and, if asked for, curvatures in one pass.
 
+        The driver of fits calls it again and again with one vector for each program: the arrays of
+        tokens are the same objects until programs drop out, only the parameters are others.
+
         Args:
             evaluation: names data set, batch, rows, precision and tier; its wishes are ignored.
             row_loss: a program over prediction (0), target (1) and weight (2). If it does not

@@ -72,7 +72,7 @@ class Kernels:
     losses: dict[str, int]
     """By name of the loss kernel."""
     dots: NDArray[np.int64]
-    """By index of the shape of sums of products, int64."""
+    """Kernels of sums of products, in the order of `cpu_dots.DOT_SHAPES`, int64."""
     owner: Any
     """LLVM execution engine that owns the code."""
 

@@ -33,6 +33,8 @@ from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, 
 Floats = NDArray[np.float64]
 #: Bytes of one intermediate result. More of them are alive at a time than in plain evaluation.
 _BLOCK_BYTES: Final = 4096
+#: Sums of all spans together above which fewer spans are cut: 256 MiB.
+_MOST_SUMS: Final = 2**25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,12 +127,13 @@ def prepare(
     kernels = compiled.kernels[flavour_of(layout, evaluation.precision)]
     block = _BLOCK_BYTES // layout.dtype.itemsize
     rows = evaluation.row_range(layout)
-    spans = cut_rows(rows, block)
+    sizes = _sum_sizes(lowered, batch, products=wanted.curvatures is not None)
+    spans = cut_rows(rows, block, max(1, _MOST_SUMS // int(sizes.sum())))
     summaries = lowered.summaries
     lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
     pieces, cost = cut_cells(lengths, summaries[:, SCALARS], batch.vectors, rows, spans)
     job = _job(dataset, evaluation, wanted, block)
-    sums = _Sums.of(lowered, batch, len(spans), wanted)
+    sums = _Sums.of(sizes, len(spans), wanted)
     parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
 
     def run_piece(cells: tuple[int, int], span: int) -> bool:
@@ -192,20 +195,24 @@ class _Sums:
     """[spans, cells, MOMENTS], or no cells."""
 
     @classmethod
-    def of(
-        cls, lowered: lowering.Differentiated, batch: Batch, spans: int, wanted: Wanted
-    ) -> _Sums:
-        summaries = lowered.summaries
-        columns = summaries[:, lowering.COLUMNS_END] - summaries[:, cpu_sweep.COLUMNS_START]
-        sizes = 1 + columns + (columns * columns if wanted.curvatures is not None else 0)
-        starts = np.concatenate([[0], np.cumsum(np.repeat(sizes, batch.vectors))])
-        cells = len(batch) * batch.vectors
+    def of(cls, sizes: NDArray[np.int64], spans: int, wanted: Wanted) -> _Sums:
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        cells = len(sizes)
         return cls(
             starts,
             np.zeros((spans, int(starts[-1]))),
             np.zeros((spans, cells if wanted.reductions is not None else 0, REDUCTIONS)),
             np.zeros((spans, cells if wanted.moments is not None else 0, MOMENTS)),
         )
+
+
+def _sum_sizes(
+    lowered: lowering.Differentiated, batch: Batch, *, products: bool
+) -> NDArray[np.int64]:
+    """Count the sums of each cell."""
+    summaries = lowered.summaries
+    columns = summaries[:, lowering.COLUMNS_END] - summaries[:, cpu_sweep.COLUMNS_START]
+    return np.repeat(1 + columns + columns * columns * products, batch.vectors)
 
 
 def _finish(

@@ -174,7 +174,7 @@ def differentiate(
         table[: mask + 1] = -1
         count = number_tokens(
             codes[start:stop], values[start:stop], bits[start:stop], given.arities,
-            given.rewrites, nodes, stack, table, mask, 0, -1,
+            given.rewrites, nodes, stack, table, mask, np.int64(0), np.int64(-1),
         )  # fmt: skip
         root = stack[0]
         loss = np.int64(NONE)
@@ -199,7 +199,9 @@ def _lower_program(
 ) -> None:  # fmt: skip
     """Add the nodes of the derivatives, then place and emit all nodes; ``ends`` are ends so far."""
     one_bits = np.ones(1).view(np.int64)[0]
-    one = find_node(CONSTANT, (one_bits, np.int64(-1), np.int64(-1)), nodes, table, mask, count)
+    one = find_node(
+        np.int64(CONSTANT), (one_bits, np.int64(-1), np.int64(-1)), nodes, table, mask, count
+    )
     count = max(count, one + 1)
     forward = count
     slope = loss
@@ -238,13 +240,13 @@ def _emit_program(
     for kept in (loss, slope):
         if kept != NONE:
             nodes[kept, USES] += 1
-    freed = slots = 0
+    freed = slots = np.int64(0)
     if nodes[root, NEED]:
         emitted, freed, slots = schedule(
             nodes, arities, root, root, instructions, emitted, work, freed, slots
         )
     else:
-        emit_copy(nodes[root, PLACE], RESULT, instructions, emitted)
+        emit_copy(nodes[root, PLACE], np.int64(RESULT), instructions, emitted)
         emitted += 1
     for kept in (loss, slope):
         if kept != NONE and nodes[kept, NEED]:
@@ -273,7 +275,7 @@ def _emit_program(
 
 
 @inlined
-def _spread(place: Any, instructions: Any, emitted: int, slots: int) -> Any:
+def _spread(place: Any, instructions: Any, emitted: Any, slots: Any) -> Any:
     """Copy a scalar to rows of its own, for sums that read rows; return ends and the place."""
     if place & 3 != SCALAR:
         return emitted, slots, place

@@ -51,13 +51,9 @@ class DotShape:
         """Name in the object file."""
         return f"dots_{self.height}_{self.width}" + ("_weighted" if self.weighted else "")
 
-    @property
-    def index(self) -> int:
-        """Position in `DOT_SHAPES`."""
-        return (self.weighted * LARGEST_TILE + self.height - 1) * LARGEST_TILE + self.width - 1
-
 
 _SIDES: Final = range(1, LARGEST_TILE + 1)
+#: Without weights first, then by height, then by width; compiled code counts on it.
 DOT_SHAPES: Final = tuple(DotShape(h, v, w) for w in (False, True) for h in _SIDES for v in _SIDES)
 
 

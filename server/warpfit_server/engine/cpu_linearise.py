@@ -99,7 +99,7 @@ def linearise(
 
     ``job``, ``parameters``, ``cells``, ``rows`` and ``cancelled`` are as for
     `cpu_interpret.interpret`, ``job`` with LONG_JOB_ENTRIES. ``kernels`` are addresses by code of
-    instruction, ``dots`` by `DotShape.index`. ``lowered`` is `Differentiated`. To ``sums``, from
+    instruction, ``dots`` by `DOT_SHAPES`. ``lowered`` is `Differentiated`. To ``sums``, from
     ``starts[cell]``, are added the loss, a sum for each column and, if wanted, the products of all
     columns, [columns, columns], of which the lower triangle is valid. ``reductions`` and
     ``moments`` are [cells, 4] and [cells, 6].

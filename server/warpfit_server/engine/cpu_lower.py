@@ -143,9 +143,9 @@ def number_tokens(
     stack: Any,
     table: Any,
     mask: int,
-    count: int,
-    given: int,
-) -> int:
+    count: Any,
+    given: Any,
+) -> Any:
     """Turn tokens into distinct nodes, beside ``count`` that there are; return the new number.
 
     stack[0] is then the root's number. A token GIVEN stands for the node number ``given``.

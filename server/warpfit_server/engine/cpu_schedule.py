@@ -154,8 +154,8 @@ def schedule(
     instructions: Any,
     emitted: int,
     work: Any,
-    freed: int,
-    slots: int,
+    freed: Any,
+    slots: Any,
 ) -> Any:
     """Emit the instructions of the node ``top`` and all it depends on that is not emitted yet.
 
@@ -188,7 +188,7 @@ def schedule(
 
 
 @inlined
-def emit_copy(place: int, target: int, instructions: Any, index: int) -> None:
+def emit_copy(place: Any, target: Any, instructions: Any, index: int) -> None:
     """Emit the copy of a leaf or a scalar to the place ``target``."""
     instructions[index, CODE] = COPY_CODE
     instructions[index, TARGET] = target

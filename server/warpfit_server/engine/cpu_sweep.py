@@ -79,11 +79,11 @@ def loss_slope(
     for reverse in range(loss - root):
         number = loss - reverse
         if marks[number, _INNER] != NONE and marks[number, _WANTED]:
-            count = _pass_on(nodes, marks, _INNER, number, table, mask, count, one, given)
+            count = _pass_on(nodes, marks, np.int64(_INNER), number, table, mask, count, one, given)
     slope = marks[root, _INNER]
     if slope == NONE:
         slope = find_node(
-            CONSTANT, (np.int64(0), np.int64(-1), np.int64(-1)), nodes, table, mask, count
+            np.int64(CONSTANT), (np.int64(0), np.int64(-1), np.int64(-1)), nodes, table, mask, count
         )
         count = max(count, slope + 1)
     return count, slope
@@ -122,7 +122,9 @@ def sweep(
             continue
         code = nodes[number, CODE]
         if marks[number, _STEADY] == 0 and code != VARIABLE:
-            count = _pass_on(nodes, marks, _MARK_SLOPE, number, table, mask, count, one, given)
+            count = _pass_on(
+                nodes, marks, np.int64(_MARK_SLOPE), number, table, mask, count, one, given
+            )
             continue
         column = ends[2] - summary[COLUMNS_START]
         columns[ends[2]] = slope
@@ -155,7 +157,9 @@ def _sweep_scalar(
             operand = nodes[number, OPERAND + k]
             if marks[operand, _WANTED]:
                 is_new = marks[operand, _INNER] == NONE
-                count = _pass_to(nodes, marks, _INNER, number, k, table, mask, count, one, given)
+                count = _pass_to(
+                    nodes, marks, np.int64(_INNER), number, k, table, mask, count, one, given
+                )
                 if is_new and marks[operand, _INNER] != NONE:
                     waiting = _wait(marks, waiting, operand)
         marks[number, _INNER] = NONE
@@ -183,7 +187,7 @@ def _add_entry(entries: Any, ends: Any, column: int, leaf: int, factor: Any) -> 
 
 @inlined
 def _pass_on(
-    nodes: Any, marks: Any, which: int, number: int, table: Any, mask: int, count: int, one: Any,
+    nodes: Any, marks: Any, which: Any, number: int, table: Any, mask: int, count: int, one: Any,
     given: Any,
 ) -> int:  # fmt: skip
     """Pass the slope of a node on to all its operands that it is wanted for."""
@@ -195,7 +199,7 @@ def _pass_on(
 
 @inlined
 def _pass_to(
-    nodes: Any, marks: Any, which: int, number: int, k: int, table: Any, mask: int, count: int,
+    nodes: Any, marks: Any, which: Any, number: int, k: int, table: Any, mask: int, count: int,
     one: Any, given: Any,
 ) -> int:  # fmt: skip
     """Add slope times partial to the slope of operand k."""
@@ -206,14 +210,14 @@ def _pass_to(
     none = np.int64(-1)
     term = slope
     if rule[KIND] == NEGATES:
-        term = find_node(_NEGATE, (slope, none, none), nodes, table, mask, count)
+        term = find_node(np.int64(_NEGATE), (slope, none, none), nodes, table, mask, count)
     elif rule[KIND] != PASSES:
         term, count = _product(nodes, number, slope, rule, table, mask, count, one)
     count = max(count, term + 1)
     operand = nodes[number, OPERAND + k]
     known = marks[operand, which]
     if known != NONE:
-        term = find_node(_ADD, (known, term, none), nodes, table, mask, count)
+        term = find_node(np.int64(_ADD), (known, term, none), nodes, table, mask, count)
         count = max(count, term + 1)
     marks[operand, which] = term
     return count
@@ -237,7 +241,9 @@ def _product(
         count = max(count, partial + 1)
     if slope == one:
         return partial, count
-    return find_node(PRODUCT_CODE, (slope, partial, none), nodes, table, mask, count), count
+    return find_node(
+        np.int64(PRODUCT_CODE), (slope, partial, none), nodes, table, mask, count
+    ), count
 
 
 @inlined

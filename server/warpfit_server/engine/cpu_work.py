@@ -106,11 +106,11 @@ def run_on(pool: ThreadPoolExecutor, threads: int, work: Work, ready: Any = None
             raise failure
 
 
-def cut_rows(rows: tuple[int, int], block: int) -> list[tuple[int, int]]:
-    """Cut the rows into spans of whole blocks, in a way that depends on the rows alone."""
+def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> list[tuple[int, int]]:
+    """Cut the rows into at most ``most`` spans of whole blocks, whatever the threads."""
     start, stop = rows
     blocks = -(-(stop - start) // block)
-    length = max(_SPAN_BLOCKS, -(-blocks // _MOST_SPANS)) * block
+    length = max(_SPAN_BLOCKS, -(-blocks // min(most, _MOST_SPANS))) * block
     return [(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError
+from warpfit.errors import CancelledError, InternalError
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
 from warpfit.ir import Batch
 from warpfit.losses import TargetStatistics, close_losses
@@ -168,6 +168,7 @@ class _Run:
         active = self._active
         state = (active.edges, active.vectors, active.numbers, active.counters, active.curvature)
         sums = np.ascontiguousarray(new.losses).reshape(-1)
+        _check_sizes(active, sums, new)
         if self._marquardt:
             self._advance(*state, sums, new.gradients, new.curvatures, self._limits)
         else:
@@ -219,7 +220,7 @@ class _Run:
         if self._request.settings.all_starts or vectors == 1:
             return np.arange(len(self._all))
         sums = self._all.numbers[:, LOSS].reshape(-1, vectors)
-        best = np.where(np.isnan(sums), np.inf, sums).argmin(axis=1)
+        best = np.where(np.isfinite(sums), sums, np.inf).argmin(axis=1)
         return np.asarray(np.arange(len(sums)) * vectors + best)
 
     def _curve(self, outcome: Searches, chosen: Integers) -> None:
@@ -290,6 +291,20 @@ def _begin(request: FitRequest, searches: Batch) -> Searches:
         for_each_start(settings.upper, np.inf),
         for_each_start(fixed, 0.0) == 0.0,
     )
+
+
+def _check_sizes(active: Searches, sums: Floats, new: Linearisation) -> None:
+    """Refuse what compiled code would read beyond the end of."""
+    wanted = [len(active), active.vectors.shape[1]]
+    sizes = [len(sums), len(new.gradients)]
+    if new.curvatures is not None:
+        wanted.append(len(active.curvature))
+        sizes.append(len(new.curvatures))
+    if sizes != wanted:
+        raise InternalError(
+            f"the engine returned {sizes} sums, derivatives and curvatures for {wanted}",
+            "ENGINE_FAILURE",
+        )
 
 
 def _mask(size: int, places: Integers) -> NDArray[np.bool_]:
