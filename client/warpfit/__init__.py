@@ -15,6 +15,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Final
 
+from warpfit.environment import prepare
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
@@ -37,6 +38,8 @@ from warpfit.losses import Closing, Loss, LossFunction
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import parse
 from warpfit.request import Precision, Tier
+
+prepare()
 
 if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async

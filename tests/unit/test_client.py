@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -488,3 +489,17 @@ def test_parse_stays_a_function():
 @pytest.mark.parametrize("name", warpfit.__all__)
 def test_every_exported_name_exists(name):
     assert getattr(warpfit, name) is not None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "-event_engine_client"), ("x", "x")])
+def test_grpcs_poller_is_chosen_before_it_is_imported(given, expected):
+    environment = {k: v for k, v in os.environ.items() if k != "GRPC_EXPERIMENTS"}
+    if given is not None:
+        environment["GRPC_EXPERIMENTS"] = given
+    code = "import os, sys, warpfit; print(os.environ['GRPC_EXPERIMENTS'], 'grpc' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    experiments, is_imported = ran.stdout.split()
+    assert experiments.split(",")[0] == expected
+    assert is_imported == "False"

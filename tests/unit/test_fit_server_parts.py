@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from warpfit import reference_engine
 from warpfit.dataset import Dataset
-from warpfit.errors import ResourceExhaustedError, UnimplementedError
+from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.info import Limits
 from warpfit.ir import Batch
@@ -88,9 +88,8 @@ def test_orders_and_events_of_fits_cross_the_channel():
     theirs = Channel(socket)
     request = fit(method=Method.LM, partial=True)
     problem = wire.Evaluate(
-        request=1,
-        segment=5,
         size=4096,
+        keep=False,
         frame=Frame.of_fit(request, DATA.layout),
         dataset_id=DATA.content_id,
         rows=(0, 10),
@@ -105,7 +104,7 @@ def test_orders_and_events_of_fits_cross_the_channel():
     received, _ = theirs.receive()
     assert (received.problem, received.deadline) == (problem, 17.5)
     assert received.settings.method is Method.LM
-    progressed = wire.FitProgressed(1, FitProgress(2, 3, 4))
+    progressed = wire.FitProgressed(FitProgress(2, 3, 4))
     theirs.send(progressed)
     assert ours.receive()[0] == progressed
 
@@ -207,20 +206,3 @@ def test_scaling_takes_the_loss_from_the_moments():
     assert share.loss_function is None
     assert given_out.losses is None
     assert given_out.moments.shape == (7, 2, 6)
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        *({name: True, "loss": Loss.MSE} for name in (*WISHES, "linear_scaling")),
-        {"custom_loss": huber()},
-    ],
-    ids=lambda wish: next(iter(wish)),
-)
-def test_the_cuda_engine_refuses_what_it_cannot_do_yet(wish):
-    from warpfit_server.engine.cuda.engine import _refuse_new_wishes
-
-    _refuse_new_wishes(evaluation(loss=Loss.MSE))
-    with pytest.raises(UnimplementedError, match="--engine cpu") as caught:
-        _refuse_new_wishes(evaluation(**wish))
-    assert caught.value.reason == "ENGINE_CANNOT"
