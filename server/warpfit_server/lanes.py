@@ -29,8 +29,9 @@ from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
 from warpfit_server.segments import Segment, SegmentPool
 
-#: A lane keeps a segment up to this size for its next evaluation.
-_KEPT_BYTES: Final = 4 << 20
+#: The engine keeps a lane's segment mapped up to this size: mapping a large one again costs as much
+#: as filling it.
+_KEPT_BYTES: Final = 256 << 20
 #: A call that waits for the engine notices after this many microseconds that it has ended.
 _NOTICE: Final = 20_000
 #: A call that waits for a lane looks this often whether its client is still there, in seconds.
@@ -46,6 +47,8 @@ class Lane:
         self.generation = generation
         """Number of the engine, from 1."""
         self.segment: Segment | None = None
+        self.mapped: Segment | None = None
+        """The segment that the engine has mapped for this lane, whoever holds it now."""
 
 
 class Lanes:
@@ -148,8 +151,9 @@ class Lanes:
             for name, array in arrays.items():
                 if array is not None:
                     np.copyto(frame.require(name, segment), array)
-            keep = frame.is_small and segment.size <= _KEPT_BYTES
+            keep = segment.size <= _KEPT_BYTES
             problem = replace(problem, size=segment.size if fresh else 0, keep=keep)
+            lane.mapped = segment if keep else None
             lane.channel.send(order(problem), [segment.descriptor] if fresh else [])
         except ChannelClosedError as error:
             self.lost(lane)
@@ -157,7 +161,7 @@ class Lanes:
         except BaseException:
             self.put_back(lane)  # nothing was sent
             raise
-        return Run(self, lane, segment, frame, keep=keep)
+        return Run(self, lane, segment, frame)
 
     def put_back(self, lane: Lane) -> None:
         """Take a lane back whose evaluation has ended."""
@@ -167,6 +171,16 @@ class Lanes:
                 self._changed.notify()
                 return
         self._drop(lane)
+
+    def return_segment(self, lane: Lane, segment: Segment) -> None:
+        """Take the segment of an answer back: for the lane that has it mapped, or for the pool."""
+        with self._changed:
+            held = sum(idle.segment.size for idle in self._idle if idle.segment)
+            is_free = lane in self._idle and lane.segment is None and lane.mapped is segment
+            if is_free and held + segment.size <= self.pool.idle_bytes:
+                lane.segment = segment
+                return
+        self.pool.release(segment)
 
     def lost(self, lane: Lane) -> None:
         """Close a lane whose engine is gone, and with it all others to that engine."""
@@ -203,16 +217,15 @@ class Lanes:
 class Run:
     """One evaluation in the engine. Used by one thread; `cancel` may come from any other."""
 
-    def __init__(
-        self, lanes: Lanes, lane: Lane, segment: Segment, frame: Frame, *, keep: bool
-    ) -> None:
+    def __init__(self, lanes: Lanes, lane: Lane, segment: Segment, frame: Frame) -> None:
         self.segment = segment
         self.frame = frame
         self.losses: NDArray[np.float64] | None = None
         """[programs, K], once `next_event` has returned Finished."""
         self._lanes = lanes
         self._lane = lane
-        self._keep = keep
+        # An answer takes its segment along, unless it is small and the engine keeps it mapped.
+        self._takes_segment = not frame.is_small or lane.mapped is not segment
         self._running = True
         self._cancelled = False
         self._lock = threading.Lock()
@@ -255,15 +268,15 @@ class Run:
         while self._running:
             with contextlib.suppress(WarpfitError):
                 self.next_event()
-        if not self._keep:
-            self._lanes.pool.release(self.segment)
+        if self._takes_segment:
+            self._lanes.return_segment(self._lane, self.segment)
 
     def _finish(self, *, lost: bool) -> None:
         losses = self.frame.losses_view(self.segment)
         with self._lock:
             self._running = False
             self.losses = None if losses is None else losses.copy()
-        if not self._keep:
+        if self._takes_segment:
             self._lane.segment = None
         if lost:
             self._lanes.lost(self._lane)

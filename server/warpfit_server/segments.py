@@ -98,7 +98,8 @@ class SegmentPool:
     """
 
     def __init__(self, idle_bytes: int) -> None:
-        self._idle_bytes_allowed = idle_bytes
+        self.idle_bytes = idle_bytes
+        """Most bytes that are kept for reuse."""
         self._lock = threading.Lock()
         self._idle: dict[int, list[Segment]] = {}
         self._idle_bytes = 0
@@ -123,7 +124,7 @@ class SegmentPool:
     def release(self, segment: Segment) -> bool:
         """Take a segment back; False if it was dropped because enough are idle."""
         with self._lock:
-            if self._idle_bytes + segment.size <= self._idle_bytes_allowed:
+            if self._idle_bytes + segment.size <= self.idle_bytes:
                 self._idle_bytes += segment.size
                 self._idle.setdefault(segment.size, []).append(segment)
                 return True
