@@ -26,7 +26,11 @@ class Precision(StrEnum):
 
 
 class Tier(StrEnum):
-    """Which evaluator of a CUDA engine to use; a CPU engine has only an interpreter."""
+    """Which evaluator of a CUDA engine to use; a CPU engine has only an interpreter.
+
+    AUTO moves a batch that repeats to compiled kernels, whose results in fast mode differ from the
+    interpreter's in the last bits; the other two always give the same bits.
+    """
 
     AUTO = "auto"
     INTERPRETER = "interpreter"

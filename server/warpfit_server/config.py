@@ -88,7 +88,7 @@ class Config:
     max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program", int)
     max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
-    max_requests: int = _option(_LIMITS.requests, "calls in flight", int)
+    max_requests: int = _option(_LIMITS.requests, "calls in flight in each front door", int)
 
     @property
     def doors(self) -> int:
