@@ -76,6 +76,11 @@ class Evaluate:
     """Names of the other wishes of the evaluation that are true."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """On a lane: let go of its segment."""
+
+
 #: Wishes of an evaluation that travel by name.
 WISHES: Final = (
     *("gradient", "jacobian", "variable_gradient"),
@@ -212,7 +217,7 @@ class Quit:
 Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
-    Load | Unload | OpenLanes | Order | Stop | Ready | Loaded | Event
+    Load | Unload | OpenLanes | Order | Unmap | Stop | Ready | Loaded | Event
     | Lookup | Unused | Forgotten | Serving | Found | Missing | Lanes | Forget | Quit
 )  # fmt: skip
 

@@ -144,17 +144,16 @@ class Lanes:
         frame = problem.frame
         lane = self._take(is_wanted)
         try:
-            fresh = self._provide(lane, frame.nbytes)
-            segment = lane.segment
-            assert segment is not None  # provided
+            segment = self._provide(lane, frame.nbytes)
             frame.write(segment, batch)
             for name, array in arrays.items():
                 if array is not None:
                     np.copyto(frame.require(name, segment), array)
             keep = segment.size <= _KEPT_BYTES
+            fresh = lane.mapped is not segment
             problem = replace(problem, size=segment.size if fresh else 0, keep=keep)
-            lane.mapped = segment if keep else None
             lane.channel.send(order(problem), [segment.descriptor] if fresh else [])
+            lane.mapped = segment if keep else None
         except ChannelClosedError as error:
             self.lost(lane)
             raise unavailable() from error
@@ -180,6 +179,10 @@ class Lanes:
             if is_free and held + segment.size <= self.pool.idle_bytes:
                 lane.segment = segment
                 return
+            if is_free:
+                lane.mapped = None
+                with contextlib.suppress(ChannelClosedError):  # the next user finds that out
+                    lane.channel.send(wire.Unmap())
         self.pool.release(segment)
 
     def lost(self, lane: Lane) -> None:
@@ -197,15 +200,14 @@ class Lanes:
                 raise unavailable()
             return self._idle.pop()  # the one used last: its memory is in the caches
 
-    def _provide(self, lane: Lane, size: int) -> bool:
-        """Give a lane a segment that is large enough; tell whether it is another one."""
-        if lane.segment is not None and lane.segment.size >= size:
-            return False
-        if lane.segment is not None:
+    def _provide(self, lane: Lane, size: int) -> Segment:
+        """Give a lane a segment that is large enough, unless it has one."""
+        if lane.segment is not None and lane.segment.size < size:
             self.pool.release(lane.segment)
             lane.segment = None
-        lane.segment = self.pool.acquire(size)
-        return True
+        if lane.segment is None:
+            lane.segment = self.pool.acquire(size)
+        return lane.segment
 
     def _drop(self, lane: Lane) -> None:
         lane.channel.close()

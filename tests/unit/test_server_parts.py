@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,19 +126,43 @@ class TestLanes:
         engine.send(wire.Finished())
         again.close()
 
-    def test_values_keep_their_segment_but_no_lane(self):
-        pool = SegmentPool(1 << 20)
+    def test_a_segment_that_was_never_sent_is_sent_with_the_next_evaluation(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        (engine,) = self._engine(lanes)
+        evaluation = _evaluation(loss=Loss.MSE, values=False)
+        broken = replace(evaluation, batch=replace(evaluation.batch, codes=np.zeros((2, 2))))
+        with pytest.raises(ValueError, match="broadcast"):
+            lanes.start(broken, DATA.layout, lambda: True)
+        lanes.start(evaluation, DATA.layout, lambda: True)
+        message, descriptors = engine.receive()
+        assert message.size > 0
+        assert len(descriptors) == 1
+        os.close(descriptors[0])
+
+    @pytest.mark.parametrize("idle_bytes", [1 << 20, 0])
+    def test_values_keep_their_segment_but_no_lane(self, idle_bytes):
+        pool = SegmentPool(idle_bytes)
         lanes = Lanes(pool)
         (engine,) = self._engine(lanes)
         first = lanes.start(_evaluation(), DATA.layout, lambda: True)
-        engine.receive()
+        os.close(engine.receive()[1][0])
         engine.send(wire.Finished())
         first.next_event()
         second = lanes.start(_evaluation(), DATA.layout, lambda: True)  # the lane is free
         assert second.segment is not first.segment
         kept = first.segment
         first.close()
-        assert pool.acquire(kept.size) is kept
+        assert (kept.descriptor >= 0) == (idle_bytes > 0)  # kept for the next, or gone
+        os.close(engine.receive()[1][0])
+        engine.send(wire.Finished())
+        second.close()
+        third = lanes.start(_evaluation(), DATA.layout, lambda: True)
+        if idle_bytes:  # the lane's mapping serves again
+            assert third.segment is second.segment
+            assert engine.receive()[1] == []
+        else:
+            assert isinstance(engine.receive()[0], wire.Unmap)
+            os.close(engine.receive()[1][0])
 
     def test_cancelling_a_run_that_has_ended_touches_nobody_else(self):
         lanes = Lanes(SegmentPool(1 << 20))

@@ -83,6 +83,9 @@ class EngineProcess:
         try:
             while True:
                 message, descriptors = lane.receive()
+                if isinstance(message, wire.Unmap):
+                    segment = None
+                    continue
                 if not isinstance(message, wire.Order):
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
                 problem = message.problem if isinstance(message, wire.Optimize) else message
@@ -93,7 +96,6 @@ class EngineProcess:
                 with self._places:
                     finished = self._perform(message, problem, segment, lane)
                 if not problem.keep:
-                    segment.close()
                     segment = None
                 lane.send(finished)
         except ChannelClosedError:
