@@ -114,7 +114,6 @@ def test_an_illegal_memory_access_costs_only_a_retry(engine, tmp_path):
 
 
 def test_fits_and_derivatives_work_on_a_gpu_server(client, table):
-    """The host's cores compute them, on the same resident data set."""
     X, y = (array.astype(np.float64) for array in table)
     data = client.upload(*table)
     losses, (gradient,) = client.evaluate(

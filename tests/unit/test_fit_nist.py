@@ -6,26 +6,12 @@ import numpy as np
 import pytest
 
 from support import nist
-from support.fits import fit
 from support.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.derivatives import differentiate
 from warpfit_server.engine.cpu import CpuEngine
 
 least_squares = pytest.importorskip("scipy.optimize").least_squares
-
-#: As tight as float64 allows: only a step that changes nothing ends a search.
-TIGHT = {
-    "gradient_tolerance": 0.0,
-    "step_tolerance": 1e-14,
-    "loss_tolerance": 0.0,
-    "max_iterations": 2000,
-}
-#: Its certified sum of squares, 1.4e-25, comes from residuals of 8e-14 of values up to 2.5: what
-#: float64 rounds away from the values (1e-16 of them) leaves two to three digits of the sum, and
-#: of the standard errors that follow from it.
-ROUNDED_AWAY = {"Lanczos1"}
-
 
 PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
 CASES = [(name, start) for name in PROBLEMS for start in (1, 2)]
@@ -48,30 +34,13 @@ def engine(request):
 @pytest.fixture(scope="module")
 def outcomes(engine):
     """Digits of parameters, of the sum of squares, iterations, digits of standard errors."""
-    return {(name, start): ours(engine, PROBLEMS[name], start) for name, start in CASES}
+    return {(name, start): nist.outcome(engine, PROBLEMS[name], start) for name, start in CASES}
 
 
 @pytest.fixture(scope="module")
 def references():
     """The same of SciPy, without standard errors."""
     return {(name, start): scipys(PROBLEMS[name], start) for name, start in CASES}
-
-
-def ours(engine, problem, start):
-    found = fit(
-        problem.dataset,
-        [problem.formula],
-        [problem.starts[start - 1]],
-        engine=engine,
-        standard_errors=True,
-        **TIGHT,
-    )
-    return (
-        nist.digits(found.parameters[0], problem.certified),
-        nist.digits(found.loss[0], problem.squares),
-        int(found.iterations[0]),
-        nist.digits(found.standard_errors[0], problem.deviations),
-    )
 
 
 def scipys(problem, start):
@@ -98,8 +67,8 @@ def scipys(problem, start):
 def test_six_certified_digits(outcomes, name, start):
     parameters, squares, _, errors = outcomes[name, start]
     assert parameters.min() >= 6, parameters
-    assert squares >= (2 if name in ROUNDED_AWAY else 6)
-    assert errors.min() >= (2 if name in ROUNDED_AWAY else 6), errors
+    assert squares >= (2 if name in nist.ROUNDED_AWAY else 6)
+    assert errors.min() >= (2 if name in nist.ROUNDED_AWAY else 6), errors
 
 
 def test_at_least_as_good_as_scipy_in_total(outcomes, references):

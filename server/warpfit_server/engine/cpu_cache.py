@@ -102,6 +102,13 @@ def load(directory: Path) -> Compiled:
     return Compiled(*functions, kernels)
 
 
+def load_differentiate(directory: Path) -> Any:
+    """Load `cpu_differentiate.differentiate` alone, for an engine with kernels of its own."""
+    place = directory / f"cpu-{_fingerprint()[:32]}"
+    with writable(place) as kept, cached_in(kept) as jit:
+        return jit(_differentiate_signature(), cpu_differentiate.differentiate)
+
+
 @contextlib.contextmanager
 def writable(place: Path) -> Iterator[Path]:
     """Give ``place``, or a temporary copy of it where it cannot be written to."""
@@ -219,13 +226,15 @@ def _compile_evaluation(directory: Path) -> tuple[Any, Any]:
         return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret)
 
 
-def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
+def _differentiate_signature() -> Any:
     lowered = numba.typeof(cpu_differentiate.empty(1, 1, 1))
     row_loss = numba.typeof(cpu_differentiate.no_row_loss())
     tables = numba.typeof(cpu_sweep.tables())
-    differentiate = types.void(
-        _GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered
-    )
+    return types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered)
+
+
+def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
+    lowered = numba.typeof(cpu_differentiate.empty(1, 1, 1))
     linearise = types.boolean(
         *(_WORDS, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
         *(_PAIR, _PAIR, _GIVEN_BYTES, _WORDS, _NUMBERS, _MATRIX, _MATRIX),
@@ -236,7 +245,7 @@ def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
     )
     with cached_in(directory) as jit:
         return (
-            jit(differentiate, cpu_differentiate.differentiate),
+            jit(_differentiate_signature(), cpu_differentiate.differentiate),
             jit(linearise, cpu_linearise.linearise),
             jit(combine, cpu_linearise.combine),
         )

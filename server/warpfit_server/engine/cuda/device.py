@@ -22,6 +22,8 @@ from warpfit_server.engine.cuda.cache import replace_file
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
 _ERROR_OUT_OF_MEMORY: Final = 2
+#: Shared memory of a block that CUDA takes for itself.
+_RESERVED_BYTES: Final = 1024
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
 
@@ -101,6 +103,12 @@ class CudaDevice:
         """Compute capability as one number: 90 for 9.0."""
         major, minor = self.compute_capability
         return int(major) * 10 + int(minor)
+
+    def shared_bytes(self, blocks: int) -> int:
+        """Shared memory that each of ``blocks`` blocks on a multiprocessor can have."""
+        attributes = self.cupy.cuda.Device(self.index).attributes
+        each = attributes["MaxSharedMemoryPerMultiprocessor"] // blocks - _RESERVED_BYTES
+        return int(min(each, attributes["MaxSharedMemoryPerBlockOptin"])) // 16 * 16
 
     def use(self) -> None:
         """Make this the calling thread's device; every entry from another thread needs it."""

@@ -1,7 +1,7 @@
 """The CUDA engine: resident data sets, and the tiers that evaluate batches on them.
 
-Derivatives, fits, reductions and losses of one's own are computed by the CPU engine on the host's
-copy of the data set: the device does values and the six built-in losses.
+Values and the six built-in losses are interpreted or compiled; everything that needs derivatives,
+losses of one's own or statistics has a tier of its own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -24,9 +25,9 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Device, EngineBrokenError, Linearisation, Outputs
-from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
+from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
@@ -70,15 +71,14 @@ class CudaEngine:
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()
         self._interpreter.prepare_all()
+        self._derivatives = DerivativeTier(self._device)
+        self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
         self._planner = Planner(compilers, self._calibrated(compilers))
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
-        self._host: CpuEngine | None = None  # made when first needed
-        self._host_settings = (threads, cache_directory)
-        self._host_lock = threading.Lock()
         self._lock = threading.Lock()
 
     @property
@@ -114,9 +114,6 @@ class CudaEngine:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""
         with self._lock:
             self._residents.pop(content_id, None)
-        with self._host_lock:
-            if self._host is not None:
-                self._host.unload(content_id)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
         """Evaluate a checked batch into ``outputs``.
@@ -130,14 +127,10 @@ class CudaEngine:
 
         """
         resident = self._resident(evaluation.dataset_id)
-        if _is_for_the_host(evaluation):
-            return self._host_with(resident).evaluate(evaluation, outputs)
-        try:
+        with self._errors():
+            if _needs_derivatives(evaluation):
+                return self._derivatives.evaluate(resident, evaluation, outputs)
             return self._evaluate(resident, evaluation, outputs)
-        except self._device.errors as error:
-            if self._device.is_out_of_memory(error):
-                raise self._device.out_of_memory() from error
-            raise EngineBrokenError(str(error)) from error
 
     def linearise(
         self,
@@ -147,19 +140,20 @@ class CudaEngine:
         curvature: bool,
         cancelled: NDArray[np.uint8],
     ) -> Linearisation:
-        """Linearise on the host's cores; see `base.Engine`."""
-        host = self._host_with(self._resident(evaluation.dataset_id))
-        return host.linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
+        """Compute losses, gradients and curvatures in one pass; see `base.Engine`."""
+        resident = self._resident(evaluation.dataset_id)
+        with self._errors():
+            return self._derivatives.linearise(
+                resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
+            )
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
         self._background.shutdown(cancel_futures=True)
         self._compiled.close()
+        self._derivatives.forget()
         with self._lock:
             self._residents.clear()
-        with self._host_lock:
-            if self._host is not None:
-                self._host.close()
         self._device.close()
 
     def _calibrated(self, compilers: int) -> Costs:
@@ -199,13 +193,15 @@ class CudaEngine:
             )
         return resident
 
-    def _host_with(self, resident: ResidentDataset) -> CpuEngine:
-        """CPU engine that has a data set; derivatives and fits are computed on the host's cores."""
-        with self._host_lock:
-            if self._host is None:
-                self._host = CpuEngine(*self._host_settings)
-            self._host.load(resident.dataset)
-            return self._host
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Tell errors of the device that only say that memory is short from those that break it."""
+        try:
+            yield
+        except self._device.errors as error:
+            if self._device.is_out_of_memory(error):
+                raise self._device.out_of_memory() from error
+            raise EngineBrokenError(str(error)) from error
 
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Tier:
         """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
@@ -222,8 +218,8 @@ class CudaEngine:
         return Tier.INTERPRETER
 
 
-def _is_for_the_host(evaluation: Evaluation) -> bool:
-    """Whether an evaluation asks for what only the CPU engine computes so far."""
+def _needs_derivatives(evaluation: Evaluation) -> bool:
+    """Whether an evaluation asks for more than values and one of the six losses."""
     return (
         evaluation.differentiates
         or evaluation.reductions

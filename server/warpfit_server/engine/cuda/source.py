@@ -94,7 +94,7 @@ def costly_codes(variant: Variant) -> NDArray[np.bool_]:
     table = np.zeros(256, dtype=np.bool_)
     for row in OPERATORS.values():
         expression = operator_source(row, variant.dtype, variant.precision)
-        table[row.code] = row.arity == 3 or _is_costly(expression, variant)
+        table[row.code] = row.arity == 3 or is_costly(expression, variant)
     return table
 
 
@@ -119,14 +119,15 @@ def _macro(row: Operator, expression: str, variant: Variant) -> str:
     if row.arity == 3:
         return "TERNARY"
     shape = "UNARY" if row.arity == 1 else "BINARY"
-    if _is_costly(expression, variant):
+    if is_costly(expression, variant):
         return f"COSTLY_{shape}"
     short = set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
     merged = row.arity == 2 and not short
     return f"MERGED_{shape}" if merged else shape
 
 
-def _is_costly(expression: str, variant: Variant) -> bool:
+def is_costly(expression: str, variant: Variant) -> bool:
+    """Whether a rendered expression is too long to be unrolled over all rows of a thread."""
     short = _SHORT_FLOAT if variant.dtype == np.float32 else _SHORT
     return not set(_CALL.findall(expression)) <= short
 

@@ -1,0 +1,206 @@
+"""Gradients and fits of the CUDA engine: on the device, and through the wire.
+
+``python tests/bench/gpu_fit.py [DIRECTORY]`` writes gpu_fit.json, into results/ unless a directory
+is given. The work is the thesis mix: 300 expressions of 10 to 50 tokens over 10 variables with
+their parameters, float32.
+
+* ``device``: milliseconds of the device (CUDA events), and of the engine with its host's work, for
+  the loss alone (interpreter), loss and gradient, and one Levenberg-Marquardt pass (loss, gradient
+  and curvature of the whole batch), medians.
+* ``wire``: one client over loopback, 100,000 rows: ``Evaluate`` with and without gradients, and
+  ``Optimize`` with 50 iterations, with the tolerances of a user who names none and with none at
+  all, so that only what cannot improve ends before the last iteration.
+* ``run``: 100 generations, each 300 fresh expressions fitted with up to 50 iterations.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import warpfit
+from support.results import write_result
+from support.server import ServerProcess
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.losses import SQUARES
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.engine import CudaEngine
+
+SEED = 20261121
+ITERATIONS = 50
+GENERATIONS = 100
+REPETITIONS = 15
+EXACT = {"gradient_tolerance": 0.0, "step_tolerance": 0.0, "loss_tolerance": 0.0}
+
+
+def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the bench, and a target that the mix can fit in part."""
+    rng = np.random.default_rng(SEED)
+    X = rng.uniform(0.5, 2.0, size=(rows, 10)).astype(np.float32)
+    y = 1.5 * X[:, 0] * np.exp(-0.5 * X[:, 1]) + np.log(X[:, 2]) + 0.1 * rng.normal(size=rows)
+    return X, y.astype(np.float32)
+
+
+class Bench:
+    """Times passes of the engine on one data set."""
+
+    def __init__(self, engine: CudaEngine, rows: int) -> None:
+        self.engine = engine
+        self.data = Dataset.of(*table(rows), dtype="float32")
+        engine.load(self.data)
+        self.batch = Batch.of(*thesis_mix(SEED))
+        self.flag = np.zeros(1, np.uint8)
+
+    def evaluate(self, precision: Precision, *, gradient: bool) -> int:
+        evaluation = Evaluation(
+            self.data.content_id, self.batch, loss=Loss.MSE, values=False, precision=precision,
+            gradient=gradient, tier=Tier.INTERPRETER,
+        )  # fmt: skip
+        outputs = Outputs(
+            None,
+            np.empty((len(self.batch), 1)),
+            self.flag,
+            lambda ready: None,
+            gradients=np.empty(len(self.batch.parameters)) if gradient else None,
+        )
+        return self.engine.evaluate(evaluation, outputs).compute
+
+    def linearise(self, precision: Precision) -> int:
+        evaluation = Evaluation(self.data.content_id, self.batch, precision=precision)
+        self.engine.linearise(evaluation, SQUARES, curvature=True, cancelled=self.flag)
+        return 0
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for precision in Precision:
+            loss = timed(lambda p=precision: self.evaluate(p, gradient=False))
+            gradient = timed(lambda p=precision: self.evaluate(p, gradient=True))
+            marquardt = timed(lambda p=precision: self.linearise(p))
+            figures[precision.value] = {
+                "loss": loss,
+                "loss_and_gradient": gradient,
+                "levenberg_marquardt_pass": {"engine_ms": marquardt["engine_ms"]},
+                "gradient_to_loss_on_device": round(gradient["device_ms"] / loss["device_ms"], 2),
+                "pass_to_loss_of_engine": round(marquardt["engine_ms"] / loss["engine_ms"], 2),
+                "pass_of_engine_to_loss_on_device": round(
+                    marquardt["engine_ms"] / loss["device_ms"], 2
+                ),
+            }
+        return figures
+
+
+def timed(call: Callable[[], int]) -> dict[str, float]:
+    """Median milliseconds of the device and of the whole call."""
+    device, walls = [], []
+    for turn in range(REPETITIONS + 3):
+        started = time.perf_counter()
+        compute = call()
+        if turn >= 3:
+            walls.append(time.perf_counter() - started)
+            device.append(compute)
+    return {
+        "device_ms": round(statistics.median(device) / 1e6, 4),
+        "engine_ms": round(statistics.median(walls) * 1e3, 4),
+    }
+
+
+def median_of(call: Callable[[], Any], repetitions: int = REPETITIONS) -> tuple[float, Any]:
+    """Median milliseconds of a call, after two that are not counted, and its last answer."""
+    walls = []
+    for turn in range(repetitions + 2):
+        started = time.perf_counter()
+        answer = call()
+        if turn >= 2:
+            walls.append(time.perf_counter() - started)
+    return round(statistics.median(walls) * 1e3, 3), answer
+
+
+def wire(client: warpfit.Client, data: Any) -> dict[str, Any]:
+    programs, parameters = thesis_mix(SEED)
+    figures: dict[str, Any] = {}
+    for precision in Precision:
+        common = {"parameters": parameters, "loss": "mse", "precision": precision}
+        tier = {"tier": "interpreter"}
+        loss, _ = median_of(lambda c=common, t=tier: client.run(data, programs, **c, **t))
+        gradient, _ = median_of(lambda c=common: client.run(data, programs, **c, gradient=True))
+        fits = {}
+        for name, tolerances in (("default_tolerances", {}), ("no_tolerances", EXACT)):
+            elapsed, fit = median_of(
+                lambda t=tolerances, p=precision: client.optimize(
+                    data, programs, parameters, max_iterations=ITERATIONS, precision=p, **t
+                ),
+                5,
+            )
+            fits[name] = {
+                "ms": elapsed,
+                "mean_iterations": round(float(fit.iterations.mean()), 1),
+                "reasons": reasons(fit),
+            }
+        figures[precision.value] = {
+            "loss_ms": loss,
+            "loss_and_gradient_ms": gradient,
+            "ratio": round(gradient / loss, 2),
+            "optimize": fits,
+        }
+    return figures
+
+
+def reasons(fit: Any) -> dict[str, int]:
+    names, counts = np.unique([str(reason) for reason in fit.reason.ravel()], return_counts=True)
+    return {str(name): int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def run(client: warpfit.Client, data: Any) -> dict[str, Any]:
+    """A whole run: the expressions are drawn beforehand, everything else counts."""
+    work = [thesis_mix(SEED + 1 + turn) for turn in range(GENERATIONS)]
+    improved, walls = 0, []
+    started = time.perf_counter()
+    for programs, parameters in work:
+        before = time.perf_counter()
+        fit = client.optimize(data, programs, parameters, max_iterations=ITERATIONS)
+        walls.append(time.perf_counter() - before)
+        with np.errstate(invalid="ignore"):
+            improved += int((fit.loss < fit.initial_loss).sum())
+    return {
+        "generations": GENERATIONS,
+        "seconds": round(time.perf_counter() - started, 3),
+        "generation_p50_ms": round(float(np.percentile(walls, 50)) * 1e3, 2),
+        "generation_p99_ms": round(float(np.percentile(walls, 99)) * 1e3, 2),
+        "fits_improved": improved,
+    }
+
+
+def main() -> None:
+    engine = CudaEngine()
+    (device,) = engine.devices()
+    content: dict[str, Any] = {
+        "seed": SEED,
+        "iterations": ITERATIONS,
+        "device": {"name": device.name, "driver": device.driver, "memory": device.memory},
+        "engine": {
+            str(rows): Bench(engine, rows).figures() for rows in (1_000, 10_000, 100_000, 1_000_000)
+        },
+    }
+    engine.close()
+    with ServerProcess(engine="cuda") as server, warpfit.connect(server.address) as client:
+        data = client.upload(*table(100_000))
+        content["wire"] = wire(client, data)
+        content["run"] = run(client, data)
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    path = write_result("gpu_fit", content, *([directory] if directory else []))
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

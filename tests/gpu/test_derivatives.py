@@ -1,0 +1,205 @@
+"""Derivatives, row losses, statistics and fits of the CUDA engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support import nist
+from support.derivative_suite import *  # noqa: F403
+from support.derivative_suite import assert_close, make_dataset, smooth_programs
+from support.derivatives import derive, linearise
+from support.fits import fit
+from support.numpy_engine import NumpyEngine
+from warpfit import parse
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch, Program
+from warpfit.losses import ABSOLUTE, SQUARES
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda import derivative_launch
+
+FLAVOURS = [("float64", Precision.PRECISE, 1e-9), ("float32", Precision.PRECISE, 1e-4)]
+PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
+
+
+@pytest.fixture(scope="module", params=FLAVOURS, ids=lambda flavour: flavour[0])
+def flavour(request):
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [31, 5000])
+def test_fast_derivatives(engine, rows):
+    """Approximate functions, and products of float32: a tenth of a percent."""
+    data = make_dataset(rows, "float32", weights=True)
+    batch = *smooth_programs(), SQUARES
+    got = linearise(engine, data, *batch, precision=Precision.FAST)
+    want = linearise(NumpyEngine(data), data, *batch)
+    assert_close(got.losses, want.losses, 1e-3, np.abs(want.losses) + 1e-3 * rows)
+    assert_close(got.gradients, want.gradients, 1e-3, np.abs(want.gradients) + 0.1 * rows)
+    assert_close(got.curvatures, want.curvatures, 1e-3, np.abs(want.curvatures) + 0.1 * rows)
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 33, 255, 257, 1023, 1025, 6143, 6145, 100_003])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sizes(engine, rows, dtype):
+    data = make_dataset(rows, dtype, weights=True)
+    batch = *smooth_programs(), SQUARES
+    got, want = linearise(engine, data, *batch), linearise(NumpyEngine(data), data, *batch)
+    tolerance = 1e-9 if dtype == "float64" else 1e-4
+    for name in ("losses", "gradients", "curvatures"):
+        size = np.abs(getattr(want, name)) + 0.1 * rows
+        assert_close(getattr(got, name), getattr(want, name), tolerance, size)
+
+
+def test_a_million_rows(engine):
+    rows = 1_000_003
+    data = make_dataset(rows, "float32")
+    programs, vectors = [parse("p1 * exp(-p2 * x1) + p3 * x2")], [[0.7, 1.3, -0.4]]
+    got = linearise(engine, data, programs, vectors, SQUARES)
+    want = linearise(NumpyEngine(data), data, programs, vectors, SQUARES)
+    for name in ("losses", "gradients", "curvatures"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_programs_too_large_for_shared_memory(engine, dtype):
+    """Three hundred columns are alive at once; others of the batch are as they are without."""
+    large = parse(" + ".join(f"p{k} * sin({k} * x1 + p{k})" for k in range(1, 301)))
+    small = parse("p1 * exp(-p2 * x1) + p3")
+    data = make_dataset(700, dtype, weights=True)
+    vectors = [np.linspace(0.1, 1.1, 300), np.array([0.7, 1.3, -0.4])]
+    got = linearise(engine, data, [large, small], vectors, SQUARES)
+    want = linearise(NumpyEngine(data), data, [large, small], vectors, SQUARES)
+    tolerance = 1e-9 if dtype == "float64" else 1e-4
+    assert_close(got.gradients, want.gradients, tolerance, np.abs(want.gradients) + 70)
+    assert_close(got.curvatures, want.curvatures, tolerance, np.abs(want.curvatures) + 70)
+    alone = linearise(engine, data, [small], vectors[1:], SQUARES)
+    np.testing.assert_array_equal(got.gradients[300:], alone.gradients)
+
+
+def test_large_answers_come_in_pieces(engine, monkeypatch):
+    data = make_dataset(3000, "float32")
+    programs, vectors = thesis_mix(3, 40, variables=4)
+    whole = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
+    monkeypatch.setattr(derivative_launch, "_CHUNK_BYTES", 100_000)
+    pieces = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
+    names = ("values", "losses", "gradients", "jacobian", "variable_gradients")
+    for name in (*names, "reductions", "moments"):
+        np.testing.assert_array_equal(getattr(pieces, name), getattr(whole, name))
+
+
+def test_values_are_announced(engine):
+    data = make_dataset(500, "float32")
+    programs, vectors = smooth_programs()
+    batch = Batch.of(programs, vectors)
+    announced: list[int] = []
+    evaluation = Evaluation(data.content_id, batch, jacobian=True)
+    jacobian = np.empty((len(batch.parameters), 500), np.float32)
+    outputs = Outputs(
+        values=np.empty(evaluation.shape(data.layout), np.float32),
+        losses=None,
+        cancelled=np.zeros(1, np.uint8),
+        ready=announced.append,
+        jacobian=jacobian,
+    )
+    engine.load(data)
+    timings = engine.evaluate(evaluation, outputs)
+    assert announced[-1] == len(programs)
+    assert timings.tier is Tier.INTERPRETER
+    assert timings.compute > 0
+
+
+def test_no_programs_with_parameters(engine):
+    data = make_dataset(100)
+    got = linearise(engine, data, [parse("x1 + 2"), parse("3")], [[], []], SQUARES)
+    want = linearise(NumpyEngine(data), data, [parse("x1 + 2"), parse("3")], [[], []], SQUARES)
+    np.testing.assert_allclose(got.losses, want.losses, rtol=1e-12)
+    assert got.gradients.size == 0
+
+
+def test_the_loss_is_that_of_plain_evaluation(engine):
+    data = make_dataset(20_000, "float32", weights=True)
+    programs, vectors = thesis_mix(8, 50, variables=4)
+    batch = Batch.of(programs, vectors)
+    losses = np.empty((50, 1))
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    evaluation = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False)
+    engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None))
+    got = linearise(engine, data, programs, vectors, SQUARES)
+    np.testing.assert_allclose(got.losses, losses, rtol=1e-5)
+
+
+def test_a_data_set_that_is_replaced_is_not_mixed_up(engine):
+    """The code of a batch stays on the device; the data that it runs on may not."""
+    programs, vectors = smooth_programs()
+    batch = Batch.of(programs, vectors)
+    flag = np.zeros(1, np.uint8)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        data = Dataset.of(rng.uniform(0.2, 2, (3000, 4)), rng.normal(size=3000), dtype="float64")
+        engine.load(data)
+        evaluation = Evaluation(data.content_id, batch)
+        got = engine.linearise(evaluation, SQUARES, curvature=True, cancelled=flag)
+        want = NumpyEngine(data).linearise(evaluation, SQUARES, curvature=True, cancelled=flag)
+        np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-6)
+        engine.unload(data.content_id)
+
+
+# ----------------------------------------------------------------------------------------- fits
+
+
+@pytest.mark.parametrize("start", [1, 2])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_nist_problems(engine, name, start):
+    engine.load(PROBLEMS[name].dataset)
+    parameters, squares, _, errors = nist.outcome(engine, PROBLEMS[name], start)
+    assert parameters.min() >= 6, parameters
+    assert squares >= (2 if name in nist.ROUNDED_AWAY else 6)
+    assert errors.min() >= (2 if name in nist.ROUNDED_AWAY else 6), errors
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("loss", [Loss.MSE, Loss.MAE])
+def test_fits_never_end_worse_and_repeat(engine, loss, precision):
+    data = make_dataset(5000, "float32")
+    engine.load(data)
+    programs, vectors = thesis_mix(11, 120, variables=4)
+    texts = [str(program) for program in programs]
+    first, second = (fit(data, texts, vectors, loss=loss, engine=engine) for _ in range(2))
+    finite = np.isfinite(first.initial_loss)
+    assert finite.sum() > 40
+    assert (first.loss[finite] <= first.initial_loss[finite]).all()
+    assert (first.loss[finite] < first.initial_loss[finite]).mean() > 0.5
+    np.testing.assert_array_equal(first.loss, second.loss)
+    for one, other in zip(first.parameters, second.parameters, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_fit_finds_what_made_the_data(engine):
+    rng = np.random.default_rng(1)
+    X = rng.uniform(0.5, 2, size=(200_000, 2))
+    truth = [1.5, -0.7, 0.3]
+    y = truth[0] * np.exp(truth[1] * X[:, 0]) + truth[2] * X[:, 1]
+    data = Dataset.of(X, y, dtype="float32")
+    engine.load(data)
+    found = fit(data, ["p1 * exp(p2 * x1) + p3 * x2"], [[1.0, 0.0, 1.0]], engine=engine)
+    np.testing.assert_allclose(found.parameters[0], truth, rtol=1e-4)
+
+
+def test_huge_linearisations_are_refused_not_fatal(engine):
+    """An index beyond 16 bits is named; the next request works."""
+    from warpfit.errors import ResourceExhaustedError
+    from warpfit.ops import OPERATORS
+
+    count = 70_000
+    codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
+    codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
+    values = np.zeros(len(codes))
+    values[1 : 4 * count : 4] = np.arange(count)
+    data = make_dataset(40)
+    with pytest.raises(ResourceExhaustedError):
+        linearise(engine, data, [Program(codes, values)], [np.ones(count)], ABSOLUTE)
+    assert linearise(engine, data, *smooth_programs(), ABSOLUTE).gradients.size

@@ -1,0 +1,147 @@
+"""Code of the GPU's interpreter of derivatives: what needs no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.derivative_machine import Machine
+from support.derivative_suite import smooth_programs
+from support.strategies import programs
+from warpfit.derivatives import differentiate
+from warpfit.errors import ResourceExhaustedError
+from warpfit.ir import Batch, Program
+from warpfit.losses import DIFFERENCE, huber
+from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.request import Precision
+from warpfit.workload import thesis_mix
+from warpfit_server.engine import cpu_cache
+from warpfit_server.engine.cpu_differentiate import lower_with_derivatives, row_loss_tokens
+from warpfit_server.engine.cpu_sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
+from warpfit_server.engine.cuda.derivative_code import DerivativeCode, encode
+from warpfit_server.engine.cuda.derivatives import derivative_cubin
+from warpfit_server.engine.cuda.source import Variant
+
+VARIABLES = 4
+COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 1, 30))
+DOUBLE = Variant(np.dtype(np.float64), Precision.PRECISE, 4)
+PRECISE = Variant(np.dtype(np.float32), Precision.PRECISE, 8)
+FAST = Variant(np.dtype(np.float32), Precision.FAST, 8)
+ROBUST = ("add", "sub", "mul", "neg", "abs", "aq", "sin", "tanh", "min", "where", "fma", "logistic")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return cpu_cache.load_differentiate(cpu_cache.default_directory())
+
+
+def lower(compiled, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:
+    tokens = row_loss_tokens(row_loss, VARIABLES, weighted=False)
+    wishes |= BY_PARAMETERS | LOSS | SLOPE
+    lowered = lower_with_derivatives(compiled, batch, tokens, wishes)
+    options = {"keeps_values": True, "products": True, **options}
+    return encode(lowered, batch, has_loss=True, **options)
+
+
+def check(compiled, given_programs, vectors) -> None:
+    batch = Batch.of(given_programs, vectors)
+    code = lower(compiled, batch)
+    machine = Machine(batch, code, COLUMNS)
+    for index, program in enumerate(given_programs):
+        machine.run(index)
+        count = int(batch.parameter_counts[index])
+        values, want = differentiate(program, COLUMNS[:VARIABLES], vectors[index])
+        np.testing.assert_allclose(machine.place(int(machine.record["result"])), values, rtol=1e-9)
+        residual = machine.place(int(machine.record["loss"]))
+        np.testing.assert_allclose(residual, values - COLUMNS[VARIABLES], rtol=1e-9, atol=1e-9)
+        got = machine.gradient(count)
+        scale = 1 + np.abs(want).max(initial=0)
+        np.testing.assert_allclose(got[: len(want)], want, rtol=1e-9, atol=1e-9 * scale)
+
+
+def test_smooth_programs(compiled):
+    check(compiled, *smooth_programs())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_thesis_mix(compiled, seed):
+    given_programs, vectors = thesis_mix(seed, 60, variables=VARIABLES, operators=ROBUST)
+    check(compiled, given_programs, vectors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    programs(30, variables=VARIABLES, parameters=3, operators=ROBUST, constants=st.floats(-2, 2))
+)
+def test_random_programs(compiled, program):
+    check(compiled, [program], [np.array([0.5, -1.25, 0.75])])
+
+
+def test_a_loss_of_ones_own_has_a_slope(compiled):
+    row_loss = huber(0.5).row
+    given_programs, vectors = smooth_programs()
+    batch = Batch.of(given_programs, vectors)
+    code = lower(compiled, batch, row_loss, wishes=0, products=False)
+    machine = Machine(batch, code, COLUMNS)
+    for index, program in enumerate(given_programs):
+        machine.run(index)
+        values, _ = differentiate(program, COLUMNS[:VARIABLES], vectors[index])
+        terms, slopes = differentiate(row_loss, np.stack([values, COLUMNS[VARIABLES]]), by=VARIABLE)
+        np.testing.assert_allclose(machine.place(int(machine.record["loss"])), terms, rtol=1e-9)
+        slope = machine.place(int(machine.record["slope"]))
+        np.testing.assert_allclose(slope, slopes[0], rtol=1e-9, atol=1e-12)
+
+
+def test_vectors_have_places_of_their_own(compiled):
+    given_programs, _ = smooth_programs()
+    blocks = np.random.default_rng(2).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
+    batch = Batch.of(given_programs, list(blocks))
+    code = lower(compiled, batch)
+    machine = Machine(batch, code, COLUMNS)
+    for vector in range(3):
+        machine.run(0, vector)
+        _, want = differentiate(given_programs[0], COLUMNS[:VARIABLES], blocks[0, vector])
+        np.testing.assert_allclose(machine.gradient(4)[: len(want)], want, rtol=1e-9)
+    sizes = code.sums * 3
+    np.testing.assert_array_equal(code.programs["sum"], np.cumsum(sizes) - sizes)
+
+
+def test_results_that_are_used_at_once_are_not_stored(compiled):
+    """x1 * p1 + 2 needs a level for nothing but the residual."""
+    program = Program.apply(
+        "add",
+        Program.apply("mul", Program.variable(0), Program.parameter(0)),
+        Program.constant(2.0),
+    )
+    batch = Batch.of([program], [[3.0]])
+    code = lower(compiled, batch, keeps_values=False)
+    assert int(code.programs["levels"][0]) == 1
+    assert int((code.instructions[:, 0] >> 19 & 1).sum()) == 1
+
+
+def test_too_many_levels_are_refused(compiled):
+    """Each factor of a product of sums is looked at again by the sweep."""
+    count = 70_000
+    codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
+    codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
+    values = np.zeros(len(codes))
+    values[0 : 4 * count : 4] = np.arange(count) % VARIABLES
+    values[1 : 4 * count : 4] = np.arange(count)
+    batch = Batch.of([Program(codes, values)], [np.ones(count)])
+    with pytest.raises(ResourceExhaustedError) as caught:
+        lower(compiled, batch)
+    assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+@pytest.mark.parametrize(
+    ("variant", "far", "architecture"),
+    [(PRECISE, False, architecture) for architecture in (75, 80, 86, 89, 90, 100, 120)]
+    + [(FAST, False, 90), (DOUBLE, False, 75), (PRECISE, True, 90)],
+    ids=str,
+)
+def test_kernels_assemble(variant, far, architecture):
+    cubin = derivative_cubin(variant, architecture, far=far)
+    for kernel in (b"linearise", b"evaluate_scalars", b"combine", b"measure"):
+        assert kernel in cubin
