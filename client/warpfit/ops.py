@@ -251,7 +251,12 @@ _ROWS: Final = (
     ),
     Operator(
         code=38, name="atan2", arity=2, numpy=np.arctan2, kernel="atan2(a, b)",
-        derivative=("b / hypot(a, b) / hypot(a, b)", "-a / hypot(a, b) / hypot(a, b)"),
+        derivative=(
+            "select(abs(b) >= abs(a), 1 / (b * (1 + (a / b) * (a / b))), "
+            "(b / a) / (a * (1 + (b / a) * (b / a))))",
+            "select(abs(a) >= abs(b), -1 / (a * (1 + (b / a) * (b / a))), "
+            "-(a / b) / (b * (1 + (a / b) * (a / b))))",
+        ),
         latex="\\operatorname{{atan2}}\\left({a}, {b}\\right)", sympy="atan2(a, b)",
         notes="angle of the point (b, a)",
     ),
@@ -378,7 +383,9 @@ _ROWS: Final = (
         code=60, name="aq", arity=2, numpy=lambda a, b: a / np.hypot(1.0, b),
         kernel="a / hypot(1, b)", cuda="a / select(abs(b) > 1e9, abs(b), sqrt(1 + b * b))",
         cuda_fast="a * rsqrtf(1.0f + b * b)",
-        derivative=("1 / hypot(1, b)", "-r * b / (1 + b * b)"),
+        derivative=(
+            "1 / select(abs(b) > 1e9, abs(b), sqrt(1 + b * b))", "-r * b / (1 + b * b)",
+        ),
         latex="\\frac{{{a}}}{{\\sqrt{{1 + {{{b:91}}}^2}}}}", latex_precedence=90,
         sympy="a / sqrt(1 + b ** 2)", notes="analytic quotient a / sqrt(1 + b^2) (Ni et al. 2013)",
     ),

@@ -267,7 +267,7 @@ class DerivativeTier:
                     measure=module.get_function("measure"),
                 )
                 if not far:
-                    kernels.linearise.max_dynamic_shared_size_bytes = self._device.shared_bytes(1)
+                    self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
                 self._kernels[variant, far] = kernels
             return self._kernels[variant, far]
 

@@ -24,6 +24,8 @@ _DEFAULT_SHARE: Final = 0.9
 _ERROR_OUT_OF_MEMORY: Final = 2
 #: Shared memory of a block that CUDA takes for itself.
 _RESERVED_BYTES: Final = 1024
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_DYNAMIC_SHARED_SIZE: Final = 8
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
 
@@ -109,6 +111,10 @@ class CudaDevice:
         attributes = self.cupy.cuda.Device(self.index).attributes
         each = attributes["MaxSharedMemoryPerMultiprocessor"] // blocks - _RESERVED_BYTES
         return int(min(each, attributes["MaxSharedMemoryPerBlockOptin"])) // 16 * 16
+
+    def allow_shared(self, function: Any, size: int) -> None:
+        """Let launches of a function ask for up to ``size`` bytes of shared memory."""
+        self.cupy.cuda.driver.funcSetAttribute(function.ptr, _DYNAMIC_SHARED_SIZE, size)
 
     def use(self) -> None:
         """Make this the calling thread's device; every entry from another thread needs it."""
