@@ -11,6 +11,10 @@ their parameters, float32.
   ``Optimize`` with 50 iterations, with the tolerances of a user who names none and with none at
   all, so that only what cannot improve ends before the last iteration.
 * ``run``: 100 generations, each 300 fresh expressions fitted with up to 50 iterations.
+
+Of the mix as it is drawn, two thirds have no finite loss at their start (a logarithm or a root of a
+negative number in one row is enough), and their searches end at once. ``viable`` expressions have
+parameters and a finite loss at the start, so that all 300 searches are at work.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ SEED = 20261121
 ITERATIONS = 50
 GENERATIONS = 100
 REPETITIONS = 15
+POOL_MIXES = 12
+Work = tuple[list[warpfit.Program], list[np.ndarray]]
 EXACT = {"gradient_tolerance": 0.0, "step_tolerance": 0.0, "loss_tolerance": 0.0}
 
 
@@ -126,32 +132,47 @@ def median_of(call: Callable[[], Any], repetitions: int = REPETITIONS) -> tuple[
     return round(statistics.median(walls) * 1e3, 3), answer
 
 
-def wire(client: warpfit.Client, data: Any) -> dict[str, Any]:
-    programs, parameters = thesis_mix(SEED)
-    figures: dict[str, Any] = {}
-    for precision in Precision:
-        common = {"parameters": parameters, "loss": "mse", "precision": precision}
-        tier = {"tier": "interpreter"}
-        loss, _ = median_of(lambda c=common, t=tier: client.run(data, programs, **c, **t))
-        gradient, _ = median_of(lambda c=common: client.run(data, programs, **c, gradient=True))
-        fits = {}
-        for name, tolerances in (("default_tolerances", {}), ("no_tolerances", EXACT)):
-            elapsed, fit = median_of(
-                lambda t=tolerances, p=precision: client.optimize(
-                    data, programs, parameters, max_iterations=ITERATIONS, precision=p, **t
-                ),
-                5,
-            )
-            fits[name] = {
-                "ms": elapsed,
-                "mean_iterations": round(float(fit.iterations.mean()), 1),
-                "reasons": reasons(fit),
-            }
-        figures[precision.value] = {
-            "loss_ms": loss,
-            "loss_and_gradient_ms": gradient,
-            "ratio": round(gradient / loss, 2),
-            "optimize": fits,
+def wire(client: warpfit.Client, data: Any, viable: Pool) -> dict[str, Any]:
+    mix = thesis_mix(SEED)
+    return {
+        precision.value: {
+            **evaluations(client, data, mix, precision),
+            "optimize_mix": fits(client, data, mix, precision),
+            "optimize_viable": fits(client, data, viable.draw(0), precision),
+        }
+        for precision in Precision
+    }
+
+
+def evaluations(
+    client: warpfit.Client, data: Any, work: Work, precision: Precision
+) -> dict[str, float]:
+    programs, parameters = work
+    common = {"parameters": parameters, "loss": "mse", "precision": precision}
+    loss, _ = median_of(lambda: client.run(data, programs, **common, tier="interpreter"))
+    gradient, _ = median_of(lambda: client.run(data, programs, **common, gradient=True))
+    return {
+        "loss_ms": loss,
+        "loss_and_gradient_ms": gradient,
+        "ratio": round(gradient / loss, 2),
+    }
+
+
+def fits(client: warpfit.Client, data: Any, work: Work, precision: Precision) -> dict[str, Any]:
+    programs, parameters = work
+    figures = {}
+    for name, tolerances in (("default_tolerances", {}), ("no_tolerances", EXACT)):
+        elapsed, fit = median_of(
+            lambda options=tolerances: client.optimize(
+                data, programs, parameters, max_iterations=ITERATIONS, precision=precision,
+                **options,
+            ),
+            5,
+        )  # fmt: skip
+        figures[name] = {
+            "ms": elapsed,
+            "mean_iterations": round(float(fit.iterations.mean()), 1),
+            "reasons": reasons(fit),
         }
     return figures
 
@@ -161,9 +182,29 @@ def reasons(fit: Any) -> dict[str, int]:
     return {str(name): int(count) for name, count in zip(names, counts, strict=True)}
 
 
-def run(client: warpfit.Client, data: Any) -> dict[str, Any]:
-    """A whole run: the expressions are drawn beforehand, everything else counts."""
-    work = [thesis_mix(SEED + 1 + turn) for turn in range(GENERATIONS)]
+class Pool:
+    """Expressions of the mix with parameters and a finite loss at their start."""
+
+    def __init__(self, client: warpfit.Client, data: Any) -> None:
+        self.members = []
+        for turn in range(POOL_MIXES):
+            programs, parameters = thesis_mix(SEED + 1000 + turn)
+            losses = client.evaluate(data, programs, parameters=parameters, loss="mse")
+            for program, vector, loss in zip(programs, parameters, losses, strict=True):
+                if len(vector) and np.isfinite(loss):
+                    self.members.append((program, vector))
+
+    def draw(self, generation: int) -> Work:
+        """Draw 300 of them, with parameters of their own."""
+        rng = np.random.default_rng(SEED + generation)
+        chosen = [self.members[i] for i in rng.choice(len(self.members), 300, replace=False)]
+        starts = [vector * rng.uniform(0.9, 1.1, size=vector.shape) for _, vector in chosen]
+        return [program for program, _ in chosen], starts
+
+
+def run(client: warpfit.Client, data: Any, draw: Callable[[int], Work]) -> dict[str, Any]:
+    """Make a whole run: the expressions are drawn beforehand, everything else counts."""
+    work = [draw(turn) for turn in range(GENERATIONS)]
     improved, walls = 0, []
     started = time.perf_counter()
     for programs, parameters in work:
@@ -195,8 +236,11 @@ def main() -> None:
     engine.close()
     with ServerProcess(engine="cuda") as server, warpfit.connect(server.address) as client:
         data = client.upload(*table(100_000))
-        content["wire"] = wire(client, data)
-        content["run"] = run(client, data)
+        viable = Pool(client, data)
+        content["viable_expressions"] = len(viable.members)
+        content["wire"] = wire(client, data, viable)
+        content["run_mix"] = run(client, data, lambda turn: thesis_mix(SEED + 1 + turn))
+        content["run_viable"] = run(client, data, viable.draw)
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     path = write_result("gpu_fit", content, *([directory] if directory else []))
     print(path.read_text())

@@ -21,7 +21,7 @@ from warpfit_server.engine.cuda.source import Variant, is_costly
 
 #: Warps of a block, and blocks to keep on a multiprocessor.
 WARPS: Final = 8
-BLOCKS: Final = 3
+BLOCKS: Final = 2
 _OPERANDS: Final = ("t[i]", "u[i]", "v[i]")
 
 
