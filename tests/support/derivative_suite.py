@@ -387,3 +387,22 @@ def test_derivatives_asked_for_alone(engine, wish):
     engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None, **{field: got}))
     np.testing.assert_array_equal(got, wanted)
     np.testing.assert_array_equal(losses, everything.losses)
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_built_in_losses_come_closed(engine, loss):
+    """Beside a gradient they are what they are alone."""
+    data = make_dataset(1200, weights=True)
+    given_programs, vectors = smooth_programs()
+    batch = Batch.of(given_programs, vectors)
+    engine.load(data)
+    flag = np.zeros(1, np.uint8)
+    answers = []
+    for gradient in (False, True):
+        evaluation = Evaluation(data.content_id, batch, loss=loss, values=False, gradient=gradient)
+        losses = np.full((len(batch), 1), POISON)
+        gradients = np.empty(len(batch.parameters)) if gradient else None
+        outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
+        engine.evaluate(evaluation, outputs)
+        answers.append(losses)
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-10)

@@ -244,10 +244,10 @@ def _level(place: int, slots: int) -> int:
 def _await(place: int, slots: int, awaited: Any) -> int:
     """Translate a place that is looked at when the program has run."""
     if place & 3 == ROWS:
-        return place >> 2 << _PLACE_SHIFT | _COLUMN
+        return int(place >> 2 << _PLACE_SHIFT | _COLUMN)
     level = _level(place, slots)
     awaited[level] = True
-    return level << _PLACE_SHIFT | _LEVEL
+    return int(level << _PLACE_SHIFT | _LEVEL)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

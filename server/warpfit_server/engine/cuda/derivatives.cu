@@ -355,7 +355,7 @@ __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* p
     const int pair = index - SIDE, m = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;
     const int n = pair - m * (m + 1) / 2;
     const int i = first + m, j = first + n;
-    if (m < width) products[i * (i + 1) / 2 + j] += sum;
+    if (m < width && n <= m) products[i * (i + 1) / 2 + j] += sum;
   }
 }
 

@@ -115,7 +115,11 @@ class DerivativeTier:
     ) -> Timings:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
         wanted = wanted_by(evaluation, outputs)
-        return self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
+        timings = self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
+        if outputs.losses is not None and evaluation.loss is not None:
+            rows = evaluation.row_range(resident.dataset.layout)
+            outputs.losses[...] = resident.losses(evaluation.loss, outputs.losses, *rows)
+        return timings
 
     def linearise(
         self,
