@@ -68,10 +68,12 @@ class Bench:
         self.batch = Batch.of(*thesis_mix(SEED))
         self.flag = np.zeros(1, np.uint8)
 
-    def evaluate(self, precision: Precision, *, gradient: bool) -> int:
+    def evaluate(
+        self, precision: Precision, *, gradient: bool, tier: Tier = Tier.INTERPRETER
+    ) -> int:
         evaluation = Evaluation(
             self.data.content_id, self.batch, loss=Loss.MSE, values=False, precision=precision,
-            gradient=gradient, tier=Tier.INTERPRETER,
+            gradient=gradient, tier=tier,
         )  # fmt: skip
         outputs = Outputs(
             None,
@@ -92,10 +94,14 @@ class Bench:
         for precision in Precision:
             loss = timed(lambda p=precision: self.evaluate(p, gradient=False))
             gradient = timed(lambda p=precision: self.evaluate(p, gradient=True))
+            compiled = timed(
+                lambda p=precision: self.evaluate(p, gradient=True, tier=Tier.COMPILED)
+            )
             marquardt = timed(lambda p=precision: self.linearise(p))
             figures[precision.value] = {
                 "loss": loss,
                 "loss_and_gradient": gradient,
+                "loss_and_gradient_compiled": compiled,
                 "levenberg_marquardt_pass": {"engine_ms": marquardt["engine_ms"]},
                 "gradient_to_loss_on_device": round(gradient["device_ms"] / loss["device_ms"], 2),
                 "pass_to_loss_of_engine": round(marquardt["engine_ms"] / loss["engine_ms"], 2),

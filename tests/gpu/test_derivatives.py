@@ -9,12 +9,14 @@ from support import nist
 from support.derivative_suite import *  # noqa: F403
 from support.derivative_suite import assert_close, make_dataset, smooth_programs
 from support.derivatives import derive, linearise
+from support.evaluations import POISON
 from support.fits import fit
 from support.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES
+from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
@@ -148,6 +150,106 @@ def test_a_data_set_that_is_replaced_is_not_mixed_up(engine):
         engine.unload(data.content_id)
 
 
+# ------------------------------------------------------------------------- compiled gradients
+
+
+def compiled_gradients(engine, data, programs, vectors, *, tier=Tier.COMPILED, **options):
+    """Losses [programs, K] and flat gradients of one tier."""
+    batch = Batch.of(programs, vectors)
+    evaluation = Evaluation(
+        data.content_id, batch, values=False, gradient=True, tier=tier, **options
+    )
+    evaluation.check(data.layout)
+    losses = np.full((len(batch), batch.vectors), POISON)
+    gradients = np.full(len(batch.parameters), POISON)
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
+    timings = engine.evaluate(evaluation, outputs)
+    assert timings.tier is tier
+    return losses, gradients
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_compiled_gradients_of_every_operator(engine, name, flavour):
+    dtype, _, tolerance = flavour
+    arity = OPERATORS[name].arity
+    rng = np.random.default_rng(arity)
+    X = rng.uniform(0.2, 0.8, size=(700, arity)).astype(dtype)
+    y = rng.normal(size=700)
+    operands = [
+        Program.apply("mul", Program.variable(k), Program.parameter(k)) for k in range(arity)
+    ]
+    program, vector = Program.apply(name, *operands), np.linspace(0.9, 1.1, arity)
+    data = Dataset.of(X, y, dtype=dtype)
+    for loss in (Loss.SSE, Loss.MAE):
+        got = compiled_gradients(engine, data, [program], [vector], loss=loss)
+        row_loss = SQUARES if loss is Loss.SSE else ABSOLUTE
+        want = linearise(NumpyEngine(data), data, [program], [vector], row_loss)
+        scale = np.abs(want.gradients) + 7
+        assert_close(got[1], want.gradients, 10 * tolerance, scale)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("rows", [1, 33, 5000, 100_003])
+def test_compiled_gradients(engine, flavour, weights, rows):
+    dtype, precision, tolerance = flavour
+    data = make_dataset(rows, dtype, weights=weights)
+    programs, vectors = smooth_programs()
+    got = compiled_gradients(engine, data, programs, vectors, loss=Loss.SSE, precision=precision)
+    want = linearise(NumpyEngine(data), data, programs, vectors, SQUARES)
+    size = np.abs(want.losses) + 1e-3 * rows
+    assert_close(got[0], want.losses, tolerance, size)
+    size = np.abs(want.gradients) + 0.1 * rows
+    assert_close(got[1], want.gradients, 10 * tolerance, size)
+
+
+def test_compiled_gradients_of_vectors_and_row_ranges(engine):
+    data = make_dataset(4000, weights=True)
+    programs, _ = smooth_programs()
+    blocks = list(np.random.default_rng(4).uniform(0.3, 1.5, size=(len(programs), 3, 4)))
+    options = {"loss": Loss.MSE, "rows": (37, 3501)}
+    got = compiled_gradients(engine, data, programs, blocks, **options)
+    want = compiled_gradients(engine, data, programs, blocks, tier=Tier.INTERPRETER, **options)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_compiled_gradients_of_the_mix(engine, precision):
+    data = make_dataset(10_000, "float32")
+    programs, vectors = thesis_mix(5, 60, variables=4)
+    options = {"loss": Loss.SSE, "precision": precision}
+    got = compiled_gradients(engine, data, programs, vectors, **options)
+    again = compiled_gradients(engine, data, programs, vectors, **options)
+    want = compiled_gradients(engine, data, programs, vectors, tier=Tier.INTERPRETER, **options)
+    np.testing.assert_array_equal(got[1], again[1])
+    finite = np.isfinite(want[1]) & np.isfinite(got[1]) & (np.abs(want[1]) < 1e15)
+    assert finite.sum() > 20
+    close = np.isclose(got[1], want[1], rtol=2e-2, atol=1.0)
+    assert close[finite].mean() > 0.97
+
+
+def test_repeated_gradients_are_compiled_in_the_background(engine):
+    data = make_dataset(500_000, "float32")
+    programs, vectors = thesis_mix(6, 200, variables=4)
+    batch = Batch.of(programs, vectors)
+    evaluation = Evaluation(
+        data.content_id, batch, values=False, gradient=True, loss=Loss.MSE,
+        precision=Precision.FAST,
+    )  # fmt: skip
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    seen = set()
+    for _ in range(2000):
+        gradients = np.empty(len(batch.parameters))
+        outputs = Outputs(None, np.empty((200, 1)), flag, lambda ready: None, gradients=gradients)
+        seen.add(engine.evaluate(evaluation, outputs).tier)
+        if Tier.COMPILED in seen:
+            break
+    assert seen == {Tier.INTERPRETER, Tier.COMPILED}
+
+
 # ----------------------------------------------------------------------------------------- fits
 
 
@@ -192,7 +294,6 @@ def test_a_fit_finds_what_made_the_data(engine):
 def test_huge_linearisations_are_refused_not_fatal(engine):
     """An index beyond 16 bits is named; the next request works."""
     from warpfit.errors import ResourceExhaustedError
-    from warpfit.ops import OPERATORS
 
     count = 70_000
     codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)

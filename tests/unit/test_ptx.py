@@ -33,8 +33,8 @@ OUTPUTS = (
 
 
 @cache
-def build(mode: Mode, architecture: int) -> DeviceLibrary:
-    return library.build(mode, architecture)
+def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
+    return library.build(mode, architecture, derivatives=derivatives)
 
 
 def fitting(output: Output, mode: Mode) -> Output:
@@ -233,3 +233,61 @@ def tokens_with_numbers(shape: Shape, slots: np.ndarray) -> list[tuple[int, floa
 
 def literal_exponent(program: Program) -> bool:
     return False
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def gradient_shapes(*programs: Program) -> tuple[Shape, ...]:
+    counts = [np.ones(program.parameters) for program in programs]
+    return lift(Batch.of(programs, counts)).with_derivatives().shapes
+
+
+def shifted(operator: Operator) -> Program:
+    """Operator over variables shifted by parameters of their own, and a power of the result."""
+    operands = (
+        Program.apply("add", Program.variable(i), Program.parameter(i))
+        for i in range(operator.arity)
+    )
+    square = Program.apply("pow", Program.apply(operator, *operands), Program.constant(2.0))
+    return Program.apply(
+        "add", square, Program.apply(operator, *[Program.parameter(0)] * operator.arity)
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mode", Mode)
+def test_gradients_of_every_operator_assemble(mode: Mode, architecture: int) -> None:
+    shapes = gradient_shapes(*(shifted(operator) for operator in OPERATORS.values()))
+    output = Output(
+        loss=("squares", "absolute")[architecture % 2], gradient=True, weighted=True, rows=1,
+        threads=256,
+    )  # fmt: skip
+    starts = range(0, len(shapes), 5)
+    entries = [Entry(f"group_{start}", shapes[start : start + 5]) for start in starts]
+    device_library = build(mode, architecture, derivatives=True)
+    text = ptx.module(device_library, output, entries)
+    cubin = linker.link(text, architecture, device_library.functions)
+    for entry in entries:
+        assert entry.name.encode() in cubin
+
+
+def test_only_parameters_have_derivatives() -> None:
+    x, p = Program.variable(0), Program.parameter(1)
+    program = Program.apply("add", Program.apply("mul", p, x), Program.constant(2.5))
+    (shape,) = gradient_shapes(program)
+    (plain,) = shapes_of(program)
+    assert len(shape.wanted) == 1
+    assert plain.wanted == ()
+    assert shape.key != plain.key
+
+
+def test_a_gradient_shares_the_work_of_the_value() -> None:
+    x, p = Program.variable(0), Program.parameter(0)
+    program = Program.apply("exp", Program.apply("mul", p, x))
+    (shape,) = gradient_shapes(program)
+    output = Output(loss="squares", gradient=True, rows=1)
+    text = ptx.module(
+        build(Mode.PRECISE, 90, derivatives=True), output, [Entry("evaluate", (shape,))]
+    )
+    assert text.count("ex2.approx") == 1

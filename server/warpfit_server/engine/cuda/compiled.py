@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.layout import GridLayout, best_layout, shared_out
 from warpfit_server.engine.cuda.library import Mode
-from warpfit_server.engine.cuda.ptx import Output
+from warpfit_server.engine.cuda.ptx import Output, sum_count
 from warpfit_server.engine.cuda.replay import Replay, Work, load_sum_module
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.shapes import LiftedBatch, Shape, lift
@@ -34,6 +34,10 @@ MAX_VECTORS: Final = 65_535
 MAX_ROWS: Final = 1 << 30
 #: Longest expression that is compiled; the compiler's time grows faster than the length.
 MAX_TOKENS: Final = 2_000
+#: Most parameters of an expression that is compiled with its gradient: each takes an accumulator.
+MAX_PARAMETERS: Final = 64
+#: Most accumulators of a fused kernel, unless one expression alone needs more.
+_MOST_SUMS: Final = 24
 #: Most expressions of a batch that get a kernel each.
 _SINGLE: Final = 4
 #: Times that missing kernels are made before the cache is called too small for them.
@@ -65,6 +69,8 @@ class Prepared:
     keys: tuple[KernelKey, ...]
     firsts: tuple[int, ...]
     """Index of each kernel's first expression."""
+    sum_starts: NDArray[np.int64]
+    """Index of each expression's first sum, and the total; [programs + 1]."""
     shares: NDArray[np.float64]
     """Share of each kernel in the work of a row; [kernels]."""
 
@@ -96,6 +102,8 @@ class CompiledTier:
     def supports(self, evaluation: Evaluation) -> bool:
         """Tell whether this tier can take the evaluation at all."""
         batch = evaluation.batch
+        if evaluation.gradient and int(batch.parameter_counts.max()) > MAX_PARAMETERS:
+            return False
         return batch.vectors <= MAX_VECTORS and int(batch.lengths.max()) <= MAX_TOKENS
 
     def ready(self, resident: ResidentDataset, evaluation: Evaluation) -> bool:
@@ -119,7 +127,7 @@ class CompiledTier:
         if not self.supports(evaluation):
             raise ResourceExhaustedError(
                 f"the compiled tier takes at most {MAX_VECTORS} parameter vectors and expressions "
-                f"of at most {MAX_TOKENS} tokens",
+                f"of at most {MAX_TOKENS} tokens, for gradients with {MAX_PARAMETERS} parameters",
                 "NOT_COMPILABLE",
                 "Ask for the interpreter",
                 "tier",
@@ -157,11 +165,14 @@ class CompiledTier:
         """
         layout = resident.dataset.layout
         mode = Mode.of(layout.dtype, evaluation.precision)
-        grid = self._tuning.layout or best_layout(mode, evaluation.batch.codes)
+        grid = self._tuning.layout or best_layout(
+            mode, evaluation.batch.codes, gradient=evaluation.gradient
+        )
         output = Output(
             values=evaluation.values,
             loss=_sum_kind(evaluation.loss),
             weighted=evaluation.loss is not None and layout.has_weights,
+            gradient=evaluation.gradient,
             threads=grid.threads,
             rows=min(grid.rows, 16 // mode.dtype.itemsize),
         )
@@ -171,32 +182,37 @@ class CompiledTier:
         if known is not None:
             return known
         grid = grid if len(evaluation.batch) > _SINGLE else replace(grid, group_size=1)
-        prepared = self._cut(lift(evaluation.batch), mode, output, grid)
+        lifted = lift(evaluation.batch)
+        lifted = lifted.with_derivatives() if output.gradient else lifted
+        prepared = self._cut(lifted, mode, output, grid)
         with self._lock:
             self._prepared[identity] = prepared
         return prepared
 
     def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, grid: GridLayout) -> Prepared:
-        firsts = tuple(self._firsts(lifted.shapes, grid.group_size))
+        counts = [sum_count(output, shape) for shape in lifted.shapes]
+        firsts = tuple(self._firsts(lifted.shapes, counts, grid.group_size))
         bounds = (*firsts, len(lifted.shapes))
         keys = tuple(
             self._kernels.key(mode, output, lifted.shapes[first:stop])
             for first, stop in pairwise(bounds)
         )
         work = np.add.reduceat(self._kernels.work(mode, lifted.shapes), firsts)
-        return Prepared(lifted, mode, output, grid, keys, firsts, work / work.sum())
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        return Prepared(lifted, mode, output, grid, keys, firsts, starts, work / work.sum())
 
-    def _firsts(self, shapes: Sequence[Shape], size: int) -> list[int]:
-        """Cut consecutive expressions into groups, bounded in number and in tokens."""
-        firsts, tokens = [0], 0
-        for index, shape in enumerate(shapes):
-            full = index - firsts[-1] >= size
+    def _firsts(self, shapes: Sequence[Shape], counts: Sequence[int], size: int) -> list[int]:
+        """Cut consecutive expressions into groups, bounded in number, tokens and sums."""
+        firsts, tokens, sums = [0], 0, 0
+        for index, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
+            full = index - firsts[-1] >= size or sums + count > max(_MOST_SUMS, size)
             if index > firsts[-1] and (
                 full or tokens + len(shape.codes) > self._tuning.group_tokens * size
             ):
                 firsts.append(index)
-                tokens = 0
+                tokens = sums = 0
             tokens += len(shape.codes)
+            sums += count
         return firsts
 
     def _take(self, prepared: Prepared, evaluation: Evaluation, rows: int) -> Replay:
@@ -217,11 +233,11 @@ class CompiledTier:
                 Work(
                     firsts=prepared.firsts,
                     slot_starts=prepared.lifted.slot_starts,
+                    sum_starts=prepared.sum_starts,
                     vectors=evaluation.batch.vectors,
                     dtype=prepared.mode.dtype,
                     blocks=blocks,
                     threads=prepared.output.threads,
-                    sums=bool(prepared.output.loss),
                 ),
             )
         except BaseException:
@@ -290,7 +306,7 @@ class CompiledTier:
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
         slots = prepared.lifted.slot_values(evaluation.batch)
-        sums = np.zeros(programs * vectors)
+        sums = np.zeros(int(prepared.sum_starts[-1]) * vectors)
         computed = 0
         with self._device.stream() as context:
             for first in range(start, stop, chunk):
@@ -315,8 +331,11 @@ class CompiledTier:
                 computed += context.nanoseconds("start", "computed")
                 sums += replay.sums
         if outputs.losses is not None and evaluation.loss is not None:
-            shaped = sums.reshape(outputs.losses.shape)
-            outputs.losses[...] = resident.losses(evaluation.loss, shaped, start, stop)
+            shaped = sums.reshape(-1, vectors)
+            losses = shaped[prepared.sum_starts[:-1]]
+            outputs.losses[...] = resident.losses(evaluation.loss, losses, start, stop)
+            if outputs.gradients is not None:
+                _fill_gradients(prepared, evaluation, shaped, outputs.gradients)
         outputs.ready(programs)
         return computed
 
@@ -333,6 +352,23 @@ class CompiledTier:
         most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
         total = max(1, prepared.layout.blocks * self._device.multiprocessors // vectors)
         return tuple(np.clip(shared_out(total, prepared.shares), 1, most).tolist())
+
+
+def _fill_gradients(
+    prepared: Prepared,
+    evaluation: Evaluation,
+    sums: NDArray[np.float64],
+    gradients: NDArray[np.float64],
+) -> None:
+    """Bring sums of derivatives, [sums, K], into the order of `Batch.parameters`."""
+    batch = evaluation.batch
+    programs, parameters = prepared.lifted.parameter_places(batch)
+    counts = batch.parameter_counts.astype(np.int64)[programs]
+    firsts = batch.parameter_starts[:-1][programs] + parameters
+    places = firsts[:, np.newaxis] + counts[:, np.newaxis] * np.arange(batch.vectors)
+    gradients[:] = 0.0  # of parameters that the expression does not mention
+    scale = 1.0 if evaluation.loss is Loss.MAE else 2.0
+    gradients[places] = scale * np.delete(sums, prepared.sum_starts[:-1], axis=0)
 
 
 def _digest(batch: Batch) -> bytes:

@@ -100,7 +100,9 @@ def _cases(variant: Variant) -> list[_Case]:
         )
     for kernel in partial_kernels():
         operands = ", ".join(_OPERANDS[: kernel.arity + kernel.scaled])
-        costly = is_costly(_partial_source(kernel, variant), variant)
+        costly = is_costly(
+            partial_source(kernel.source, REAL_NAMES[variant.dtype], fast=variant.fast), variant
+        )
         cases.setdefault(int(table[kernel.code]), _Case(f"{kernel.name}({operands})", costly))
     cases[int(table[PRODUCT_CODE])] = _Case("product(t[i], u[i])")
     cases[int(table[COPY_CODE])] = _Case("t[i]")
@@ -129,10 +131,18 @@ def _partial_function(kernel: PartialKernel, variant: Variant) -> str:
     operands = ", ".join(
         f"real {name}" for name in ("slope" if kernel.scaled else "", *names) if name
     )
-    expression = _partial_source(kernel, variant)
+    expression = partial_source(kernel.source, REAL_NAMES[variant.dtype], fast=variant.fast)
     if kernel.scaled:
         expression = f"product(slope, {expression})"
     return f"__device__ __forceinline__ real {kernel.name}({operands}) {{ return {expression}; }}"
+
+
+def partial_source(source: str, real: str, *, fast: bool) -> str:
+    """CUDA C++ of a derivative in the kernel language, with approximate functions if ``fast``."""
+    if fast:
+        calls = _fast_calls()
+        source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
+    return render(source, real)
 
 
 @cache
@@ -145,15 +155,6 @@ def _fast_calls() -> MappingProxyType[str, str]:
         if exact and fast:
             calls[exact[1]] = fast[1]
     return MappingProxyType(calls)
-
-
-def _partial_source(kernel: PartialKernel, variant: Variant) -> str:
-    """CUDA C++ of a partial derivative."""
-    source = kernel.source
-    if variant.fast:
-        calls = _fast_calls()
-        source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
-    return render(source, REAL_NAMES[variant.dtype])
 
 
 def _definitions(variant: Variant, *, far: bool) -> str:

@@ -1,7 +1,7 @@
 """The CUDA engine: resident data sets, and the tiers that evaluate batches on them.
 
-Values and the six built-in losses are interpreted or compiled; everything that needs derivatives,
-losses of one's own or statistics has a tier of its own.
+Values and the six built-in losses, with their gradients, are interpreted or compiled. Everything
+else that needs derivatives, losses of one's own or statistics is always interpreted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
-from warpfit_server.engine.cuda.plan import STARTING_COSTS, Advice, Costs, Planner
+from warpfit_server.engine.cuda.plan import GRADIENT, STARTING_COSTS, Advice, Costs, Planner
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -128,7 +128,7 @@ class CudaEngine:
         """
         resident = self._resident(evaluation.dataset_id)
         with self._errors():
-            if _needs_derivatives(evaluation):
+            if not _has_two_tiers(evaluation):
                 return self._derivatives.evaluate(resident, evaluation, outputs)
             return self._evaluate(resident, evaluation, outputs)
 
@@ -173,7 +173,11 @@ class CudaEngine:
         tier = evaluation.tier
         if tier is Tier.AUTO:
             tier = self._choose(resident, evaluation)
-        evaluator = self._compiled if tier is Tier.COMPILED else self._interpreter
+        evaluator: EvaluationTier = self._interpreter
+        if tier is Tier.COMPILED:
+            evaluator = self._compiled
+        elif evaluation.gradient:
+            evaluator = self._derivatives
         started = time.perf_counter()
         timings = evaluator.evaluate(resident, evaluation, outputs)
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
@@ -218,13 +222,15 @@ class CudaEngine:
         return Tier.INTERPRETER
 
 
-def _needs_derivatives(evaluation: Evaluation) -> bool:
-    """Whether an evaluation asks for more than values and one of the six losses."""
-    return (
-        evaluation.differentiates
+def _has_two_tiers(evaluation: Evaluation) -> bool:
+    """Whether an evaluation asks for no more than values, or a built-in loss with its gradient."""
+    return not (
+        evaluation.jacobian
+        or evaluation.variable_gradient
         or evaluation.reductions
         or evaluation.needs_moments
         or evaluation.custom_loss is not None
+        or (evaluation.gradient and evaluation.values)
     )
 
 
@@ -232,7 +238,7 @@ def _identity(evaluation: Evaluation) -> Hashable:
     """Tell repeated batches; a collision only compiles something early or late."""
     batch = evaluation.batch
     tokens = hash((batch.codes.tobytes(), batch.values.tobytes()))
-    wanted = (evaluation.values, evaluation.loss, evaluation.precision)
+    wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
     return (tokens, evaluation.dataset_id, evaluation.rows, *wanted)
 
 
@@ -242,9 +248,10 @@ def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
     start, stop = evaluation.row_range(layout)
     batch = evaluation.batch
     token_rows = len(batch.codes) * batch.vectors * (stop - start)
+    mode = "fast" if evaluation.precision is Precision.FAST else "precise"
     if layout.dtype.itemsize == 8:
-        return "float64", token_rows
-    return ("fast" if evaluation.precision is Precision.FAST else "precise"), token_rows
+        mode = "float64"
+    return mode + GRADIENT * evaluation.gradient, token_rows
 
 
 def _detached(evaluation: Evaluation) -> Evaluation:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from warpfit.ops import PARAMETER, VARIABLE
+from warpfit.ops import OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.cpu_rules import (
+    ALONE,
+    FIRST_READ,
+    KIND,
+    NEGATES,
+    NOTHING,
+    OPERAND_IS_PARTIAL,
+    PASSES,
+    PRODUCT_CODE,
+    READS,
+    SCALED,
+    rules,
+)
 from warpfit_server.engine.cuda.instructions import Instruction, Template
+from warpfit_server.engine.cuda.library import POWER_DERIVATIVE
 from warpfit_server.engine.cuda.shapes import Shape
 
 #: Stands for the row's letter in the name of a register that each row has of its own.
@@ -39,7 +54,26 @@ REWRITES: Final[Mapping[tuple[str, str], Template]] = MappingProxyType(
         (_SQRT, _EXP2): _chain(_HALVE, _EXP2),
     }
 )
+_RULES: Final = rules().tolist()
+#: Operand number by which a rule names the result.
+_RESULT: Final = 3
+_ADD: Final = OPERATORS["add"].code
+_SUBTRACT: Final = OPERATORS["sub"].code
+_NEGATE: Final = OPERATORS["neg"].code
+_ABSOLUTE: Final = OPERATORS["abs"].code
 _REWRITTEN: Final = frozenset(inner for _, inner in REWRITES)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One token's value."""
+
+    code: int
+    operand: int
+    """As in `Shape`."""
+    children: tuple[int, ...]
+    """Indices of the operands in the trace."""
+    register: str
 
 
 class ExpressionGraph:
@@ -98,25 +132,110 @@ class ExpressionGraph:
 
     def add(self, shape: Shape, first_slot: int) -> str:
         """Append one expression whose slots start at ``first_slot``; return where its value is."""
-        stack: list[str] = []
-        templates = self._templates
+        return self.trace(shape, first_slot)[-1].register
+
+    def trace(self, shape: Shape, first_slot: int) -> list[Node]:
+        """Append one expression; return its values in the order of its tokens, the result last."""
+        stack: list[int] = []
+        nodes: list[Node] = []
         applied = self._applied
         for code, operand in zip(shape.codes, shape.operands, strict=True):
             if code == VARIABLE:
-                stack.append(self._leaf(self.variables, operand, uniform=False))
+                register = self._leaf(self.variables, operand, uniform=False)
+                node = Node(code, operand, (), register)
             elif code == PARAMETER:
-                stack.append(self._leaf(self.slots, operand + first_slot, uniform=True))
+                register = self._leaf(self.slots, operand + first_slot, uniform=True)
+                node = Node(code, operand, (), register)
             else:
-                template = templates[code, operand]
-                arity = template.arity
-                operands = stack[-arity:]
-                del stack[-arity:]
+                template = self._templates[code, operand]
+                children = tuple(stack[-template.arity :])
+                del stack[-template.arity :]
+                operands = [nodes[child].register for child in children]
                 key = (code, operand, *operands)
                 result = applied.get(key)
                 if result is None:
                     result = applied[key] = self._apply(template, operands)
-                stack.append(result)
-        return stack.pop()
+                node = Node(code, operand, children, result)
+            stack.append(len(nodes))
+            nodes.append(node)
+        return nodes
+
+    def deviation_slope(self, value: str, target: str, loss: str) -> str:
+        """Append the derivative of half a squared, or of an absolute deviation; return its place.
+
+        Args:
+            value: where the value is.
+            target: where the target is.
+            loss: ``"squares"`` or ``"absolute"``.
+
+        """
+        deviation = self._apply(self._templates[_SUBTRACT, 0], [value, target])
+        if loss == "squares":
+            return deviation
+        return self._apply(self._templates[_RULES[3 * _ABSOLUTE][ALONE], 0], [deviation])
+
+    def slopes(self, nodes: Sequence[Node], seed: str, wanted: Collection[int]) -> dict[int, str]:
+        """Differentiate by slots: one backward sweep, in which each product is appended.
+
+        Args:
+            nodes: of one expression, from `trace`.
+            seed: derivative of what is wanted by the expression's value.
+            wanted: slots of the expression.
+
+        Returns:
+            Where the derivative by each slot is, but for those that nothing passes to.
+
+        """
+        leads = self._leads_to(nodes, wanted)
+        slopes = {len(nodes) - 1: seed}
+        found: dict[int, str] = {}
+        for number in range(len(nodes) - 1, -1, -1):
+            node, slope = nodes[number], slopes.get(number)
+            if slope is None or not leads[number]:
+                continue
+            if node.code == PARAMETER:
+                known = found.get(node.operand)
+                found[node.operand] = slope if known is None else self._sum(known, slope)
+            for index, child in enumerate(node.children):
+                term = self._chain(nodes, node, index, slope) if leads[child] else None
+                if term is not None:
+                    slopes[child] = term
+        return found
+
+    def _leads_to(self, nodes: Sequence[Node], wanted: Collection[int]) -> list[bool]:
+        """Whether each value depends on a wanted slot."""
+        leads: list[bool] = []
+        for node in nodes:
+            own = node.code == PARAMETER and node.operand in wanted
+            leads.append(own or any(leads[child] for child in node.children))
+        return leads
+
+    def _chain(self, nodes: Sequence[Node], node: Node, index: int, slope: str) -> str | None:
+        """Multiply a slope by the derivative by one operand; None if nothing passes."""
+        if node.operand:  # a literal power
+            operand = nodes[node.children[0]].register
+            partial = self._apply(self._templates[POWER_DERIVATIVE, node.operand], [operand])
+            return self._apply(self._templates[PRODUCT_CODE, 0], [slope, partial])
+        rule = _RULES[3 * node.code + index]
+        kind = rule[KIND]
+        if kind == NOTHING:
+            return None
+        if kind == PASSES:
+            return slope
+        if kind == NEGATES:
+            return self._apply(self._templates[_NEGATE, 0], [slope])
+        places = rule[FIRST_READ : FIRST_READ + rule[READS]]
+        registers = [*(nodes[child].register for child in node.children), node.register]
+        reads = [registers[-1 if place == _RESULT else place] for place in places]
+        if kind == OPERAND_IS_PARTIAL:
+            return self._apply(self._templates[PRODUCT_CODE, 0], [slope, reads[0]])
+        if rule[SCALED]:
+            return self._apply(self._templates[rule[SCALED], 0], [slope, *reads])
+        partial = self._apply(self._templates[rule[ALONE], 0], reads)
+        return self._apply(self._templates[PRODUCT_CODE, 0], [slope, partial])
+
+    def _sum(self, first: str, second: str) -> str:
+        return self._apply(self._templates[_ADD, 0], [first, second])
 
     def _leaf(self, registers: dict[int, str], index: int, *, uniform: bool) -> str:
         if index not in registers:

@@ -82,19 +82,22 @@ class KernelStore:
         self.cache: LeasedCache[Kernel] = LeasedCache(max_bytes, max_count)
         self.disk = DiskCache(_disk_directory(device.cache_directory), disk_bytes)
         self.workers = Workers(threads)
-        self._libraries: dict[Mode, DeviceLibrary] = {}
+        self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
 
-    def library(self, mode: Mode) -> DeviceLibrary:
+    def library(self, mode: Mode, *, derivatives: bool = False) -> DeviceLibrary:
         """Device library of a mode, built when first needed."""
         with self._lock:
-            if mode not in self._libraries:
-                self._libraries[mode] = library.build(mode, self._device.architecture)
-            return self._libraries[mode]
+            known = self._libraries.get((mode, derivatives))
+            if known is None:
+                known = library.build(mode, self._device.architecture, derivatives=derivatives)
+                self._libraries[mode, derivatives] = known
+            return known
 
     def key(self, mode: Mode, output: ptx.Output, shapes: tuple[Shape, ...]) -> KernelKey:
         """Key of the kernel that evaluates a group of expressions."""
-        return KernelKey(mode, output, shapes, kernel_key(self.library(mode), output, shapes))
+        device_library = self.library(mode, derivatives=output.gradient)
+        return KernelKey(mode, output, shapes, kernel_key(device_library, output, shapes))
 
     def work(self, mode: Mode, shapes: Sequence[Shape]) -> NDArray[np.float64]:
         """Instructions for a row of each expression, roughly; [expressions]."""
@@ -157,7 +160,7 @@ class KernelStore:
         self.cache.release(key)
 
     def _compile(self, key: KernelKey) -> bytes:
-        device_library = self.library(key.mode)
+        device_library = self.library(key.mode, derivatives=key.output.gradient)
         text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
         return linker.link(text, device_library.architecture, device_library.functions)
 

@@ -51,8 +51,14 @@ def _cheap_codes() -> NDArray[np.bool_]:
 _CHEAP: Final = _cheap_codes()
 
 
-def best_layout(mode: Mode, codes: NDArray[np.uint8]) -> GridLayout:
+#: Layout for kernels that sum up gradients: many accumulators leave registers for few threads.
+_GRADIENT_LAYOUT: Final = GridLayout(group_size=5, threads=256, blocks=8)
+
+
+def best_layout(mode: Mode, codes: NDArray[np.uint8], *, gradient: bool = False) -> GridLayout:
     """Choose the layout of fused kernels for expressions of these tokens."""
+    if gradient:
+        return _GRADIENT_LAYOUT
     cheap = mode is not Mode.DOUBLE and bool(_CHEAP[codes].all())
     return _CHEAP_LAYOUT if cheap else _LAYOUTS[mode]
 

@@ -14,7 +14,9 @@ import numpy as np
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
+from warpfit_server.engine.cpu_rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda import nvrtc
+from warpfit_server.engine.cuda.derivative_source import partial_source
 from warpfit_server.engine.cuda.instructions import (
     NotInlinableError,
     Template,
@@ -23,7 +25,7 @@ from warpfit_server.engine.cuda.instructions import (
     inline,
 )
 from warpfit_server.engine.cuda.prelude import PRELUDE, compiler_options, operator_source, render
-from warpfit_server.engine.cuda.shapes import EXPONENT_BIAS, POWERS
+from warpfit_server.engine.cuda.shapes import EXPONENT_BIAS, POWER_DERIVATIVES, POWERS
 
 #: Helpers of the transpiler in fast mode.
 #:
@@ -69,6 +71,19 @@ extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
 #: Registers of a thread that called functions keep to, by type: no more than a kernel of the
 #: largest blocks has, 1024 threads in float32 and 512 in float64 (layout.py).
 _REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
+#: The chain rule's product: 0 if one factor is.
+_PRODUCT: Final = MappingProxyType(
+    {
+        name: f"""
+__device__ __forceinline__ {real} product({real} slope, {real} partial) {{
+  return slope != ({real})0 && partial != ({real})0 ? slope * partial : ({real})0;
+}}
+"""
+        for name, real in (("f32", "float"), ("f64", "double"))
+    }
+)
+#: Code of the templates of the derivatives of literal powers.
+POWER_DERIVATIVE: Final = -1
 _EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
 _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
@@ -118,14 +133,18 @@ class DeviceLibrary:
     """Hash of the above, part of the key of every kernel."""
 
 
-def build(mode: Mode, architecture: int) -> DeviceLibrary:
-    """Compile the operator table; about 0.3 s."""
+def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
+    """Compile the operator table, about 0.3 s, if asked for with the rules of differentiation."""
     options = ("-rdc=true", *compiler_options(mode.dtype, mode.precision))
-    source = "\n".join([PRELUDE, _helpers(mode), *_sources(mode).values()])
+    names, sources = _names(), _sources(mode)
+    if derivatives:
+        names |= _rule_names()
+        sources |= _rule_sources(mode)
+    source = "\n".join([PRELUDE, _helpers(mode), _PRODUCT[mode.type_name], *sources.values()])
     ptx = nvrtc.to_ptx(source, architecture, options)
     found = functions(ptx)
     templates, called = {}, []
-    for (code, operand), name in _names().items():
+    for (code, operand), name in names.items():
         arity, body = found[name]
         try:
             templates[code, operand] = inline(arity, body)
@@ -139,18 +158,17 @@ def build(mode: Mode, architecture: int) -> DeviceLibrary:
         version_line=version[0] if version else "",
         templates=templates,
         exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
-        functions=_functions_cubin(mode, architecture, called, options),
+        functions=_functions_cubin(mode, architecture, [sources[name] for name in called], options),
         key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
     )
 
 
 def _functions_cubin(
-    mode: Mode, architecture: int, called: list[str], options: tuple[str, ...]
+    mode: Mode, architecture: int, sources: list[str], options: tuple[str, ...]
 ) -> bytes:
-    if not called:
+    if not sources:
         return b""
-    sources = _sources(mode)
-    source = "\n".join([PRELUDE, *(sources[name] for name in called)])
+    source = "\n".join([PRELUDE, _PRODUCT[mode.type_name], *sources])
     bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
     return nvrtc.to_cubin(source, architecture, (*options, bound))
 
@@ -169,6 +187,16 @@ def _names() -> dict[tuple[int, int], str]:
     return names
 
 
+def _rule_names() -> dict[tuple[int, int], str]:
+    """Name of the function behind each template of a derivative."""
+    names = {(kernel.code, 0): f"wf_{kernel.name}" for kernel in partial_kernels()}
+    names[PRODUCT_CODE, 0] = "wf_product"
+    return names | {
+        (POWER_DERIVATIVE, power + EXPONENT_BIAS): f"wf_power_slope_{power + EXPONENT_BIAS}"
+        for power in POWERS
+    }
+
+
 def _source(operator: Operator, mode: Mode) -> str:
     if mode is Mode.FAST and operator.cuda_fast_compiled:
         return render(operator.cuda_fast_compiled, "float")
@@ -184,9 +212,28 @@ def _sources(mode: Mode) -> dict[str, str]:
         for power, text in POWERS.items()
     }
     return {
-        name: (
-            f'extern "C" __device__ __noinline__ {real} {name}('
-            f"{', '.join(f'{real} {operand}' for operand in operands)}) {{ return {body}; }}"
-        )
-        for name, (operands, body) in bodies.items()
+        name: _function(name, real, operands, body) for name, (operands, body) in bodies.items()
     }
+
+
+def _rule_sources(mode: Mode) -> dict[str, str]:
+    """CUDA C++ function for each name of `_rule_names`."""
+    real = "double" if mode is Mode.DOUBLE else "float"
+    fast = mode is Mode.FAST
+    sources = {"wf_product": _function("wf_product", real, "ab", "product(a, b)")}
+    for power, text in POWER_DERIVATIVES.items():
+        name = f"wf_power_slope_{power + EXPONENT_BIAS}"
+        sources[name] = _function(name, real, "a", partial_source(text, real, fast=fast))
+    for kernel in partial_kernels():
+        body, operands = partial_source(kernel.source, real, fast=fast), "abc"[: kernel.arity]
+        if kernel.scaled:
+            body, operands = f"product(s, {body})", "s" + operands
+        sources[f"wf_{kernel.name}"] = _function(f"wf_{kernel.name}", real, operands, body)
+    return sources
+
+
+def _function(name: str, real: str, operands: str, body: str) -> str:
+    return (
+        f'extern "C" __device__ __noinline__ {real} {name}('
+        f"{', '.join(f'{real} {operand}' for operand in operands)}) {{ return {body}; }}"
+    )

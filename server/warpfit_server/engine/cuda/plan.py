@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Final
 
 from cachetools import LRUCache
@@ -26,6 +27,8 @@ from warpfit.request import Tier
 
 #: Batches whose repetitions are counted.
 _REMEMBERED: Final = 4096
+#: What the name of a mode ends in when a loss comes with its gradient.
+GRADIENT: Final = " gradient"
 #: Weight of a new observation.
 _GAIN: Final = 0.2
 
@@ -56,7 +59,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What everything costs; the modes of arithmetic are "fast", "precise" and "float64"."""
+    """What everything costs.
+
+    The modes of arithmetic are "fast", "precise" and "float64", and the same with " gradient".
+    """
 
     tiers: Mapping[tuple[Tier, str], Cost]
     """By tier and mode."""
@@ -76,6 +82,9 @@ STARTING_COSTS: Final = Costs(
     },
     {"fast": 0.012, "precise": 0.06, "float64": 0.07},
 )
+#: What gradients cost, relative to losses alone: where the model starts, measured on one H200.
+_GRADIENT_RATE: Final = MappingProxyType({Tier.INTERPRETER: 1 / 3, Tier.COMPILED: 1 / 3})
+_GRADIENT_COMPILE: Final = 4.0
 
 
 class Advice(Enum):
@@ -113,13 +122,16 @@ class Planner:
     def __post_init__(self) -> None:
         """Start from what was calibrated."""
         self.costs = dict(self.start.tiers)
+        for (tier, mode), cost in self.start.tiers.items():
+            rate = cost.rate * _GRADIENT_RATE[tier]
+            self.costs[tier, mode + GRADIENT] = replace(cost, rate=rate)
 
     def advise(self, batch: Hashable, mode: str, token_rows: int, programs: int) -> Advice:
         """Choose for one evaluation.
 
         Args:
             batch: identifies the batch and everything else that its kernels depend on.
-            mode: ``"fast"``, ``"precise"`` or ``"float64"``.
+            mode: a mode of arithmetic.
             token_rows: tokens x parameter vectors x rows.
             programs: expressions of the batch.
 
@@ -135,7 +147,9 @@ class Planner:
             if history.requested:
                 return Advice.COMPILED_IF_READY
             history.forgone += interpreted - compiled
-            price = programs * self.start.compile_seconds[mode] / self.compiler_threads
+            compiling = self.start.compile_seconds[mode.removesuffix(GRADIENT)]
+            compiling *= _GRADIENT_COMPILE if mode.endswith(GRADIENT) else 1.0
+            price = programs * compiling / self.compiler_threads
             if history.forgone < price:
                 return Advice.INTERPRET
             history.requested = True

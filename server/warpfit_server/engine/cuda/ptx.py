@@ -6,8 +6,9 @@ A kernel evaluates a group of expressions (one or more) in straight-line code::
     compute what depends on slots alone
     for each tile of rows of this block:
         load each variable once, several rows a thread
-        for each expression: compute it for each row; store it, or add its loss to an accumulator
-    reduce the accumulators over the block and store one partial sum for each expression
+        for each expression: compute it for each row; store it, or add its loss, and if wanted the
+            loss's derivatives, to accumulators
+    reduce the accumulators over the block and store their partial sums
 
 All numbers are read through pointers, so a kernel serves any data, parameters and row range of
 its shape, and a captured launch stays valid when they change. `REQUEST` is the layout of the block
@@ -20,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from warpfit_server.engine.cuda.expression_graph import ROW, UNIFORM, ExpressionGraph
+from warpfit_server.engine.cuda.expression_graph import ROW, UNIFORM, ExpressionGraph, Node
 from warpfit_server.engine.cuda.instructions import CLASSES, Template
 from warpfit_server.engine.cuda.library import DeviceLibrary, Mode
 from warpfit_server.engine.cuda.shapes import Shape
 from warpfit_server.engine.cuda.uniform_pool import UniformPool
 
 #: Changes whenever the same input gives other code: part of the key of every kernel.
-GENERATION: Final = 2
+GENERATION: Final = 3
 #: Most row-invariant values that stay in registers through the row loop.
 UNIFORM_REGISTERS: Final = 16
 #: Share of fast exponentials that are computed without the special-function unit.
@@ -44,8 +45,8 @@ REQUEST: Final = {
             "head",  # rows between the first aligned row and the first row of the range
             "stop",  # rows from the first aligned row to the end of the range, below 2^31
             "slot_stride",  # bytes from one parameter vector's slots to the next
-            "partials",  # address of float64 [programs, K, pitch of partials]
-            "partial_pitch",  # partial sums that each program and vector has room for
+            "partials",  # address of float64 [sums, K, pitch of partials]
+            "partial_pitch",  # partial sums that each sum and vector has room for
             "values",  # address of the values of the first row of the range
             "pitch",  # bytes from one row vector of values to the next
         )
@@ -64,8 +65,11 @@ class Output:
     """Sum up ``"squares"`` or ``"absolute"`` deviations from the target; empty for neither."""
     weighted: bool = False
     """Multiply each deviation by the row's weight."""
+    gradient: bool = False
+    """Sum up the derivatives of half the squares, or of the absolute deviations, by each slot that
+    a shape names as wanted, too."""
     threads: int = 128
-    """Threads of a block: whole warps, at least one for each 32 expressions of a kernel."""
+    """Threads of a block: whole warps, at least as many as there are sums in a kernel."""
     rows: int = 4
     """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64. The address of the
     first aligned row is a multiple of this many values."""
@@ -77,6 +81,13 @@ class Entry:
 
     name: str
     shapes: tuple[Shape, ...]
+
+
+def sum_count(output: Output, shape: Shape) -> int:
+    """Count what is summed up over the rows for one expression."""
+    if not output.loss:
+        return 0
+    return 1 + len(shape.wanted) * output.gradient
 
 
 def module(library: DeviceLibrary, output: Output, entries: Sequence[Entry]) -> str:
@@ -119,7 +130,9 @@ class _Kernel:
         self.wide_inputs = [self.graph.register("d") for _ in self._narrow_inputs()]
         self.pool = UniformPool()
         self.sums = [
-            self.graph.register(self.sum_kind, uniform=True) for _ in entry.shapes if output.loss
+            self.graph.register(self.sum_kind, uniform=True)
+            for shape in entry.shapes
+            for _ in range(sum_count(output, shape))
         ]
         expressions = self._expressions(entry.shapes)
         self.functions = self.graph.functions
@@ -139,13 +152,16 @@ class _Kernel:
     def _expressions(self, shapes: tuple[Shape, ...]) -> list[str]:
         """Code of each expression for all rows of a thread."""
         pieces: list[tuple[dict[str, None], list[str]]] = []
-        slot = 0
-        for index, shape in enumerate(shapes):
-            value = self.graph.add(shape, slot)
+        slot, sums = 0, iter(self.sums)
+        for shape in shapes:
+            nodes = self.graph.trace(shape, slot)
+            value = nodes[-1].register
             slot += shape.slots
             self._use(value)
             if self.output.loss:
-                self.graph.body += self._add_loss(value, self.sums[index])
+                self.graph.body += self._add_loss(value, next(sums))
+            if self.output.gradient:
+                self._add_gradient(nodes, shape, [next(sums) for _ in shape.wanted])
             lines = self._each_row(self.graph.body)
             if self.output.values:
                 lines += self._store(value)
@@ -192,6 +208,22 @@ class _Kernel:
             lines.append(f"@{self.guard} add.{suffix} {total}, {total}, {deviation};")
         return lines
 
+    def _add_gradient(self, nodes: Sequence[Node], shape: Shape, totals: Sequence[str]) -> None:
+        """Add the derivatives of one row's deviation to the accumulators."""
+        seed = self.graph.deviation_slope(nodes[-1].register, self.target, self.output.loss)
+        slopes = self.graph.slopes(nodes, seed, shape.wanted)
+        for slot, total in zip(shape.wanted, totals, strict=True):
+            if slot in slopes:
+                self.graph.body += self._add_slope(slopes[slot], total)
+
+    def _add_slope(self, slope: str, total: str) -> list[str]:
+        suffix = "ftz.f32" if self.fast else "f64"
+        lines, (wide, *inputs) = self._widened(slope)
+        weight = inputs[1] if self.output.weighted else ""
+        if weight:
+            return [*lines, f"@{self.guard} fma.rn.{suffix} {total}, {wide}, {weight}, {total};"]
+        return [*lines, f"@{self.guard} add.{suffix} {total}, {total}, {wide};"]
+
     def _widened(self, value: str) -> tuple[list[str], list[str]]:
         """Value, target and weight in the type of the sum."""
         inputs = [self.target, *([self.weight] if self.weight else [])]
@@ -200,10 +232,10 @@ class _Kernel:
         wide = self.graph.register("d")
         return [f"cvt.f64.f32 {wide}, {value};"], [wide, *self.wide_inputs]
 
-    def _reduction(self, expressions: int) -> list[str]:
-        """Sum over the block in a fixed order; thread e stores the sum of expression e."""
+    def _reduction(self, count: int) -> list[str]:
+        """Sum over the block in a fixed order; thread e stores sum e."""
         lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;"]
-        lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * expressions}, %pool;"]
+        lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * count}, %pool;"]
         lines += ["setp.eq.u32 %first, %lane, 0;"]
         for index, total in enumerate(self.sums):
             for distance in (16, 8, 4, 2, 1):
@@ -212,7 +244,7 @@ class _Kernel:
                 lines.append(f"cvt.f64.f32 %wide, {total};")
                 total = "%wide"
             lines.append(f"@%first st.shared.b64 [%pool+{8 * index}], {total};")
-        return [*lines, "bar.sync 0;", *self._store_partial(expressions)]
+        return [*lines, "bar.sync 0;", *self._store_partial(count)]
 
     def _add_from_lane(self, total: str, distance: int) -> list[str]:
         if self.fast:
@@ -228,9 +260,9 @@ class _Kernel:
             f"add.f64 {total}, {total}, %wide;",
         ]
 
-    def _store_partial(self, expressions: int) -> list[str]:
+    def _store_partial(self, count: int) -> list[str]:
         lines = [
-            f"setp.ge.u32 %first, %thread, {expressions};",
+            f"setp.ge.u32 %first, %thread, {count};",
             "@%first ret;",
             "mov.u32 %pool, sums;",
             "mad.lo.u32 %pool, %thread, 8, %pool;",
@@ -238,7 +270,7 @@ class _Kernel:
         ]
         for warp in range(1, self.output.threads // 32):
             lines += [
-                f"ld.shared.b64 %widest, [%pool+{8 * expressions * warp}];",
+                f"ld.shared.b64 %widest, [%pool+{8 * count * warp}];",
                 "add.f64 %wide, %wide, %widest;",
             ]
         return [
@@ -274,7 +306,7 @@ class _Kernel:
     # Frame
 
     def _assemble(self, entry: Entry, expressions: list[str]) -> str:
-        count = len(entry.shapes)
+        count = len(self.sums)
         lines = [
             f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {self.output.threads}, 1, 1",
@@ -297,7 +329,7 @@ class _Kernel:
         ]
         return "\n".join(lines)
 
-    def _registers(self, expressions: int) -> list[str]:
+    def _registers(self, sums: int) -> list[str]:
         declared = [
             ".reg .b64 %request, %slots, %variables, %target, %weights, %at, %from, %to, %step;",
             ".reg .b64 %pitch, %origin, %wide, %widest;",
@@ -313,7 +345,7 @@ class _Kernel:
         if self.pool.size:
             declared.append(f".shared .align 16 .b8 uniforms[{self.pool.size}];")
         if self.output.loss:
-            size = 8 * expressions * (self.output.threads // 32)
+            size = 8 * sums * (self.output.threads // 32)
             declared.append(f".shared .align 8 .b8 sums[{size}];")
         for prefix, count in self.graph.counts().items():
             letters = self.letters if prefix[1] == ROW else UNIFORM

@@ -49,14 +49,14 @@ class Work:
     """Index of each kernel's first expression."""
     slot_starts: NDArray[np.int64]
     """Index of each expression's first slot, and the total; [programs + 1]."""
+    sum_starts: NDArray[np.int64]
+    """Index of each expression's first sum, and the total; [programs + 1]."""
     vectors: int
     dtype: np.dtype[Any]
     blocks: tuple[int, ...]
     """Blocks of each kernel."""
     threads: int
     """Threads of each block."""
-    sums: bool
-    """Whether the kernels sum up losses."""
 
 
 def load_sum_module(device: CudaDevice) -> Any:
@@ -88,16 +88,17 @@ class Replay:
         self._device = device
         self._work = work
         self._kernels = tuple(kernels)
-        self._jobs = (len(work.slot_starts) - 1) * work.vectors
+        self._jobs = int(work.sum_starts[-1]) * work.vectors
         cuda = device.cupy.cuda
         size = _SLOTS_AT + work.vectors * int(work.slot_starts[-1]) * work.dtype.itemsize
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
         self._pitch = max(work.blocks)
-        self._partials = device.allocate(8 * self._jobs * self._pitch) if work.sums else None
-        self.sums = np.frombuffer(cuda.alloc_pinned_memory(8 * self._jobs), np.float64, self._jobs)
-        """Sums of the last launch, once the stream has passed it; [programs * K]."""
+        self._partials = device.allocate(8 * self._jobs * self._pitch) if self._jobs else None
+        sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
+        self.sums = np.frombuffer(sums, np.float64, self._jobs)
+        """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
         self._sum_module = sum_module
         self._graph = self._capture()
@@ -156,13 +157,14 @@ class Replay:
 
     def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
         slot = int(self._work.slot_starts[first])
+        place = int(self._work.sum_starts[first]) if self._jobs else first
         self._kernels[number].function(
             (self._work.blocks[number], self._work.vectors, 1),
             (self._work.threads, 1, 1),
             (
                 np.uint64(self._device_block.ptr),
                 np.uint64(self._device_block.ptr + _SLOTS_AT + slot * self._work.dtype.itemsize),
-                np.uint32(first),
+                np.uint32(place),
             ),
             stream=stream,
         )

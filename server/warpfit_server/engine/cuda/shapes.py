@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -21,6 +21,15 @@ POWERS: Final = {
     2: "a * a",
     3: "a * a * a",
     4: "(a * a) * (a * a)",
+}
+#: Their derivatives.
+POWER_DERIVATIVES: Final = {
+    -2: "-2 * (1 / a) * (1 / a) * (1 / a)",
+    -1: "-(1 / a) * (1 / a)",
+    1: "1",
+    2: "2 * a",
+    3: "3 * a * a",
+    4: "4 * a * a * a",
 }
 #: Operand of a `pow` token whose exponent is part of the shape: the exponent plus this.
 EXPONENT_BIAS: Final = 16
@@ -40,7 +49,9 @@ class Shape:
     slots: int
     """Number of slots."""
     key: bytes
-    """16-byte BLAKE2b hash of the tokens."""
+    """16-byte BLAKE2b hash of the tokens, and of ``wanted`` if there are any."""
+    wanted: tuple[int, ...] = ()
+    """Slots that derivatives are wanted by, ascending."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +66,21 @@ class LiftedBatch:
     _from_parameter: NDArray[np.bool_]
     _tokens: NDArray[np.int64]
     _programs: NDArray[np.int64]
+
+    def with_derivatives(self) -> LiftedBatch:
+        """Ask for derivatives by all slots that are parameters."""
+        shapes = []
+        for shape, start in zip(self.shapes, self.slot_starts.tolist(), strict=False):
+            flags = self._from_parameter[start : start + shape.slots]
+            key = hashlib.blake2b(shape.key + flags.tobytes(), digest_size=16).digest()
+            shapes.append(replace(shape, key=key, wanted=tuple(np.flatnonzero(flags).tolist())))
+        joined = hashlib.blake2b(b"".join(shape.key for shape in shapes), digest_size=16).digest()
+        return replace(self, shapes=tuple(shapes), key=joined)
+
+    def parameter_places(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Program and parameter of each slot wanted, in their order."""
+        tokens = self._tokens[self._from_parameter]
+        return self._programs[self._from_parameter], batch.values[tokens].astype(np.int64)
 
     def slot_values(self, batch: Batch) -> NDArray[np.float64]:
         """Values of all slots for each parameter vector; [K, slots].
