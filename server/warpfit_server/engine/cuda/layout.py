@@ -52,7 +52,7 @@ _CHEAP: Final = _cheap_codes()
 
 
 #: Layout for kernels that sum up gradients: many accumulators leave registers for few threads.
-_GRADIENT_LAYOUT: Final = GridLayout(group_size=5, threads=256, blocks=8)
+_GRADIENT_LAYOUT: Final = GridLayout(group_size=10, threads=512, blocks=4)
 
 
 def best_layout(mode: Mode, codes: NDArray[np.uint8], *, gradient: bool = False) -> GridLayout:
