@@ -46,9 +46,8 @@ from warpfit_server.engine.cuda.derivative_launch import (
     make_plan,
 )
 from warpfit_server.engine.cuda.derivative_source import WARPS, case_count, derivative_source
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
-from warpfit_server.engine.cuda.launch import by_value
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
 
@@ -157,33 +156,33 @@ class DerivativeTier:
     ) -> Timings:
         started = time.perf_counter_ns()
         with self._device.stream() as context:
-            launch = self._begin(context, resident, evaluation, wanted, keep=keep)
-            context.mark("start")
-            _evaluate_scalars(context, launch)
-            launched = time.perf_counter_ns()
-            flying: Piece | None = None
-            for piece in launch.plan.pieces:
-                if cancelled[0]:
-                    raise CancelledError("the evaluation was cancelled", "CANCELLED")
-                _start(context, launch, piece)
-                if flying is not None:
-                    _land(context, launch, flying, ready)
-                flying = piece
+            plan = self._plan(context, resident, evaluation, wanted, keep=keep)
+            if len(plan.pieces) == 1 and wanted.values is None and wanted.jacobian is None:
+                _check_wanted(cancelled)
+                computed = self._at_once(context, resident, evaluation, wanted, plan)
+            else:
+                launch = self._begin(context, resident, evaluation, wanted, plan)
+                computed = _piece_by_piece(context, launch, cancelled, ready)
+        prepared = time.perf_counter_ns() - started - computed
+        return Timings(copy_in=max(0, prepared), compute=computed, tier=Tier.INTERPRETER)
+
+    def _at_once(
+        self,
+        context: StreamContext,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        wanted: Wanted,
+        plan: Plan,
+    ) -> int:
+        """Launch what has no large results; return nanoseconds of the device."""
+        elapsed = Elapsed("start", "computed")
+        with context.in_one_go(elapsed):
+            launch = self._begin(context, resident, evaluation, wanted, plan)
+            _start(context, launch, plan.pieces[0])
             context.mark("computed")
             small = _download_small(context, launch)
-            if flying is not None:
-                _land(context, launch, flying, ready)
-            context.mark("end")
-            context.wait("end")
-            computed = context.nanoseconds("start", "computed")
-            for name, array in small.items():
-                getattr(wanted, name).reshape(-1)[:] = array
-        return Timings(
-            copy_in=launched - started,
-            compute=computed,
-            copy_out=max(0, time.perf_counter_ns() - launched - computed),
-            tier=Tier.INTERPRETER,
-        )
+        _take(small, wanted)
+        return elapsed.nanoseconds
 
     def _begin(
         self,
@@ -191,11 +190,9 @@ class DerivativeTier:
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: Wanted,
-        *,
-        keep: bool,
+        plan: Plan,
     ) -> _Launch:
-        """Upload what is not on the device yet."""
-        plan = self._plan(context, resident, evaluation, wanted, keep=keep)
+        """Upload the parameters and compute what depends on them alone."""
         kernels = self._prepare(plan.geometry.variant, far=plan.geometry.far)
         arguments = plan.arguments.copy()
         parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
@@ -211,6 +208,9 @@ class DerivativeTier:
         small = _room_for_small(context, wanted)
         for name in small.keys() & set(_SUMS):
             arguments[name] = small[name][0]
+        context.mark("start")
+        grid = (plan.code.jobs, 1, 1)
+        context.launch(kernels.evaluate_scalars, grid, (32, 1, 1), [arguments])
         return _Launch(resident, plan, wanted, kernels, arguments, small)
 
     def _plan(
@@ -325,13 +325,36 @@ def _room_for_small(context: StreamContext, wanted: Wanted) -> dict[str, tuple[i
     return places
 
 
-def _evaluate_scalars(context: StreamContext, launch: _Launch) -> None:
-    launch.kernels.evaluate_scalars(
-        (launch.plan.code.jobs, 1, 1),
-        (32, 1, 1),
-        (by_value(launch.arguments),),
-        stream=context.stream,
-    )
+def _piece_by_piece(
+    context: StreamContext,
+    launch: _Launch,
+    cancelled: NDArray[np.uint8],
+    ready: Callable[[int], None],
+) -> int:
+    """Launch piece after piece, taking one piece's results in while the next is computed."""
+    pieces = launch.plan.pieces
+    for number, piece in enumerate(pieces):
+        _check_wanted(cancelled)
+        _start(context, launch, piece)
+        if number:
+            _land(context, launch, pieces[number - 1], ready)
+    context.mark("computed")
+    small = _download_small(context, launch)
+    context.stream.synchronize()
+    _land(context, launch, pieces[-1], ready)
+    _take(small, launch.wanted)
+    return context.nanoseconds("start", "computed")
+
+
+def _check_wanted(cancelled: NDArray[np.uint8]) -> None:
+    if cancelled[0]:
+        raise CancelledError("the evaluation was cancelled", "CANCELLED")
+
+
+def _take(small: dict[str, NDArray[np.float64]], wanted: Wanted) -> None:
+    """Copy the small results to where they belong."""
+    for name, array in small.items():
+        getattr(wanted, name).reshape(-1)[:] = array
 
 
 def _start(context: StreamContext, launch: _Launch, piece: Piece) -> None:
@@ -354,17 +377,10 @@ def _start(context: StreamContext, launch: _Launch, piece: Piece) -> None:
     if wanted.jacobian is not None and parameters:
         size = parameters * geometry.pitch
         arguments["jacobian"] = context.buffer(f"jacobian {piece.side}", size)
-    launch.kernels.linearise(
-        (geometry.spans, jobs, 1),
-        (32 * WARPS, 1, 1),
-        (by_value(arguments),),
-        geometry.shared_bytes,
-        context.stream,
-    )
+    grid, threads = (geometry.spans, jobs, 1), (32 * WARPS, 1, 1)
+    context.launch(launch.kernels.linearise, grid, threads, [arguments], geometry.shared_bytes)
     if launch.small.keys() & set(_SUMS):
-        launch.kernels.combine(
-            (jobs, 1, 1), (32, 1, 1), (by_value(arguments),), stream=context.stream
-        )
+        context.launch(launch.kernels.combine, (jobs, 1, 1), (32, 1, 1), [arguments])
     if wanted.reductions is not None or wanted.moments is not None:
         _measure(context, launch, piece, int(arguments["values"]))
     for name, array, (first, stop) in _large(launch, piece):
@@ -389,12 +405,8 @@ def _measure(context: StreamContext, launch: _Launch, piece: Piece, values: int)
         first = geometry.aligned + geometry.first_row
         arguments["target"] = resident.target_address(first)
         arguments["weights"] = resident.weights_address(first)
-    launch.kernels.measure(
-        (piece.jobs[1] - piece.jobs[0], 1, 1),
-        (_STATISTICS_THREADS, 1, 1),
-        (by_value(arguments),),
-        stream=context.stream,
-    )
+    grid = (piece.jobs[1] - piece.jobs[0], 1, 1)
+    context.launch(launch.kernels.measure, grid, (_STATISTICS_THREADS, 1, 1), [arguments])
 
 
 def _download_small(context: StreamContext, launch: _Launch) -> dict[str, NDArray[np.float64]]:

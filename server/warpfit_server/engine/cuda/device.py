@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.cache import replace_file
+from warpfit_server.engine.cuda.submission import Submission, driver_functions
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
@@ -80,6 +82,9 @@ class CudaDevice:
         self._pool.set_limit(size=self.memory_limit)
         self._idle: list[StreamContext] = []
         self._lock = threading.Lock()
+        self._thread = threading.local()
+        self.functions = driver_functions()
+        """For `Submission`."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -118,7 +123,9 @@ class CudaDevice:
 
     def use(self) -> None:
         """Make this the calling thread's device; every entry from another thread needs it."""
-        self.cupy.cuda.runtime.setDevice(self.index)
+        if not getattr(self._thread, "uses", False):
+            self.cupy.cuda.runtime.setDevice(self.index)
+            self._thread.uses = True
 
     def allocate(self, size: int) -> Any:
         """Allocate device memory, freed when the returned pointer is dropped.
@@ -177,7 +184,7 @@ class CudaDevice:
             with context.stream:
                 yield context
         finally:
-            context.stream.synchronize()
+            context.settle()
             with self._lock:
                 self._idle.append(context)
 
@@ -187,6 +194,15 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
+
+
+@dataclass(slots=True)
+class Elapsed:
+    """Time between two marks."""
+
+    start: str
+    end: str
+    nanoseconds: int = 0
 
 
 class StreamContext:
@@ -199,6 +215,8 @@ class StreamContext:
         self._events: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._pinned: dict[str, Any] = {}
+        self._submission: Submission | None = None
+        self._settled = False
 
     def buffer(self, name: str, size: int) -> int:
         """Address of at least ``size`` bytes of device memory; contents do not survive growth.
@@ -228,17 +246,69 @@ class StreamContext:
         """Drop the device buffers; the stream must be idle."""
         self._buffers.clear()
 
+    @contextmanager
+    def in_one_go(self, elapsed: Elapsed) -> Iterator[None]:
+        """Carry out at the end of the block, and wait for, what it asks of the stream.
+
+        Uploads, downloads, launches and marks only; see `Submission`.
+        """
+        submission = self._submission = Submission(self._device.functions, int(self.stream.ptr))
+        try:
+            yield
+            start, end = (self._event(name) for name in (elapsed.start, elapsed.end))
+            status, elapsed.nanoseconds = submission.run(start, end)
+        finally:
+            self._submission = None
+        if status:
+            raise self._cuda.driver.CUDADriverError(status)
+        self._settled = True
+
+    def settle(self) -> None:
+        """Wait for everything that was asked of the stream."""
+        if not self._settled:
+            self.stream.synchronize()
+        self._settled = False
+
     def upload(self, address: int, source: NDArray[Any]) -> None:
         """Copy page-locked host memory to the device, in stream order."""
+        if self._submission is not None:
+            self._submission.upload(address, source)
+            return
         self._cuda.runtime.memcpyAsync(
             address, source.ctypes.data, source.nbytes, _HOST_TO_DEVICE, self.stream.ptr
         )
 
     def download(self, target: NDArray[Any], address: int) -> None:
         """Copy device memory to page-locked host memory, in stream order."""
+        if self._submission is not None:
+            self._submission.download(target, address)
+            return
         self._cuda.runtime.memcpyAsync(
             target.ctypes.data, address, target.nbytes, _DEVICE_TO_HOST, self.stream.ptr
         )
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        arguments: Sequence[NDArray[Any]],
+        shared: int = 0,
+    ) -> None:
+        """Launch a kernel.
+
+        Args:
+            kernel: the function.
+            grid: blocks.
+            threads: threads of a block.
+            arguments: each an array of one value, passed as it is: a struct or a number.
+            shared: bytes of dynamic shared memory.
+
+        """
+        if self._submission is not None:
+            self._submission.launch(kernel, grid, threads, arguments, shared)
+            return
+        kernel(grid, threads, tuple(map(_by_value, arguments)), shared, self.stream)
 
     def download_rows(self, target: NDArray[Any], address: int, pitch: int) -> None:
         """Copy rows that lie ``pitch`` bytes apart to a page-locked array [rows, columns]."""
@@ -260,9 +330,16 @@ class StreamContext:
 
     def mark(self, name: str) -> None:
         """Record the event ``name`` at the current end of the stream."""
+        event = self._event(name)
+        if self._submission is not None:
+            self._submission.record(event)
+        else:
+            event.record(self.stream)
+
+    def _event(self, name: str) -> Any:
         if name not in self._events:
             self._events[name] = self._cuda.Event()
-        self._events[name].record(self.stream)
+        return self._events[name]
 
     def wait(self, name: str) -> None:
         """Block until the stream has passed the event ``name``, if it was ever marked."""
@@ -273,6 +350,11 @@ class StreamContext:
         """Device time between two events that the stream has passed."""
         elapsed = self._cuda.get_elapsed_time(self._events[start], self._events[end])
         return int(elapsed * 1e6)
+
+
+def _by_value(argument: NDArray[Any]) -> NDArray[np.void]:
+    """Hide the fields of a struct, which CuPy passes as it is but takes long to describe."""
+    return argument.view(np.dtype((np.void, argument.nbytes)))
 
 
 def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:

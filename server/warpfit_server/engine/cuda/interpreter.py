@@ -19,7 +19,7 @@ from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
 from warpfit_server.engine.cuda.gather import Gather
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.launch import (
@@ -27,7 +27,6 @@ from warpfit_server.engine.cuda.launch import (
     Kernels,
     Launch,
     Piece,
-    by_value,
     kernel_arguments,
     tiles_of,
 )
@@ -249,12 +248,8 @@ class Interpreter:
         for name in ("codes", "values", "parameters", "slots", "results"):
             arguments[name] = launch.addresses[f"slot_{name}"]
         arguments["count"], arguments["vectors"] = count, vectors
-        launch.kernels.evaluate_slots(
-            (-(-count // 4), -(-vectors // 32), 1),
-            (32, 4, 1),
-            (by_value(arguments),),
-            stream=context.stream,
-        )
+        grid = (-(-count // 4), -(-vectors // 32), 1)
+        context.launch(launch.kernels.evaluate_slots, grid, (32, 4, 1), [arguments])
 
     def _together(self, shares: Sequence[Share]) -> None:
         """Compute the losses of one or more evaluations, of the same company, by one launch."""
@@ -263,18 +258,18 @@ class Interpreter:
             return
         jobs = [len(share.evaluation.batch) * share.evaluation.batch.vectors for share in shares]
         start, stop = shares[0].evaluation.row_range(shares[0].resident.dataset.layout)
+        elapsed = Elapsed("start", "computed")
         with self._device.stream() as context:
-            launch = self.begin(context, shares, sum(jobs))
-            context.mark("start")
-            self.evaluate_slots(context, launch)
-            flight = self.start(context, launch, Piece(0, sum(jobs), start, stop), 0)
-            launched = time.perf_counter_ns()
-            context.wait(flight.event)
-            computed = context.nanoseconds("start", "computed")
+            with context.in_one_go(elapsed):
+                launch = self.begin(context, shares, sum(jobs))
+                context.mark("start")
+                self.evaluate_slots(context, launch)
+                flight = self.start(context, launch, Piece(0, sum(jobs), start, stop), 0)
+                launched = time.perf_counter_ns()
             assert flight.sums is not None  # a company asks for losses
             sums = np.split(flight.sums.copy(), np.cumsum(jobs)[:-1])
         for share, part in zip(shares, sums, strict=True):
-            share.sums, share.launched, share.computed = part, launched, computed
+            share.sums, share.launched, share.computed = part, launched, elapsed.nanoseconds
 
     def _alone(self, share: Share, pieces: list[Piece], outputs: Outputs) -> None:
         """Launch piece after piece, taking one piece's results in while the next is computed."""
@@ -336,12 +331,12 @@ class Interpreter:
         rounds = min(self._tuning.jobs_per_warp, max(1, jobs * tiles // resident_warps))
         group = max(warps * rounds, -(-jobs // 0xFFFF))
         arguments["jobs_per_block"] = group
-        launch.kernels.interpret(
+        context.launch(
+            launch.kernels.interpret,
             (tiles, -(-jobs // group), 1),
             (32 * warps, 1, 1),
-            (by_value(arguments),),
+            [arguments],
             16 + warps * levels * level_bytes,
-            context.stream,
         )
 
     def _sum(
@@ -350,12 +345,8 @@ class Interpreter:
         """Add the partial sums of each job up; return where the sums will arrive."""
         partials = context.buffer(f"partials {side}", jobs * tiles * 8)
         sums = context.buffer(f"sums {side}", jobs * 8)
-        launch.kernels.sum_partials(
-            (jobs, 1, 1),
-            (128, 1, 1),
-            (np.uint64(partials), np.uint64(sums), np.int32(tiles)),
-            stream=context.stream,
-        )
+        arguments = [np.array(partials, "u8"), np.array(sums, "u8"), np.array(tiles, "i4")]
+        context.launch(launch.kernels.sum_partials, (jobs, 1, 1), (128, 1, 1), arguments)
         staged = context.pinned(f"sums {side}", jobs * 8).view(np.float64)
         context.download(staged, sums)
         return staged

@@ -93,8 +93,3 @@ def kernel_arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> 
     arguments["vectors"] = launch.evaluation.batch.vectors
     arguments["levels"] = launch.levels
     return arguments
-
-
-def by_value(arguments: NDArray[np.void]) -> NDArray[np.void]:
-    """Hide the fields of a struct, which CuPy passes as it is but takes long to describe."""
-    return arguments.view(np.dtype((np.void, arguments.nbytes)))

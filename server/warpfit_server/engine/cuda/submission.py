@@ -1,0 +1,169 @@
+"""Work for a stream, handed to the driver in one go.
+
+Each call into the driver gives the interpreter lock up, and under load another thread takes it: a
+launch of several steps would wait for the lock after each of them. Here the steps are written down
+first and then carried out by compiled code, which takes the lock back once, when the stream has
+passed them all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numpy.typing import NDArray
+
+from warpfit_server.engine.cpu_interpret import compiled_intrinsic
+
+#: Driver functions in the order of the kinds of step.
+_FUNCTIONS: Final = (
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuStreamSynchronize",
+    "cuEventElapsedTime",
+)
+_UPLOAD, _DOWNLOAD, _LAUNCH, _RECORD, _SYNCHRONIZE, _ELAPSED = range(len(_FUNCTIONS))
+#: Numbers of a step: its kind, then the function's arguments.
+_WIDTH: Final = 12
+
+
+def driver_functions() -> NDArray[np.int64]:
+    """Addresses of the driver's functions.
+
+    Raises:
+        OSError: if there is no driver.
+
+    """
+    library = ctypes.CDLL("libcuda.so.1")
+    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+    return np.array(found, dtype=np.int64)
+
+
+class Submission:
+    """Steps for one stream, in order.
+
+    Args:
+        functions: from `driver_functions`.
+        stream: handle of the stream.
+
+    """
+
+    def __init__(self, functions: NDArray[np.int64], stream: int) -> None:
+        self._functions = functions
+        self._stream = stream
+        self._steps: list[tuple[int, ...]] = []
+        self._kept: list[Any] = []
+        self._elapsed = np.zeros(1, dtype=np.float32)
+
+    def upload(self, address: int, source: NDArray[Any]) -> None:
+        """Copy page-locked host memory to the device."""
+        self._kept.append(source)
+        self._add(_UPLOAD, address, source.ctypes.data, source.nbytes, self._stream)
+
+    def download(self, target: NDArray[Any], address: int) -> None:
+        """Copy device memory to page-locked host memory."""
+        self._kept.append(target)
+        self._add(_DOWNLOAD, target.ctypes.data, address, target.nbytes, self._stream)
+
+    def launch(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[NDArray[Any]],
+        shared: int = 0,
+    ) -> None:
+        """Launch a kernel.
+
+        Args:
+            function: CuPy function.
+            grid: blocks.
+            block: threads.
+            arguments: each an array of one value, passed as it is.
+            shared: bytes of dynamic shared memory.
+
+        """
+        places = np.array([argument.ctypes.data for argument in arguments], dtype=np.int64)
+        self._kept += [places, *arguments]
+        self._add(_LAUNCH, function.ptr, *grid, *block, shared, self._stream, places.ctypes.data)
+
+    def record(self, event: Any) -> None:
+        """Record a CuPy event."""
+        self._add(_RECORD, event.ptr, self._stream)
+
+    def run(self, start: Any, end: Any) -> tuple[int, int]:
+        """Carry the steps out and wait for their end.
+
+        Args:
+            start: event that was recorded.
+            end: event that was recorded later.
+
+        Returns:
+            The driver's status, 0 for success, and the nanoseconds between the two events.
+
+        """
+        self._add(_SYNCHRONIZE, self._stream)
+        self._add(_ELAPSED, self._elapsed.ctypes.data, start.ptr, end.ptr)
+        status = int(_carry_out(self._functions, np.array(self._steps, dtype=np.int64)))
+        self._steps.clear()
+        self._kept.clear()
+        return status, int(self._elapsed[0] * 1e6)
+
+    def _add(self, *numbers: int) -> None:
+        self._steps.append((*numbers, *(0,) * (_WIDTH - len(numbers))))
+
+
+def _calling(*widths: int) -> Any:
+    """Make a function that calls the one at an address with integers of these widths in bits."""
+
+    @compiled_intrinsic
+    def call(typing_context: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            kind = ir.FunctionType(ir.IntType(32), [ir.IntType(width) for width in widths])
+            numbers = [builder.extract_value(given[1], index) for index in range(len(widths))]
+            numbers = [
+                builder.trunc(number, ir.IntType(32)) if width == 32 else number
+                for number, width in zip(numbers, widths, strict=True)
+            ]
+            return builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
+
+        return types.int32(types.int64, types.UniTuple(types.int64, len(widths))), generate
+
+    return call
+
+
+_call_1 = _calling(64)
+_call_2 = _calling(64, 64)
+_call_3 = _calling(64, 64, 64)
+_call_4 = _calling(64, 64, 64, 64)
+_call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _carry_out(functions: Any, steps: Any) -> int:
+    """Do one step after the other; return the first status that is not 0."""
+    for number in range(len(steps)):
+        s = steps[number]
+        address = functions[s[0]]
+        if s[0] == _LAUNCH:
+            status = _call_launch(
+                address, (s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
+            )
+        elif s[0] == _RECORD:
+            status = _call_2(address, (s[1], s[2]))
+        elif s[0] == _SYNCHRONIZE:
+            status = _call_1(address, (s[1],))
+        elif s[0] == _ELAPSED:
+            status = _call_3(address, (s[1], s[2], s[3]))
+        else:
+            status = _call_4(address, (s[1], s[2], s[3], s[4]))
+        if status != 0:
+            return int(status)
+    return 0
