@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numba
 import numpy as np
@@ -110,10 +110,7 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
     programs = memory("programs", len(batch) * 16).view(np.uint32).reshape(-1, 4)
     slots = memory("slots", tokens * 16).view(np.uint32).reshape(-1, 4)
     written, slot_count, levels = _lower(
-        batch.codes,
-        batch.values,
-        batch.lengths,
-        batch.parameter_counts,
+        *map(_read_only, (batch.codes, batch.values, batch.lengths, batch.parameter_counts)),
         batch.vectors,
         longest,
         ARITIES,
@@ -132,6 +129,13 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
     instructions[written] = 0
     words = instructions[: written + 1].view(np.uint32).reshape(-1, 2)
     return Lowered(words, programs, slots[:slot_count], levels)
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """View an array so that compiled code is made for one kind of it, not for each."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @_compiled  # type: ignore[untyped-decorator]
