@@ -110,7 +110,10 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
     programs = memory("programs", len(batch) * 16).view(np.uint32).reshape(-1, 4)
     slots = memory("slots", tokens * 16).view(np.uint32).reshape(-1, 4)
     written, slot_count, levels = _lower(
-        *map(_read_only, (batch.codes, batch.values, batch.lengths, batch.parameter_counts)),
+        _read_only(batch.codes),
+        _read_only(batch.values),
+        _read_only(batch.lengths),
+        _read_only(batch.parameter_counts),
         batch.vectors,
         longest,
         ARITIES,
@@ -131,7 +134,7 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
     return Lowered(words, programs, slots[:slot_count], levels)
 
 
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+def _read_only(array: Any) -> Any:
     """View an array so that compiled code is made for one kind of it, not for each."""
     view = array.view()
     view.flags.writeable = False
