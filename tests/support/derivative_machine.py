@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from warpfit.derivatives import _FUNCTIONS
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cpu_rules import PRODUCT_CODE, partial_kernels
-from warpfit_server.engine.cpu_schedule import COPY_CODE
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode
 from warpfit_server.engine.cuda.derivative_source import labels
+from warpfit_server.engine.rules import PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.schedule import COPY_CODE
 
 LEVEL, COLUMN, SCALAR, BEFORE = 1, 2, 3, 4
 

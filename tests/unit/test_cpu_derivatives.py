@@ -15,7 +15,7 @@ from warpfit.ops import OPERATORS
 from warpfit.request import Precision
 from warpfit_server.engine import cpu_derive
 from warpfit_server.engine.cpu import CpuEngine
-from warpfit_server.engine.cpu_rules import COMPUTES, KIND, NOTHING, rules
+from warpfit_server.engine.rules import COMPUTES, KIND, NOTHING, rules
 
 FLAVOURS = [
     ("float64", Precision.PRECISE, 1e-9),

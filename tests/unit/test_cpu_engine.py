@@ -27,7 +27,7 @@ from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.cpu_lower import (
     lower_batch,
 )
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.schedule import (
     INSTRUCTIONS_END,
     PROLOGUE_END,
     SLOTS,

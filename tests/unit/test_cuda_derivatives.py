@@ -18,11 +18,11 @@ from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.request import Precision
 from warpfit.workload import thesis_mix
 from warpfit_server.engine import cpu_cache
-from warpfit_server.engine.cpu_differentiate import lower_with_derivatives, row_loss_tokens
-from warpfit_server.engine.cpu_sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode, encode
 from warpfit_server.engine.cuda.derivatives import derivative_cubin
 from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.differentiate import lower_with_derivatives, row_loss_tokens
+from warpfit_server.engine.sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
 
 VARIABLES = 4
 COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 1, 30))

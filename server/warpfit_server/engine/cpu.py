@@ -38,10 +38,11 @@ from warpfit_server.engine.base import Device, Linearisation, Outputs
 from warpfit_server.engine.cpu_lower import (
     lower_batch,
 )
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of, run_on
+from warpfit_server.engine.schedule import (
     SCALARS,
 )
-from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of, run_on
+from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
@@ -109,9 +110,9 @@ class CpuEngine:
         dataset, batch = self._dataset(evaluation), evaluation.batch
         losses = np.empty((len(batch), batch.vectors))
         gradients = np.empty(len(batch.parameters))
-        wanted = cpu_derive.Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
+        wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
         if curvature:
-            wanted = replace(wanted, curvatures=cpu_derive.room_for_curvatures(batch))
+            wanted = replace(wanted, curvatures=room_for_curvatures(batch))
         with _memory_errors():
             derivation = cpu_derive.prepare(self._compiled, dataset, evaluation, wanted, cancelled)
             self._run(derivation.work, cancelled)
@@ -132,7 +133,7 @@ class CpuEngine:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
     def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
-        wanted = cpu_derive.wanted_by(evaluation, outputs)
+        wanted = wanted_by(evaluation, outputs)
         derivation = cpu_derive.prepare(
             self._compiled, dataset, evaluation, wanted, outputs.cancelled
         )

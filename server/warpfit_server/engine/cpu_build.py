@@ -16,7 +16,7 @@ from warpfit_server.engine.cpu_kernels import (
     operator_kernel,
 )
 from warpfit_server.engine.cpu_partials import PRODUCT, partial_body, product
-from warpfit_server.engine.cpu_rules import partial_kernels
+from warpfit_server.engine.rules import partial_kernels
 
 
 def build(flavour: Flavour) -> bytes:

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from warpfit import ops
 from warpfit_server.engine import (
     cpu_build,
-    cpu_differentiate,
     cpu_dots,
     cpu_interpret,
     cpu_kernels,
@@ -35,11 +34,12 @@ from warpfit_server.engine import (
     cpu_lower,
     cpu_math,
     cpu_partials,
-    cpu_rules,
-    cpu_schedule,
     cpu_statistics,
-    cpu_sweep,
     cpu_vector,
+    differentiate,
+    rules,
+    schedule,
+    sweep,
 )
 from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour, symbol
 
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
 #: Modules that shape the code.
 _SOURCES: Final = (
-    *(ops, cpu_vector, cpu_math, cpu_kernels, cpu_rules, cpu_partials, cpu_dots, cpu_build),
-    *(cpu_schedule, cpu_lower, cpu_interpret, cpu_sweep, cpu_differentiate, cpu_statistics),
+    *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
+    *(schedule, cpu_lower, cpu_interpret, sweep, differentiate, cpu_statistics),
     cpu_linearise,
 )
 _lock = threading.Lock()
@@ -68,7 +68,7 @@ class Kernels:
     """Loaded kernels of one flavour; the addresses are valid while the object lives."""
 
     addresses: NDArray[np.int64]
-    """By code of the instruction, int64 [cpu_rules.CODES]; 0 where there is none."""
+    """By code of the instruction, int64 [rules.CODES]; 0 where there is none."""
     losses: dict[str, int]
     """By name of the loss kernel."""
     dots: NDArray[np.int64]
@@ -103,10 +103,10 @@ def load(directory: Path) -> Compiled:
 
 
 def load_differentiate(directory: Path) -> Any:
-    """Load `cpu_differentiate.differentiate` alone, for an engine with kernels of its own."""
+    """Load `differentiate.differentiate` alone, for an engine with kernels of its own."""
     place = directory / f"cpu-{_fingerprint()[:32]}"
     with writable(place) as kept, cached_in(kept) as jit:
-        return jit(_differentiate_signature(), cpu_differentiate.differentiate)
+        return jit(_differentiate_signature(), differentiate.differentiate)
 
 
 @contextlib.contextmanager
@@ -185,9 +185,9 @@ def _load_kernels(code: bytes) -> Kernels:
     owner.add_object_file(llvm.ObjectFileRef.from_data(code))
     owner.finalize_object()
     names: dict[int, str] = {row.code: name for name, row in ops.OPERATORS.items()}
-    names |= {kernel.code: kernel.name for kernel in cpu_rules.partial_kernels()}
-    names |= {cpu_schedule.COPY_CODE: COPY, cpu_rules.PRODUCT_CODE: cpu_partials.PRODUCT}
-    addresses = np.zeros(cpu_rules.CODES, dtype=np.int64)
+    names |= {kernel.code: kernel.name for kernel in rules.partial_kernels()}
+    names |= {schedule.COPY_CODE: COPY, rules.PRODUCT_CODE: cpu_partials.PRODUCT}
+    addresses = np.zeros(rules.CODES, dtype=np.int64)
     for index, name in names.items():
         addresses[index] = owner.get_function_address(symbol(name))
     losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
@@ -227,14 +227,14 @@ def _compile_evaluation(directory: Path) -> tuple[Any, Any]:
 
 
 def _differentiate_signature() -> Any:
-    lowered = numba.typeof(cpu_differentiate.empty(1, 1, 1))
-    row_loss = numba.typeof(cpu_differentiate.no_row_loss())
-    tables = numba.typeof(cpu_sweep.tables())
+    lowered = numba.typeof(differentiate.empty(1, 1, 1))
+    row_loss = numba.typeof(differentiate.no_row_loss())
+    tables = numba.typeof(sweep.tables())
     return types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered)
 
 
 def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
-    lowered = numba.typeof(cpu_differentiate.empty(1, 1, 1))
+    lowered = numba.typeof(differentiate.empty(1, 1, 1))
     linearise = types.boolean(
         *(_WORDS, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
         *(_PAIR, _PAIR, _GIVEN_BYTES, _WORDS, _NUMBERS, _MATRIX, _MATRIX),
@@ -245,7 +245,7 @@ def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
     )
     with cached_in(directory) as jit:
         return (
-            jit(_differentiate_signature(), cpu_differentiate.differentiate),
+            jit(_differentiate_signature(), differentiate.differentiate),
             jit(linearise, cpu_linearise.linearise),
             jit(combine, cpu_linearise.combine),
         )

@@ -10,18 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.ir import Batch, Program
-from warpfit.losses import DIFFERENCE, LossFunction, mentions_weight
+from warpfit.ir import Batch
+from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
-from warpfit_server.engine import cpu_differentiate as lowering
-from warpfit_server.engine import cpu_linearise, cpu_sweep
+from warpfit_server.engine import cpu_linearise, sweep
+from warpfit_server.engine import differentiate as lowering
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu_cache import Compiled
-from warpfit_server.engine.cpu_schedule import (
-    INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
-    SCALARS,
-)
 from warpfit_server.engine.cpu_statistics import (
     MOMENTS,
     REDUCTIONS,
@@ -29,50 +24,18 @@ from warpfit_server.engine.cpu_statistics import (
     merge_reductions,
 )
 from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
+from warpfit_server.engine.schedule import (
+    INSTRUCTIONS_END,
+    INSTRUCTIONS_START,
+    SCALARS,
+)
+from warpfit_server.engine.wanted import Wanted
 
 Floats = NDArray[np.float64]
 #: Bytes of one intermediate result. More of them are alive at a time than in plain evaluation.
 _BLOCK_BYTES: Final = 4096
 #: Sums of all spans together above which fewer spans are cut: 256 MiB.
 _MOST_SUMS: Final = 2**25
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """Arrays to fill; None is not wanted. See `Outputs` and `Linearisation`."""
-
-    row_loss: Program | None = None
-    values: NDArray[Any] | None = None
-    losses: Floats | None = None
-    gradients: Floats | None = None
-    curvatures: Floats | None = None
-    jacobian: NDArray[Any] | None = None
-    variable_gradients: Floats | None = None
-    reductions: Floats | None = None
-    moments: Floats | None = None
-
-    @property
-    def wishes(self) -> int:
-        """What lowering has to provide."""
-        parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
-        variables = self.variable_gradients is not None
-        return (
-            cpu_sweep.BY_PARAMETERS * parameters
-            | cpu_sweep.BY_VARIABLES * variables
-            | cpu_sweep.LOSS * (self.row_loss is not None)
-            | cpu_sweep.SLOPE * self.wants_slopes
-            | cpu_sweep.SQUARES * self.is_squares
-        )
-
-    @property
-    def wants_slopes(self) -> bool:
-        """Whether the derivative of the loss is wanted."""
-        return self.gradients is not None or self.variable_gradients is not None
-
-    @property
-    def is_squares(self) -> bool:
-        """Whether the row loss is (f - y)^2."""
-        return self.row_loss is not None and LossFunction(self.row_loss).is_squares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,29 +52,6 @@ def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
     statistics = (outputs.reductions, outputs.moments)
     own_loss = outputs.losses is not None and evaluation.loss is None
     return own_loss or any(wish is not None for wish in (*derivatives, *statistics))
-
-
-def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:
-    """List what an evaluation asks for."""
-    loss = evaluation.loss_function
-    sums = (outputs.losses, outputs.gradients, outputs.variable_gradients)
-    needs_loss = any(array is not None for array in sums)
-    return Wanted(
-        row_loss=loss.row if loss is not None and needs_loss else None,
-        values=outputs.values,
-        losses=outputs.losses,
-        gradients=outputs.gradients,
-        jacobian=outputs.jacobian,
-        variable_gradients=outputs.variable_gradients,
-        reductions=outputs.reductions,
-        moments=outputs.moments,
-    )
-
-
-def room_for_curvatures(batch: Batch) -> Floats:
-    """Make room for the packed triangles of a batch."""
-    counts = batch.parameter_counts.astype(np.int64)
-    return np.empty(int((counts * (counts + 1) // 2).sum()) * batch.vectors)
 
 
 def prepare(
@@ -211,7 +151,7 @@ def _sum_sizes(
 ) -> NDArray[np.int64]:
     """Count the sums of each cell."""
     summaries = lowered.summaries
-    columns = summaries[:, lowering.COLUMNS_END] - summaries[:, cpu_sweep.COLUMNS_START]
+    columns = summaries[:, lowering.COLUMNS_END] - summaries[:, sweep.COLUMNS_START]
     return np.repeat(1 + columns + columns * columns * products, batch.vectors)
 
 

@@ -16,15 +16,14 @@ compiled code serves both floating types; kernels (`cpu_kernels`) differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.intrinsics import compiled_intrinsic
+from warpfit_server.engine.schedule import (
     BROADCAST,
     CODE,
     FIRST,
@@ -53,11 +52,6 @@ ROW_START: Final = 8
 ROW_STOP: Final = 9
 BLOCK: Final = 10
 JOB_ENTRIES: Final = 11
-
-
-def compiled_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let compiled code call a function that generates LLVM instructions."""
-    return cast(Callable[..., Any], intrinsic(function))
 
 
 @compiled_intrinsic

@@ -22,13 +22,6 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from warpfit_server.engine.cpu_differentiate import (
-    COLUMNS_END,
-    ENTRIES_END,
-    ENTRIES_START,
-    LOSS_PLACE,
-    SLOPE_PLACE,
-)
 from warpfit_server.engine.cpu_dots import LARGEST_TILE
 from warpfit_server.engine.cpu_interpret import (
     BLOCK,
@@ -42,7 +35,6 @@ from warpfit_server.engine.cpu_interpret import (
     VARIABLES,
     VECTORS,
     WEIGHT_ROWS,
-    compiled_intrinsic,
     measure,
     pointer32,
     pointer64,
@@ -50,13 +42,21 @@ from warpfit_server.engine.cpu_interpret import (
     result_address,
     run_instructions,
 )
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.cpu_statistics import add_moments, add_reductions
+from warpfit_server.engine.differentiate import (
+    COLUMNS_END,
+    ENTRIES_END,
+    ENTRIES_START,
+    LOSS_PLACE,
+    SLOPE_PLACE,
+)
+from warpfit_server.engine.intrinsics import compiled_intrinsic
+from warpfit_server.engine.schedule import (
     INSTRUCTIONS_END,
     PROLOGUE_END,
     inlined,
 )
-from warpfit_server.engine.cpu_statistics import add_moments, add_reductions
-from warpfit_server.engine.cpu_sweep import (
+from warpfit_server.engine.sweep import (
     COLUMNS_START,
     ENTRY_COLUMN,
     ENTRY_FACTOR,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, CONSTANT, OPERATORS
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.schedule import (
     CODE,
     GIVEN,
     INSTRUCTION_COLUMNS,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from warpfit_server.engine.cpu_kernels import Body, Flavour, compile_kernel
-from warpfit_server.engine.cpu_rules import PartialKernel
 from warpfit_server.engine.cpu_vector import Trace, Vector
+from warpfit_server.engine.rules import PartialKernel
 
 #: Name of the kernel that multiplies slope and partial.
 PRODUCT: Final = "product"

@@ -9,7 +9,7 @@ from numba import carray
 from numpy.typing import NDArray
 
 from warpfit_server.engine.cpu_interpret import pointer32, pointer64
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.schedule import (
     inlined,
 )
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
-from warpfit_server.engine.cpu_differentiate import (
+from warpfit_server.engine.cuda.derivative_source import labels
+from warpfit_server.engine.differentiate import (
     COLUMNS_END,
     ENTRIES_END,
     ENTRIES_START,
@@ -24,8 +25,8 @@ from warpfit_server.engine.cpu_differentiate import (
     SLOPE_PLACE,
     Differentiated,
 )
-from warpfit_server.engine.cpu_rules import arities
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.rules import arities
+from warpfit_server.engine.schedule import (
     CODE,
     COPY_CODE,
     FIRST,
@@ -39,8 +40,7 @@ from warpfit_server.engine.cpu_schedule import (
     SLOTS,
     TARGET,
 )
-from warpfit_server.engine.cpu_sweep import COLUMNS_START
-from warpfit_server.engine.cuda.derivative_source import labels
+from warpfit_server.engine.sweep import COLUMNS_START
 
 #: Where an operand comes from, and kinds of a place.
 _LEVEL: Final = 1

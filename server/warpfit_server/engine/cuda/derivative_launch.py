@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.cpu_derive import Wanted
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode
 from warpfit_server.engine.cuda.derivative_source import BLOCKS, WARPS
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.launch import tiles_of
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.wanted import Wanted
 
 #: Bytes of rows that a thread works on at a time.
 ROW_BYTES: Final = 32

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cpu_rules import CODES, PRODUCT_CODE, PartialKernel, partial_kernels
-from warpfit_server.engine.cpu_schedule import COPY_CODE
 from warpfit_server.engine.cuda.prelude import PRELUDE, REAL_NAMES, operator_source, render
 from warpfit_server.engine.cuda.source import Variant, is_costly
+from warpfit_server.engine.rules import CODES, PRODUCT_CODE, PartialKernel, partial_kernels
+from warpfit_server.engine.schedule import COPY_CODE
 
 #: Warps of a block, and blocks to keep on a multiprocessor.
 WARPS: Final = 8

@@ -25,12 +25,6 @@ from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine import cpu_cache
 from warpfit_server.engine.base import Linearisation, Outputs
-from warpfit_server.engine.cpu_derive import Wanted, room_for_curvatures, wanted_by
-from warpfit_server.engine.cpu_differentiate import (
-    lower_with_derivatives,
-    no_row_loss,
-    row_loss_tokens,
-)
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
@@ -50,6 +44,12 @@ from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.differentiate import (
+    lower_with_derivatives,
+    no_row_loss,
+    row_loss_tokens,
+)
+from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 
 #: Batches whose code stays on the device.
 _KEPT: Final = 32

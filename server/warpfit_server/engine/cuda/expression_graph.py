@@ -8,7 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from warpfit.ops import OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.cpu_rules import (
+from warpfit_server.engine.cuda.instructions import Instruction, Template
+from warpfit_server.engine.cuda.library import POWER_DERIVATIVE
+from warpfit_server.engine.cuda.shapes import Shape
+from warpfit_server.engine.rules import (
     ALONE,
     FIRST_READ,
     KIND,
@@ -21,9 +24,6 @@ from warpfit_server.engine.cpu_rules import (
     SCALED,
     rules,
 )
-from warpfit_server.engine.cuda.instructions import Instruction, Template
-from warpfit_server.engine.cuda.library import POWER_DERIVATIVE
-from warpfit_server.engine.cuda.shapes import Shape
 
 #: Stands for the row's letter in the name of a register that each row has of its own.
 ROW = "#"

@@ -14,7 +14,6 @@ import numpy as np
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
-from warpfit_server.engine.cpu_rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.derivative_source import partial_source
 from warpfit_server.engine.cuda.instructions import (
@@ -26,6 +25,7 @@ from warpfit_server.engine.cuda.instructions import (
 )
 from warpfit_server.engine.cuda.prelude import PRELUDE, compiler_options, operator_source, render
 from warpfit_server.engine.cuda.shapes import EXPONENT_BIAS, POWER_DERIVATIVES, POWERS
+from warpfit_server.engine.rules import PRODUCT_CODE, partial_kernels
 
 #: Helpers of the transpiler in fast mode.
 #:

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cpu_interpret import compiled_intrinsic
+from warpfit_server.engine.intrinsics import compiled_intrinsic
 
 #: Driver functions in the order of the kinds of step.
 _FUNCTIONS: Final = (

@@ -1,4 +1,4 @@
-"""The backward sweep over a program's nodes, compiled by Numba; see `cpu_differentiate`."""
+"""The backward sweep over a program's nodes, compiled by Numba; see `differentiate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cpu_lower import find_node, power_rewrites
-from warpfit_server.engine.cpu_rules import (
+from warpfit_server.engine.rules import (
     ALONE,
     COMPUTES,
     FIRST_READ,
@@ -24,7 +24,7 @@ from warpfit_server.engine.cpu_rules import (
     arities,
     rules,
 )
-from warpfit_server.engine.cpu_schedule import CODE, OPERAND, SUMMARY_COLUMNS, inlined
+from warpfit_server.engine.schedule import CODE, OPERAND, SUMMARY_COLUMNS, inlined
 
 #: Column of a program's summary: the first of its columns.
 COLUMNS_START: Final = SUMMARY_COLUMNS

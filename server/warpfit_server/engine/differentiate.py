@@ -34,7 +34,7 @@ from warpfit_server.engine.cpu_lower import (
     number_tokens,
     table_size,
 )
-from warpfit_server.engine.cpu_schedule import (
+from warpfit_server.engine.schedule import (
     GIVEN,
     INSTRUCTION_COLUMNS,
     INSTRUCTIONS_END,
@@ -55,7 +55,7 @@ from warpfit_server.engine.cpu_schedule import (
     place_scalars,
     schedule,
 )
-from warpfit_server.engine.cpu_sweep import (
+from warpfit_server.engine.sweep import (
     BY_PARAMETERS,
     BY_VARIABLES,
     COLUMNS_START,
