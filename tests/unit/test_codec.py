@@ -113,7 +113,7 @@ def test_timings_survive(timings):
         ),
         max_size=3,
     ),
-    st.lists(COUNTS, min_size=9, max_size=9),
+    st.lists(COUNTS, min_size=10, max_size=10),
 )
 def test_server_infos_survive(devices, limits):
     server = info.ServerInfo(
