@@ -74,6 +74,8 @@ class Evaluate:
     custom_loss: LossFunction | None = None
     wishes: tuple[str, ...] = ()
     """Names of the other wishes of the evaluation that are true."""
+    tenant: str = ""
+    """On whose behalf; the engine shares its time fairly among tenants."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging
 from warpfit_server.segments import Segment
@@ -54,7 +55,7 @@ class EngineProcess:
         self._datasets: dict[bytes, Dataset] = {}
         self._channel = channel
         self._chunk_bytes = chunk_bytes
-        self._places = threading.Semaphore(engine.concurrency)
+        self._gate = FairGate(engine.concurrency)
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
@@ -93,7 +94,7 @@ class EngineProcess:
                     segment = Segment(0, descriptors[0], problem.size)
                 if segment is None:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
-                with self._places:
+                with self._gate.turn(problem.tenant):
                     finished = self._perform(message, problem, segment, lane)
                 if not problem.keep:
                     segment = None

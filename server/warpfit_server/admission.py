@@ -1,0 +1,191 @@
+"""Whether the server takes a call now: calls in flight, rate, memory and time of the engine.
+
+What is over a limit is refused at once, before anything is decoded where that can be told, with the
+time after which a repetition is likely to be taken. What is taken waits in a queue that these
+limits bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError
+from warpfit.fitting import FitRequest
+from warpfit.info import Limits
+from warpfit.request import Evaluation
+from warpfit_server.config import Config
+from warpfit_server.lanes import Run
+from warpfit_server.ledger import Ledger, Shortage, Usage
+from warpfit_server.tenants import TenantBook
+
+#: Shortest and longest time after which a call that was refused is asked to come again.
+_SHORTEST: Final = 0.02
+_LONGEST: Final = 5.0
+#: Nanoseconds of a token-row before any was measured, and of a call beside them.
+_FIRST_PACE: Final = 0.3
+_CALL_NANOSECONDS: Final = 100_000
+#: Share of the newest measurement in the estimate.
+_NEWEST: Final = 0.1
+#: What can be short: reason, in words, and the flag that raises the limit.
+_MEASURES: Final = {
+    "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
+    "size": ("QUEUE_FULL", "bytes of batches and answers are in flight", "--max-pending-bytes"),
+    "work": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
+}
+
+
+class Pace:
+    """Nanoseconds of engine time that a unit of one kind of work takes, as observed."""
+
+    def __init__(self) -> None:
+        self._paces: dict[str, float] = {}
+
+    def estimate(self, kind: str, units: float) -> int:
+        """Estimated nanoseconds of ``units`` of a kind of work."""
+        return int(_CALL_NANOSECONDS + units * self._paces.get(kind, _FIRST_PACE))
+
+    def observe(self, kind: str, units: float, nanoseconds: float) -> None:
+        """Learn from work that is done. Threads may overtake each other: it is an estimate."""
+        if units > 0 and nanoseconds > 0:
+            measured = nanoseconds / units
+            before = self._paces.get(kind, measured)
+            self._paces[kind] = before + _NEWEST * (measured - before)
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one call was estimated to cost."""
+
+    kind: str
+    units: float
+    run: Run | None = None
+    """To learn from, once it has finished."""
+
+
+class Admission:
+    """Takes or refuses calls, in one door.
+
+    Args:
+        config: the server's configuration.
+        book: limits of the tenants.
+        ledger: what is in use, in all doors.
+
+    """
+
+    def __init__(self, config: Config, book: TenantBook, ledger: Ledger) -> None:
+        limits = book.server
+        work = int(config.max_queue_seconds * 1e9)
+        pending = config.pending_bytes
+        self.ledger = ledger
+        self.pace = Pace()
+        self._book = book
+        self._server = Usage(limits.requests, pending, work)
+        self._shared = Usage(0, int(book.share(pending)), int(book.share(work)))
+
+    def limits(self, tenant: str) -> Limits:
+        """Limits of a tenant.
+
+        Raises:
+            PermissionDeniedError: if the tenant is suspended.
+
+        """
+        return self._book.limits(tenant)
+
+    def check_rate(self, tenant: str) -> None:
+        """Count a call against the rates.
+
+        Raises:
+            ResourceExhaustedError: if it comes too soon; says when it may come.
+
+        """
+        own, server = self.limits(tenant).rate, self._book.server.rate
+        if not (own or server):
+            return
+        delay = self.ledger.wait(tenant, time.monotonic(), own, server)
+        if delay > 0:
+            rate = min(own or server, server or own)
+            raise ResourceExhaustedError(
+                f"calls come faster than {rate:g} a second",
+                "RATE_LIMITED",
+                "Send larger batches less often, or ask for a higher rate",
+                retry_after=delay,
+            )
+
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Count a call while it is in flight.
+
+        Raises:
+            ResourceExhaustedError: if too many are.
+
+        """
+        own = Usage(self.limits(tenant).requests)
+        with self._taken(tenant, Usage(calls=1), own):
+            yield
+
+    def evaluation(
+        self, tenant: str, evaluation: Evaluation, layout: Layout, size: int
+    ) -> AbstractContextManager[Charge]:
+        """Count an evaluation's memory and engine time while it waits and runs.
+
+        Args:
+            tenant: whose call it is.
+            evaluation: that it asks for.
+            layout: of the data set.
+            size: bytes of batch and answer.
+
+        Raises:
+            ResourceExhaustedError: if there is too much of either.
+
+        """
+        derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
+        units = _token_rows(evaluation, layout)
+        return self._work(tenant, size, Charge("derive" if derives else "evaluate", units))
+
+    def fit(
+        self, tenant: str, request: FitRequest, layout: Layout, size: int
+    ) -> AbstractContextManager[Charge]:
+        """Count a fit as `evaluation` does; it is expected to take all its iterations."""
+        units = _token_rows(request.problem, layout) * (1 + request.settings.max_iterations)
+        return self._work(tenant, size, Charge("fit", units))
+
+    @contextmanager
+    def _work(self, tenant: str, size: int, charge: Charge) -> Iterator[Charge]:
+        nanoseconds = self.pace.estimate(charge.kind, charge.units)
+        with self._taken(tenant, Usage(size=size, work=nanoseconds), self._shared):
+            yield charge
+        if charge.run is not None and charge.run.timings is not None:
+            self.pace.observe(charge.kind, charge.units, charge.run.timings.compute)
+
+    @contextmanager
+    def _taken(self, tenant: str, amount: Usage, own: Usage) -> Iterator[None]:
+        shortage = self.ledger.take(tenant, amount, own, self._server)
+        if shortage is not None:
+            raise self._refusal(shortage, amount)
+        try:
+            yield
+        finally:
+            self.ledger.give(tenant, amount)
+
+    def _refusal(self, shortage: Shortage, amount: Usage) -> ResourceExhaustedError:
+        reason, what, flag = _MEASURES[shortage.measure]
+        whose = "of this tenant " if shortage.of_tenant else ""
+        queued = self.ledger.used().work / 1e9
+        return ResourceExhaustedError(
+            f"{shortage.used} {what} {whose}and the limit is {shortage.limit}",
+            reason,
+            f"Retry with back-off, or start the server with a higher {flag}",
+            needed=shortage.used + getattr(amount, shortage.measure),
+            available=shortage.limit,
+            retry_after=min(_LONGEST, max(_SHORTEST, queued)),
+        )
+
+
+def _token_rows(evaluation: Evaluation, layout: Layout) -> float:
+    _, vectors, rows = evaluation.shape(layout)
+    return float(len(evaluation.batch.codes)) * vectors * rows
