@@ -110,15 +110,15 @@ class Security:
 
 
 def is_local(address: str) -> bool:
-    """Tell whether an address, with or without a port, never leaves this machine."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() else address
-    host = host.rpartition("/")[2].strip("[]")
-    if host == "localhost":
-        return True
+    """Tell whether the address ``HOST:PORT`` of a server never leaves this machine."""
+    host = address.rpartition(":")[0].rpartition("/")[2]
+    return address.startswith("unix:") or is_loopback(host.strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host name or address is this machine's own."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.security import is_local
+from warpfit.security import is_loopback
 from warpfit_server.config import Config
 from warpfit_server.watch import Watch
 
@@ -38,7 +38,7 @@ def check_exposure(config: Config) -> None:
             "INCOMPLETE_CERTIFICATE",
             "Give --tls-cert and --tls-key together; --tls-client-ca needs both",
         )
-    if config.tls_cert or config.insecure or is_local(config.host):
+    if config.tls_cert or config.insecure or is_loopback(config.host):
         return
     raise InvalidArgumentError(
         f"plain text on {config.host} can be read and changed by others on the network",
