@@ -22,6 +22,8 @@ from warpfit_server.tenants import ANONYMOUS, key_of
 _LOG: Final = logging.getLogger("warpfit.datasets")
 #: Longest pause between two looks for data sets whose lease has run out, in seconds.
 _LONGEST_SWEEP: Final = 60.0
+#: Most data sets that are resident at a time.
+_MOST_DATASETS: Final = 2048
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +52,9 @@ class DatasetStore:
     Under pressure a tenant's upload first pushes out its own data sets beyond its own budget, then
     those of tenants that hold more than an equal share of the server's, then any others; among
     them the one used least recently, and never one in use.
+
+    Each data set also takes a descriptor in two processes, so that it counts for at least its part
+    of the budget.
     """
 
     def __init__(
@@ -137,17 +142,17 @@ class DatasetStore:
         """
         limits = limits or self._limits
         check_dataset(layout, limits)
-        self._reserve(layout.nbytes, tenant, limits.resident_bytes)
+        self._reserve(self._cost(layout), tenant, limits.resident_bytes)
         try:
             return Upload(layout, content_id, tenant, self._pool.create(layout.nbytes))
         except BaseException:
-            self._unreserve(layout.nbytes, tenant)
+            self._unreserve(self._cost(layout), tenant)
             raise
 
     def abandon(self, upload: Upload) -> None:
         """Give the memory of an unfinished upload back."""
         upload.segment.close()
-        self._unreserve(upload.layout.nbytes, upload.tenant)
+        self._unreserve(self._cost(upload.layout), upload.tenant)
 
     def commit(self, upload: Upload) -> ResidentDataset:
         """Make a finished upload resident; if its content is already, the older copy stays.
@@ -181,9 +186,12 @@ class DatasetStore:
 
     def _remove(self, dataset: ResidentDataset) -> None:
         del self._resident[dataset.key]
-        self._held[dataset.tenant] -= dataset.layout.nbytes
+        self._held[dataset.tenant] -= self._cost(dataset.layout)
         dataset.segment.close()
         self._on_removal(dataset.key)
+
+    def _cost(self, layout: Layout) -> int:
+        return max(layout.nbytes, self._limits.resident_bytes // _MOST_DATASETS)
 
     def _reserve(self, needed: int, tenant: str, own_budget: int) -> None:
         with self._lock:
@@ -191,14 +199,40 @@ class DatasetStore:
                 (d for d in self._resident.values() if not d.uses), key=lambda d: d.last_use
             )
             own = [dataset for dataset in idle if dataset.tenant == tenant]
-            victims = _enough(own, self._held[tenant] + needed - own_budget, needed)
-            freed = sum(dataset.layout.nbytes for dataset in victims)
+            victims = self._enough(own, self._held[tenant] + needed - own_budget, needed)
+            freed = sum(self._cost(dataset.layout) for dataset in victims)
             rest = [dataset for dataset in idle if dataset not in victims]
             over = self._held.total() - freed + needed - self._limits.resident_bytes
-            victims += _enough(self._in_order(rest, tenant, needed), over, needed)
+            victims += self._enough(self._in_order(rest, tenant, needed), over, needed)
             for dataset in victims:
                 self._remove(dataset)
             self._held[tenant] += needed
+
+    def _enough(
+        self, candidates: list[ResidentDataset], over: int, needed: int
+    ) -> list[ResidentDataset]:
+        """Choose the first candidates whose memory covers what is over a budget.
+
+        Raises:
+            ResourceExhaustedError: if all of them do not.
+
+        """
+        chosen: list[ResidentDataset] = []
+        for dataset in candidates:
+            if over <= 0:
+                break
+            chosen.append(dataset)
+            over -= self._cost(dataset.layout)
+        if over > 0:
+            available = max(0, needed - over)
+            raise ResourceExhaustedError(
+                f"the data set needs {needed} bytes, {available} are available",
+                "MEMORY",
+                "Release data sets, or start the server with a higher --max-resident-bytes",
+                needed=needed,
+                available=available,
+            )
+        return chosen
 
     def _in_order(
         self, idle: list[ResidentDataset], tenant: str, needed: int
@@ -211,31 +245,6 @@ class DatasetStore:
     def _unreserve(self, size: int, tenant: str) -> None:
         with self._lock:
             self._held[tenant] -= size
-
-
-def _enough(candidates: list[ResidentDataset], over: int, needed: int) -> list[ResidentDataset]:
-    """Choose the first candidates whose memory covers what is over a budget.
-
-    Raises:
-        ResourceExhaustedError: if all of them do not.
-
-    """
-    chosen: list[ResidentDataset] = []
-    for dataset in candidates:
-        if over <= 0:
-            break
-        chosen.append(dataset)
-        over -= dataset.layout.nbytes
-    if over > 0:
-        available = max(0, needed - over)
-        raise ResourceExhaustedError(
-            f"the data set needs {needed} bytes, {available} are available",
-            "MEMORY",
-            "Release data sets, or start the server with a higher --max-resident-bytes",
-            needed=needed,
-            available=available,
-        )
-    return chosen
 
 
 class Upload:

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import os
+import resource
 import threading
 from typing import Any, Final
 
@@ -21,6 +22,16 @@ from numpy.typing import DTypeLike, NDArray
 from warpfit.errors import ResourceExhaustedError
 
 _SMALLEST: Final = 64 << 10
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children open as many files as the system allows them at most.
+
+    Each data set and each call on its way holds some; the usual limit of 1,024 is for programs that
+    use ``select``.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Segment:

@@ -11,7 +11,7 @@ from warpfit_server.doors import Doors
 from warpfit_server.guard import make_guard
 from warpfit_server.ledger import Ledger
 from warpfit_server.port import check_free, listen, make_server
-from warpfit_server.segments import SegmentPool
+from warpfit_server.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tls import check_exposure
@@ -22,6 +22,7 @@ class Server:
 
     def __init__(self, config: Config) -> None:
         check_exposure(config)
+        raise_descriptor_limit()
         limits = config.limits()
         pool = SegmentPool(config.idle_bytes)
         self._config = config
