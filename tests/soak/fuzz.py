@@ -2,8 +2,8 @@
 
 ``python tests/soak/fuzz.py --requests 1000000`` starts a server on loopback and writes
 results/fuzz.json: what came back, by status and reason; how often a process of the server ended;
-how its memory and descriptors grew. It ends with status 1 if a request got an answer that it must not
-get, a process ended, or memory grew.
+how its memory and descriptors grew. It ends with status 1 if a request got an answer that it must
+not get, a process ended, or memory grew.
 """
 
 from __future__ import annotations

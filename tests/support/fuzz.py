@@ -31,15 +31,8 @@ ALLOWED = {
 #: Flags that keep each request small.
 FLAGS = (
     *("--max-result-bytes", "4MiB", "--max-tokens", "5000", "--max-programs", "200"),
-    *(
-        "--max-dataset-bytes",
-        "1MiB",
-        "--max-resident-bytes",
-        "256KiB",
-        "--max-message-bytes",
-        "4MiB",
-    ),
-    *("--max-vectors", "50", "--max-program-tokens", "2000"),
+    *("--max-dataset-bytes", "1MiB", "--max-resident-bytes", "256KiB"),
+    *("--max-message-bytes", "4MiB", "--max-vectors", "50", "--max-program-tokens", "2000"),
 )
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
 _ARITIES = {1: 0, 2: 0, 3: 0, **{op.code: op.arity for op in OPERATORS.values()}}
@@ -166,6 +159,11 @@ class Fuzzer:
             tier=self._pick([0, 0, 1, 2]),
             **{wish: self._random.random() < 0.2 for wish in _WISHES},
         )
+        if self._random.random() < 0.9:  # make it agree with itself
+            message.values |= not message.loss
+            for wish in ("gradient", "variable_gradient", "linear_scaling"):
+                if not message.loss or message.linear_scaling:
+                    setattr(message, wish, False)
         if self._random.random() < 0.03:
             setattr(message, self._pick(["precision", "loss", "tier"]), self._pick([3, 7, 99]))
         if self._rarely():
