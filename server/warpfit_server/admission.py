@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
@@ -25,12 +25,11 @@ from warpfit_server.tenants import TenantBook
 
 #: Shortest and longest time after which a call that was refused is asked to come again.
 _SHORTEST: Final = 0.02
-_LONGEST: Final = 5.0
-#: Nanoseconds of a token-row before any was measured, and of a call beside them.
-_FIRST_PACE: Final = 0.3
-_CALL_NANOSECONDS: Final = 100_000
-#: Share of the newest measurement in the estimate.
-_NEWEST: Final = 0.1
+_LONGEST: Final = 2.0
+#: Before anything is measured: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
+_ASSUMED: Final = ((0.0, 1e5), (1e9, 3e8))
+#: What remains of a measurement's weight after each later one.
+_REMEMBERED: Final = 0.98
 #: What can be short: reason, in words, and the flag that raises the limit.
 _MEASURES: Final = {
     "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
@@ -38,23 +37,37 @@ _MEASURES: Final = {
     "work": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
 }
 
+_Sums: TypeAlias = tuple[float, float, float, float, float]
+
 
 class Pace:
-    """Nanoseconds of engine time that a unit of one kind of work takes, as observed."""
+    """Engine time of each kind of work: a straight line through what was observed.
+
+    It has a call's own time and that of its units. What is assumed stays in the sums, so that small
+    calls alone, whose time says nothing of the units, do not decide about large ones.
+    """
 
     def __init__(self) -> None:
-        self._paces: dict[str, float] = {}
+        self._sums: dict[str, _Sums] = {}
 
     def estimate(self, kind: str, units: float) -> int:
         """Estimated nanoseconds of ``units`` of a kind of work."""
-        return int(_CALL_NANOSECONDS + units * self._paces.get(kind, _FIRST_PACE))
+        observed = self._sums.get(kind, (0.0,) * 5)
+        n, x, y, xx, xy = map(sum, zip(observed, *map(_sums_of, _ASSUMED), strict=True))
+        slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
+        return int(max(0.0, (y - slope * x) / n) + slope * units)
 
     def observe(self, kind: str, units: float, nanoseconds: float) -> None:
         """Learn from work that is done. Threads may overtake each other: it is an estimate."""
-        if units > 0 and nanoseconds > 0:
-            measured = nanoseconds / units
-            before = self._paces.get(kind, measured)
-            self._paces[kind] = before + _NEWEST * (measured - before)
+        before = self._sums.get(kind, (0.0,) * 5)
+        newest = _sums_of((units, nanoseconds))
+        n, x, y, xx, xy = (_REMEMBERED * b + a for a, b in zip(newest, before, strict=True))
+        self._sums[kind] = (n, x, y, xx, xy)
+
+
+def _sums_of(point: tuple[float, float]) -> _Sums:
+    x, y = point
+    return 1.0, x, y, x * x, x * y
 
 
 @dataclass(slots=True)

@@ -346,11 +346,18 @@ class TestAdmission:
 
     def test_the_pace_is_learned(self):
         pace = Pace()
-        pace.observe("evaluate", 1e6, 2e6)
-        assert pace.estimate("evaluate", 1e9) == pytest.approx(2e9, rel=0.01)
-        for _ in range(100):
-            pace.observe("evaluate", 1e6, 1e6)
-        assert pace.estimate("evaluate", 1e9) == pytest.approx(1e9, rel=0.01)
+        assert pace.estimate("evaluate", 1e9) == pytest.approx(3e8)
+        for units in (1e9, 3e9, 5e9) * 20:
+            pace.observe("evaluate", units, 2e6 + 1.5 * units)
+        assert pace.estimate("evaluate", 2e9) == pytest.approx(3e9, rel=0.1)
+        assert pace.estimate("fit", 1e9) == pytest.approx(3e8), "each kind has its own"
+
+    def test_small_calls_say_nothing_of_large_ones(self):
+        pace = Pace()
+        for turn in range(5000):
+            pace.observe("evaluate", 1e5 * (1 + turn % 3), 5e6 * (1 + turn % 2))
+        assert 3e8 / 2 < pace.estimate("evaluate", 1e9) < 2 * 3e8
+        assert pace.estimate("evaluate", 1e5) == pytest.approx(7.5e6, rel=0.2)
 
 
 class Failed:
