@@ -103,8 +103,8 @@ class Ledger:
         """
         with self._locked():
             place = self._find(tenant)
-            shortage = self._short(place, amount, own, of_tenant=True)
-            shortage = shortage or self._short(_ALL, amount, server, of_tenant=False)
+            shortage = self._short(_ALL, amount, server, of_tenant=False)
+            shortage = shortage or self._short(place, amount, own, of_tenant=True)
             if shortage is None:
                 self._add(place, amount, 1)
             return shortage

@@ -19,7 +19,13 @@ import grpc
 
 from warpfit import codec
 from warpfit.dataset import Layout
-from warpfit.errors import CancelledError, DatasetNotFoundError, InternalError, WarpfitError
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    InternalError,
+    WarpfitError,
+)
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
 from warpfit.request import Evaluation
@@ -267,6 +273,11 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
     """Start nothing for a call that has ended while it was decoded."""
     if not context.is_active():
         raise CancelledError("the call has ended", "CANCELLED")
+    remaining = context.time_remaining()  # gRPC itself may not have noticed yet
+    if remaining is not None and remaining <= 0:
+        raise DeadlineExceededError(
+            "the deadline passed before the call began", "DEADLINE_EXCEEDED", "Raise timeout="
+        )
 
 
 def _end_with_call(run: Run, context: grpc.ServicerContext, held: ExitStack) -> None:

@@ -16,11 +16,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 import warpfit
-from support.rpcs import OWN_CONNECTION, SERVICE, Caller, X, evaluate_request
+from support.rpcs import OWN_CONNECTION, SERVICE, Caller, X, bearer, evaluate_request
 from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
 from warpfit.dataset import Dataset
+from warpfit.security import new_token
 from warpfit.v1 import evaluator_pb2 as pb
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
@@ -340,3 +341,27 @@ def test_limits_are_told(server):
     with callers(server, 1) as (caller,):
         limits = pb.ServerInfo.FromString(caller.call("GetServerInfo")[0]).limits
     assert (limits.requests, limits.rate, limits.rows) == (64, 0, 1 << 40)
+
+
+def test_a_greedy_tenant_does_not_keep_another_waiting(tmp_path):
+    tokens = {name: new_token(name) for name in ("greedy", "modest")}
+    path = tmp_path / "tokens"
+    path.write_text("\n".join(line for _, line in tokens.values()))
+    flags = ("--token-file", str(path), "--threads", "2", "--max-queue-seconds", "10000")
+    with ServerProcess(*flags) as server, ExitStack() as stack:
+        greedy, modest = (
+            stack.enter_context(warpfit.connect(server.address, token=tokens[name][0]))
+            for name in ("greedy", "modest")
+        )
+        theirs, ours = greedy.upload(WIDE, WIDE[:, 0]), modest.upload(WIDE, WIDE[:, 0])
+        channel = stack.enter_context(grpc.insecure_channel(server.address, OWN_CONNECTION))
+        method = channel.unary_stream(SERVICE + "Evaluate")
+        request = long_call(theirs)  # each takes longer than all of the modest tenant's
+        metadata = bearer(tokens["greedy"][0])
+        running = [method(request, timeout=100, metadata=metadata) for _ in range(8)]
+        time.sleep(1)
+        for _ in range(10):
+            assert modest.evaluate(ours, [LONG] * 4, loss="mse", timeout=60).shape == (4,)
+        assert not [call.code() for call in running if call.done()], "they are all at work"
+        for call in running:
+            call.cancel()
