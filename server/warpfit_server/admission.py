@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
@@ -26,8 +26,9 @@ from warpfit_server.tenants import TenantBook
 #: Shortest and longest time after which a call that was refused is asked to come again.
 _SHORTEST: Final = 0.02
 _LONGEST: Final = 2.0
-#: Before anything is measured: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
-_ASSUMED: Final = ((0.0, 1e5), (1e9, 3e8))
+#: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
+#: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
+_START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
 #: What remains of a measurement's weight after each later one.
 _REMEMBERED: Final = 0.98
 #: What can be short: reason, in words, and the flag that raises the limit.
@@ -36,8 +37,6 @@ _MEASURES: Final = {
     "size": ("QUEUE_FULL", "bytes of batches and answers are in flight", "--max-pending-bytes"),
     "work": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
 }
-
-_Sums: TypeAlias = tuple[float, float, float, float, float]
 
 
 class Pace:
@@ -48,26 +47,24 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, tuple[float, float, float, float, float]] = {}
 
     def estimate(self, kind: str, units: float) -> int:
         """Estimated nanoseconds of ``units`` of a kind of work."""
-        observed = self._sums.get(kind, (0.0,) * 5)
-        n, x, y, xx, xy = map(sum, zip(observed, *map(_sums_of, _ASSUMED), strict=True))
+        n, x, y, xx, xy = self._sums.get(kind, _START)
         slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
         return int(max(0.0, (y - slope * x) / n) + slope * units)
 
     def observe(self, kind: str, units: float, nanoseconds: float) -> None:
         """Learn from work that is done. Threads may overtake each other: it is an estimate."""
-        before = self._sums.get(kind, (0.0,) * 5)
-        newest = _sums_of((units, nanoseconds))
-        n, x, y, xx, xy = (_REMEMBERED * b + a for a, b in zip(newest, before, strict=True))
-        self._sums[kind] = (n, x, y, xx, xy)
-
-
-def _sums_of(point: tuple[float, float]) -> _Sums:
-    x, y = point
-    return 1.0, x, y, x * x, x * y
+        n, x, y, xx, xy = self._sums.get(kind, _START)
+        self._sums[kind] = (
+            _START[0] + _REMEMBERED * (n - _START[0]) + 1.0,
+            _START[1] + _REMEMBERED * (x - _START[1]) + units,
+            _START[2] + _REMEMBERED * (y - _START[2]) + nanoseconds,
+            _START[3] + _REMEMBERED * (xx - _START[3]) + units * units,
+            _START[4] + _REMEMBERED * (xy - _START[4]) + units * nanoseconds,
+        )
 
 
 @dataclass(slots=True)

@@ -11,13 +11,11 @@ died can be given back.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,7 +41,9 @@ class Usage:
         return self.calls, self.size, self.work
 
 
-_COUNTS: Final = 3
+_NAMES: Final = ("calls", "size", "work")
+_COUNTS: Final = len(_NAMES)
+_CALLS: Final = 0
 #: Name of the entry with the totals of all tenants, which can be no tenant's.
 _ALL: Final = 0
 
@@ -79,7 +79,7 @@ class Ledger:
         self._map = mmap.mmap(descriptor, size_of(doors))
         self._words = memoryview(self._map).cast("q")
         self._numbers = memoryview(self._map).cast("d")
-        self._lock = threading.Lock()
+        self._lock = _Lock(descriptor if doors > 1 else None)
         self._places: dict[str, int] = {}
 
     @classmethod
@@ -101,7 +101,7 @@ class Ledger:
             server: the server's limits.
 
         """
-        with self._locked():
+        with self._lock:
             place = self._find(tenant)
             shortage = self._short(_ALL, amount, server, of_tenant=False)
             shortage = shortage or self._short(place, amount, own, of_tenant=True)
@@ -111,7 +111,7 @@ class Ledger:
 
     def give(self, tenant: str, amount: Usage) -> None:
         """Take back what `take` counted."""
-        with self._locked():
+        with self._lock:
             self._add(self._find(tenant), amount, -1)
 
     def wait(self, tenant: str, now: float, own_rate: float, server_rate: float) -> float:
@@ -127,7 +127,7 @@ class Ledger:
             server_rate: calls a second of all tenants.
 
         """
-        with self._locked():
+        with self._lock:
             rates = ((self._find(tenant), own_rate), (_ALL, server_rate))
             limited = [(place, rate) for place, rate in rates if rate > 0]
             delay = max((self._delay(place, rate, now) for place, rate in limited), default=0.0)
@@ -139,13 +139,13 @@ class Ledger:
 
     def used(self, tenant: str | None = None) -> Usage:
         """What is in use, by a tenant or by all."""
-        with self._locked():
+        with self._lock:
             start = (_ALL if tenant is None else self._find(tenant)) + _USED
             return Usage(*self._words[start : start + _COUNTS])
 
     def bury(self, door: int) -> None:
         """Give back what a door held that is gone."""
-        with self._locked():
+        with self._lock:
             for slot in range(_SLOTS + 1):
                 start = slot * self._entry + _USED
                 held = start + _COUNTS * (1 + door)
@@ -155,46 +155,35 @@ class Ledger:
                     self._words[start + index] = sum(parts[::_COUNTS])
 
     def close(self) -> None:
-        """Let go of the memory."""
-        with self._lock:
-            self._words.release()
-            self._numbers.release()
-            self._map.close()
-            os.close(self.descriptor)
+        """Let go of the memory; no thread may use it any more."""
+        self._words.release()
+        self._numbers.release()
+        self._map.close()
+        os.close(self.descriptor)
 
     # ------------------------------------------------------------------------- under the lock
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            if self._doors == 1:
-                yield
-                return
-            fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def _short(
         self, place: int, amount: Usage, limit: Usage, *, of_tenant: bool
     ) -> Shortage | None:
-        used = self._words[place + _USED : place + _USED + _COUNTS].tolist()
-        for name, now, more, most in zip(
-            ("calls", "size", "work"), used, amount.words(), limit.words(), strict=True
-        ):
-            alone_is_fine = name != "calls" and now == 0
-            if more and now + more > most and not alone_is_fine:
-                return Shortage(name, of_tenant, now, most)
+        most = limit.words()
+        for index, more in enumerate(amount.words()):
+            if not more:
+                continue
+            used = self._words[place + _USED + index]
+            if used + more > most[index] and (used or index == _CALLS):
+                return Shortage(_NAMES[index], of_tenant, used, most[index])
         return None
 
     def _add(self, place: int, amount: Usage, sign: int) -> None:
-        own = _USED + _COUNTS * (1 + self._door)
-        for index, value in enumerate(amount.words()):
+        words, own = self._words, _COUNTS * (1 + self._door)
+        for index, value in enumerate(amount.words(), _USED):
             if value:
-                for entry in (place, _ALL):
-                    self._words[entry + _USED + index] += sign * value
-                    self._words[entry + own + index] += sign * value
+                change = sign * value
+                words[place + index] += change
+                words[place + own + index] += change
+                words[_ALL + index] += change
+                words[_ALL + own + index] += change
 
     def _delay(self, place: int, rate: float, now: float) -> float:
         burst = max(1.0, 1.0 / rate)
@@ -226,6 +215,24 @@ class Ledger:
             if idle is None and not any(self._words[place + _USED : place + _USED + _COUNTS]):
                 idle = place
         return (1 + key % _SLOTS) * self._entry if idle is None else idle
+
+
+class _Lock:
+    """Keeps out other threads and, if there is a file, other processes that lock it."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        self._threads = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        if self._descriptor is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        self._threads.release()
 
 
 def size_of(doors: int) -> int:
