@@ -35,7 +35,7 @@ from warpfit_server.watch import Watch
 
 _LOG: Final = logging.getLogger("warpfit.tenants")
 #: The tenant of all calls where the server asks for no credentials.
-ANONYMOUS: Final = "anonymous"
+ANONYMOUS: Final = "default"
 #: Share of the server's places and queue that one of several tenants may take.
 SHARE: Final = 0.75
 _ATTRIBUTE: Final = "_warpfit_tenant"
