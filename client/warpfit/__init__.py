@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async
     from warpfit.client import Client, connect
     from warpfit.config import RetryPolicy, TransportConfig
+    from warpfit.security import TlsConfig
 
     __version__: str
 
@@ -52,6 +53,7 @@ _LAZY: Final = {
     "warpfit.aio": ("AsyncClient", "connect_async"),
     "warpfit.client": ("Client", "connect"),
     "warpfit.config": ("RetryPolicy", "TransportConfig"),
+    "warpfit.security": ("TlsConfig",),
 }
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "ResourceExhaustedError",
     "RetryPolicy",
     "Tier",
+    "TlsConfig",
     "TransportConfig",
     "UnauthenticatedError",
     "UnavailableError",

@@ -15,6 +15,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
+from warpfit.security import Security, TlsConfig
 from warpfit.transport import check_address, client_closed, failure, make_stub
 
 T = TypeVar("T")
@@ -38,17 +39,22 @@ class AsyncTransport(Protocol):
 class AsyncGrpcTransport:
     """Calls over a gRPC channel of the running event loop."""
 
-    def __init__(self, address: str, config: TransportConfig) -> None:
+    def __init__(
+        self, address: str, config: TransportConfig, security: Security | None = None
+    ) -> None:
         check_address(address)
+        security = security or Security()
         self._closed = False
-        self._channel = grpc.aio.insecure_channel(address, config.channel_options())
+        self._metadata = security.metadata()
+        self._channel = security.channel(grpc.aio, address, config.channel_options())
         self._stub = make_stub(self._channel)
 
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
         if self._closed:
             raise client_closed()
-        rpc = getattr(self._stub, call.method)(call.request, timeout=call.timeout)
+        method = getattr(self._stub, call.method)
+        rpc = method(call.request, timeout=call.timeout, metadata=self._metadata)
         try:
             if hasattr(rpc, "__aiter__"):
                 async for message in rpc:
@@ -185,9 +191,12 @@ class AsyncClient:
 def connect_async(
     address: str,
     *,
+    token: str | None = None,
+    tls: TlsConfig | bool | None = None,
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
 ) -> AsyncClient:
     """Make an asyncio client, inside a running event loop; the rest is as for `warpfit.connect`."""
     config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
-    return AsyncClient(AsyncGrpcTransport(address, config.transport), config)
+    security = Security.of(address, token, tls)
+    return AsyncClient(AsyncGrpcTransport(address, config.transport, security), config)

@@ -14,11 +14,13 @@ from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.fitting import Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit.security import add_flags, from_flags
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from warpfit.client import Client
     from warpfit.data import Answer, Fit
     from warpfit.info import ServerInfo
 
@@ -54,7 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="describe a running server")
     info.add_argument("address", metavar="HOST:PORT")
     info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
+    add_flags(info)
     info.set_defaults(command=_info)
+    token = commands.add_parser("token", help="make a bearer token for a server's token file")
+    token.add_argument("tenant", help="whose token it is")
+    token.add_argument("--days", type=float, metavar="N", help="days of validity (default: ever)")
+    token.set_defaults(command=_token)
     return parser
 
 
@@ -86,6 +93,7 @@ def _add_eval(commands: Any) -> None:
     )
     evaluate.add_argument("--profile", action="store_true", help="print where the time went")
     evaluate.add_argument("--timeout", type=float, metavar="SECONDS")
+    add_flags(evaluate)
     evaluate.set_defaults(command=_eval)
 
 
@@ -111,6 +119,7 @@ def _add_fit(commands: Any) -> None:
     fit.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     fit.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
     fit.add_argument("--timeout", type=float, metavar="SECONDS")
+    add_flags(fit)
     fit.set_defaults(command=_fit)
 
 
@@ -136,12 +145,11 @@ def _serve(arguments: list[str]) -> int:
 def _info(options: argparse.Namespace) -> None:
     from warpfit.client import connect
 
-    with connect(options.address) as client:
+    with connect(options.address, **from_flags(options)) as client:
         print(_describe(client.info(options.timeout)))
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from warpfit.client import connect
     from warpfit.table import read_table
 
     table, target = read_table(options.file).split(options.target)
@@ -153,7 +161,7 @@ def _eval(options: argparse.Namespace) -> None:
         )
     program = parse(options.expression, table.names)
     loss = options.loss or (None if target is None else Loss.MSE)
-    with _address(options.address) as address, connect(address) as client:
+    with _client(options) as client:
         data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
         answer = client.run(
             data,
@@ -173,7 +181,6 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _fit(options: argparse.Namespace) -> None:
-    from warpfit.client import connect
     from warpfit.losses import as_function, as_loss
     from warpfit.table import read_table
 
@@ -181,7 +188,7 @@ def _fit(options: argparse.Namespace) -> None:
     program = parse(options.expression, table.names)
     loss = as_loss(options.loss)
     start = [1.0] * program.parameters if options.params is None else options.params
-    with _address(options.address) as address, connect(address) as client:
+    with _client(options) as client:
         data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
         fit = client.optimize(
             data,
@@ -197,16 +204,27 @@ def _fit(options: argparse.Namespace) -> None:
     _print_fit(fit, options.loss)
 
 
+def _token(options: argparse.Namespace) -> None:
+    from warpfit.security import new_token
+
+    token, line = new_token(options.tenant, options.days)
+    print(f"warpfit: add this line to the server's token file:\n{line}", file=sys.stderr)
+    print(token)
+
+
 @contextmanager
-def _address(given: str | None) -> Iterator[str]:
-    if given:
-        yield given
-        return
+def _client(options: argparse.Namespace) -> Iterator[Client]:
+    """Connect to the server that was named, or to one of this command's own."""
+    from warpfit.client import connect
     from warpfit.embedded import embedded_server
 
+    if options.address:
+        with connect(options.address, **from_flags(options)) as client:
+            yield client
+        return
     print("warpfit: starting a server (the very first start takes longer)", file=sys.stderr)
-    with embedded_server() as address:
-        yield address
+    with embedded_server() as address, connect(address, tls=False) as client:
+        yield client
 
 
 # --------------------------------------------------------------------------------------- output

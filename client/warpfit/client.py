@@ -13,6 +13,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
+from warpfit.security import Security, TlsConfig
 from warpfit.transport import GrpcTransport, Transport
 
 T = TypeVar("T")
@@ -218,6 +219,8 @@ class Client:
 def connect(
     address: str,
     *,
+    token: str | None = None,
+    tls: TlsConfig | bool | None = None,
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
 ) -> Client:
@@ -225,12 +228,18 @@ def connect(
 
     Args:
         address: ``"HOST:PORT"``.
+        token: bearer token, where the server asks for one; by default WARPFIT_TOKEN.
+        tls: True for TLS with the system's certificates, a `warpfit.TlsConfig` for others or with
+            a client certificate, False for plain text. By default TLS if one of WARPFIT_TLS (1),
+            WARPFIT_CA, WARPFIT_CLIENT_CERT, WARPFIT_CLIENT_KEY, WARPFIT_SERVER_NAME is set.
         retry: when to repeat a call that the server could not answer.
         transport: chunk size, message limits and keepalive.
 
     Raises:
-        InvalidArgumentError: if the address has no port.
+        InvalidArgumentError: if the address has no port, a file cannot be read, or the token would
+            leave this machine in plain text without ``tls=False``.
 
     """
     config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
-    return Client(GrpcTransport(address, config.transport), config)
+    security = Security.of(address, token, tls)
+    return Client(GrpcTransport(address, config.transport, security), config)

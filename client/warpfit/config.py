@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """When to repeat a call that failed with UNAVAILABLE; every call of warpfit is idempotent."""
+    """When to repeat a call that the server could not take; every call of warpfit is idempotent.
+
+    That is a call that failed with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a time to wait,
+    which is the shortest pause then.
+    """
 
     total_seconds: float = 20.0
     """Give up this long after a call failed for the first time; 0 never repeats. An engine that

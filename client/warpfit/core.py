@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
 from warpfit.arguments import (
@@ -29,7 +29,9 @@ from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
     InvalidArgumentError,
+    ResourceExhaustedError,
     UnavailableError,
+    WarpfitError,
 )
 from warpfit.fit_arguments import FitOptions, build_fit
 from warpfit.fitting import FitRequest, FitResult
@@ -37,6 +39,8 @@ from warpfit.info import ServerInfo
 from warpfit.progress import Progress, reporter, silent
 from warpfit.request import Evaluation, Result
 
+#: How often one operation uploads a data set again that others' uploads have pushed out.
+_UPLOADS: Final = 3
 T = TypeVar("T")
 C = TypeVar("C", bound="Collector")
 
@@ -148,11 +152,11 @@ class Retries:
     failures: int = 0
     first_failure: float = 0.0
 
-    def pause_after(self, error: UnavailableError) -> float:
-        """Seconds to wait before the next attempt.
+    def pause_after(self, error: WarpfitError) -> float:
+        """Seconds to wait before the next attempt: the policy's pause, or as the server asked.
 
         Raises:
-            UnavailableError: ``error``, once the policy's time is used up.
+            WarpfitError: ``error``, once the policy's time is used up or the server asks for more.
             DeadlineExceededError: if the caller's deadline comes before the next attempt.
 
         """
@@ -160,9 +164,10 @@ class Retries:
         self.first_failure = self.first_failure if self.failures else now
         self.failures += 1
         patience = self.first_failure + self.policy.total_seconds - now
-        if patience <= 0:
+        asked = self._asked(error)
+        if patience <= 0 or asked > patience:
             raise error
-        pause = min(patience, self.policy.pause(self.failures, random.random()))
+        pause = max(asked, min(patience, self.policy.pause(self.failures, random.random())))
         remaining = self.deadline.remaining()
         if remaining is not None and pause >= remaining:
             raise DeadlineExceededError(
@@ -172,6 +177,11 @@ class Retries:
                 "Raise timeout=, and look at the server's log",
             ) from error
         return pause
+
+    def _asked(self, error: WarpfitError) -> float:
+        """Least time that the server wants to be left alone, spread so that workers come apart."""
+        spread = 1.0 + self.policy.jitter * random.random()
+        return (error.retry_after or 0.0) * spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,27 +216,23 @@ class Operations:
         values: bool | None,
         options: EvaluateOptions,
     ) -> Operation[Answer]:
-        """Evaluate; uploads the data set again, once, if the server does not know it."""
+        """Evaluate; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
         evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
-        try:
-            result = yield from self._evaluate(evaluation, deadline)
-        except DatasetNotFoundError:
-            yield from self._send(data.dataset, deadline, silent)
-            result = yield from self._evaluate(evaluation, deadline)
+        result = yield from self._with_data(
+            data, deadline, lambda: self._evaluate(evaluation, deadline)
+        )
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
         self, data: Data, expressions: Any, parameters: Parameters, options: FitOptions
     ) -> Operation[Fit]:
-        """Fit; uploads the data set again, once, if the server does not know it."""
+        """Fit; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options)
-        try:
-            result = yield from self._optimize(request, deadline, options)
-        except DatasetNotFoundError:
-            yield from self._send(data.dataset, deadline, silent)
-            result = yield from self._optimize(request, deadline, options)
+        result = yield from self._with_data(
+            data, deadline, lambda: self._optimize(request, deadline, options)
+        )
         return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
 
     def release(self, data: Data) -> Operation[None]:
@@ -246,6 +252,17 @@ class Operations:
         """Ask for version, engine, devices, limits and operators."""
         message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
         return codec.info_from_message(message)
+
+    def _with_data(
+        self, data: Data, deadline: Deadline, use: Callable[[], Operation[T]]
+    ) -> Operation[T]:
+        """Use a data set; upload it again if it is not there, which under pressure may repeat."""
+        for _ in range(_UPLOADS):
+            try:
+                return (yield from use())
+            except DatasetNotFoundError:
+                yield from self._send(data.dataset, deadline, silent)
+        return (yield from use())
 
     def _evaluate(self, evaluation: Evaluation, deadline: Deadline) -> Operation[Result]:
         message = codec.evaluation_to_message(evaluation)
@@ -287,7 +304,9 @@ class Operations:
             request, collector = attempt()
             try:
                 yield Call(method, request, collector, deadline.remaining())
-            except UnavailableError as error:
+            except (UnavailableError, ResourceExhaustedError) as error:
+                if isinstance(error, ResourceExhaustedError) and error.retry_after is None:
+                    raise  # over a limit: it would be refused again
                 yield Sleep(retries.pause_after(error))
             else:
                 return collector

@@ -7,7 +7,7 @@
     │   ├── ProgramError            ... in one token of one expression
     │   └── ParseError              ... in the text of one expression (never leaves the client)
     ├── DatasetNotFoundError        the data set is not resident (the client re-uploads by itself)
-    ├── ResourceExhaustedError      over a limit, or out of memory
+    ├── ResourceExhaustedError      over a limit, out of memory, or busy (the client waits)
     ├── UnavailableError            the engine is starting or restarting; retry
     ├── DeadlineExceededError       the deadline passed before the answer was ready
     ├── CancelledError              the caller cancelled
@@ -46,6 +46,8 @@ class WarpfitError(Exception):
     """Amount that the request needs (bytes unless the message says otherwise)."""
     available: int | None = None
     """Amount that is available, or the limit."""
+    retry_after: float | None = None
+    """Seconds after which the server wants the call repeated; None where repeating cannot help."""
 
     status: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
@@ -103,7 +105,11 @@ class DatasetNotFoundError(WarpfitError):
 
 
 class ResourceExhaustedError(WarpfitError):
-    """A limit is exceeded or memory is short; ``needed`` and ``available`` say by how much."""
+    """A limit is exceeded or memory is short; ``needed`` and ``available`` say by how much.
+
+    With ``retry_after`` the server is busy; the client waits that long and repeats the call as its
+    retry policy allows.
+    """
 
     status = "RESOURCE_EXHAUSTED"
 

@@ -46,6 +46,10 @@ class Limits:
     """One answer."""
     requests: int = 64
     """Evaluations and uploads in flight."""
+    rows: int = 1 << 40
+    """Rows of a data set."""
+    rate: float = 0.0
+    """Calls a second, in bursts of at most a second's; 0 for no limit."""
 
 
 @dataclass(frozen=True, slots=True)

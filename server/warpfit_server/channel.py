@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import socket
 import struct
 import threading
@@ -74,6 +75,8 @@ class Evaluate:
     custom_loss: LossFunction | None = None
     wishes: tuple[str, ...] = ()
     """Names of the other wishes of the evaluation that are true."""
+    tenant: str = ""
+    """On whose behalf; the engine shares its time fairly among tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +285,12 @@ class Channel:
             raise ChannelClosedError("a message is longer than a packet")
         message: Message = pickle.loads(data)
         return message, descriptors
+
+    def is_abandoned(self) -> bool:
+        """Tell whether the other end is gone, without waiting."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # hang-ups are always told
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close this end, which wakes a thread that waits in `receive`."""

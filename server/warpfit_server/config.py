@@ -33,6 +33,14 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
+def parse_switch(text: str) -> bool:
+    """Read yes or no."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return words[text.lower()]
+
+
 def parse_log_level(text: str) -> str:
     """Read a log level by name."""
     if text.lower() not in ("debug", "info", "warning", "error"):
@@ -88,7 +96,22 @@ class Config:
     max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program", int)
     max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
-    max_requests: int = _option(_LIMITS.requests, "calls in flight in each front door", int)
+    max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front doors", int)
+    max_rows: int = _option(_LIMITS.rows, "rows of a data set", int)
+    max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit", float)
+    max_queue_seconds: float = _option(
+        60.0, "estimated time of the engine for all calls in flight", float
+    )
+    max_pending_bytes: int | None = _option(
+        None, "batches and answers in flight (default: a quarter of the memory)", parse_bytes
+    )
+    lease_seconds: float = _option(86_400.0, "an unused data set goes after this time", float)
+    insecure: bool = _option(False, "allow plain text on a network", parse_switch)
+    tls_cert: str = _option("", "file with the certificate chain; switches TLS on")
+    tls_key: str = _option("", "file with the certificate's key")
+    tls_client_ca: str = _option("", "file with the authorities of client certificates, required")
+    token_file: str = _option("", "file with the hashes of bearer tokens, required then")
+    tenants_file: str = _option("", "file with limits of tenants (TOML)")
 
     @property
     def doors(self) -> int:
@@ -100,6 +123,11 @@ class Config:
     def cache_path(self) -> Path | None:
         """Directory of compiled code, or None for the engine's default."""
         return Path(self.cache_dir) if self.cache_dir else None
+
+    @property
+    def pending_bytes(self) -> int:
+        """Most bytes of batches and answers in flight."""
+        return self.max_pending_bytes or _half_of_memory() // 2
 
     def limits(self) -> Limits:
         """Collect the limits that clients are told."""
@@ -142,6 +170,8 @@ def _add_flag(
     default = environment.get(f"WARPFIT_{setting.name.upper()}", setting.default)
     if metadata["choices"] and default not in metadata["choices"]:
         parser.error(f"WARPFIT_{setting.name.upper()} must be one of {metadata['choices']}")
+    is_switch = metadata["parse"] is parse_switch  # may stand alone
+    switch: dict[str, Any] = {"nargs": "?", "const": True} if is_switch else {}
     parser.add_argument(
         "--" + setting.name.replace("_", "-"),
         default=default,
@@ -149,4 +179,5 @@ def _add_flag(
         choices=metadata["choices"],
         help=metadata["help"] + ("" if default in (None, "") else " (default: %(default)s)"),
         metavar=None if metadata["choices"] else setting.name.split("_")[-1].upper(),
+        **switch,
     )

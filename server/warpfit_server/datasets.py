@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
+import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
 from warpfit.info import Limits
 from warpfit_server.limits import check_dataset
 from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.tenants import ANONYMOUS, key_of
+
+_LOG: Final = logging.getLogger("warpfit.datasets")
+#: Longest pause between two looks for data sets whose lease has run out, in seconds.
+_LONGEST_SWEEP: Final = 60.0
+#: Most data sets that are resident at a time.
+_MOST_DATASETS: Final = 2048
 
 
 @dataclass(eq=False, slots=True)
 class ResidentDataset:
     """A data set that engines can use."""
 
+    key: bytes
+    """Name in this server, see `warpfit_server.tenants.key_of`."""
     content_id: bytes
+    tenant: str
+    """To whom it belongs."""
     layout: Layout
     segment: Segment
     """Holds the payload from byte 0."""
     uses: int = 0
     """Calls that use it now; it is not evicted before they end."""
-    last_use: int = 0
-    """Tick of the store's clock."""
+    last_use: float = field(default_factory=time.monotonic)
+    """Moment of the last use."""
     released: bool = False
     """No new calls; it goes when the last use ends."""
 
 
 class DatasetStore:
-    """Owns the resident data sets: leases, budget, eviction by least recent use."""
+    """Owns the resident data sets: leases, budgets, eviction by least recent use.
+
+    Under pressure a tenant's upload first pushes out its own data sets beyond its own budget, then
+    those of tenants that hold more than an equal share of the server's, then any others; among
+    them the one used least recently, and never one in use.
+
+    Each data set also takes a descriptor in two processes, so that it counts for at least its part
+    of the budget.
+    """
 
     def __init__(
         self, limits: Limits, pool: SegmentPool, on_removal: Callable[[bytes], None]
@@ -43,22 +65,21 @@ class DatasetStore:
         self._on_removal = on_removal
         self._lock = threading.Lock()
         self._resident: dict[bytes, ResidentDataset] = {}
-        self._bytes = 0  # resident and reserved
-        self._clock = itertools.count(1)
+        self._held: Counter[str] = Counter()  # bytes of each tenant, resident and reserved
 
     def leased(self) -> Iterator[ResidentDataset]:
         """Yield every resident data set, each with a lease while the caller has it."""
         with self._lock:
-            content_ids = list(self._resident)
-        for content_id in content_ids:
+            keys = list(self._resident)
+        for key in keys:
             try:
-                with self.lease(content_id) as dataset:
+                with self.lease(key) as dataset:
                     yield dataset
             except DatasetNotFoundError:
                 continue  # removed since the list was made
 
     @contextmanager
-    def lease(self, content_id: bytes) -> Iterator[ResidentDataset]:
+    def lease(self, key: bytes) -> Iterator[ResidentDataset]:
         """Use a data set; it stays resident inside the ``with`` block.
 
         Raises:
@@ -66,18 +87,28 @@ class DatasetStore:
 
         """
         with self._lock:
-            dataset = self._find(content_id)
+            dataset = self._find(key)
             dataset.uses += 1
-            dataset.last_use = next(self._clock)
+            dataset.last_use = time.monotonic()
         try:
             yield dataset
         finally:
             with self._lock:
                 dataset.uses -= 1
+                dataset.last_use = time.monotonic()
                 if dataset.released and not dataset.uses:
                     self._remove(dataset)
 
-    def release(self, content_id: bytes) -> None:
+    def expire(self, seconds: float) -> int:
+        """Remove what has not been used for some time; return how many data sets that were."""
+        with self._lock:
+            limit = time.monotonic() - seconds
+            old = [d for d in self._resident.values() if not d.uses and d.last_use < limit]
+            for dataset in old:
+                self._remove(dataset)
+            return len(old)
+
+    def release(self, key: bytes) -> None:
         """Forget a data set as soon as no call uses it.
 
         Raises:
@@ -85,30 +116,43 @@ class DatasetStore:
 
         """
         with self._lock:
-            dataset = self._find(content_id)
+            dataset = self._find(key)
             dataset.released = True
             if not dataset.uses:
                 self._remove(dataset)
 
-    def begin(self, layout: Layout, content_id: bytes) -> Upload:
+    def begin(
+        self,
+        layout: Layout,
+        content_id: bytes,
+        tenant: str = ANONYMOUS,
+        limits: Limits | None = None,
+    ) -> Upload:
         """Reserve memory for an upload, evicting idle data sets where that is needed.
+
+        Args:
+            layout: of the data set.
+            content_id: SHA-256 that the content must have.
+            tenant: to whom it will belong.
+            limits: the tenant's, by default the server's.
 
         Raises:
             ResourceExhaustedError: if the data set is over a limit, or the budget is in use.
 
         """
-        check_dataset(layout, self._limits)
-        self._reserve(layout.nbytes)
+        limits = limits or self._limits
+        check_dataset(layout, limits)
+        self._reserve(self._cost(layout), tenant, limits.resident_bytes)
         try:
-            return Upload(layout, content_id, self._pool.create(layout.nbytes))
+            return Upload(layout, content_id, tenant, self._pool.create(layout.nbytes))
         except BaseException:
-            self._unreserve(layout.nbytes)
+            self._unreserve(self._cost(layout), tenant)
             raise
 
     def abandon(self, upload: Upload) -> None:
         """Give the memory of an unfinished upload back."""
         upload.segment.close()
-        self._unreserve(upload.layout.nbytes)
+        self._unreserve(self._cost(upload.layout), upload.tenant)
 
     def commit(self, upload: Upload) -> ResidentDataset:
         """Make a finished upload resident; if its content is already, the older copy stays.
@@ -118,20 +162,22 @@ class DatasetStore:
 
         """
         upload.verify()
-        fresh = ResidentDataset(upload.content_id, upload.layout, upload.segment)
+        fresh = ResidentDataset(
+            upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
+        )
         with self._lock:
-            dataset = self._resident.setdefault(upload.content_id, fresh)
+            dataset = self._resident.setdefault(upload.key, fresh)
             dataset.released = False
-            dataset.last_use = next(self._clock)
+            dataset.last_use = time.monotonic()
         if dataset is not fresh:
             self.abandon(upload)
         return dataset
 
-    def _find(self, content_id: bytes) -> ResidentDataset:
-        dataset = self._resident.get(content_id)
+    def _find(self, key: bytes) -> ResidentDataset:
+        dataset = self._resident.get(key)
         if dataset is None or dataset.released:
             raise DatasetNotFoundError(
-                f"data set {content_id.hex()[:16]}... is not resident",
+                "the data set is not resident",
                 "DATASET_NOT_FOUND",
                 "Upload it (again) with UploadVariables, then repeat the call",
                 "content_id",
@@ -139,44 +185,76 @@ class DatasetStore:
         return dataset
 
     def _remove(self, dataset: ResidentDataset) -> None:
-        del self._resident[dataset.content_id]
-        self._bytes -= dataset.layout.nbytes
+        del self._resident[dataset.key]
+        self._held[dataset.tenant] -= self._cost(dataset.layout)
         dataset.segment.close()
-        self._on_removal(dataset.content_id)
+        self._on_removal(dataset.key)
 
-    def _reserve(self, needed: int) -> None:
-        budget = self._limits.resident_bytes
+    def _cost(self, layout: Layout) -> int:
+        return max(layout.nbytes, self._limits.resident_bytes // _MOST_DATASETS)
+
+    def _reserve(self, needed: int, tenant: str, own_budget: int) -> None:
         with self._lock:
             idle = sorted(
                 (d for d in self._resident.values() if not d.uses), key=lambda d: d.last_use
             )
-            evictable = sum(d.layout.nbytes for d in idle)
-            if self._bytes - evictable + needed > budget:
-                raise ResourceExhaustedError(
-                    f"the data set needs {needed} bytes, "
-                    f"{max(0, budget - self._bytes + evictable)} are available",
-                    "MEMORY",
-                    "Release data sets, or start the server with a higher --max-resident-bytes",
-                    needed=needed,
-                    available=max(0, budget - self._bytes + evictable),
-                )
-            for dataset in idle:
-                if self._bytes + needed <= budget:
-                    break
+            own = [dataset for dataset in idle if dataset.tenant == tenant]
+            victims = self._enough(own, self._held[tenant] + needed - own_budget, needed)
+            freed = sum(self._cost(dataset.layout) for dataset in victims)
+            rest = [dataset for dataset in idle if dataset not in victims]
+            over = self._held.total() - freed + needed - self._limits.resident_bytes
+            victims += self._enough(self._in_order(rest, tenant, needed), over, needed)
+            for dataset in victims:
                 self._remove(dataset)
-            self._bytes += needed
+            self._held[tenant] += needed
 
-    def _unreserve(self, size: int) -> None:
+    def _enough(
+        self, candidates: list[ResidentDataset], over: int, needed: int
+    ) -> list[ResidentDataset]:
+        """Choose the first candidates whose memory covers what is over a budget.
+
+        Raises:
+            ResourceExhaustedError: if all of them do not.
+
+        """
+        chosen: list[ResidentDataset] = []
+        for dataset in candidates:
+            if over <= 0:
+                break
+            chosen.append(dataset)
+            over -= self._cost(dataset.layout)
+        if over > 0:
+            available = max(0, needed - over)
+            raise ResourceExhaustedError(
+                f"the data set needs {needed} bytes, {available} are available",
+                "MEMORY",
+                "Release data sets, or start the server with a higher --max-resident-bytes",
+                needed=needed,
+                available=available,
+            )
+        return chosen
+
+    def _in_order(
+        self, idle: list[ResidentDataset], tenant: str, needed: int
+    ) -> list[ResidentDataset]:
+        """Put data sets of tenants that hold more than their share first."""
+        held = self._held + Counter({tenant: needed})
+        share = self._limits.resident_bytes / len(held)
+        return sorted(idle, key=lambda d: held[d.tenant] <= share)
+
+    def _unreserve(self, size: int, tenant: str) -> None:
         with self._lock:
-            self._bytes -= size
+            self._held[tenant] -= size
 
 
 class Upload:
     """One upload on its way into shared memory."""
 
-    def __init__(self, layout: Layout, content_id: bytes, segment: Segment) -> None:
+    def __init__(self, layout: Layout, content_id: bytes, tenant: str, segment: Segment) -> None:
         self.layout = layout
         self.content_id = content_id
+        self.tenant = tenant
+        self.key = key_of(tenant, content_id)
         self.segment = segment
         self._digest = hashlib.sha256(layout.header())
         self._received = 0
@@ -222,3 +300,27 @@ class Upload:
                 "Compute SHA-256 over the header and payload as evaluator.proto describes",
                 "content_id",
             )
+
+
+class Sweeper:
+    """Removes data sets whose lease has run out, from a thread of its own."""
+
+    def __init__(self, store: DatasetStore, seconds: float) -> None:
+        self._store = store
+        self._seconds = seconds
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._sweep, name="sweeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for them."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking."""
+        self._stopping.set()
+
+    def _sweep(self) -> None:
+        while not self._stopping.wait(min(_LONGEST_SWEEP, self._seconds / 4)):
+            count = self._store.expire(self._seconds)
+            if count:
+                _LOG.info("%d data sets went after %g s without use", count, self._seconds)

@@ -4,7 +4,7 @@ It takes Evaluate and Optimize calls itself, with lanes of its own to the engine
 others on to the front door, which owns the data sets. It leases a data set from the front door when
 a call first needs it, and gives the lease back when no call has used it for a while::
 
-    python -m warpfit_server.door DESCRIPTOR PORT FRONT_DOOR CONFIG
+    python -m warpfit_server.door DESCRIPTOR PORT FRONT_DOOR LEDGER NUMBER CONFIG
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ import grpc
 from warpfit.dataset import Layout
 from warpfit.errors import UnavailableError
 from warpfit_server import channel as wire
+from warpfit_server.auth import FORWARDED_METADATA_KEY
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
+from warpfit_server.guard import make_guard
 from warpfit_server.lanes import Lanes
+from warpfit_server.ledger import Ledger
 from warpfit_server.logs import configure_logging
 from warpfit_server.port import listen, make_server
 from warpfit_server.segments import SegmentPool
 from warpfit_server.service import SERVICE_NAME, EvaluateService
+from warpfit_server.tenants import tenant_of
 
 _LOG: Final = logging.getLogger("warpfit.door")
 #: A lease that no call uses goes back after this many seconds.
@@ -150,7 +154,8 @@ def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
     def handler(request: Any, context: grpc.ServicerContext) -> bytes:
         remaining = context.time_remaining()  # centuries for a call without a deadline
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
-        call = method.future(request, timeout=timeout)
+        tenant = ((FORWARDED_METADATA_KEY, tenant_of(context).encode()),)
+        call = method.future(request, timeout=timeout, metadata=tenant)
         if not context.add_callback(call.cancel):
             call.cancel()
         try:
@@ -166,16 +171,18 @@ def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
 class Door:
     """State of the process."""
 
-    def __init__(self, control: Channel, config: Config, port: int, front_door: str) -> None:
+    def __init__(
+        self, control: Channel, config: Config, port: int, front_door: str, ledger: Ledger
+    ) -> None:
         self._control = control
         self._grace = config.grace
         self._lanes = Lanes(SegmentPool(config.idle_bytes))
         self._leases = BorrowedLeases(control.send)
-        limits = config.limits()
-        service = EvaluateService(self._leases, self._lanes, limits, config.chunk_bytes)
-        handlers = {**Forwarder(front_door).handlers(), **service.handlers()}
+        admission, guard = make_guard(config, ledger)
+        service = EvaluateService(self._leases, self._lanes, admission, config.chunk_bytes)
+        handlers = guard.protect({**Forwarder(front_door).handlers(), **service.handlers()})
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
-        listen(self._grpc, config.host, port)
+        listen(self._grpc, config, port)
 
     def run(self) -> None:
         """Serve until the front door says Quit or is gone."""
@@ -207,12 +214,13 @@ class Door:
 
 def main(arguments: Sequence[str]) -> None:
     """Run a door; the front door starts it."""
-    descriptor, port, front_door, text = arguments
+    descriptor, port, front_door, table, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
-        Door(control, config, int(port), front_door).run()
+        ledger = Ledger(int(table), config.doors, int(number))
+        Door(control, config, int(port), front_door, ledger).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     logging.shutdown()

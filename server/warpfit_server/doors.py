@@ -13,6 +13,7 @@ from warpfit.errors import UnavailableError, WarpfitError
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
+from warpfit_server.ledger import Ledger
 from warpfit_server.service import ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 
@@ -41,15 +42,21 @@ class Doors:
         config: the server's configuration.
         supervisor: of the engine.
         leases: the front door's data sets.
+        ledger: of what is in use, which the doors share.
 
     """
 
     def __init__(
-        self, config: Config, supervisor: EngineSupervisor, leases: ResidentLeases
+        self,
+        config: Config,
+        supervisor: EngineSupervisor,
+        leases: ResidentLeases,
+        ledger: Ledger,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._leases = leases
+        self._ledger = ledger
         self._lock = threading.Lock()
         self._doors: list[_Door] = []
         self._stopping = threading.Event()
@@ -69,8 +76,8 @@ class Doors:
         """
         started = [threading.Event() for _ in range(count)]
         self._threads = [
-            threading.Thread(target=self._keep, args=(port, front_door, event), daemon=True)
-            for event in started
+            threading.Thread(target=self._keep, args=(port, front_door, number, event), daemon=True)
+            for number, event in enumerate(started, 1)
         ]
         for thread in self._threads:
             thread.start()
@@ -117,10 +124,10 @@ class Doors:
         with self._lock:
             return [door for door in self._doors if door.serving.is_set()]
 
-    def _keep(self, port: int, front_door: str, started: threading.Event) -> None:
+    def _keep(self, port: int, front_door: str, number: int, started: threading.Event) -> None:
         """Run one door after the other until the server stops."""
         while not self._stopping.is_set():
-            door = self._spawn(port, front_door)
+            door = self._spawn(port, front_door, number)
             with self._lock:
                 self._doors.append(door)
             try:
@@ -129,6 +136,7 @@ class Doors:
                 _LOG.debug("door %d has closed its channel", door.process.pid)
             finally:
                 self._bury(door)
+                self._ledger.bury(number)
             if not started.is_set():  # it has never served
                 started.set()
                 return
@@ -136,15 +144,16 @@ class Doors:
                 _LOG.error("door %d ended; a new one starts", door.process.pid)
                 self._stopping.wait(_PAUSE)
 
-    def _spawn(self, port: int, front_door: str) -> _Door:
+    def _spawn(self, port: int, front_door: str, number: int) -> _Door:
         control, theirs = Channel.pair()
         with theirs:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "warpfit_server.door", str(theirs.fileno())),
-                    *(str(port), front_door, self._config.to_json()),
+                    *(str(port), front_door, str(self._ledger.descriptor), str(number)),
+                    self._config.to_json(),
                 ],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self._ledger.descriptor],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the front door, which drains first
             )

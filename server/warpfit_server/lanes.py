@@ -12,8 +12,9 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitRequest
 from warpfit.ir import Batch
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
@@ -36,6 +37,8 @@ _KEPT_BYTES: Final = 256 << 20
 _NOTICE: Final = 20_000
 #: A call that waits for a lane looks this often whether its client is still there, in seconds.
 _LOOK_UP: Final = 0.05
+#: A lane's segment above this size is not wiped for another tenant but exchanged.
+_WIPED_BYTES: Final = 1 << 20
 
 
 class Lane:
@@ -49,10 +52,24 @@ class Lane:
         self.segment: Segment | None = None
         self.mapped: Segment | None = None
         """The segment that the engine has mapped for this lane, whoever holds it now."""
+        self.tenant = ""
+        """On whose behalf it is in use."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A call that waits for a lane."""
+
+    tenant: str
+    lane: Lane | None = None
+    served: threading.Event = field(default_factory=threading.Event)
 
 
 class Lanes:
     """The lanes of this process; `open` whenever an engine starts, `shut` when it is gone.
+
+    A lane goes to the call whose tenant has fewest, and the last one only to a tenant that has
+    none: whoever floods the engine does not keep others from reaching it.
 
     Args:
         pool: where segments come from.
@@ -64,7 +81,9 @@ class Lanes:
         self._idle: list[Lane] = []
         self._open = False
         self._generation = 0
-        self._changed = threading.Condition()
+        self._used: Counter[str] = Counter()
+        self._waiters: list[_Waiter] = []
+        self._changed = threading.Lock()
 
     def open(self, ends: Sequence[socket.socket]) -> None:
         """Use these sockets from now on."""
@@ -72,19 +91,27 @@ class Lanes:
         with self._changed:
             self._generation += 1
             self._idle = [Lane(end, self._generation) for end in ends]
+            self._used.clear()
             self._open = True
-            self._changed.notify_all()
+            self._serve()
 
     def shut(self) -> None:
         """Refuse evaluations until the next `open`."""
         with self._changed:
             dropped, self._idle = self._idle, []
             self._open = False
-            self._changed.notify_all()
+            for waiter in self._waiters:
+                waiter.served.set()
         for lane in dropped:
             self._drop(lane)
 
-    def start(self, evaluation: Evaluation, layout: Layout, is_wanted: Callable[[], bool]) -> Run:
+    def start(
+        self,
+        evaluation: Evaluation,
+        layout: Layout,
+        is_wanted: Callable[[], bool],
+        tenant: str = "",
+    ) -> Run:
         """Hand a checked evaluation to the engine; the caller must `Run.close` in the end.
 
         The caller holds a lease on the data set.
@@ -93,6 +120,7 @@ class Lanes:
             evaluation: what to evaluate.
             layout: layout of its data set.
             is_wanted: asked now and then while all lanes are busy.
+            tenant: on whose behalf.
 
         Raises:
             UnavailableError: if there is no engine.
@@ -101,7 +129,7 @@ class Lanes:
 
         """
         frame = Frame.of(evaluation, layout)
-        problem = _order(frame, evaluation, layout)
+        problem = _order(frame, evaluation, layout, tenant)
         return self._send(problem, evaluation.batch, {}, lambda order: order, is_wanted)
 
     def start_fit(
@@ -110,6 +138,7 @@ class Lanes:
         layout: Layout,
         deadline: float | None,
         is_wanted: Callable[[], bool],
+        tenant: str = "",
     ) -> Run:
         """Hand a checked fit to the engine, as `start` does.
 
@@ -118,6 +147,7 @@ class Lanes:
             layout: layout of its data set.
             deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
             is_wanted: asked now and then while all lanes are busy.
+            tenant: on whose behalf.
 
         """
         frame = Frame.of_fit(request, layout)
@@ -125,7 +155,7 @@ class Lanes:
         arrays = {name: getattr(settings, name) for name in ("lower", "upper", "fixed")}
         scalars = replace(settings, lower=None, upper=None, fixed=None)
         return self._send(
-            _order(frame, request.problem, layout),
+            _order(frame, request.problem, layout, tenant),
             request.problem.batch,
             arrays,
             lambda problem: wire.Optimize(problem, scalars, deadline),
@@ -142,9 +172,9 @@ class Lanes:
     ) -> Run:
         """Send the order that is made from ``problem`` once a lane and its segment are known."""
         frame = problem.frame
-        lane = self._take(is_wanted)
+        lane = self._take(is_wanted, problem.tenant)
         try:
-            segment = self._provide(lane, frame.nbytes)
+            segment = self._provide(lane, frame.nbytes, problem.tenant)
             frame.write(segment, batch)
             for name, array in arrays.items():
                 if array is not None:
@@ -166,8 +196,9 @@ class Lanes:
         """Take a lane back whose evaluation has ended."""
         with self._changed:
             if self._open and lane.generation == self._generation:
+                self._used[lane.tenant] -= 1
                 self._idle.append(lane)
-                self._changed.notify()
+                self._serve()
                 return
         self._drop(lane)
 
@@ -191,22 +222,53 @@ class Lanes:
         if lane.generation == self._generation:
             self.shut()
 
-    def _take(self, is_wanted: Callable[[], bool]) -> Lane:
+    def _take(self, is_wanted: Callable[[], bool], tenant: str) -> Lane:
+        waiter = _Waiter(tenant)
         with self._changed:
-            while self._open and not self._idle:
-                if not self._changed.wait(_LOOK_UP) and not is_wanted():
-                    raise CancelledError("the call has ended", "CANCELLED")
-            if not self._open:
-                raise unavailable()
-            return self._idle.pop()  # the one used last: its memory is in the caches
+            self._waiters.append(waiter)
+            self._serve()
+        wanted = True
+        while True:
+            with self._changed:
+                if waiter.lane is not None:
+                    return waiter.lane
+                if not (self._open and wanted):
+                    self._waiters.remove(waiter)
+                    raise _ended() if self._open else unavailable()
+                waiter.served.clear()
+            wanted = waiter.served.wait(_LOOK_UP) or is_wanted()
 
-    def _provide(self, lane: Lane, size: int) -> Segment:
+    def _serve(self) -> None:
+        """Give idle lanes to those who wait; the lock is held."""
+        while self._open and self._idle:
+            able = [w for w in self._waiters if len(self._idle) > 1 or not self._used[w.tenant]]
+            if not able:
+                return
+            waiter = min(able, key=lambda w: self._used[w.tenant])
+            self._waiters.remove(waiter)
+            self._used[waiter.tenant] += 1
+            waiter.lane = self._pick(waiter.tenant)
+            waiter.lane.tenant = waiter.tenant
+            waiter.served.set()
+
+    def _pick(self, tenant: str) -> Lane:
+        """Take the idle lane used last, whose memory is in the caches, best by the same tenant."""
+        for index in range(len(self._idle) - 1, -1, -1):
+            if self._idle[index].tenant == tenant:
+                return self._idle.pop(index)
+        return self._idle.pop()
+
+    def _provide(self, lane: Lane, size: int, tenant: str) -> Segment:
         """Give a lane a segment that is large enough, unless it has one."""
-        if lane.segment is not None and lane.segment.size < size:
-            self.pool.release(lane.segment)
-            lane.segment = None
+        segment = lane.segment
+        if segment is not None:
+            is_foreign = segment.owner != tenant and segment.size > _WIPED_BYTES
+            if segment.size < size or is_foreign:
+                self.pool.release(segment)
+                lane.segment = None
         if lane.segment is None:
-            lane.segment = self.pool.acquire(size)
+            lane.segment = self.pool.acquire(size, tenant)
+        lane.segment.give_to(tenant)
         return lane.segment
 
     def _drop(self, lane: Lane) -> None:
@@ -224,6 +286,8 @@ class Run:
         self.frame = frame
         self.losses: NDArray[np.float64] | None = None
         """[programs, K], once `next_event` has returned Finished."""
+        self.timings: Timings | None = None
+        """Of the engine, once it has finished without an error."""
         self._lanes = lanes
         self._lane = lane
         # An answer takes its segment along, unless it is small and the engine keeps it mapped.
@@ -246,7 +310,7 @@ class Run:
                 break
             except BlockingIOError:
                 if self._cancelled:
-                    raise CancelledError("the call has ended", "CANCELLED") from None
+                    raise _ended() from None
             except ChannelClosedError as error:
                 self._finish(lost=True)
                 raise unavailable() from error
@@ -254,6 +318,7 @@ class Run:
             self._finish(lost=False)
             if event.error is not None:
                 raise event.error
+            self.timings = event.timings
         assert isinstance(event, wire.Event)  # nothing else is sent on a lane
         return event
 
@@ -286,7 +351,7 @@ class Run:
             self._lanes.put_back(self._lane)
 
 
-def _order(frame: Frame, evaluation: Evaluation, layout: Layout) -> wire.Evaluate:
+def _order(frame: Frame, evaluation: Evaluation, layout: Layout, tenant: str) -> wire.Evaluate:
     """Describe an evaluation, all but its segment."""
     return wire.Evaluate(
         size=0,
@@ -300,7 +365,12 @@ def _order(frame: Frame, evaluation: Evaluation, layout: Layout) -> wire.Evaluat
         submitted=time.monotonic_ns(),
         custom_loss=evaluation.custom_loss,
         wishes=tuple(wish for wish in wire.WISHES if getattr(evaluation, wish)),
+        tenant=tenant,
     )
+
+
+def _ended() -> CancelledError:
+    return CancelledError("the call has ended", "CANCELLED")
 
 
 def unavailable() -> UnavailableError:

@@ -41,8 +41,11 @@ def check_batch(batch: Batch, limits: Limits) -> None:
         _refuse_over(reason, what, needed, allowed, flag)
 
 
-def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> None:
+def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
     """Refuse an answer that is too large, before it is allocated; the rows have been checked.
+
+    Returns:
+        Its size in bytes.
 
     Raises:
         ResourceExhaustedError: naming the limit and the flag that raises it.
@@ -57,12 +60,16 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> None
     _refuse_over(
         "RESULT_TOO_LARGE", "bytes of results", needed, limits.result_bytes, "result-bytes"
     )
+    return needed
 
 
-def check_fit(request: FitRequest, limits: Limits) -> None:
+def check_fit(request: FitRequest, limits: Limits) -> int:
     """Refuse a fit whose searches are too large together, before anything is allocated.
 
     A search is a program with one start: it has tokens, a few vectors and a matrix of its own.
+
+    Returns:
+        Their size in bytes.
 
     Raises:
         ResourceExhaustedError: naming the limit and the flag that raises it.
@@ -75,6 +82,7 @@ def check_fit(request: FitRequest, limits: Limits) -> None:
     _refuse_over(
         "RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes"
     )
+    return needed
 
 
 def _refuse_over(reason: str, what: str, needed: int, allowed: int, flag: str) -> None:
@@ -103,4 +111,13 @@ def check_dataset(layout: Layout, limits: Limits) -> None:
             "layout",
             needed=layout.nbytes,
             available=limits.dataset_bytes,
+        )
+    if layout.rows > limits.rows:
+        raise ResourceExhaustedError(
+            f"the data set has {layout.rows} rows, the limit is {limits.rows}",
+            "TOO_MANY_ROWS",
+            "Use fewer rows, or start the server with a higher --max-rows",
+            "layout.rows",
+            needed=layout.rows,
+            available=limits.rows,
         )

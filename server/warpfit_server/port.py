@@ -11,9 +11,11 @@ import grpc
 
 from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
+from warpfit_server.tls import add_port
 
 #: Threads beyond --max-requests, for short calls and for refusing what is over the limit.
 _SPARE_THREADS: Final = 16
+_KEEPALIVE_MS: Final = 20_000
 
 
 def make_server(
@@ -38,21 +40,27 @@ def make_server(
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
+            # A client that vanishes without a word must not keep its place for ever; and clients
+            # may ask the same of the server, which gRPC would take for an attack.
+            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+            ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 4),
         ],
     )
 
 
-def listen(server: grpc.Server, host: str, port: int) -> int:
+def listen(server: grpc.Server, config: Config, port: int) -> int:
     """Bind a server to a port, 0 for a free one; return the port.
 
     Raises:
         UnavailableError: if it is taken.
+        InvalidArgumentError: if the files of TLS cannot be used.
 
     """
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        return add_port(server, config, port)
     except RuntimeError as error:
-        raise _taken(host, port) from error
+        raise _taken(config.host, port) from error
 
 
 def check_free(host: str, port: int) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import os
+import resource
 import threading
 from typing import Any, Final
 
@@ -21,6 +22,16 @@ from numpy.typing import DTypeLike, NDArray
 from warpfit.errors import ResourceExhaustedError
 
 _SMALLEST: Final = 64 << 10
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children open as many files as the system allows them at most.
+
+    Each data set and each call on its way holds some; the usual limit of 1,024 is for programs that
+    use ``select``.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Segment:
@@ -34,6 +45,8 @@ class Segment:
         """Number that names the segment in messages."""
         self.size = size
         """Bytes."""
+        self.owner = ""
+        """Whose bytes it may hold."""
         self._map = mmap.mmap(descriptor, size)
         self.descriptor = descriptor  # last: if mapping fails, the caller still owns it
 
@@ -74,6 +87,12 @@ class Segment:
             written = os.pwrite(self.descriptor, data, offset)
             data, offset = data[written:], offset + written
 
+    def give_to(self, owner: str) -> None:
+        """Let a tenant use the segment; of another one's bytes nothing is left."""
+        if self.owner != owner:
+            self.array("u1", (self.size,))[...] = 0
+            self.owner = owner
+
     def view(self) -> memoryview:
         """View of the segment as bytes."""
         return memoryview(self._map)
@@ -94,7 +113,8 @@ class Segment:
 class SegmentPool:
     """Allocates segments and keeps idle ones for reuse, up to a number of bytes.
 
-    Reused segments hold old bytes: whoever reads one must know that it was written first.
+    A reused segment may hold old bytes of the tenant that it is for, never of another: whoever
+    reads one must know that it was written first, and if that fails, no other tenant's are seen.
     """
 
     def __init__(self, idle_bytes: int) -> None:
@@ -105,14 +125,31 @@ class SegmentPool:
         self._idle_bytes = 0
         self._next = 0
 
-    def acquire(self, size: int) -> Segment:
-        """Return a segment of at least ``size`` bytes, to be given back with `release`."""
+    def acquire(self, size: int, owner: str = "") -> Segment:
+        """Return a segment of at least ``size`` bytes, to be given back with `release`.
+
+        Args:
+            size: bytes.
+            owner: the tenant that it is for.
+
+        """
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
+        segment = self._reuse(capacity, owner)
+        if segment is None:
+            segment = self.create(capacity)
+            segment.owner = owner  # its bytes are zero
+        segment.give_to(owner)
+        return segment
+
+    def _reuse(self, capacity: int, owner: str) -> Segment | None:
+        """Take an idle segment, one of the same owner if there is one."""
         with self._lock:
-            if self._idle.get(capacity):
-                self._idle_bytes -= capacity
-                return self._idle[capacity].pop()
-        return self.create(capacity)
+            idle = self._idle.get(capacity)
+            if not idle:
+                return None
+            self._idle_bytes -= capacity
+            own = (index for index, segment in enumerate(idle) if segment.owner == owner)
+            return idle.pop(next(own, -1))
 
     def create(self, size: int) -> Segment:
         """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused."""

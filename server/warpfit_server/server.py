@@ -6,41 +6,51 @@ import tempfile
 from types import TracebackType
 
 from warpfit_server.config import Config
-from warpfit_server.datasets import DatasetStore
+from warpfit_server.datasets import DatasetStore, Sweeper
 from warpfit_server.doors import Doors
+from warpfit_server.guard import make_guard
+from warpfit_server.ledger import Ledger
 from warpfit_server.port import check_free, listen, make_server
-from warpfit_server.segments import SegmentPool
+from warpfit_server.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
+from warpfit_server.tls import check_exposure
 
 
 class Server:
     """A running server; a context manager. ``port`` is the port that it listens on."""
 
     def __init__(self, config: Config) -> None:
+        check_exposure(config)
+        raise_descriptor_limit()
         limits = config.limits()
         pool = SegmentPool(config.idle_bytes)
         self._config = config
         self.supervisor = EngineSupervisor(config, pool)
         self._datasets = DatasetStore(limits, pool, self.supervisor.unload)
         leases = ResidentLeases(self._datasets, self.supervisor)
-        self._doors = Doors(config, self.supervisor, leases)
+        self.ledger = Ledger.create(config.doors)
+        self._doors = Doors(config, self.supervisor, leases, self.ledger)
+        admission, guard = make_guard(config, self.ledger, trusts_doors=True)
         service = EvaluatorService(
-            self._datasets, self.supervisor, limits, config.chunk_bytes, self._doors.forget
+            self._datasets, self.supervisor, admission, config.chunk_bytes, self._doors.forget
         )
+        handlers = guard.protect(service.handlers())
         check_free(config.host, config.port)
-        self._grpc = make_server(config, SERVICE_NAME, service.handlers(), shared=config.doors > 1)
-        self.port = listen(self._grpc, config.host, config.port)
+        self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.doors > 1)
+        self.port = listen(self._grpc, config, config.port)
         # Readable by this user alone: what the doors pass on comes in here.
         self._directory = tempfile.TemporaryDirectory(prefix="warpfit-")
         self._front_door = f"unix:{self._directory.name}/front-door"
         self._grpc.add_insecure_port(self._front_door)
+        self._sweeper = Sweeper(self._datasets, config.lease_seconds)
 
     def __enter__(self) -> Server:
         """Start engine, port and doors; returns when the server is ready."""
         self.supervisor.start(self._datasets.leased, self._doors.engine_ready)
         self._grpc.start()
         self._doors.start(self._config.doors - 1, self.port, self._front_door)
+        self._sweeper.start()
         return self
 
     def __exit__(
@@ -50,6 +60,7 @@ class Server:
         traceback: TracebackType | None,
     ) -> None:
         """Refuse new calls, let those in flight finish within the grace period, stop."""
+        self._sweeper.stop()
         stopped = self._grpc.stop(self._config.grace)
         self._doors.stop()
         stopped.wait()

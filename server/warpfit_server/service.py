@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,15 +19,25 @@ import grpc
 
 from warpfit import codec
 from warpfit.dataset import Layout
-from warpfit.errors import InternalError, ResourceExhaustedError, WarpfitError
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    InternalError,
+    WarpfitError,
+)
 from warpfit.fitting import FitRequest, FitResult
-from warpfit.info import Limits, ServerInfo
+from warpfit.info import ServerInfo
+from warpfit.request import Evaluation
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
+from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
+from warpfit_server.details import STATUS_METADATA_KEY, status_details
 from warpfit_server.lanes import Lanes, Run
 from warpfit_server.limits import check_batch, check_fit, check_result
 from warpfit_server.supervisor import EngineSupervisor
+from warpfit_server.tenants import key_of, tenant_of
 
 _LOG: Final = logging.getLogger("warpfit.service")
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
@@ -40,8 +49,11 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 class Leases(Protocol):
     """Data sets to evaluate on."""
 
-    def lease(self, content_id: bytes) -> AbstractContextManager[Layout]:
+    def lease(self, key: bytes) -> AbstractContextManager[Layout]:
         """Keep a data set in place, loaded by the engine, inside the ``with`` block.
+
+        Args:
+            key: see `warpfit_server.tenants.key_of`.
 
         Raises:
             DatasetNotFoundError: if it is not resident.
@@ -53,12 +65,13 @@ class Leases(Protocol):
 class EvaluateService:
     """Implements Evaluate and Optimize, in the front door and in further doors."""
 
-    def __init__(self, datasets: Leases, lanes: Lanes, limits: Limits, chunk_bytes: int) -> None:
+    def __init__(
+        self, datasets: Leases, lanes: Lanes, admission: Admission, chunk_bytes: int
+    ) -> None:
         self._leases = datasets
         self._lanes = lanes
-        self._limits = limits
+        self._admission = admission
         self._chunk_bytes = chunk_bytes
-        self._places = threading.BoundedSemaphore(limits.requests)
 
     def handlers(self) -> dict[str, Any]:
         """Handlers by method name."""
@@ -70,32 +83,44 @@ class EvaluateService:
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Evaluate a batch and stream the answer while the engine still computes."""
         # A call that has ended leaves its place at once, its lane when the engine has stopped.
-        with errors_to_status(context), ExitStack() as held, self.place():
+        tenant = tenant_of(context)
+        with errors_to_status(context), ExitStack() as held, self._admission.place(tenant):
             arrived = time.monotonic_ns()
+            limits = self._admission.limits(tenant)
             request = codec.parse_message(pb.EvaluateRequest, message)
-            evaluation = codec.evaluation_from_message(request)
+            evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
             layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
-            check_batch(evaluation.batch, self._limits)
+            check_batch(evaluation.batch, limits)
             evaluation.check(layout)
-            check_result(evaluation, layout, self._limits)
+            size = check_result(evaluation, layout, limits) + len(message)
+            work = self._admission.evaluation(tenant, evaluation, layout, size)
+            charge = held.enter_context(work)
             decode = time.monotonic_ns() - arrived
-            run = self._lanes.start(evaluation, layout, context.is_active)
+            _check_wanted(context)
+            charge.run = run = self._lanes.start(evaluation, layout, context.is_active, tenant)
             _end_with_call(run, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
             yield from self._answer(run, start, decode)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Fit a batch; stream progress if asked for, then the result."""
-        with errors_to_status(context), ExitStack() as held, self.place():
+        tenant = tenant_of(context)
+        with errors_to_status(context), ExitStack() as held, self._admission.place(tenant):
             arrived = time.monotonic_ns()
+            limits = self._admission.limits(tenant)
             request = codec.fit_from_message(codec.parse_message(pb.OptimizeRequest, message))
+            request = replace(request, problem=_of_tenant(request.problem, tenant))
             layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
-            check_batch(request.problem.batch, self._limits)
+            check_batch(request.problem.batch, limits)
             request.check(layout)
-            check_fit(request, self._limits)
+            size = check_fit(request, limits) + len(message)
+            charge = held.enter_context(self._admission.fit(tenant, request, layout, size))
             deadline = _stop_time(request, context.time_remaining())
             decode = time.monotonic_ns() - arrived
-            run = self._lanes.start_fit(request, layout, deadline, context.is_active)
+            _check_wanted(context)
+            charge.run = run = self._lanes.start_fit(
+                request, layout, deadline, context.is_active, tenant
+            )
             _end_with_call(run, context, held)
             yield from _fit_answer(run, decode)
 
@@ -131,22 +156,6 @@ class EvaluateService:
         matrix = run.segment.view()[begin : begin + size]
         return codec.value_pieces(matrix, 0, self._chunk_bytes, jacobian=True)
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """Count a call while it runs; refuse it over the limit."""
-        if not self._places.acquire(blocking=False):
-            raise ResourceExhaustedError(
-                f"{self._limits.requests} calls are in flight, which is the limit",
-                "TOO_MANY_REQUESTS",
-                "Retry with back-off, or start the server with a higher --max-requests",
-                needed=self._limits.requests + 1,
-                available=self._limits.requests,
-            )
-        try:
-            yield
-        finally:
-            self._places.release()
-
 
 class EvaluatorService(EvaluateService):
     """Implements all RPCs of evaluator.proto, in the front door."""
@@ -155,12 +164,12 @@ class EvaluatorService(EvaluateService):
         self,
         datasets: DatasetStore,
         supervisor: EngineSupervisor,
-        limits: Limits,
+        admission: Admission,
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
     ) -> None:
         super().__init__(
-            ResidentLeases(datasets, supervisor), supervisor.lanes, limits, chunk_bytes
+            ResidentLeases(datasets, supervisor), supervisor.lanes, admission, chunk_bytes
         )
         self._datasets = datasets
         self._supervisor = supervisor
@@ -178,14 +187,16 @@ class EvaluatorService(EvaluateService):
 
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
-        with errors_to_status(context), self.place():
+        tenant = tenant_of(context)
+        with errors_to_status(context), self._admission.place(tenant):
             first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
             layout, content_id = codec.upload_header(first)
             try:
-                with self._datasets.lease(content_id) as resident:
+                with self._datasets.lease(key_of(tenant, content_id)) as resident:
                     return codec.dataset_info(content_id, resident.layout).SerializeToString()
-            except WarpfitError:
-                upload = self._datasets.begin(layout, content_id)
+            except DatasetNotFoundError:
+                limits = self._admission.limits(tenant)
+                upload = self._datasets.begin(layout, content_id, tenant, limits)
             self._receive(upload, messages)
             return codec.dataset_info(content_id, layout).SerializeToString()
 
@@ -193,16 +204,17 @@ class EvaluatorService(EvaluateService):
         """Say whether a data set is resident, and renew it."""
         with errors_to_status(context):
             request = codec.parse_message(pb.GetVariablesRequest, message)
-            with self._datasets.lease(codec.check_content_id(request.content_id)) as dataset:
+            key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+            with self._datasets.lease(key) as dataset:
                 return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
 
     def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Give a data set back."""
         with errors_to_status(context):
             request = codec.parse_message(pb.ReleaseVariablesRequest, message)
-            content_id = codec.check_content_id(request.content_id)
-            self._datasets.release(content_id)
-            self._on_release(content_id)
+            key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+            self._datasets.release(key)
+            self._on_release(key)
             return pb.ReleaseVariablesResponse().SerializeToString()
 
     def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -213,7 +225,7 @@ class EvaluatorService(EvaluateService):
                 version=version("warpfit"),
                 engine=self._supervisor.engine,
                 devices=self._supervisor.devices,
-                limits=self._limits,
+                limits=self._admission.limits(tenant_of(context)),
                 operators=codec.operator_infos(),
             )
             return codec.info_to_message(info).SerializeToString()
@@ -226,14 +238,14 @@ class EvaluatorService(EvaluateService):
         except BaseException:
             self._datasets.abandon(upload)
             raise
-        self._load(upload.content_id)
+        self._load(upload.key)
 
-    def _load(self, content_id: bytes) -> None:
-        with self._datasets.lease(content_id) as dataset:
+    def _load(self, key: bytes) -> None:
+        with self._datasets.lease(key) as dataset:
             try:
                 self._supervisor.load(dataset).result()
             except WarpfitError:
-                self._datasets.release(content_id)
+                self._datasets.release(key)
                 raise
 
 
@@ -245,11 +257,27 @@ class ResidentLeases:
         self._supervisor = supervisor
 
     @contextmanager
-    def lease(self, content_id: bytes) -> Iterator[Layout]:
+    def lease(self, key: bytes) -> Iterator[Layout]:
         """Lease a data set, once the engine has it."""
-        with self._datasets.lease(content_id) as dataset:
+        with self._datasets.lease(key) as dataset:
             self._supervisor.settled(dataset)
             yield dataset.layout
+
+
+def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:
+    """Let an evaluation name the tenant's own data set."""
+    return replace(evaluation, dataset_id=key_of(tenant, evaluation.dataset_id))
+
+
+def _check_wanted(context: grpc.ServicerContext) -> None:
+    """Start nothing for a call that has ended while it was decoded."""
+    if not context.is_active():
+        raise CancelledError("the call has ended", "CANCELLED")
+    remaining = context.time_remaining()  # gRPC itself may not have noticed yet
+    if remaining is not None and remaining <= 0:
+        raise DeadlineExceededError(
+            "the deadline passed before the call began", "DEADLINE_EXCEEDED", "Raise timeout="
+        )
 
 
 def _end_with_call(run: Run, context: grpc.ServicerContext, held: ExitStack) -> None:
@@ -301,5 +329,10 @@ def errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
 
 
 def _abort(context: grpc.ServicerContext, error: WarpfitError) -> None:
-    context.set_trailing_metadata(((codec.ERROR_METADATA_KEY, codec.error_to_detail(error)),))
+    context.set_trailing_metadata(
+        (
+            (codec.ERROR_METADATA_KEY, codec.error_to_detail(error)),
+            (STATUS_METADATA_KEY, status_details(error)),
+        )
+    )
     context.abort(grpc.StatusCode[error.status], str(error))

@@ -28,7 +28,8 @@ from warpfit_server.segments import SegmentPool
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
 #: Lanes beyond what the engine runs at a time: their batches are in place when it is their turn.
-_SPARE_LANES: Final = 2
+#: One more is kept for a tenant that has none (see `Lanes`).
+_SPARE_LANES: Final = 3
 
 
 class EngineSupervisor:
@@ -144,12 +145,12 @@ class EngineSupervisor:
     # ------------------------------------------------------------------- under self._lock
 
     def _load(self, channel: Channel, dataset: ResidentDataset) -> Future[None]:
-        future = self._loads.get(dataset.content_id)
+        future = self._loads.get(dataset.key)
         if future is not None:
             return future
-        future = self._loads[dataset.content_id] = Future()
+        future = self._loads[dataset.key] = Future()
         segment = dataset.segment
-        load = wire.Load(dataset.content_id, dataset.layout, segment.identifier, segment.size)
+        load = wire.Load(dataset.key, dataset.layout, segment.identifier, segment.size)
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:

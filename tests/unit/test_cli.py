@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.loopback import serve
 from warpfit import cli, embedded, testing
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
+from warpfit.security import token_digest
 from warpfit.table import read_table
 
 CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
@@ -107,6 +109,23 @@ def test_a_server_that_is_not_there(capsys):
 
 
 # ------------------------------------------------------------------------------- other commands
+
+
+def test_token_prints_the_token_and_its_line_apart(capsys):
+    status, out, err = run(capsys, "token", "alice", "--days", "7")
+    assert status == 0
+    tenant, digest, until = err.splitlines()[-1].split()
+    assert (tenant, digest) == ("alice", token_digest(out.strip()).hex())
+    assert 6.9 < (datetime.fromisoformat(until) - datetime.now(UTC)).total_seconds() / 86400 < 7.1
+
+
+def test_flags_of_a_connection(capsys, address, tmp_path):
+    status, _, err = run(capsys, "info", address, "--token-file", tmp_path / "nothing")
+    assert status == 2
+    assert "cannot read" in err
+    status, _, err = run(capsys, "info", address, "--ca", tmp_path / "nothing")
+    assert status == 2
+    assert "cannot read" in err
 
 
 def test_info_describes_the_server(capsys, address):

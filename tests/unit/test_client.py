@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -305,7 +306,7 @@ def test_a_handle_works_with_another_client_and_server(client):
         np.testing.assert_array_equal(other.evaluate(data, "x2")[:, 0], X[:, 1])
 
 
-def test_data_are_uploaded_again_only_once(client, server):
+def test_data_are_uploaded_again_only_a_few_times(client, server):
     data = client.upload(X)
     lost = warpfit.DatasetNotFoundError("gone", "DATASET_NOT_FOUND")
     server.forget()
@@ -319,7 +320,46 @@ def test_data_are_uploaded_again_only_once(client, server):
     server.answer = forgetful
     with pytest.raises(warpfit.DatasetNotFoundError):
         client.evaluate(data, "x1")
-    assert server.calls.count("UploadVariables") == 2
+    assert server.calls.count("UploadVariables") == 1 + 3
+
+
+BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.15)
+
+
+def test_a_busy_server_is_asked_again_when_it_wants_to_be(connect, server):
+    with connect(retry=RetryPolicy(initial_backoff=0.001, jitter=0.0)) as client:
+        data = client.upload(X)
+        server.fail(calls=2, error=BUSY)
+        started = time.monotonic()
+        client.evaluate(data, "x1")
+        assert time.monotonic() - started >= 0.3
+        assert server.calls.count("Evaluate") == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        (RetryPolicy(total_seconds=0.1), BUSY),
+        (RetryPolicy(total_seconds=0), BUSY),
+        (QUICK, warpfit.ResourceExhaustedError("over a limit", "TOO_MANY_PROGRAMS")),
+    ],
+)
+def test_what_cannot_help_is_not_repeated(connect, server, policy, error):
+    with connect(retry=policy) as client:
+        data = client.upload(X)
+        server.fail(error=error)
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            client.evaluate(data, "x1")
+        assert (caught.value.reason, caught.value.retry_after) == (error.reason, error.retry_after)
+        assert server.calls.count("Evaluate") == 1
+
+
+def test_a_deadline_comes_before_a_busy_server(connect, server):
+    with connect() as client:
+        data = client.upload(X)
+        server.fail(error=BUSY)
+        with pytest.raises(warpfit.DeadlineExceededError, match="busy"):
+            client.evaluate(data, "x1", timeout=0.1)
 
 
 def test_wait_ready_outlasts_the_retry_policy(connect, server):

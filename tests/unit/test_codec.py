@@ -113,7 +113,7 @@ def test_timings_survive(timings):
         ),
         max_size=3,
     ),
-    st.lists(COUNTS, min_size=9, max_size=9),
+    st.lists(COUNTS, min_size=10, max_size=10),
 )
 def test_server_infos_survive(devices, limits):
     server = info.ServerInfo(
@@ -128,7 +128,10 @@ def test_operator_infos_cover_the_table():
 
 
 @pytest.mark.parametrize("kind", [*errors.BY_STATUS.values(), errors.ProgramError])
-@pytest.mark.parametrize("place", [{}, {"expression": 0, "token": 0, "needed": 0, "available": 0}])
+@pytest.mark.parametrize(
+    "place",
+    [{}, {"expression": 0, "token": 0, "needed": 0, "available": 0, "retry_after": 1.25}],
+)
 def test_errors_survive(kind, place):
     error = kind("what", "REASON", "remedy", "field", **place)
     detail = [("other", "x"), (codec.ERROR_METADATA_KEY, codec.error_to_detail(error))]

@@ -33,6 +33,7 @@ from warpfit_server.frame import Frame
 from warpfit_server.lanes import Lanes
 from warpfit_server.limits import check_batch, check_dataset, check_result
 from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.tenants import ANONYMOUS, key_of
 
 DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
 
@@ -295,6 +296,10 @@ class TestChannel:
             theirs.send(wire.Stop())
 
 
+def key(dataset, tenant=ANONYMOUS):
+    return key_of(tenant, dataset.content_id)
+
+
 class TestDatasetStore:
     def _store(self, resident_bytes):
         removed = []
@@ -310,7 +315,7 @@ class TestDatasetStore:
     def test_round_trip(self):
         store, _ = self._store(1 << 20)
         self._put(store, DATA)
-        with store.lease(DATA.content_id) as resident:
+        with store.lease(key(DATA)) as resident:
             shape = (DATA.layout.columns, DATA.layout.rows)
             np.testing.assert_array_equal(resident.segment.array("<f4", shape), DATA.matrix)
 
@@ -320,10 +325,10 @@ class TestDatasetStore:
         others = [Dataset.of(np.full((10, 4), k), np.arange(10.0)) for k in range(2)]
         self._put(store, DATA)
         self._put(store, others[0])
-        with store.lease(DATA.content_id):
+        with store.lease(key(DATA)):
             self._put(store, others[1])
-            assert removed == [others[0].content_id]
-            with store.lease(others[1].content_id), pytest.raises(ResourceExhaustedError) as caught:
+            assert removed == [key(others[0])]
+            with store.lease(key(others[1])), pytest.raises(ResourceExhaustedError) as caught:
                 store.begin(others[0].layout, others[0].content_id)
         assert (caught.value.needed, caught.value.available) == (size, 0)
 
@@ -339,20 +344,20 @@ class TestDatasetStore:
         assert self._put(store, DATA) is first
         other = Dataset.of(np.ones((10, 4)), np.arange(10.0))
         self._put(store, other)
-        with store.lease(DATA.content_id), store.lease(other.content_id):
+        with store.lease(key(DATA)), store.lease(key(other)):
             pass
 
     def test_release_waits_for_the_last_use(self):
         store, removed = self._store(1 << 20)
         self._put(store, DATA)
-        with store.lease(DATA.content_id):
-            store.release(DATA.content_id)
+        with store.lease(key(DATA)):
+            store.release(key(DATA))
             assert removed == []
-            with pytest.raises(DatasetNotFoundError), store.lease(DATA.content_id):
+            with pytest.raises(DatasetNotFoundError), store.lease(key(DATA)):
                 pass
-        assert removed == [DATA.content_id]
+        assert removed == [key(DATA)]
         with pytest.raises(DatasetNotFoundError):
-            store.release(DATA.content_id)
+            store.release(key(DATA))
 
     @pytest.mark.parametrize(
         ("pieces", "reason"),

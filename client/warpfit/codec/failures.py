@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
@@ -17,10 +18,14 @@ ERROR_METADATA_KEY: Final = "warpfit-error-bin"
 _UINT64_MAX: Final = 2**64 - 1
 #: gRPC's own words for a message over the limit, sent or received.
 _TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
+#: gRPC's own words for more calls than the server has threads for, and how long to wait then.
+_CROWDED: Final = "Concurrent RPC limit exceeded"
+_CROWDED_SECONDS: Final = 0.1
 #: What to do about an error that gRPC itself raised.
 _REMEDIES: Final = {
     "UNAVAILABLE": "Check that the server runs and that address and port are right",
     "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once",
+    "UNAUTHENTICATED": "Give a valid token= or client certificate",
     "UNIMPLEMENTED": "Server and client differ in version: upgrade the older one",
 }
 
@@ -36,7 +41,12 @@ def error_to_detail(error: WarpfitError) -> bytes:
         token=error.token,
         needed=None if error.needed is None else min(error.needed, _UINT64_MAX),
         available=error.available,
+        retry_after_ms=_milliseconds(error.retry_after),
     ).SerializeToString()
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else min(_UINT64_MAX, math.ceil(1000 * max(0.0, seconds)))
 
 
 def error_from_status(
@@ -72,15 +82,24 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
             needed=int(sizes[1]),
             available=int(sizes[2]),
         )
+    if _CROWDED in details:
+        return errors.ResourceExhaustedError(
+            "the server has all the calls that it can take",
+            "TOO_MANY_REQUESTS",
+            "Retry with back-off",
+            retry_after=_CROWDED_SECONDS,
+        )
     return cls(details or status, status, _REMEDIES.get(status, ""))
 
 
 def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
     detail = pb.ErrorDetail.FromString(data)
-    optional = {
+    optional: dict[str, Any] = {
         name: getattr(detail, name) if detail.HasField(name) else None
         for name in ("expression", "token", "needed", "available")
     }
+    if detail.HasField("retry_after_ms"):
+        optional["retry_after"] = detail.retry_after_ms / 1000
     if cls is InvalidArgumentError and optional["expression"] is not None:
         cls = errors.ProgramError
     return cls(detail.message, detail.reason, detail.remedy, detail.field, **optional)

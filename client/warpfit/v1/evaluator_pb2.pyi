@@ -375,7 +375,7 @@ class Device(_message.Message):
     def __init__(self, name: _Optional[str] = ..., threads: _Optional[int] = ..., memory: _Optional[int] = ..., compute_capability: _Optional[str] = ..., driver: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests")
+    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests", "rows", "rate")
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATASET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +385,8 @@ class Limits(_message.Message):
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     RESULT_BYTES_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
     message_bytes: int
     dataset_bytes: int
     resident_bytes: int
@@ -394,7 +396,9 @@ class Limits(_message.Message):
     vectors: int
     result_bytes: int
     requests: int
-    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ...) -> None: ...
+    rows: int
+    rate: float
+    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., rate: _Optional[float] = ...) -> None: ...
 
 class OperatorInfo(_message.Message):
     __slots__ = ("code", "name", "arity", "symbol", "notes")
@@ -411,7 +415,7 @@ class OperatorInfo(_message.Message):
     def __init__(self, code: _Optional[int] = ..., name: _Optional[str] = ..., arity: _Optional[int] = ..., symbol: _Optional[str] = ..., notes: _Optional[str] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("reason", "message", "remedy", "field", "expression", "token", "needed", "available")
+    __slots__ = ("reason", "message", "remedy", "field", "expression", "token", "needed", "available", "retry_after_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +424,7 @@ class ErrorDetail(_message.Message):
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     reason: str
     message: str
     remedy: str
@@ -428,4 +433,5 @@ class ErrorDetail(_message.Message):
     token: int
     needed: int
     available: int
-    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., remedy: _Optional[str] = ..., field: _Optional[str] = ..., expression: _Optional[int] = ..., token: _Optional[int] = ..., needed: _Optional[int] = ..., available: _Optional[int] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., remedy: _Optional[str] = ..., field: _Optional[str] = ..., expression: _Optional[int] = ..., token: _Optional[int] = ..., needed: _Optional[int] = ..., available: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...

@@ -77,14 +77,16 @@ class EvaluatorServicer(object):
 
         INVALID_ARGUMENT: EMPTY_DATASET, BAD_DTYPE, NAME_MISMATCH, BAD_HEADER (no header, or a second
         one), BAD_DIGEST (content_id does not match the content), TRUNCATED_UPLOAD, SURPLUS_UPLOAD.
-        RESOURCE_EXHAUSTED: DATASET_TOO_LARGE, MEMORY.
+        RESOURCE_EXHAUSTED: DATASET_TOO_LARGE, TOO_MANY_ROWS, MEMORY, TOO_MANY_REQUESTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVariables(self, request, context):
-        """Ask whether a data set is resident, and renew it. NOT_FOUND: DATASET_NOT_FOUND.
+        """Ask whether a data set is resident, and renew it. One that no call has used for the server's
+        lease time goes, and so does the one used least recently when the memory is needed; one in use
+        never does. A new engine gets all of them again. NOT_FOUND: DATASET_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,7 +110,7 @@ class EvaluatorServicer(object):
         LOSS_MISSING, WISHES_CONFLICT, SCALING_UNDEFINED, BAD_LOSS, BAD_ENUM.
         NOT_FOUND: DATASET_NOT_FOUND.
         RESOURCE_EXHAUSTED: TOO_MANY_PROGRAMS, TOO_MANY_TOKENS, PROGRAM_TOO_LONG, TOO_MANY_VECTORS,
-        RESULT_TOO_LARGE, MEMORY, TOO_MANY_REQUESTS.
+        RESULT_TOO_LARGE, MEMORY; with a time to retry after TOO_MANY_REQUESTS, QUEUE_FULL.
         UNAVAILABLE: ENGINE_RESTARTING, SHUTTING_DOWN.
         UNIMPLEMENTED: ENGINE_CANNOT.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_interpret
 from warpfit_server.engine.cpu_kernels import Flavour
+from warpfit_server.fairness import Turn, current_turn
 
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 16
@@ -46,22 +48,42 @@ class Work:
     cost: int
     reported: int = 0
     """Programs that were announced as ready, by the calling thread alone."""
+    turn: Turn = field(default_factory=current_turn)
+    """Of the evaluation that this is part of."""
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _done: set[int] = field(default_factory=set)
     _finished: int = 0
 
-    def run(self, ready: Any = None) -> None:
-        """Take pieces until none is left; the caller's thread reports what is ready."""
+    def lead(self, call_helpers: Callable[[], None], ready: Any = None) -> None:
+        """Take pieces until none is left, on the calling thread, which reports what is ready.
+
+        While another tenant should go first the thread pauses, and its helpers go to help others.
+        """
+        call_helpers()
         while (piece := self._take()) is not None:
-            group, span = divmod(piece, len(self.spans))
-            if not self.run_piece(self.pieces[group], span):
-                self.stop()
-                return
-            programs = self._finish(piece)
+            programs = self._run(piece)
             if ready is not None and programs > self.reported:
                 self.reported = programs
                 ready(programs)
+            if self.turn.must_pause():
+                self.turn.pause()
+                call_helpers()
+
+    def help(self) -> None:
+        """Take pieces until none is left or another tenant should go first."""
+        while not self.turn.must_pause() and (piece := self._take()) is not None:
+            self._run(piece)
+
+    def _run(self, piece: int) -> int:
+        """Run a piece; return how many programs are finished, from the first."""
+        started = time.perf_counter()
+        group, span = divmod(piece, len(self.spans))
+        if not self.run_piece(self.pieces[group], span):
+            self.stop()
+            return 0
+        self.turn.charge(time.perf_counter() - started)
+        return self._finish(piece)
 
     def stop(self) -> None:
         """Give out no more pieces."""
@@ -95,9 +117,13 @@ def run_on(pool: ThreadPoolExecutor, threads: int, work: Work, ready: Any = None
     """
     pieces = len(work.pieces) * len(work.spans)
     helpers = min(threads, pieces, work.cost // _WORK_WORTH_A_THREAD + 1) - 1
-    futures: list[Future[None]] = [pool.submit(work.run) for _ in range(helpers)]
+    futures: list[Future[None]] = []
+
+    def call_helpers() -> None:
+        futures.extend(pool.submit(work.help) for _ in range(helpers))
+
     try:
-        work.run(ready)
+        work.lead(call_helpers, ready)
     finally:
         work.stop()
         failures = [future.exception() for future in futures if not future.cancel()]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, InternalError, WarpfitError
@@ -30,6 +31,7 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging
 from warpfit_server.segments import Segment
@@ -37,6 +39,8 @@ from warpfit_server.segments import Segment
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Least time between two messages of progress.
 _PROGRESS_SECONDS: Final = 0.1
+#: Work whose door has died ends after at most this time.
+_ABANDONED_SECONDS: Final = 0.2
 
 
 class EngineProcess:
@@ -54,11 +58,13 @@ class EngineProcess:
         self._datasets: dict[bytes, Dataset] = {}
         self._channel = channel
         self._chunk_bytes = chunk_bytes
-        self._places = threading.Semaphore(engine.concurrency)
+        self._gate = FairGate(engine.concurrency)
+        self._busy: dict[Channel, NDArray[np.uint8]] = {}  # cancellation flags of lanes at work
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
         devices = tuple(self._engine.devices())
+        threading.Thread(target=self._cancel_abandoned, name="abandoned", daemon=True).start()
         self._channel.send(wire.Ready(self._engine.name, devices, self._engine.concurrency))
         while True:
             message, descriptors = self._channel.receive()
@@ -93,8 +99,12 @@ class EngineProcess:
                     segment = Segment(0, descriptors[0], problem.size)
                 if segment is None:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
-                with self._places:
-                    finished = self._perform(message, problem, segment, lane)
+                self._busy[lane] = problem.frame.flag(segment)
+                try:
+                    with self._gate.turn(problem.tenant):
+                        finished = self._perform(message, problem, segment, lane)
+                finally:
+                    del self._busy[lane]
                 if not problem.keep:
                     segment = None
                 lane.send(finished)
@@ -103,6 +113,14 @@ class EngineProcess:
         except Exception:
             _LOG.exception("a lane is broken; the front door starts a new process")
             os._exit(4)
+
+    def _cancel_abandoned(self) -> None:
+        """Cancel the work of doors that have died; those that live cancel it themselves."""
+        while True:
+            time.sleep(_ABANDONED_SECONDS)
+            for lane, flag in list(self._busy.items()):
+                if lane.is_abandoned():
+                    flag[0] = 1
 
     def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
         segment = Segment(message.segment, descriptors[0], message.size)

@@ -1,0 +1,201 @@
+"""Whether the server takes a call now: calls in flight, rate, memory and time of the engine.
+
+What is over a limit is refused at once, before anything is decoded where that can be told, with the
+time after which a repetition is likely to be taken. What is taken waits in a queue that these
+limits bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError
+from warpfit.fitting import FitRequest
+from warpfit.info import Limits
+from warpfit.request import Evaluation
+from warpfit_server.config import Config
+from warpfit_server.lanes import Run
+from warpfit_server.ledger import Ledger, Shortage, Usage
+from warpfit_server.tenants import TenantBook
+
+#: Shortest and longest time after which a call that was refused is asked to come again.
+_SHORTEST: Final = 0.02
+_LONGEST: Final = 2.0
+#: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
+#: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
+_START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
+#: What remains of a measurement's weight after each later one.
+_REMEMBERED: Final = 0.98
+#: What can be short: reason, in words, and the flag that raises the limit.
+_MEASURES: Final = {
+    "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
+    "size": ("QUEUE_FULL", "bytes of batches and answers are in flight", "--max-pending-bytes"),
+    "work": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
+}
+
+
+class Pace:
+    """Engine time of each kind of work: a straight line through what was observed.
+
+    It has a call's own time and that of its units. What is assumed stays in the sums, so that small
+    calls alone, whose time says nothing of the units, do not decide about large ones.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float, float, float, float]] = {}
+
+    def estimate(self, kind: str, units: float) -> int:
+        """Estimated nanoseconds of ``units`` of a kind of work."""
+        n, x, y, xx, xy = self._sums.get(kind, _START)
+        slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
+        return int(max(0.0, (y - slope * x) / n) + slope * units)
+
+    def observe(self, kind: str, units: float, nanoseconds: float) -> None:
+        """Learn from work that is done. Threads may overtake each other: it is an estimate."""
+        n, x, y, xx, xy = self._sums.get(kind, _START)
+        self._sums[kind] = (
+            _START[0] + _REMEMBERED * (n - _START[0]) + 1.0,
+            _START[1] + _REMEMBERED * (x - _START[1]) + units,
+            _START[2] + _REMEMBERED * (y - _START[2]) + nanoseconds,
+            _START[3] + _REMEMBERED * (xx - _START[3]) + units * units,
+            _START[4] + _REMEMBERED * (xy - _START[4]) + units * nanoseconds,
+        )
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one call was estimated to cost."""
+
+    kind: str
+    units: float
+    run: Run | None = None
+    """To learn from, once it has finished."""
+
+
+class Admission:
+    """Takes or refuses calls, in one door.
+
+    Args:
+        config: the server's configuration.
+        book: limits of the tenants.
+        ledger: what is in use, in all doors.
+
+    """
+
+    def __init__(self, config: Config, book: TenantBook, ledger: Ledger) -> None:
+        limits = book.server
+        work = int(config.max_queue_seconds * 1e9)
+        pending = config.pending_bytes
+        self.ledger = ledger
+        self.pace = Pace()
+        self._book = book
+        self._server = Usage(limits.requests, pending, work)
+        self._shared = Usage(0, int(book.share(pending)), int(book.share(work)))
+
+    def limits(self, tenant: str) -> Limits:
+        """Limits of a tenant.
+
+        Raises:
+            PermissionDeniedError: if the tenant is suspended.
+
+        """
+        return self._book.limits(tenant)
+
+    def check_rate(self, tenant: str) -> None:
+        """Count a call against the rates.
+
+        Raises:
+            ResourceExhaustedError: if it comes too soon; says when it may come.
+
+        """
+        own, server = self.limits(tenant).rate, self._book.server.rate
+        if not (own or server):
+            return
+        delay = self.ledger.wait(tenant, time.monotonic(), own, server)
+        if delay > 0:
+            rate = min(own or server, server or own)
+            raise ResourceExhaustedError(
+                f"calls come faster than {rate:g} a second",
+                "RATE_LIMITED",
+                "Send larger batches less often, or ask for a higher rate",
+                retry_after=delay,
+            )
+
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Count a call while it is in flight.
+
+        Raises:
+            ResourceExhaustedError: if too many are.
+
+        """
+        own = Usage(self.limits(tenant).requests)
+        with self._taken(tenant, Usage(calls=1), own):
+            yield
+
+    def evaluation(
+        self, tenant: str, evaluation: Evaluation, layout: Layout, size: int
+    ) -> AbstractContextManager[Charge]:
+        """Count an evaluation's memory and engine time while it waits and runs.
+
+        Args:
+            tenant: whose call it is.
+            evaluation: that it asks for.
+            layout: of the data set.
+            size: bytes of batch and answer.
+
+        Raises:
+            ResourceExhaustedError: if there is too much of either.
+
+        """
+        derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
+        units = _token_rows(evaluation, layout)
+        return self._work(tenant, size, Charge("derive" if derives else "evaluate", units))
+
+    def fit(
+        self, tenant: str, request: FitRequest, layout: Layout, size: int
+    ) -> AbstractContextManager[Charge]:
+        """Count a fit as `evaluation` does; it is expected to take all its iterations."""
+        units = _token_rows(request.problem, layout) * (1 + request.settings.max_iterations)
+        return self._work(tenant, size, Charge("fit", units))
+
+    @contextmanager
+    def _work(self, tenant: str, size: int, charge: Charge) -> Iterator[Charge]:
+        nanoseconds = self.pace.estimate(charge.kind, charge.units)
+        with self._taken(tenant, Usage(size=size, work=nanoseconds), self._shared):
+            yield charge
+        if charge.run is not None and charge.run.timings is not None:
+            self.pace.observe(charge.kind, charge.units, charge.run.timings.compute)
+
+    @contextmanager
+    def _taken(self, tenant: str, amount: Usage, own: Usage) -> Iterator[None]:
+        shortage = self.ledger.take(tenant, amount, own, self._server)
+        if shortage is not None:
+            raise self._refusal(shortage, amount)
+        try:
+            yield
+        finally:
+            self.ledger.give(tenant, amount)
+
+    def _refusal(self, shortage: Shortage, amount: Usage) -> ResourceExhaustedError:
+        reason, what, flag = _MEASURES[shortage.measure]
+        whose = "of this tenant " if shortage.of_tenant else ""
+        queued = self.ledger.used().work / 1e9
+        return ResourceExhaustedError(
+            f"{shortage.used} {what} {whose}and the limit is {shortage.limit}",
+            reason,
+            f"Retry with back-off, or start the server with a higher {flag}",
+            needed=shortage.used + getattr(amount, shortage.measure),
+            available=shortage.limit,
+            retry_after=min(_LONGEST, max(_SHORTEST, queued)),
+        )
+
+
+def _token_rows(evaluation: Evaluation, layout: Layout) -> float:
+    _, vectors, rows = evaluation.shape(layout)
+    return float(len(evaluation.batch.codes)) * vectors * rows

@@ -1,0 +1,171 @@
+"""Who calls: bearer tokens, client certificates, and what another door of this server says.
+
+A token file has a line for each token, and no token itself::
+
+    # tenant   SHA-256 of the token, hexadecimal    valid until (UTC, may be left out)
+    alice      2bd806c97f0e00af...                  2027-01-31T00:00:00Z
+
+``warpfit token alice --days 90`` makes a token and its line. The file is read again when it
+changes, so a token is withdrawn by removing its line. A tenant may have several tokens.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from warpfit.errors import InvalidArgumentError, UnauthenticatedError
+from warpfit.security import TOKEN_METADATA_KEY, token_digest
+from warpfit_server.tenants import ANONYMOUS
+from warpfit_server.watch import Watch
+
+_LOG: Final = logging.getLogger("warpfit.auth")
+#: Metadata entry in which a further door names the tenant of a call that it passes on.
+FORWARDED_METADATA_KEY: Final = "warpfit-tenant-bin"
+_SCHEME: Final = "bearer "
+_NO_MATCH: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    tenant: str
+    digest: bytes
+    until: datetime | None
+
+
+class TokenFile:
+    """The tokens of a file."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._watch = Watch([self._path])
+        self._lock = threading.Lock()
+        self._entries = self._read()
+
+    def tenant(self, token: str) -> str:
+        """Return whose token it is; takes as long for a wrong one as for a right one.
+
+        Raises:
+            UnauthenticatedError: if it is unknown or has expired.
+
+        """
+        self._refresh()
+        digest = token_digest(token)
+        found = _NO_MATCH
+        entries = self._entries
+        for index, entry in enumerate(entries):  # all of them, whichever matches
+            found = index if hmac.compare_digest(entry.digest, digest) else found
+        if found == _NO_MATCH:
+            raise _refused("the token is not known to this server", "TOKEN_UNKNOWN")
+        entry = entries[found]
+        if entry.until is not None and datetime.now(UTC) >= entry.until:
+            raise _refused(f"the token was valid until {entry.until.isoformat()}", "TOKEN_EXPIRED")
+        return entry.tenant
+
+    def _refresh(self) -> None:
+        if not self._watch.changed():
+            return
+        with self._lock:
+            try:
+                self._entries = self._read()
+            except InvalidArgumentError as error:
+                _LOG.error("the old tokens stay valid: %s", error)
+            else:
+                _LOG.info("%d tokens were read again", len(self._entries))
+
+    def _read(self) -> list[_Entry]:
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(
+                f"the token file {self._path} cannot be read: {error}",
+                "BAD_TOKEN_FILE",
+                "Check path, permissions and encoding",
+            ) from error
+        words = ((number, line.split("#")[0].split()) for number, line in enumerate(lines, 1))
+        return [self._entry(number, line) for number, line in words if line]
+
+    def _entry(self, number: int, words: Sequence[str]) -> _Entry:
+        try:
+            tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
+            until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
+            if len(digest) != 32 or len(words) > 3:
+                raise ValueError
+        except (ValueError, IndexError):
+            raise InvalidArgumentError(
+                f"line {number} of the token file {self._path} is wrong",
+                "BAD_TOKEN_FILE",
+                "Write TENANT SHA256 [UNTIL]; `warpfit token TENANT` makes such a line",
+            ) from None
+        if until is not None and until.tzinfo is None:
+            until = until.replace(tzinfo=UTC)
+        return _Entry(tenant, digest, until)
+
+
+class Authenticator:
+    """Names the tenant of a call.
+
+    Args:
+        tokens: asked for a token's tenant; None if callers need no token.
+        certificates: whether the port demands client certificates, whose common name is the tenant
+            where no token is needed.
+        trusts_doors: whether calls over the local socket come from the server's own doors, which
+            have done the checking.
+
+    """
+
+    def __init__(
+        self, tokens: TokenFile | None, *, certificates: bool, trusts_doors: bool = False
+    ) -> None:
+        self._tokens = tokens
+        self._certificates = certificates
+        self._trusts_doors = trusts_doors
+
+    def is_forwarded(self, context: Any) -> bool:
+        """Tell whether one of the server's doors passes this call on."""
+        return self._trusts_doors and bool(context.peer().startswith("unix:"))
+
+    def tenant(self, context: Any) -> str:
+        """Return the tenant of a call.
+
+        Raises:
+            UnauthenticatedError: without valid credentials.
+
+        """
+        if self.is_forwarded(context):
+            return str(_metadata(context, FORWARDED_METADATA_KEY, b"").decode())
+        if self._tokens is not None:
+            return self._tokens.tenant(_bearer(context))
+        if self._certificates:
+            return _common_name(context)
+        return ANONYMOUS
+
+
+def _bearer(context: Any) -> str:
+    value = _metadata(context, TOKEN_METADATA_KEY, "")
+    if not value.lower().startswith(_SCHEME):
+        raise _refused("the call carries no token", "TOKEN_MISSING")
+    return str(value[len(_SCHEME) :].strip())
+
+
+def _common_name(context: Any) -> str:
+    names = context.auth_context().get("x509_common_name", ())
+    if not names or not names[0]:
+        raise _refused("the client certificate has no common name", "CERTIFICATE_WITHOUT_NAME")
+    return str(names[0].decode("utf-8", errors="backslashreplace"))
+
+
+def _metadata(context: Any, wanted: str, default: Any) -> Any:
+    return next((value for key, value in context.invocation_metadata() if key == wanted), default)
+
+
+def _refused(message: str, reason: str) -> UnauthenticatedError:
+    return UnauthenticatedError(
+        message, reason, "Give a valid token (token=, or WARPFIT_TOKEN) or client certificate"
+    )

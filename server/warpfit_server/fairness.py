@@ -1,0 +1,195 @@
+"""Fair sharing of the engine among tenants.
+
+Each tenant is charged the time that threads work for it, and who has been charged least goes first
+(start-time fair queueing, Goyal, Vin and Cheng 1996, with measured instead of announced costs):
+
+- of the evaluations that wait for a place, that of the least charged tenant gets the next one;
+- a tenant that has nothing running need not wait for a place: it gets one of a few extra ones;
+- where an engine works in small pieces, the evaluations of a tenant that is ahead pause between two
+  pieces while one that is behind is at work.
+
+A tenant that comes back from a pause keeps a bounded part of what it did not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Final
+
+#: Places beyond those of the engine, for tenants that have nothing running.
+_EXTRA: Final = 4
+#: A tenant may be this far ahead of another, in seconds of thread time, before it pauses.
+_AHEAD: Final = 0.005
+#: Longest that a tenant may fall back behind the others while it is away.
+_CREDIT: Final = 2.0
+#: A pause ends after this time, in seconds, whatever the others do, so that nothing hangs on them.
+_LONGEST_PAUSE: Final = 0.25
+#: Tenants whose charges are remembered while they are away.
+_REMEMBERED: Final = 1000
+
+
+class Turn:
+    """One evaluation's place in the engine."""
+
+    def __init__(self, gate: FairGate, tenant: str) -> None:
+        self._gate = gate
+        self._tenant = tenant
+        self._started = time.perf_counter()
+        self.charged = False
+        """Whether the engine reports the time itself."""
+
+    def charge(self, seconds: float) -> None:
+        """Add time that a thread has worked."""
+        self.charged = True
+        self._gate.charge(self._tenant, seconds)
+
+    def must_pause(self) -> bool:
+        """Tell whether another tenant that is at work should go first."""
+        return self._gate.is_ahead(self._tenant)
+
+    def pause(self) -> None:
+        """Wait until no other tenant should go first, but not for ever."""
+        self._gate.pause(self._tenant)
+
+    def end(self) -> None:
+        """Charge the whole time, if the engine has not reported it."""
+        if not self.charged:
+            self.charge(time.perf_counter() - self._started)
+
+
+class FairGate:
+    """Gives the places of an engine to the evaluations of tenants.
+
+    Args:
+        places: evaluations that run at a time.
+
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._total = 0
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[threading.Event]] = {}
+        self._charges: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
+
+    @contextlib.contextmanager
+    def turn(self, tenant: str) -> Iterator[Turn]:
+        """Wait for a place and hold it inside the ``with`` block."""
+        ticket = self._enter(tenant)
+        if ticket is not None:
+            ticket.wait()
+        turn = Turn(self, tenant)
+        token = _TURN.set(turn)
+        try:
+            yield turn
+        finally:
+            _TURN.reset(token)
+            turn.end()
+            self._leave(tenant)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Charge a tenant at work."""
+        with self._lock:
+            self._charges[tenant] += seconds
+            if len(self._running) > 1:
+                self._moved.notify_all()
+
+    def is_ahead(self, tenant: str) -> bool:
+        """Tell whether another tenant at work has been charged clearly less."""
+        if len(self._running) < 2:  # read without the lock: the common case, and only a hint
+            return False
+        with self._lock:
+            return self._is_ahead(tenant)
+
+    def pause(self, tenant: str) -> None:
+        """Wait until the tenant is not ahead any more."""
+        with self._lock:
+            self._moved.wait_for(lambda: not self._is_ahead(tenant), _LONGEST_PAUSE)
+
+    # ------------------------------------------------------------------------- under the lock
+
+    def _is_ahead(self, tenant: str) -> bool:
+        least = min(self._charges[other] for other in self._running)
+        return self._charges[tenant] > least + _AHEAD
+
+    def _enter(self, tenant: str) -> threading.Event | None:
+        """Take a place; without one return what will be set when there is."""
+        with self._lock:
+            self._welcome(tenant)
+            if self._may_run(tenant) and not self._waiting:
+                self._start(tenant)
+                return None
+            ticket = threading.Event()
+            self._waiting.setdefault(tenant, deque()).append(ticket)
+            self._serve()
+            return ticket
+
+    def _leave(self, tenant: str) -> None:
+        with self._lock:
+            self._total -= 1
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
+            self._serve()
+            self._moved.notify_all()
+
+    def _serve(self) -> None:
+        """Give places to those who wait, the least charged tenant first."""
+        while able := [tenant for tenant in self._waiting if self._may_run(tenant)]:
+            tenant = min(able, key=self._charges.__getitem__)
+            queue = self._waiting[tenant]
+            ticket = queue.popleft()
+            if not queue:
+                del self._waiting[tenant]
+            self._start(tenant)
+            ticket.set()
+
+    def _may_run(self, tenant: str) -> bool:
+        if self._total < self._places:
+            return True
+        return not self._running[tenant] and self._total < self._places + _EXTRA
+
+    def _start(self, tenant: str) -> None:
+        self._total += 1
+        self._running[tenant] += 1
+
+    def _welcome(self, tenant: str) -> None:
+        """Let a tenant that was away begin near the others."""
+        active = [*self._running, *self._waiting]
+        if tenant not in active:
+            level = min((self._charges[other] for other in active), default=0.0)
+            behind = max(self._charges.get(tenant, 0.0), level - _CREDIT)
+            self._charges[tenant] = behind
+        if len(self._charges) > _REMEMBERED:
+            kept = {tenant, *active}
+            self._charges = {name: self._charges[name] for name in kept}
+
+
+class _Alone(Turn):
+    """The turn of work that nobody shares the engine with."""
+
+    def __init__(self) -> None:
+        super().__init__(FairGate(1), "")
+
+    def charge(self, seconds: float) -> None:
+        """Nobody counts."""
+
+    def must_pause(self) -> bool:
+        """Nobody waits."""
+        return False
+
+
+_ALONE: Final = _Alone()
+_TURN: Final[contextvars.ContextVar[Turn]] = contextvars.ContextVar("turn", default=_ALONE)
+
+
+def current_turn() -> Turn:
+    """Return the turn of the evaluation that this thread runs."""
+    return _TURN.get()

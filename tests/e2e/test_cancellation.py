@@ -1,0 +1,207 @@
+"""A call that is cancelled, or whose deadline passes, at any stage: nothing is executed for it
+afterwards, and everything that it held comes back.
+"""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+import warpfit
+from support.rpcs import OWN_CONNECTION, SERVICE, Caller
+from warpfit import codec
+from warpfit.arguments import build_evaluation
+from warpfit.dataset import Dataset
+from warpfit.fit_arguments import build_fit
+from warpfit_server.config import Config
+from warpfit_server.ledger import Usage
+from warpfit_server.server import Server
+
+WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
+LONG = "+".join(f"sin(x1*{k})" for k in range(1, 300))
+#: What the engine may compute after the end of all calls: pieces that it has begun.
+SECONDS_OF_WORK = 1.5
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(Config(port=0, engine="cpu", threads=1, front_doors=1)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(server):
+    children = psutil.Process().children()
+    (process,) = [c for c in children if "warpfit_server.engine.process" in c.cmdline()]
+    return process
+
+
+@pytest.fixture
+def caller(server):
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", OWN_CONNECTION) as channel:
+        yield Caller(channel)
+
+
+@pytest.fixture(scope="module")
+def data(server):
+    with warpfit.connect(f"127.0.0.1:{server.port}") as client:
+        uploaded = client.upload(WIDE, WIDE[:, 0])
+        client.optimize(uploaded, ["p1*x1"], [[1.0]])  # imports and compiles what fits need
+        yield uploaded
+
+
+@pytest.fixture
+def leaves_nothing(server, engine, data):
+    """Check that everything comes back and that the engine computes nothing more."""
+    lanes = len(server.supervisor.lanes._idle)
+
+    def check():
+        ended = _work(engine)
+        deadline = time.monotonic() + 30
+        while not (
+            server.ledger.used() == Usage()
+            and len(server.supervisor.lanes._idle) == lanes
+            and not server.supervisor.lanes._waiters
+        ):
+            assert time.monotonic() < deadline, server.ledger.used()
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert _work(engine) - ended < SECONDS_OF_WORK, "cancelled work was executed"
+        assert server.ledger.used() == Usage()
+
+    return check
+
+
+def _work(engine) -> float:
+    times = engine.cpu_times()
+    return times.user + times.system
+
+
+def _evaluation(data, programs, **options):
+    evaluation, _ = build_evaluation(data, programs, None, None, options)
+    return codec.evaluation_to_message(evaluation).SerializeToString()
+
+
+def _fit(data):
+    request = build_fit(
+        data, [LONG + "*p1"] * 50, [[0.5]] * 50, {"loss": "mae", "max_iterations": 1000}
+    )
+    return codec.fit_to_message(request).SerializeToString()
+
+
+def _start(caller, method, request, timeout=60.0):
+    return caller.channel.unary_stream(SERVICE + method)(request, timeout=timeout)
+
+
+END = {"cancelled": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def _end(calls, way):
+    """End calls by a way of ending, and see that they have ended by it."""
+    if way == "cancelled":
+        for call in calls:
+            call.cancel()
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is END[way]
+
+
+@pytest.mark.parametrize("way", END)
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [("Evaluate", lambda d: _evaluation(d, [LONG] * 300, loss="mse")), ("Optimize", _fit)],
+)
+def test_while_the_engine_computes(caller, data, leaves_nothing, way, method, make):
+    calls = [_start(caller, method, make(data), 1.0 if way == "deadline" else 60)]
+    time.sleep(0.5)
+    _end(calls, way)
+    leaves_nothing()
+
+
+@pytest.mark.parametrize("way", END)
+def test_while_it_waits_for_a_lane_or_for_the_engine(caller, server, data, leaves_nothing, way):
+    request = _evaluation(data, [LONG] * 10, loss="mse")
+    timeout = 1.5 if way == "deadline" else 60
+    calls = [_start(caller, "Evaluate", request, timeout) for _ in range(20)]
+    deadline = time.monotonic() + 10
+    while way == "cancelled" and len(server.supervisor.lanes._waiters) < 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    _end(calls, way)
+    leaves_nothing()
+
+
+@pytest.mark.parametrize("way", END)
+def test_while_it_is_decoded(caller, data, leaves_nothing, way):
+    """Many small tokens take long to decode: deadlines pass then, or on the way."""
+    request = _evaluation(data, ["+".join(["x1"] * 2000)] * 300, loss="mse")
+    for milliseconds in (1, 5, 10, 20, 40):
+        timeout = milliseconds / 1000 if way == "deadline" else 60
+        call = _start(caller, "Evaluate", request, timeout)
+        if way == "cancelled":
+            time.sleep(milliseconds / 1000)
+        _end([call], way)
+    leaves_nothing()
+
+
+@pytest.mark.parametrize("way", END)
+def test_while_the_answer_is_sent(caller, data, leaves_nothing, way):
+    request = _evaluation(data, [f"x1*{k}" for k in range(100)])  # 80 MB, more than gRPC buffers
+    call = _start(caller, "Evaluate", request, 1.5 if way == "deadline" else 60)
+    assert len(next(call)) > 0
+    time.sleep(0.3)  # it is computed by now, and waits for the client to read on
+    if way == "cancelled":
+        call.cancel()
+    else:
+        time.sleep(1.5)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() is END[way]
+    leaves_nothing()
+
+
+@pytest.mark.parametrize("way", END)
+def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
+    messages = [
+        message if isinstance(message, bytes) else message.SerializeToString()
+        for message in codec.upload_messages(Dataset.of(WIDE + 1), 100_000)
+    ]
+    held = server._datasets._held.total()
+
+    def half():
+        yield from messages[: len(messages) // 2]
+        time.sleep(0.6)
+
+    method = caller.channel.stream_unary(SERVICE + "UploadVariables")
+    call = method.future(half(), timeout=0.4 if way == "deadline" else 60)
+    time.sleep(0.2)
+    if way == "cancelled":
+        assert call.cancel()
+    else:
+        assert call.exception().code() is END[way]
+    leaves_nothing()
+    assert server._datasets._held.total() == held
+
+
+def test_before_it_begins(caller, server, data, leaves_nothing):
+    lanes = server.supervisor.lanes
+    started = []
+    original = lanes._send
+
+    def send(*arguments):
+        started.append(arguments)
+        return original(*arguments)
+
+    lanes._send = send
+    try:
+        call = _start(caller, "Evaluate", _evaluation(data, ["x1"]), 0.0001)
+        _end([call], "deadline")
+        leaves_nothing()
+    finally:
+        del lanes._send
+    assert not started

@@ -1,0 +1,177 @@
+"""TLS and mutual TLS: each RPC, each kind of wrong certificate, and certificates renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+
+import grpc
+import numpy as np
+import pytest
+
+import warpfit
+from support.certificates import Authority
+from support.rpcs import METHODS, OWN_CONNECTION, Caller, X
+from support.server import ServerProcess
+from warpfit import cli
+from warpfit.dataset import Dataset
+
+NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
+UNKNOWN = Dataset.of(X + 1, X[:, 0], dtype="float64")
+CONNECTIONS = 4
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(files):
+    return Authority(files)
+
+
+@pytest.fixture(scope="module")
+def server(files, authority):
+    pair = authority.issue("server", file="server")
+    authority.issue("server", file="spare")
+    clients = files / "clients.pem"
+    clients.write_bytes(authority.file.read_bytes())
+    flags = ("--tls-cert", str(pair.certificate), "--tls-key", str(pair.key))
+    flags += ("--tls-client-ca", str(clients), "--front-doors", "2")
+    with ServerProcess("--threads", "2", *flags) as process:
+        yield process
+
+
+def connect(server, authority, pair, **options):
+    tls = warpfit.TlsConfig(
+        ca=options.pop("ca", authority.file),
+        certificate=pair and pair.certificate,
+        key=pair and pair.key,
+        **options,
+    )
+    return warpfit.connect(server.address, tls=tls, retry=NO_RETRY)
+
+
+def test_the_common_name_is_the_tenant(server, authority):
+    with (
+        connect(server, authority, authority.issue("alice")) as alice,
+        connect(server, authority, authority.issue("bob")) as bob,
+    ):
+        data = alice.upload(X, dtype="float64")
+        np.testing.assert_array_equal(alice.evaluate(data, ["x1"])[:, 0], X[:, 0])
+        bob.release(data)  # which bob does not have
+        assert alice.evaluate(data, ["x1"]).shape == (50, 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", ["missing", "foreign", "expired", "early", "self-signed"])
+def test_without_a_valid_client_certificate(server, authority, tmp_path, case, method):
+    stranger = Authority(tmp_path, "stranger")
+    pair = {
+        "missing": lambda: None,
+        "foreign": lambda: stranger.issue("alice"),
+        "expired": lambda: authority.issue("alice", (-2, -1), file="expired"),
+        "early": lambda: authority.issue("alice", (1, 2), file="early"),
+        "self-signed": lambda: Authority(tmp_path, "alice").issue("alice"),
+    }[case]()
+    credentials = grpc.ssl_channel_credentials(
+        authority.file.read_bytes(),
+        *((pair.key.read_bytes(), pair.certificate.read_bytes()) if pair else ()),
+    )
+    with grpc.secure_channel(server.address, credentials, OWN_CONNECTION) as channel:
+        assert Caller(channel).refused(method)[0] == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_plain_text(server, method):
+    with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+        assert Caller(channel).refused(method)[0] == "UNAVAILABLE"
+
+
+def test_a_certificate_without_a_name(server, authority):
+    with connect(server, authority, authority.issue("")) as client:
+        with pytest.raises(warpfit.UnauthenticatedError) as caught:
+            client.info()
+        assert caught.value.reason == "CERTIFICATE_WITHOUT_NAME"
+
+
+def test_a_client_refuses_another_server(server, authority, tmp_path):
+    pair = authority.issue("alice")
+    stranger = Authority(tmp_path, "stranger")
+    for options in ({"ca": stranger.file}, {"server_name": "elsewhere.example"}):
+        with (
+            connect(server, authority, pair, **options) as client,
+            pytest.raises(warpfit.UnavailableError),
+        ):
+            client.info(timeout=10)
+    with connect(server, authority, pair, server_name="localhost") as client:
+        assert client.info().engine == "cpu"
+
+
+def test_the_async_client_and_the_command(server, authority, capsys):
+    pair = authority.issue("alice")
+    tls = warpfit.TlsConfig(ca=authority.file, certificate=pair.certificate, key=pair.key)
+    assert asyncio.run(_async_values(server.address, tls=tls)) == 50
+    flags = ["--ca", authority.file, "--cert", pair.certificate, "--key", pair.key]
+    assert cli.main(["info", server.address, *map(str, flags)]) == 0
+
+
+def test_renewed_certificates_serve_new_connections(server, authority, files):
+    pair = authority.issue("alice")
+    with connect(server, authority, pair) as old:
+        old.info()
+        before = _serial(server, authority, pair)
+        key = (files / "server.key").read_bytes()
+        (files / "server.key").write_bytes((files / "spare.key").read_bytes())
+        time.sleep(0.2)
+        assert _serial(server, authority, pair) == before, "half a pair was used"
+        (files / "server.crt").write_bytes((files / "spare.crt").read_bytes())
+        time.sleep(0.2)
+        for _ in range(2 * CONNECTIONS):  # whichever door takes them
+            renewed = _serial(server, authority, pair)
+        assert renewed not in (before, None)
+        assert key != (files / "server.key").read_bytes()
+        old.info()  # connections live on
+
+
+def test_renewed_authorities_decide_about_new_connections(server, authority, files):
+    clients = files / "clients.pem"
+    before = clients.read_bytes()
+    successor = Authority(files, "successor")
+    try:
+        clients.write_bytes(successor.file.read_bytes())
+        time.sleep(0.2)
+        for _ in range(CONNECTIONS):
+            assert _serial(server, authority, authority.issue("alice")) is None
+            assert _serial(server, authority, successor.issue("alice")) is not None
+    finally:
+        clients.write_bytes(before)
+        time.sleep(0.2)
+
+
+def _serial(server, authority, pair) -> str | None:
+    """Serial number of the certificate that a new connection sees; None if it is refused."""
+    context = ssl.create_default_context(cafile=str(authority.file))
+    context.load_cert_chain(pair.certificate, pair.key)
+    context.set_alpn_protocols(["h2"])
+    host, port = server.address.rsplit(":", 1)
+    try:
+        with (
+            socket.create_connection((host, int(port)), 5) as plain,
+            context.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            connection.settimeout(5)
+            serial = str(connection.getpeercert()["serialNumber"])
+            # In TLS 1.3 a refusal comes after the handshake, instead of the server's settings.
+            return serial if connection.recv(1) else None
+    except (ssl.SSLError, ConnectionError):
+        return None
+
+
+async def _async_values(address: str, **options) -> int:
+    async with warpfit.connect_async(address, **options) as client:
+        data = await client.upload(X)
+        return len(await client.evaluate(data, ["x1"]))

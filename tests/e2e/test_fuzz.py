@@ -1,0 +1,52 @@
+"""A few thousand of the seeded requests of ``tests/soak/fuzz.py``, which sends a million."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from support.fuzz import FLAGS, Fuzzer, Sender, is_fine
+from support.server import ServerProcess
+
+REQUESTS = 2400
+THREADS = 4
+GROWTH_BYTES = 32 << 20
+
+
+def test_wrong_requests_get_answers_that_say_why():
+    with ServerProcess("--threads", "2", "--front-doors", "1", *FLAGS) as server:
+        family = [psutil.Process(server.process.pid), server.engine()]
+
+        def send(seed, count):
+            sender = Sender(server.address)
+            requests = itertools.islice(Fuzzer(seed).requests(), count)
+            outcomes = [(request, sender.send(request)) for request in requests]
+            sender.close()
+            return outcomes
+
+        send(0, 300)  # imports and compiles what is used later
+        before = _private(family)
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)
+            outcomes = [outcome for part in parts for outcome in part]
+        wrong = [(request, outcome) for request, outcome in outcomes if not is_fine(outcome)]
+        assert not wrong[:3]
+        statuses = Counter(status for _, (status, _) in outcomes)
+        assert statuses["OK"] > REQUESTS / 10, "some of them are right"
+        assert statuses["INVALID_ARGUMENT"] > REQUESTS / 4, "many are not"
+        assert server.process.poll() is None
+        assert server.engine().pid == family[1].pid
+        assert _private(family) - before < GROWTH_BYTES
+
+
+def test_the_same_seed_makes_the_same_requests():
+    one, other = (list(itertools.islice(Fuzzer(7).requests(), 200)) for _ in range(2))
+    assert one == other
+
+
+def _private(family) -> int:
+    """Bytes of the processes' own; what the fits' compiler takes at first use is among them."""
+    return sum(m.rss - m.shared for m in (process.memory_info() for process in family))

@@ -1,0 +1,250 @@
+"""Tokens and tenants: each RPC, each kind of wrong token, and what is of another tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+import warpfit
+from support.rpcs import DATA, METHODS, OWN_CONNECTION, Caller, X, bearer, explained
+from support.server import ServerProcess
+from warpfit import cli, codec
+from warpfit.dataset import Dataset
+from warpfit.security import new_token
+from warpfit.v1 import evaluator_pb2 as pb
+
+NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
+UNKNOWN = Dataset.of(X + 1, X[:, 0], dtype="float64")
+CONNECTIONS = 4
+
+
+def test_every_method_is_tried():
+    service = pb.DESCRIPTOR.services_by_name["Evaluator"]
+    assert set(METHODS) == {method.name for method in service.methods}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    made = {name: new_token(name) for name in ("alice", "bob", "carol", "mallory")}
+    made["late"] = new_token("alice", days=-1)
+    path.write_text("# tenants\n\n" + "".join(f"{line}\n" for _, line in made.values()))
+    path.with_name("tenants.toml").write_text(
+        "[tenants.mallory]\nsuspended = true\n[tenants.carol]\nprograms = 1\nrate = 5\n"
+    )
+    return path, {name: token for name, (token, _) in made.items()}
+
+
+@pytest.fixture(scope="module")
+def server(tokens):
+    path, _ = tokens
+    tenants = str(path.with_name("tenants.toml"))
+    flags = ("--token-file", str(path), "--tenants-file", tenants, "--front-doors", "2")
+    with ServerProcess("--threads", "2", *flags) as process:
+        yield process
+
+
+@pytest.fixture
+def as_tenant(server, tokens):
+    @contextmanager
+    def connected(name=None, metadata=None):
+        if metadata is None:
+            metadata = bearer(tokens[1][name]) if name else ()
+        with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:
+            yield Caller(channel, metadata)
+
+    return connected
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ((), "TOKEN_MISSING"),
+        ((("authorization", "Basic YWxpY2U6cHc="),), "TOKEN_MISSING"),
+        (bearer(""), "TOKEN_UNKNOWN"),
+        (bearer("x" * 43), "TOKEN_UNKNOWN"),
+        ((("warpfit-tenant-bin", b"alice"),), "TOKEN_MISSING"),
+    ],
+    ids=["missing", "other scheme", "empty", "wrong", "forged forwarding"],
+)
+def test_without_a_valid_token(as_tenant, method, metadata, reason):
+    for _ in range(CONNECTIONS):
+        with as_tenant(metadata=metadata) as caller:
+            assert caller.refused(method)[:2] == ("UNAUTHENTICATED", reason)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_an_expired_token(as_tenant, method):
+    for _ in range(CONNECTIONS):
+        with as_tenant("late") as caller:
+            assert caller.refused(method)[:2] == ("UNAUTHENTICATED", "TOKEN_EXPIRED")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_of_a_suspended_tenant(as_tenant, method):
+    with as_tenant("mallory") as caller:
+        assert caller.refused(method)[:2] == ("PERMISSION_DENIED", "TENANT_SUSPENDED")
+
+
+def test_a_hash_is_no_token(as_tenant, tokens):
+    digest = hashlib.sha256(tokens[1]["alice"].encode()).hexdigest()
+    with as_tenant(metadata=bearer(digest)) as caller:
+        assert caller.refused("GetServerInfo")[1] == "TOKEN_UNKNOWN"
+
+
+@pytest.mark.parametrize("method", ["GetVariables", "Evaluate", "Optimize", "ReleaseVariables"])
+def test_data_of_another_tenant_are_not_there(as_tenant, method):
+    with as_tenant("alice") as alice:
+        alice.call("UploadVariables")
+    for _ in range(CONNECTIONS):
+        with as_tenant("bob") as bob:
+            others = bob.refused(method, DATA)
+            assert others == bob.refused(method, UNKNOWN)
+            assert others[:2] == ("NOT_FOUND", "DATASET_NOT_FOUND")
+    with as_tenant("alice") as alice:
+        for name in METHODS:
+            assert alice.call(name), "the owner still has them"
+
+
+def test_an_upload_does_not_tell_what_another_tenant_has(as_tenant):
+    messages = list(codec.upload_messages(DATA, 1 << 20))
+    with as_tenant("alice") as alice, as_tenant("bob") as bob:
+        alice.call("UploadVariables")
+        for pieces, reason in (
+            (messages[:1], "TRUNCATED_UPLOAD"),
+            ([messages[0], _flipped(messages[1])], "BAD_DIGEST"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                bob.send("UploadVariables", pieces)
+            assert explained(caught.value)[1] == reason
+        assert bob.refused("Evaluate")[0] == "NOT_FOUND"
+
+
+def test_the_same_content_belongs_to_each_that_uploaded_it(as_tenant):
+    with as_tenant("alice") as alice, as_tenant("bob") as bob:
+        alice.call("UploadVariables")
+        bob.call("UploadVariables")
+        bob.call("ReleaseVariables")
+        assert bob.refused("Evaluate")[0] == "NOT_FOUND"
+        assert alice.call("Evaluate")
+
+
+def test_server_info_tells_the_tenant_its_own_limits(as_tenant):
+    with as_tenant("carol") as carol, as_tenant("alice") as alice:
+        limits = pb.ServerInfo.FromString(carol.call("GetServerInfo")[0]).limits
+        assert (limits.programs, limits.rate) == (1, 5)
+        limits = pb.ServerInfo.FromString(alice.call("GetServerInfo")[0]).limits
+        assert (limits.programs, limits.rate, limits.requests) == (100_000, 0, 48)
+
+
+def test_limits_of_a_tenant(server, tokens):
+    with warpfit.connect(server.address, token=tokens[1]["carol"]) as carol:
+        data = carol.upload(X)
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            carol.evaluate(data, ["x1", "x2"])
+        assert (caught.value.reason, caught.value.available) == ("TOO_MANY_PROGRAMS", 1)
+
+
+def test_a_token_is_withdrawn_and_another_added(server, tokens, as_tenant):
+    path, _ = tokens
+    token, line = new_token("dave")
+    before = path.read_text()
+    without_bob = "".join(x for x in before.splitlines(True) if not x.startswith("bob"))
+    path.write_text("nonsense\n")  # an error of the operator locks nobody out
+    time.sleep(1.2)
+    with as_tenant("alice") as alice:
+        assert alice.call("GetServerInfo")
+    path.write_text(f"{without_bob}{line}\n")
+    try:
+        deadline = time.monotonic() + 10
+        with as_tenant("bob") as bob:
+            while _accepted(bob):
+                assert time.monotonic() < deadline, "the token is still valid"
+                time.sleep(0.1)
+        for _ in range(CONNECTIONS):
+            with as_tenant(metadata=bearer(token)) as dave:
+                while not _accepted(dave):
+                    assert time.monotonic() < deadline, "the token is not valid yet"
+                    time.sleep(0.1)
+    finally:
+        path.write_text(before)
+
+
+def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys):
+    token = tokens[1]["alice"]
+    with (
+        warpfit.connect(server.address) as client,
+        pytest.raises(warpfit.UnauthenticatedError, match="no token"),
+    ):
+        client.info()
+    assert asyncio.run(_async_values(server.address, token=token)) == 50
+    file = tmp_path / "token"
+    file.write_text(f"{token}\n")
+    assert cli.main(["info", server.address, "--token-file", str(file)]) == 0
+    assert cli.main(["info", server.address]) == 2
+    assert "no token" in capsys.readouterr().err
+    monkeypatch.setenv("WARPFIT_TOKEN", token)
+    with warpfit.connect(server.address) as client:
+        assert client.evaluate(client.upload(X), ["x1"]).shape == (50, 1)
+
+
+def test_there_is_no_reflection(as_tenant):
+    for version in ("v1", "v1alpha"):
+        with as_tenant("alice") as alice:
+            name = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+            method = alice.channel.stream_stream(name)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(method(iter([b"\x3a\x00"]), timeout=10, metadata=alice.metadata))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], "plain text on 0.0.0.0"),
+        (["--host", "127.0.0.1", "--tls-cert", "x.crt"], "half configured"),
+        (["--tls-cert", "no-such.crt", "--tls-key", "no-such.key"], "cannot be used for TLS"),
+        (["--token-file", "no-such-file"], "cannot be read"),
+        (["--tenants-file", "no-such-file"], "cannot be used"),
+    ],
+)
+def test_a_server_with_wrong_settings_does_not_start(flags, message, tmp_path):
+    command = [sys.executable, "-m", "warpfit_server", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plain_text_on_a_network_if_it_is_asked_for():
+    with ServerProcess("--host", "0.0.0.0", "--insecure", "--front-doors", "1") as server:
+        port = server.address.rpartition(":")[2]
+        with warpfit.connect(f"127.0.0.1:{port}") as client:
+            assert client.info().engine == "cpu"
+
+
+def _accepted(caller: Caller) -> bool:
+    try:
+        caller.call("GetServerInfo")
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        return False
+    return True
+
+
+def _flipped(message: bytes) -> bytes:
+    return message[:-1] + bytes([message[-1] ^ 1])
+
+
+async def _async_values(address: str, **options) -> int:
+    async with warpfit.connect_async(address, **options) as client:
+        data = await client.upload(X)
+        return len(await client.evaluate(data, ["x1"]))

@@ -1,0 +1,178 @@
+"""Sends a million seeded requests, most of them wrong, and watches the server.
+
+``python tests/soak/fuzz.py --requests 1000000`` starts a server on loopback and writes
+results/fuzz.json: what came back, by status and reason; how often a process of the server ended;
+how its memory and descriptors grew. It ends with status 1 if a request got an answer that it must
+not get, a process ended, or memory grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.fuzz import FLAGS, Fuzzer, Sender, is_fine
+from support.results import RESULTS, write_result
+from support.server import ServerProcess
+
+#: Memory may grow by this much after the first fifth of the requests.
+GROWTH_BYTES = 32 << 20
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any) -> None:
+    """Process: send ``count`` requests from several threads."""
+    outcomes: Counter[tuple[str, str, str]] = Counter()
+    wrong: list[str] = []
+    lock = threading.Lock()
+
+    def send(part: int) -> None:
+        sender = Sender(address)
+        fuzzer = Fuzzer(seed * 1000 + part)
+        for turn, request in enumerate(itertools.islice(fuzzer.requests(), count // threads)):
+            outcome = sender.send(request)
+            with lock:
+                outcomes[request.method, *outcome] += 1
+                if not is_fine(outcome) and len(wrong) < 20:
+                    wrong.append(f"seed {seed * 1000 + part}, request {turn}: {outcome}")
+            if turn % 100 == 99:
+                with done.get_lock():
+                    done.value += 100
+        sender.close()
+
+    parts = [threading.Thread(target=send, args=(part,)) for part in range(threads)]
+    for part in parts:
+        part.start()
+    for part in parts:
+        part.join()
+    out.put((dict(outcomes), wrong))
+
+
+def watch(family: list[psutil.Process]) -> dict[str, Any]:
+    """Memory of the processes' own, shared memory, and open descriptors."""
+    names = ("front door", "engine")
+    sample: dict[str, Any] = {}
+    for name, process in zip(names, family, strict=True):
+        memory = process.memory_info()
+        sample[name] = {
+            "private_mib": round((memory.rss - memory.shared) / 2**20, 1),
+            "shared_mib": round(memory.shared / 2**20, 1),
+            "descriptors": process.num_fds(),
+        }
+    return sample
+
+
+def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any]:
+    """Fuzz a fresh server; return what was seen."""
+    with ServerProcess("--threads", "2", "--front-doors", "1", *FLAGS) as server:
+        family = [psutil.Process(server.process.pid), server.engine()]
+        done, out = _CONTEXT.Value("q", 0), _CONTEXT.Queue()
+        workers = [
+            _CONTEXT.Process(
+                target=work,
+                args=(server.address, seed + index, requests // processes, threads, done, out),
+            )
+            for index in range(processes)
+        ]
+        started = time.monotonic()
+        for worker in workers:
+            worker.start()
+        samples = [{"requests": 0, **watch(family)}]
+        while any(worker.is_alive() for worker in workers) and out.qsize() < processes:
+            if done.value - samples[-1]["requests"] >= requests / 20:
+                samples.append({"requests": done.value, **watch(family)})
+                print(json.dumps(samples[-1]), flush=True)
+            time.sleep(0.2)
+        results = [out.get(timeout=60) for _ in workers]
+        for worker in workers:
+            worker.join()
+        seconds = time.monotonic() - started
+        time.sleep(2)
+        alive = server.process.poll() is None and server.engine().pid == family[1].pid
+        samples.append({"requests": sum(sum(r.values()) for r, _ in results), **watch(family)})
+    return summary(results, samples, seconds, seed, processes_ended=not alive)
+
+
+def summary(
+    results: list[Any],
+    samples: list[dict[str, Any]],
+    seconds: float,
+    seed: int,
+    *,
+    processes_ended: bool,
+) -> dict[str, Any]:
+    """Put the figures together."""
+    outcomes: Counter[tuple[str, str, str]] = Counter()
+    wrong: list[str] = []
+    for counted, found in results:
+        outcomes.update(counted)
+        wrong += found
+    statuses: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for (_, status, reason), count in outcomes.items():
+        statuses[status] += count
+        reasons[f"{status} {reason}".strip()] += count
+    warm = samples[len(samples) // 5]
+    growth = {
+        name: {
+            key: round(samples[-1][name][key] - warm[name][key], 1)
+            for key in ("private_mib", "shared_mib", "descriptors")
+        }
+        for name in ("front door", "engine")
+    }
+    return {
+        "seed": seed,
+        "requests": sum(outcomes.values()),
+        "seconds": round(seconds),
+        "by_method": dict(Counter({m: 0 for m, _, _ in outcomes}) + _by_method(outcomes)),
+        "by_status": dict(statuses.most_common()),
+        "by_reason": dict(reasons.most_common()),
+        "not_allowed": wrong,
+        "crashes": int(processes_ended),
+        "internal": statuses["INTERNAL"] + statuses["UNKNOWN"],
+        "growth_after_a_fifth": growth,
+        "samples": samples,
+    }
+
+
+def _by_method(outcomes: Counter[tuple[str, str, str]]) -> Counter[str]:
+    methods: Counter[str] = Counter()
+    for (method, _, _), count in outcomes.items():
+        methods[method] += count
+    return methods
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Tell whether the server came through."""
+    grown = max(x["private_mib"] for x in result["growth_after_a_fifth"].values())
+    flat = grown * 2**20 < GROWTH_BYTES
+    return not (result["not_allowed"] or result["crashes"] or result["internal"]) and flat
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    result = run(options.requests, options.seed, options.processes, options.threads)
+    print(write_result("fuzz", result, options.out).read_text())
+    return 0 if is_good(result) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Fair sharing: the engine's gate, lanes, pieces of work."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit.workload import thesis_mix
+from warpfit_server import channel as wire
+from warpfit_server import fairness
+from warpfit_server.channel import Channel
+from warpfit_server.engine.cpu_work import Work, run_on
+from warpfit_server.fairness import FairGate, current_turn
+from warpfit_server.lanes import Lanes
+from warpfit_server.segments import SegmentPool
+
+DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
+
+
+class Visitors:
+    """Threads that hold turns of a gate until they are told to leave."""
+
+    def __init__(self, gate):
+        self._gate = gate
+        self.order = []
+        self._leave = {}
+        self._threads = []
+
+    def come(self, name, tenant, charge=0.0):
+        leave = self._leave[name] = threading.Event()
+
+        def visit():
+            with self._gate.turn(tenant) as turn:
+                self.order.append(name)
+                turn.charge(charge)
+                leave.wait(10)
+
+        thread = threading.Thread(target=visit, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        time.sleep(0.05)
+
+    def go(self, name):
+        self._leave[name].set()
+
+    def see(self, *order):
+        """Wait until exactly these have had their turn."""
+        deadline = time.monotonic() + 10
+        while tuple(self.order) != order:
+            assert time.monotonic() < deadline, self.order
+            time.sleep(0.01)
+
+    def end(self):
+        for leave in self._leave.values():
+            leave.set()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    monkeypatch.setattr(fairness, "_EXTRA", 0)
+    return FairGate(1)
+
+
+@pytest.fixture
+def visitors(gate):
+    group = Visitors(gate)
+    yield group
+    group.end()
+
+
+class TestGate:
+    def test_the_least_charged_tenant_goes_first(self, visitors):
+        visitors.come("running", "greedy", charge=5.0)
+        for name in ("second", "third"):
+            visitors.come(name, "greedy")
+        visitors.come("modest", "modest")
+        visitors.see("running")
+        visitors.go("running")
+        visitors.see("running", "modest")
+        visitors.go("modest")
+        visitors.see("running", "modest", "second")
+        visitors.go("second")
+        visitors.see("running", "modest", "second", "third")
+
+    def test_a_tenant_without_a_turn_does_not_wait_behind_another(self):
+        gate = FairGate(1)
+        visitors = Visitors(gate)
+        visitors.come("one", "greedy")
+        visitors.come("two", "greedy")
+        visitors.come("modest", "modest")
+        visitors.see("one", "modest")
+        visitors.end()
+
+    def test_who_is_ahead_pauses_until_the_other_is_done(self, monkeypatch):
+        monkeypatch.setattr(fairness, "_LONGEST_PAUSE", 10.0)
+        gate = FairGate(2)
+        with gate.turn("greedy") as greedy:
+            greedy.charge(5.0)
+            assert not greedy.must_pause(), "nobody else is at work"
+            visitors = Visitors(gate)
+            visitors.come("modest", "modest")
+            visitors.see("modest")
+            assert greedy.must_pause()
+            threading.Timer(0.2, visitors.go, ["modest"]).start()
+            started = time.monotonic()
+            greedy.pause()
+            assert 0.1 < time.monotonic() - started < 5
+            assert not greedy.must_pause()
+            visitors.end()
+
+    def test_a_pause_ends_by_itself(self):
+        gate = FairGate(2)
+        visitors = Visitors(gate)
+        visitors.come("stuck", "modest")
+        visitors.see("stuck")
+        with gate.turn("greedy") as greedy:
+            greedy.charge(5.0)
+            greedy.pause()
+            assert greedy.must_pause()
+        visitors.end()
+
+    def test_who_was_away_gets_credit_but_not_for_ever(self, monkeypatch):
+        gate = FairGate(2)
+        with gate.turn("modest"):
+            pass
+        with gate.turn("greedy") as greedy:
+            greedy.charge(1000.0)
+            with gate.turn("modest") as modest:
+                modest.charge(fairness._CREDIT - 0.1)
+                assert greedy.must_pause()
+                modest.charge(0.2)
+                assert modest.must_pause()
+
+    def test_work_that_engines_do_not_report_is_charged_by_the_clock(self):
+        gate = FairGate(1)
+        with gate.turn("a"):
+            time.sleep(0.05)
+        assert 0.05 <= gate._charges["a"] < 1
+
+    def test_nothing_is_left_behind(self):
+        gate = FairGate(3)
+
+        def work(number):
+            with gate.turn(f"t{number % 7}") as turn:
+                turn.charge(0.001)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(work, range(500)))
+        assert (gate._total, dict(gate._running), gate._waiting) == (0, {}, {})
+
+    def test_tenants_of_the_past_are_forgotten(self, monkeypatch):
+        monkeypatch.setattr(fairness, "_REMEMBERED", 5)
+        gate = FairGate(1)
+        for number in range(100):
+            with gate.turn(f"t{number}"):
+                pass
+        assert len(gate._charges) <= 6
+
+
+class TestWork:
+    def _work(self, log, name, pieces=30, seconds=0.002):
+        def run_piece(cells, span):
+            time.sleep(seconds)
+            log.append(name)
+            return True
+
+        return Work(run_piece, [(i, i + 1) for i in range(pieces)], [(0, 1)], 1, 10**9)
+
+    def test_a_long_evaluation_makes_way_for_a_modest_tenant(self):
+        gate, log = FairGate(2), []
+        with ThreadPoolExecutor(1) as pool:
+
+            def greedy():
+                with gate.turn("greedy") as turn:
+                    turn.charge(5.0)
+                    run_on(pool, 2, self._work(log, "greedy", 200))
+
+            thread = threading.Thread(target=greedy)
+            thread.start()
+            time.sleep(0.05)
+            begin = len(log)
+            with gate.turn("modest"):
+                run_on(pool, 2, self._work(log, "modest"))
+            during = log[begin:]
+            thread.join()
+        assert log.count("greedy") == 200, "all of its pieces were run in the end"
+        assert during.count("modest") == 30
+        assert during.count("greedy") <= 10
+
+    def test_alone_all_threads_work(self):
+        log = []
+        with ThreadPoolExecutor(3) as pool:
+            run_on(pool, 4, self._work(log, "x", 40))
+        assert len(log) == 40
+        assert current_turn().must_pause() is False
+
+
+def _evaluation():
+    programs, parameters = thesis_mix(3, 7, variables=4)
+    return Evaluation(DATA.content_id, Batch.of(programs, parameters), loss=Loss.MSE)
+
+
+def _engine(lanes, count):
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+    lanes.open([ours for ours, _ in pairs])
+    return [Channel(theirs) for _, theirs in pairs]
+
+
+class TestLanes:
+    def test_the_last_lane_is_kept_for_a_tenant_that_has_none(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        _ends = _engine(lanes, 3)
+        runs = [_start(lanes, "greedy") for _ in range(2)]
+        with pytest.raises(CancelledError):  # it waits, until its call has ended
+            _start(lanes, "greedy", is_wanted=lambda: False)
+        runs.append(_start(lanes, "modest"))
+
+    def test_a_lane_goes_to_the_tenant_with_fewest(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        ends = _engine(lanes, 2)
+        runs = [_start(lanes, "greedy"), _start(lanes, "other")]
+        served = []
+
+        def wait(tenant):
+            runs.append(_start(lanes, tenant))
+            served.append(tenant)
+
+        for tenant in ("other", "modest"):
+            threading.Thread(target=wait, args=(tenant,), daemon=True).start()
+            time.sleep(0.05)
+        end = ends[1]  # lanes are taken from the end
+        end.receive()
+        end.send(wire.Finished())
+        runs[0].next_event()
+        deadline = time.monotonic() + 10
+        while not served and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert served == ["modest"]
+
+    def test_all_lanes_serve_one_tenant_in_turn(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        ends = _engine(lanes, 3)
+        stop = threading.Event()
+
+        def answer(end):
+            end.wake_every(10_000)
+            while not stop.is_set():
+                try:
+                    for _ in end.receive()[1]:
+                        pass
+                except BlockingIOError:
+                    continue
+                end.send(wire.Finished())
+
+        threads = [threading.Thread(target=answer, args=(end,)) for end in ends]
+        for thread in threads:
+            thread.start()
+
+        def call(number):
+            run = lanes.start(_evaluation(), DATA.layout, lambda: True, f"t{number % 3}")
+            run.next_event()
+            run.close()
+
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(call, range(200)))
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert len(lanes._idle) == 3
+        assert not +lanes._used
+
+
+def _start(lanes, tenant, is_wanted=lambda: True):
+    return lanes.start(_evaluation(), DATA.layout, is_wanted, tenant)

@@ -1,0 +1,186 @@
+"""What all doors count together, and whether a call is taken, without servers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfit.errors import (
+    ResourceExhaustedError,
+)
+from warpfit_server import ledger as ledgers
+from warpfit_server.admission import Admission, Pace
+from warpfit_server.config import Config
+from warpfit_server.ledger import Ledger, Usage
+from warpfit_server.tenants import (
+    TenantBook,
+)
+
+ENOUGH = Usage(100, 1 << 40, 1 << 60)
+
+
+class TestLedger:
+    @pytest.fixture
+    def pair(self):
+        """Two doors' access to one table."""
+        first = Ledger.create(2)
+        second = Ledger(os.dup(first.descriptor), 2, 1)
+        yield first, second
+        first.close()
+        second.close()
+
+    def test_both_doors_count_together(self, pair):
+        most = Usage(calls=3)
+        for door in (*pair, pair[0]):
+            assert door.take("a", Usage(1), most, ENOUGH) is None
+        shortage = pair[1].take("a", Usage(1), most, ENOUGH)
+        assert (shortage.measure, shortage.of_tenant, shortage.used) == ("calls", True, 3)
+        assert pair[1].take("b", Usage(1), most, ENOUGH) is None
+        pair[1].give("a", Usage(1))
+        assert pair[0].take("a", Usage(1), most, ENOUGH) is None
+        assert (pair[0].used("a").calls, pair[1].used().calls) == (3, 4)
+
+    def test_the_server_has_limits_too(self, pair):
+        assert pair[0].take("a", Usage(1), ENOUGH, Usage(1)) is None
+        shortage = pair[1].take("b", Usage(1), ENOUGH, Usage(1))
+        assert (shortage.measure, shortage.of_tenant) == ("calls", False)
+
+    def test_a_call_that_exceeds_size_or_work_alone_runs_alone(self, pair):
+        large = Usage(size=100, work=100)
+        least = Usage(0, 10, 10)
+        assert pair[0].take("a", large, least, ENOUGH) is None
+        assert pair[1].take("a", Usage(size=1), least, ENOUGH).measure == "size"
+        assert pair[1].take("a", Usage(work=1), least, ENOUGH).measure == "work"
+        pair[0].give("a", large)
+        assert pair[0].used("a") == Usage()
+
+    def test_what_a_dead_door_held_comes_back(self, pair):
+        pair[0].take("a", Usage(1, 10, 100), ENOUGH, ENOUGH)
+        pair[1].take("a", Usage(2, 20, 200), ENOUGH, ENOUGH)
+        pair[1].take("b", Usage(4, 40, 400), ENOUGH, ENOUGH)
+        pair[0].bury(1)
+        assert pair[0].used("a") == pair[0].used() == Usage(1, 10, 100)
+        assert pair[0].used("b") == Usage()
+
+    def test_idle_tenants_make_room(self, monkeypatch):
+        monkeypatch.setattr(ledgers, "_SLOTS", 4)
+        ledger = Ledger.create(1)
+        ledger.take("kept", Usage(1), ENOUGH, ENOUGH)
+        for index in range(50):
+            ledger.take(f"t{index}", Usage(1), ENOUGH, ENOUGH)
+            ledger.give(f"t{index}", Usage(1))
+        assert ledger.used("kept").calls == ledger.used().calls == 1
+        ledger.close()
+
+    def test_rate_of_all_doors_together(self, pair):
+        now = 1000.0
+        delays = [pair[turn % 2].wait("a", now, 10.0, 0.0) for turn in range(11)]
+        assert delays[:10] == [0.0] * 10
+        assert delays[10] == pytest.approx(0.1)
+        assert pair[0].wait("a", now + 0.05, 10.0, 0.0) == pytest.approx(0.05)
+        assert pair[1].wait("a", now + 0.1, 10.0, 0.0) == 0.0
+        assert pair[1].wait("b", now, 10.0, 0.0) == 0.0
+
+    def test_rate_of_the_server_and_slow_rates(self, pair):
+        assert pair[0].wait("a", 5.0, 0.0, 1.0) == 0.0
+        assert pair[1].wait("b", 5.0, 0.0, 1.0) == pytest.approx(1.0)
+        assert pair[0].wait("c", 50.0, 0.25, 0.0) == 0.0
+        assert pair[0].wait("c", 50.0, 0.25, 0.0) == pytest.approx(4.0)
+
+    @given(st.floats(0.1, 1e4), st.lists(st.floats(0, 2), min_size=1, max_size=60))
+    def test_no_more_calls_than_the_rate_allows(self, rate, gaps):
+        ledger = Ledger.create(1)
+        now, taken = 100.0, []
+        for gap in gaps:
+            now += gap
+            if ledger.wait("a", now, rate, 0.0) == 0:
+                taken.append(now)
+        ledger.close()
+        assert taken, "the first call is always in time"
+        for first in range(len(taken)):
+            span = taken[-1] - taken[first]
+            assert len(taken) - first <= rate * span + max(1.0, rate) + 1
+
+    def test_processes_and_threads_lose_no_count(self):
+        ledger = Ledger.create(3)
+        context = get_context("fork")
+        children = [context.Process(target=_count, args=(ledger, door)) for door in (1, 2)]
+        for child in children:
+            child.start()
+        _count(ledger, 0)
+        for child in children:
+            child.join(30)
+            assert child.exitcode == 0
+        assert ledger.used("a") == ledger.used() == Usage(3 * 4 * 50, 0, 0)
+        ledger.close()
+
+
+def _count(parent: Ledger, door: int) -> None:
+    ledger = Ledger(parent.descriptor, 3, door)
+
+    def work():
+        for _ in range(100):
+            ledger.take("a", Usage(1), Usage(10_000), Usage(10_000))
+        for _ in range(50):
+            ledger.give("a", Usage(1))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class TestAdmission:
+    def _admission(self, **settings):
+        config = replace(Config(), **settings)
+        book = TenantBook(config.limits(), None, shared=False)
+        return Admission(config, book, Ledger.create(1))
+
+    def test_places(self):
+        admission = self._admission(max_requests=1)
+        with admission.place("a"):
+            with pytest.raises(ResourceExhaustedError) as caught, admission.place("b"):
+                pass
+            assert caught.value.reason == "TOO_MANY_REQUESTS"
+            assert caught.value.retry_after > 0
+            assert "--max-requests" in caught.value.remedy
+        with admission.place("b"):
+            pass
+        assert admission.ledger.used() == Usage()
+
+    def test_a_call_that_fails_gives_back_what_it_took(self):
+        admission = self._admission()
+        with pytest.raises(ValueError, match="x"), admission.place("a"):
+            raise ValueError("x")
+        assert admission.ledger.used() == Usage()
+
+    def test_rate(self):
+        admission = self._admission(max_rate=2.0)
+        for _ in range(2):
+            admission.check_rate("a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.check_rate("a")
+        assert caught.value.reason == "RATE_LIMITED"
+        assert 0 < caught.value.retry_after <= 0.5
+
+    def test_the_pace_is_learned(self):
+        pace = Pace()
+        assert pace.estimate("evaluate", 1e9) == pytest.approx(3e8)
+        for units in (1e9, 3e9, 5e9) * 20:
+            pace.observe("evaluate", units, 2e6 + 1.5 * units)
+        assert pace.estimate("evaluate", 2e9) == pytest.approx(3e9, rel=0.1)
+        assert pace.estimate("fit", 1e9) == pytest.approx(3e8), "each kind has its own"
+
+    def test_small_calls_say_nothing_of_large_ones(self):
+        pace = Pace()
+        for turn in range(5000):
+            pace.observe("evaluate", 1e5 * (1 + turn % 3), 5e6 * (1 + turn % 2))
+        assert 3e8 / 2 < pace.estimate("evaluate", 1e9) < 2 * 3e8
+        assert pace.estimate("evaluate", 1e5) == pytest.approx(7.5e6, rel=0.2)
