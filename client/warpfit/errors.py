@@ -46,6 +46,8 @@ class WarpfitError(Exception):
     """Amount that the request needs (bytes unless the message says otherwise)."""
     available: int | None = None
     """Amount that is available, or the limit."""
+    request_id: str = ""
+    """Id of the call that failed, as the server's log has it; empty if no server was asked."""
 
     status: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""

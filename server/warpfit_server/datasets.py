@@ -32,6 +32,17 @@ class ResidentDataset:
     """No new calls; it goes when the last use ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a store holds, and how often it ran out of room."""
+
+    datasets: int
+    nbytes: int
+    """Resident and reserved."""
+    evictions: int
+    """Data sets that had to make room for others since the start."""
+
+
 class DatasetStore:
     """Owns the resident data sets: leases, budget, eviction by least recent use."""
 
@@ -44,7 +55,13 @@ class DatasetStore:
         self._lock = threading.Lock()
         self._resident: dict[bytes, ResidentDataset] = {}
         self._bytes = 0  # resident and reserved
+        self._evictions = 0
         self._clock = itertools.count(1)
+
+    def usage(self) -> Usage:
+        """Return what the store holds now."""
+        with self._lock:
+            return Usage(len(self._resident), self._bytes, self._evictions)
 
     def leased(self) -> Iterator[ResidentDataset]:
         """Yield every resident data set, each with a lease while the caller has it."""
@@ -164,6 +181,7 @@ class DatasetStore:
                 if self._bytes + needed <= budget:
                     break
                 self._remove(dataset)
+                self._evictions += 1
             self._bytes += needed
 
     def _unreserve(self, size: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from typing import Final
 
@@ -13,6 +14,7 @@ from warpfit.errors import UnavailableError, WarpfitError
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
+from warpfit_server.measurements import Recorder
 from warpfit_server.service import ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 
@@ -30,6 +32,8 @@ class _Door:
         self.process = process
         self.control = control
         self.serving = threading.Event()
+        self.heard = time.monotonic()
+        """When the last message came."""
         self.leases: dict[bytes, list[ExitStack]] = {}
         self.forgetting: dict[bytes, threading.Event] = {}
 
@@ -41,13 +45,20 @@ class Doors:
         config: the server's configuration.
         supervisor: of the engine.
         leases: the front door's data sets.
+        recorder: takes in what the doors measure.
 
     """
 
     def __init__(
-        self, config: Config, supervisor: EngineSupervisor, leases: ResidentLeases
+        self,
+        config: Config,
+        supervisor: EngineSupervisor,
+        leases: ResidentLeases,
+        recorder: Recorder,
     ) -> None:
         self._config = config
+        self._recorder = recorder
+        self._ready = False
         self._supervisor = supervisor
         self._leases = leases
         self._lock = threading.Lock()
@@ -87,6 +98,24 @@ class Doors:
         """Give every door lanes to the new engine."""
         for door in self._serving():
             self._open_lanes(door)
+
+    def tell_readiness(self, ready: bool) -> None:
+        """Tell every door whether calls can be answered."""
+        self._ready = ready
+        for door in self._serving():
+            self._tell_readiness(door)
+
+    def kill_silent(self) -> None:
+        """Kill doors that hang, so that new ones start."""
+        limit = time.monotonic() - self._config.hang_seconds
+        for door in self._serving():
+            if door.heard < limit:
+                _LOG.error("door %d hangs", door.process.pid)
+                door.process.kill()
+
+    def processes(self) -> dict[str, int]:
+        """Return the process ids of the doors by role."""
+        return {f"door {n}": door.process.pid for n, door in enumerate(self._serving(), 1)}
 
     def forget(self, content_id: bytes) -> None:
         """Tell every door that a data set was released; return when no new call uses it."""
@@ -153,10 +182,14 @@ class Doors:
     def _attend(self, door: _Door, started: threading.Event) -> None:
         while True:
             message, _ = door.control.receive()
+            door.heard = time.monotonic()
             match message:
+                case wire.Recorded():
+                    self._recorder.add(door.process.pid, message.delta)
                 case wire.Serving():
                     door.serving.set()
                     self._open_lanes(door)
+                    self._tell_readiness(door)
                     started.set()
                 case wire.Lookup():
                     door.control.send(self._lease(door, message.content_id))
@@ -192,9 +225,16 @@ class Doors:
             for end in ends:
                 end.close()
 
+    def _tell_readiness(self, door: _Door) -> None:
+        try:
+            door.control.send(wire.Readiness(self._ready))
+        except ChannelClosedError:
+            _LOG.debug("door %d is gone", door.process.pid)
+
     def _bury(self, door: _Door) -> None:
         with self._lock:
             self._doors.remove(door)
+        self._recorder.forget(door.process.pid)
         door.serving.clear()
         for leases in door.leases.values():
             for lease in leases:

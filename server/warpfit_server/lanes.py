@@ -27,6 +27,7 @@ from warpfit.request import Evaluation
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
+from warpfit_server.logs import current_id
 from warpfit_server.segments import Segment, SegmentPool
 
 #: The engine keeps a lane's segment mapped up to this size: mapping a large one again costs as much
@@ -56,11 +57,13 @@ class Lanes:
 
     Args:
         pool: where segments come from.
+        urgent: whether the engine runs what comes here beside everything else.
 
     """
 
-    def __init__(self, pool: SegmentPool) -> None:
+    def __init__(self, pool: SegmentPool, *, urgent: bool = False) -> None:
         self.pool = pool
+        self._urgent = urgent
         self._idle: list[Lane] = []
         self._open = False
         self._generation = 0
@@ -151,7 +154,8 @@ class Lanes:
                     np.copyto(frame.require(name, segment), array)
             keep = segment.size <= _KEPT_BYTES
             fresh = lane.mapped is not segment
-            problem = replace(problem, size=segment.size if fresh else 0, keep=keep)
+            size = segment.size if fresh else 0
+            problem = replace(problem, size=size, keep=keep, urgent=self._urgent)
             lane.channel.send(order(problem), [segment.descriptor] if fresh else [])
             lane.mapped = segment if keep else None
         except ChannelClosedError as error:
@@ -300,6 +304,7 @@ def _order(frame: Frame, evaluation: Evaluation, layout: Layout) -> wire.Evaluat
         submitted=time.monotonic_ns(),
         custom_loss=evaluation.custom_loss,
         wishes=tuple(wish for wish in wire.WISHES if getattr(evaluation, wish)),
+        request_id=current_id(),
     )
 
 

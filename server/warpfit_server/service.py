@@ -25,6 +25,7 @@ from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import Limits, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
+from warpfit_server import requests
 from warpfit_server.datasets import DatasetStore, Upload
 from warpfit_server.lanes import Lanes, Run
 from warpfit_server.limits import check_batch, check_fit, check_result
@@ -78,6 +79,7 @@ class EvaluateService:
             check_batch(evaluation.batch, self._limits)
             evaluation.check(layout)
             check_result(evaluation, layout, self._limits)
+            requests.asks_for(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             run = self._lanes.start(evaluation, layout, context.is_active)
             _end_with_call(run, context, held)
@@ -94,6 +96,7 @@ class EvaluateService:
             request.check(layout)
             check_fit(request, self._limits)
             deadline = _stop_time(request, context.time_remaining())
+            requests.asks_for(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             run = self._lanes.start_fit(request, layout, deadline, context.is_active)
             _end_with_call(run, context, held)
@@ -108,6 +111,7 @@ class EvaluateService:
             event = run.next_event()
             if isinstance(event, wire.Finished):
                 timings, ready = replace(event.timings, decode=decode), frame.value_bytes
+                requests.answered(timings)
             elif isinstance(event, wire.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
@@ -187,6 +191,7 @@ class EvaluatorService(EvaluateService):
             except WarpfitError:
                 upload = self._datasets.begin(layout, content_id)
             self._receive(upload, messages)
+            requests.received(layout.nbytes)
             return codec.dataset_info(content_id, layout).SerializeToString()
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -270,6 +275,7 @@ def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:
                 if extra.name not in ("lower", "upper", "fixed")
             }
             timings = replace(event.timings, decode=decode)
+            requests.answered(timings)
             yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
             return
 
@@ -301,5 +307,6 @@ def errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
 
 
 def _abort(context: grpc.ServicerContext, error: WarpfitError) -> None:
-    context.set_trailing_metadata(((codec.ERROR_METADATA_KEY, codec.error_to_detail(error)),))
+    detail = (codec.ERROR_METADATA_KEY, codec.error_to_detail(error))
+    context.set_trailing_metadata((*requests.current_trailing(), detail))
     context.abort(grpc.StatusCode[error.status], str(error))

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -30,8 +31,9 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
 from warpfit_server.frame import FIT_CELLS
-from warpfit_server.logs import configure_logging
+from warpfit_server.logs import configure_logging, works_for
 from warpfit_server.segments import Segment
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -48,6 +50,7 @@ class EngineProcess:
         channel: Channel,
         chunk_bytes: int,
         cache_directory: Path | None = None,
+        stuck_seconds: float = 30.0,
     ) -> None:
         self._engine = engine
         self._cache_directory = cache_directory
@@ -55,6 +58,7 @@ class EngineProcess:
         self._channel = channel
         self._chunk_bytes = chunk_bytes
         self._places = threading.Semaphore(engine.concurrency)
+        self._overseer = Overseer(stuck_seconds)
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
@@ -74,6 +78,8 @@ class EngineProcess:
                 case wire.Unload():
                     self._engine.unload(message.content_id)
                     self._datasets.pop(message.content_id, None)
+                case wire.Count():
+                    self._channel.send(wire.Counted(self._engine.counters()))
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
@@ -93,7 +99,7 @@ class EngineProcess:
                     segment = Segment(0, descriptors[0], problem.size)
                 if segment is None:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
-                with self._places:
+                with nullcontext() if problem.urgent else self._places:
                     finished = self._perform(message, problem, segment, lane)
                 if not problem.keep:
                     segment = None
@@ -102,7 +108,7 @@ class EngineProcess:
             _LOG.debug("a lane was closed")
         except Exception:
             _LOG.exception("a lane is broken; the front door starts a new process")
-            os._exit(4)
+            os._exit(EXIT_BROKEN)
 
     def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
         segment = Segment(message.segment, descriptors[0], message.size)
@@ -123,18 +129,21 @@ class EngineProcess:
     ) -> wire.Finished:
         """Do one piece of work; return what to tell the front door."""
         started = time.monotonic_ns()
+        works_for(problem.request_id)
+        cancelled = problem.frame.flag(segment)
         try:
-            if problem.frame.flag(segment)[0]:
+            if cancelled[0]:
                 raise CancelledError("cancelled before it ran", "CANCELLED")
-            if isinstance(message, wire.Optimize):
-                timings = self._optimize(message, segment, lane)
-            else:
-                timings = self._evaluate(message, segment, lane)
+            with self._overseer.oversees(cancelled):
+                if isinstance(message, wire.Optimize):
+                    timings = self._optimize(message, segment, lane)
+                else:
+                    timings = self._evaluate(message, segment, lane)
         except WarpfitError as error:
             return wire.Finished(error=error)
         except EngineBrokenError:
             _LOG.exception("the engine is broken; the front door starts a new process")
-            os._exit(4)
+            os._exit(EXIT_BROKEN)
         except ChannelClosedError:
             raise
         except Exception:
@@ -259,12 +268,14 @@ def main(arguments: Sequence[str]) -> None:
             device=config.device,
             cache_directory=config.cache_path,
         )
-        EngineProcess(engine, channel, config.chunk_bytes, config.cache_path).run()
+        EngineProcess(
+            engine, channel, config.chunk_bytes, config.cache_path, config.stuck_seconds
+        ).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     except WarpfitError as error:
         _LOG.error("the engine cannot run: %s", error)
-        os._exit(3)
+        os._exit(EXIT_CANNOT_RUN)
     logging.shutdown()
     os._exit(0)  # a running evaluation must not hold the process
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +150,10 @@ class CudaEngine:
         """Linearise on the host's cores; see `base.Engine`."""
         host = self._host_with(self._resident(evaluation.dataset_id))
         return host.linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the figures of the caches of compiled kernels; see `base.COUNTERS`."""
+        return self._compiled.counters()
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
