@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, eval, fit, info."""
+"""The ``warpfit`` command: serve, eval, fit, info, top."""
 
 from __future__ import annotations
 
@@ -55,7 +55,20 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("address", metavar="HOST:PORT")
     info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
     info.set_defaults(command=_info)
+    _add_top(commands)
     return parser
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Show throughput, latency, tenants, caches and GPUs of a server, live.",
+    )
+    top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
+    top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.set_defaults(command=_top)
 
 
 def _add_eval(commands: Any) -> None:
@@ -138,6 +151,12 @@ def _info(options: argparse.Namespace) -> None:
 
     with connect(options.address) as client:
         print(_describe(client.info(options.timeout)))
+
+
+def _top(options: argparse.Namespace) -> None:
+    from warpfit.top import top
+
+    top(options.address, options.interval, once=options.once)
 
 
 def _eval(options: argparse.Namespace) -> None:

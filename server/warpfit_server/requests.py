@@ -29,7 +29,7 @@ _LOG: Final = logging.getLogger("warpfit.requests")
 #: What a client's own id may look like; anything else is replaced.
 _ID: Final = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 #: Ends of calls that a client expects and deals with.
-_ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED")
+_ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
 #: Metadata of the standard for distributed traces (W3C Trace Context).
 _TRACE_KEYS: Final = ("traceparent", "tracestate")
 

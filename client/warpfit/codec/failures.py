@@ -83,6 +83,8 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
             needed=int(sizes[1]),
             available=int(sizes[2]),
         )
+    if status == "CANCELLED":  # not by the caller, who would not be told: by a server that stops
+        return errors.UnavailableError("the call was cut off", "CALL_CUT_OFF", "Repeat the call")
     return cls(details or status, status, _REMEDIES.get(status, ""))
 
 
