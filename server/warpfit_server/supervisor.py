@@ -53,6 +53,7 @@ class EngineSupervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._spawned = 0.0
         self._cause = ""
+        self._was_ready = False
         self.restarts: Counter[str] = Counter()
         """Engine processes that ended unasked, by cause; see `cause_of_death`."""
         self.counters: Mapping[str, float] = {}
@@ -208,12 +209,12 @@ class EngineSupervisor:
     def _watch(self) -> None:
         failures = 0
         while not self._stopping.is_set():
-            started = time.monotonic()
             code = self._run_engine()
             if self._stopping.is_set():
                 return
             self.restarts[self._cause or cause_of_death(code)] += 1
-            failures = 0 if time.monotonic() - started > _LONGEST_PAUSE else failures + 1
+            # One that was ready died of its work, and its clients wait: the next starts at once.
+            failures = 0 if self._was_ready else failures + 1
             if not self._started.is_set():
                 _LOG.error("the engine process ended with code %s as it started", code)
                 self._started.set()
@@ -236,6 +237,7 @@ class EngineSupervisor:
             )
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
+            self._was_ready = False
         try:
             while True:
                 self._handle(channel, *channel.receive())
@@ -260,6 +262,7 @@ class EngineSupervisor:
     def _welcome(self, channel: Channel, ready: wire.Ready) -> None:
         with self._lock:
             self._ready = ready
+            self._was_ready = True
             self._channel = channel
         for dataset in self._resident():
             self.load(dataset)
