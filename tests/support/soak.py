@@ -43,7 +43,7 @@ def soak(
     flags = ("--front-doors", str(doors), "--metrics-port", "0", "--max-resident-bytes", "32MiB")
     stop = threading.Event()
     counts: dict[str, int] = {}
-    batches = [thesis_mix(seed, 300) for seed in range(12)]
+    batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
     with ServerProcess(*flags, engine=engine, **environment) as server:
         threads = [
             threading.Thread(target=_client, args=(server.address, number, batches, stop, counts))
