@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, eval, fit, info, top."""
+"""The ``warpfit`` command: serve, eval, fit, info, health, top."""
 
 from __future__ import annotations
 
@@ -55,8 +55,21 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("address", metavar="HOST:PORT")
     info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
     info.set_defaults(command=_info)
+    _add_health(commands)
     _add_top(commands)
     return parser
+
+
+def _add_health(commands: Any) -> None:
+    health = commands.add_parser(
+        "health",
+        help="ask a server whether it is ready",
+        description="Ask by grpc.health.v1; the exit status is 0 if the service is up, else 1.",
+    )
+    health.add_argument("address", metavar="HOST:PORT", help="its health port, or the main one")
+    health.add_argument("--service", default="readiness", help="default: readiness")
+    health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: 5")
+    health.set_defaults(command=_health)
 
 
 def _add_top(commands: Any) -> None:
@@ -151,6 +164,15 @@ def _info(options: argparse.Namespace) -> None:
 
     with connect(options.address) as client:
         print(_describe(client.info(options.timeout)))
+
+
+def _health(options: argparse.Namespace) -> None:
+    from warpfit.liveness import health
+
+    status = health(options.address, options.service, options.timeout)
+    print(f"{options.service}: {status}")
+    if status != "SERVING":
+        raise SystemExit(1)
 
 
 def _top(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
 
-from warpfit_server.port import listen
+from warpfit.errors import UnavailableError
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
@@ -91,7 +91,12 @@ class HealthPort:
             ThreadPoolExecutor(_THREADS, "health-port"), options=[("grpc.so_reuseport", 0)]
         )
         health.add_to(self._server)
-        self.port = listen(self._server, host, port)
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"cannot listen on {host}:{port}", "PORT_IN_USE", "Choose another --health-port"
+            ) from error
         self._server.start()
 
     def stop(self) -> None:

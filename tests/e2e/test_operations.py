@@ -147,6 +147,27 @@ def test_errors_carry_the_request_id(clients, log):
         assert caught.value.__notes__ == [f"request {caught.value.request_id}"]
 
 
+@pytest.mark.parametrize(
+    ("service", "status", "code"),
+    [("readiness", "SERVING", 0), ("liveness", "SERVING", 0), ("else", "NOT_FOUND", 1)],
+)
+def test_the_health_command(server, capsys, service, status, code):
+    for address in (server.address, server.facts["health"]):
+        try:
+            got = main(["health", address, "--service", service])
+        except SystemExit as end:
+            got = end.code
+        assert got == code
+        assert capsys.readouterr().out == f"{service}: {status}\n"
+
+
+def test_the_health_command_without_a_server(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["health", "127.0.0.1:1", "--timeout", "1"])
+    assert caught.value.code == 1
+    assert "UNAVAILABLE" in capsys.readouterr().out
+
+
 def test_top_prints_what_happens(server, clients, capsys):
     data = clients[0].upload(X)
 
