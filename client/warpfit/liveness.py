@@ -27,7 +27,9 @@ def health(address: str, service: str, timeout: float) -> str:
     request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
     with grpc.insecure_channel(address) as channel:
         try:
-            answer = channel.unary_unary("/grpc.health.v1.Health/Check")(request, timeout=timeout)
+            answer = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)(
+                request, timeout=timeout
+            )
         except grpc.RpcError as error:
             return str(error.code().name)
     number = answer[1] if answer[:1] == b"\x08" else 0  # HealthCheckResponse.status
