@@ -51,21 +51,31 @@ def prometheus(tmp_path_factory):
             stderr=subprocess.DEVNULL,
         )
         try:
-            _work(server, seconds=6)
+            _work_until_answered(server, address)
             yield address
         finally:
             process.terminate()
             process.wait(20)
 
 
-def _work(server: ServerProcess, seconds: float) -> None:
-    X = np.ones((100, 2))
-    end = time.monotonic() + seconds
+def _work_until_answered(server: ServerProcess, address: str) -> None:
+    """Evaluate until Prometheus has scraped twice and evaluated its rules."""
+    deadline = time.monotonic() + 60
     with warpfit.connect(server.address) as client:
-        data = client.upload(X)
-        while time.monotonic() < end:
+        data = client.upload(np.ones((100, 2)))
+        turn = 0
+        while turn % 50 or not _answers(address):
+            assert time.monotonic() < deadline, "Prometheus has no figures"
             client.evaluate(data, ["x1 + x2"])
-            time.sleep(0.02)
+            time.sleep(0.01)
+            turn += 1
+
+
+def _answers(address: str) -> bool:
+    try:
+        return bool(ask(address, "warpfit:queue_seconds:mean2m"))
+    except OSError:
+        return False  # it has not started yet
 
 
 def ask(address: str, query: str) -> list:
