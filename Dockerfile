@@ -25,10 +25,10 @@ LABEL org.opencontainers.image.title="warpfit" \
       org.opencontainers.image.description="Expression evaluation for symbolic regression, as a gRPC service" \
       org.opencontainers.image.licenses="BSD-3-Clause"
 # Compiled code depends on the machine's processor, so it is made there, and kept in a volume.
-RUN useradd --uid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin warpfit \
-    && install -d -o warpfit -g warpfit -m 0700 /var/cache/warpfit
+RUN install -d -o 10001 -g 10001 -m 0700 /var/cache/warpfit
 COPY --from=build /opt/warpfit /opt/warpfit
 ENV PATH=/opt/warpfit/bin:${PATH} \
+    HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
     CUPY_CACHE_DIR=/var/cache/warpfit/cupy \
     WARPFIT_CACHE_DIR=/var/cache/warpfit \

@@ -94,10 +94,10 @@ class Config:
         3.0, "seconds without an answer to a probe after which the server is not ready", float
     )
     hang_seconds: float = _option(
-        10.0, "seconds without an answer after which the engine is replaced", float
+        30.0, "seconds without an answer after which the engine is replaced", float
     )
     stuck_seconds: float = _option(
-        30.0, "seconds that a cancelled evaluation may take to stop", float
+        120.0, "seconds that a cancelled evaluation may take to stop", float
     )
     start_seconds: float = _option(600.0, "seconds that an engine may take to start", float)
     chunk_bytes: int = _option(1 << 20, "values in one message of an answer", parse_bytes)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -218,10 +218,11 @@ class Door:
             self._tracer.close()
 
     def _sweep(self) -> None:
-        while True:
-            time.sleep(_IDLE_SECONDS / 2)
-            self._leases.give_idle_back()
-            self._control.send(wire.Recorded(self._recorder.take()))
+        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+            while True:
+                time.sleep(_IDLE_SECONDS / 2)
+                self._leases.give_idle_back()
+                self._control.send(wire.Recorded(self._recorder.take()))
 
 
 def main(arguments: Sequence[str]) -> None:
