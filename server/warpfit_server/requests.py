@@ -40,9 +40,10 @@ class Request:
 
     method: str
     request_id: str
-    tenant: str
     started: int
     """``time.monotonic_ns()``, as all moments here."""
+    tenant: str = ""
+    """Known when the call has ended: its credentials may be checked while it runs."""
     trace: dict[str, str] = field(default_factory=dict)
     """Trace Context of the caller."""
     programs: int = 0
@@ -176,6 +177,7 @@ class Observer:
             status = _status(context, "OK")
         finally:
             ended = time.monotonic_ns()
+            request.tenant = tenant_of(context)
             status = status or _status(context, "UNKNOWN")
             self._recorder.end(_measured(request, status, ended))
             _log(request, status, ended)
@@ -193,7 +195,7 @@ def _begin(method: str, context: grpc.ServicerContext) -> Request:
         elif key in _TRACE_KEYS:
             trace[key] = str(value)
     request_id = request_id or secrets.token_hex(8)
-    request = Request(method, request_id, tenant_of(context), time.monotonic_ns(), trace)
+    request = Request(method, request_id, time.monotonic_ns(), trace=trace)
     context.set_trailing_metadata(request.trailing)
     return request
 

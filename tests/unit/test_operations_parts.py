@@ -172,7 +172,7 @@ class TestTracing:
         trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         now = time.monotonic_ns()
         request = Request(
-            *("Evaluate", "call-1", "default", now - 9_000_000),
+            *("Evaluate", "call-1", now - 9_000_000),
             trace={"traceparent": f"00-{trace}-{parent}-01"},
             timings=Timings(decode=1_000_000, queue=2_000_000, compute=3_000_000),
             finished=now - 1_000_000,
