@@ -71,10 +71,13 @@ def _watch(server: ServerProcess, seconds: float) -> list[dict[str, float]]:
 
 def _sample(server: ServerProcess) -> dict[str, float]:
     """Memory of the server's processes, each page counted once, and what else may pile up."""
-    family = list(server.family().values())
+    processes = server.family()
+    memory = {f"{role}_bytes": p.memory_full_info().pss for role, p in processes.items()}
+    family = processes.values()
     gpus = scrape(server.facts["metrics"]).total("warpfit_gpu_memory_used_bytes")
     return {
-        "memory_bytes": sum(process.memory_full_info().pss for process in family),
+        "memory_bytes": sum(memory.values()),
+        **memory,
         "descriptors": sum(process.num_fds() for process in family),
         "threads": sum(process.num_threads() for process in family),
         "gpu_bytes": gpus,
@@ -91,7 +94,14 @@ def _judged(samples: list[dict[str, float]]) -> dict[str, Any]:
     }
     growth = {name: after - before for name, (before, after) in ends.items()}
     passed = max(growth["memory_bytes"], growth["gpu_bytes"]) < LIMIT_BYTES
-    return {"samples": count, "warm_and_end": ends, "growth": growth, "passed": passed}
+    tenths = [samples[count * part // 10]["memory_bytes"] >> 20 for part in range(10)]
+    return {
+        "samples": count,
+        "memory_mib_at_each_tenth": tenths,
+        "warm_and_end": ends,
+        "growth": growth,
+        "passed": passed,
+    }
 
 
 def _balance(page: Scrape) -> dict[str, float]:
