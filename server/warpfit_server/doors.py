@@ -37,6 +37,13 @@ class _Door:
         self.leases: dict[bytes, list[ExitStack]] = {}
         self.forgetting: dict[bytes, threading.Event] = {}
 
+    def end_lease(self, content_id: bytes) -> None:
+        """End one lease on a data set."""
+        leases = self.leases[content_id]
+        leases.pop().close()
+        if not leases:
+            del self.leases[content_id]
+
 
 class Doors:
     """Owns the further doors. Each has a thread here that starts it, answers it, restarts it.
@@ -194,7 +201,7 @@ class Doors:
                 case wire.Lookup():
                     door.control.send(self._lease(door, message.content_id))
                 case wire.Unused():
-                    door.leases[message.content_id].pop().close()
+                    door.end_lease(message.content_id)
                 case wire.Forgotten():
                     event = door.forgetting.pop(message.content_id, None)
                     if event is not None:
