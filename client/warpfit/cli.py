@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, eval, fit, info."""
+"""The ``warpfit`` command: serve, eval, fit, info, health, top."""
 
 from __future__ import annotations
 
@@ -62,7 +62,33 @@ def _parser() -> argparse.ArgumentParser:
     token.add_argument("tenant", help="whose token it is")
     token.add_argument("--days", type=float, metavar="N", help="days of validity (default: ever)")
     token.set_defaults(command=_token)
+    _add_health(commands)
+    _add_top(commands)
     return parser
+
+
+def _add_health(commands: Any) -> None:
+    health = commands.add_parser(
+        "health",
+        help="ask a server whether it is ready",
+        description="Ask by grpc.health.v1; the exit status is 0 if the service is up, else 1.",
+    )
+    health.add_argument("address", metavar="HOST:PORT", help="its health port, or the main one")
+    health.add_argument("--service", default="readiness", help="default: readiness")
+    health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: 5")
+    health.set_defaults(command=_health)
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Show throughput, latency, tenants, caches and GPUs of a server, live.",
+    )
+    top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
+    top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.set_defaults(command=_top)
 
 
 def _add_eval(commands: Any) -> None:
@@ -147,6 +173,21 @@ def _info(options: argparse.Namespace) -> None:
 
     with connect(options.address, **from_flags(options)) as client:
         print(_describe(client.info(options.timeout)))
+
+
+def _health(options: argparse.Namespace) -> None:
+    from warpfit.liveness import health
+
+    status = health(options.address, options.service, options.timeout)
+    print(f"{options.service}: {status}")
+    if status != "SERVING":
+        raise SystemExit(1)
+
+
+def _top(options: argparse.Namespace) -> None:
+    from warpfit.top import top
+
+    top(options.address, options.interval, once=options.once)
 
 
 def _eval(options: argparse.Namespace) -> None:

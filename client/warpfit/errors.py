@@ -48,6 +48,8 @@ class WarpfitError(Exception):
     """Amount that is available, or the limit."""
     retry_after: float | None = None
     """Seconds after which the server wants the call repeated; None where repeating cannot help."""
+    request_id: str = ""
+    """Id of the call that failed, as the server's log has it; empty if no server was asked."""
 
     status: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""

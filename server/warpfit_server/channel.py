@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +25,7 @@ from warpfit.info import Device
 from warpfit.losses import LossFunction
 from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit_server.frame import Frame
+from warpfit_server.measurements import Delta
 
 _PACKET_BYTES: Final = 128 << 10
 #: Most descriptors that travel with a message; the kernel's own limit is 253.
@@ -77,6 +78,10 @@ class Evaluate:
     """Names of the other wishes of the evaluation that are true."""
     tenant: str = ""
     """On whose behalf; the engine shares its time fairly among tenants."""
+    request_id: str = ""
+    """For the engine's log lines."""
+    urgent: bool = False
+    """Whether it runs at once, beside the evaluations that are running: a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,11 @@ class Optimize:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """Answer with Counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the process."""
 
@@ -126,6 +136,13 @@ class Loaded:
 
     content_id: bytes
     error: WarpfitError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The engine's counters by name."""
+
+    counters: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +196,13 @@ class Forgotten:
     content_id: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the door has measured since the last time; it also says that the door lives."""
+
+    delta: Delta
+
+
 # -------------------------------------------------------------------- front door -> further door
 
 
@@ -211,6 +235,13 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether calls can be answered, for health checks on the port."""
+
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     """Refuse new calls, let those in flight finish within the grace period, end."""
 
@@ -220,8 +251,9 @@ class Quit:
 Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
-    Load | Unload | OpenLanes | Order | Unmap | Stop | Ready | Loaded | Event
-    | Lookup | Unused | Forgotten | Serving | Found | Missing | Lanes | Forget | Quit
+    Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
+    | Lookup | Unused | Forgotten | Serving | Recorded
+    | Found | Missing | Lanes | Forget | Readiness | Quit
 )  # fmt: skip
 
 

@@ -83,7 +83,31 @@ class Config:
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
     log_level: str = _option("info", "debug, info, warning or error", parse_log_level)
     log_format: str = _option("text", "form of the log lines", choices=("text", "json"))
+    tracing: str = _option("none", "where OpenTelemetry traces go", choices=("none", "otlp"))
     grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM", float)
+    notice: float = _option(
+        0.0, "seconds on SIGTERM between readiness ending and refusing new calls", float
+    )
+    health_port: int | None = _option(
+        None, "plain port for health checks alone; 0 takes a free one (default: none)", int
+    )
+    metrics_port: int | None = _option(
+        None, "HTTP port of the metrics; 0 takes a free one (default: none)", int
+    )
+    operations_host: str = _option(
+        "", "address of the health and metrics ports (default: that of --host)"
+    )
+    probe_seconds: float = _option(2.0, "pause between probes of the engine", float)
+    probe_timeout: float = _option(
+        3.0, "seconds without an answer to a probe after which the server is not ready", float
+    )
+    hang_seconds: float = _option(
+        30.0, "seconds without an answer after which the engine is replaced", float
+    )
+    stuck_seconds: float = _option(
+        120.0, "seconds that a cancelled evaluation may take to stop", float
+    )
+    start_seconds: float = _option(600.0, "seconds that an engine may take to start", float)
     chunk_bytes: int = _option(1 << 20, "values in one message of an answer", parse_bytes)
     idle_bytes: int = _option(512 << 20, "result memory kept for reuse", parse_bytes)
     max_message_bytes: int = _option(_LIMITS.message_bytes, "one message", parse_bytes)
@@ -118,6 +142,11 @@ class Config:
         """Number of processes that take calls."""
         cores = len(os.sched_getaffinity(0))
         return self.front_doors or max(1, min(_MOST_DOORS, cores // 2))
+
+    @property
+    def operations_address(self) -> str:
+        """Address of the health and metrics ports."""
+        return self.operations_host or self.host
 
     @property
     def cache_path(self) -> Path | None:

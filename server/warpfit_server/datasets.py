@@ -46,6 +46,17 @@ class ResidentDataset:
     """No new calls; it goes when the last use ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a store holds, and how often it ran out of room."""
+
+    datasets: int
+    nbytes: int
+    """Resident and reserved."""
+    evictions: int
+    """Data sets that had to make room for others since the start."""
+
+
 class DatasetStore:
     """Owns the resident data sets: leases, budgets, eviction by least recent use.
 
@@ -66,6 +77,12 @@ class DatasetStore:
         self._lock = threading.Lock()
         self._resident: dict[bytes, ResidentDataset] = {}
         self._held: Counter[str] = Counter()  # bytes of each tenant, resident and reserved
+        self._evictions = 0
+
+    def usage(self) -> Usage:
+        """Return what the store holds now."""
+        with self._lock:
+            return Usage(len(self._resident), self._held.total(), self._evictions)
 
     def leased(self) -> Iterator[ResidentDataset]:
         """Yield every resident data set, each with a lease while the caller has it."""
@@ -206,6 +223,7 @@ class DatasetStore:
             victims += self._enough(self._in_order(rest, tenant, needed), over, needed)
             for dataset in victims:
                 self._remove(dataset)
+                self._evictions += 1
             self._held[tenant] += needed
 
     def _enough(

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,13 +30,17 @@ from warpfit_server.auth import FORWARDED_METADATA_KEY
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.guard import make_guard
+from warpfit_server.health import Health
 from warpfit_server.lanes import Lanes
 from warpfit_server.ledger import Ledger
 from warpfit_server.logs import configure_logging
+from warpfit_server.measurements import Recorder
 from warpfit_server.port import listen, make_server
+from warpfit_server.requests import Observer, passed_on
 from warpfit_server.segments import SegmentPool
 from warpfit_server.service import SERVICE_NAME, EvaluateService
 from warpfit_server.tenants import tenant_of
+from warpfit_server.tracing import make_tracer
 
 _LOG: Final = logging.getLogger("warpfit.door")
 #: A lease that no call uses goes back after this many seconds.
@@ -154,8 +158,8 @@ def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
     def handler(request: Any, context: grpc.ServicerContext) -> bytes:
         remaining = context.time_remaining()  # centuries for a call without a deadline
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
-        tenant = ((FORWARDED_METADATA_KEY, tenant_of(context).encode()),)
-        call = method.future(request, timeout=timeout, metadata=tenant)
+        about = (*passed_on(context), (FORWARDED_METADATA_KEY, tenant_of(context).encode()))
+        call = method.future(request, timeout=timeout, metadata=about)
         if not context.add_callback(call.cancel):
             call.cancel()
         try:
@@ -180,8 +184,16 @@ class Door:
         self._leases = BorrowedLeases(control.send)
         admission, guard = make_guard(config, ledger)
         service = EvaluateService(self._leases, self._lanes, admission, config.chunk_bytes)
-        handlers = guard.protect({**Forwarder(front_door).handlers(), **service.handlers()})
+        self._recorder = Recorder()
+        self._tracer = make_tracer(config.tracing)
+        # The front door observes what is passed on to it.
+        observed = Observer(self._recorder, self._tracer).observed(
+            guard.protect(service.handlers())
+        )
+        handlers = {**guard.protect(Forwarder(front_door).handlers()), **observed}
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
+        self._health = Health(SERVICE_NAME)
+        self._health.add_to(self._grpc)
         listen(self._grpc, config, port)
 
     def run(self) -> None:
@@ -200,16 +212,26 @@ class Door:
                     self._leases.missing(message)
                 case wire.Forget():
                     self._leases.forget(message.content_id)
+                case wire.Readiness():
+                    self._health.set_ready(message.ready)
                 case wire.Quit():
-                    self._grpc.stop(self._grace).wait()
+                    self._quit()
                     return
                 case _:
                     raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
 
+    def _quit(self) -> None:
+        self._grpc.stop(self._grace).wait()
+        self._control.send(wire.Recorded(self._recorder.take()))
+        if self._tracer is not None:
+            self._tracer.close()
+
     def _sweep(self) -> None:
-        while True:
-            time.sleep(_IDLE_SECONDS / 2)
-            self._leases.give_idle_back()
+        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+            while True:
+                time.sleep(_IDLE_SECONDS / 2)
+                self._leases.give_idle_back()
+                self._control.send(wire.Recorded(self._recorder.take()))
 
 
 def main(arguments: Sequence[str]) -> None:

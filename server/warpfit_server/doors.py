@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from typing import Final
 
@@ -14,6 +15,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.ledger import Ledger
+from warpfit_server.measurements import Recorder
 from warpfit_server.service import ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 
@@ -31,8 +33,17 @@ class _Door:
         self.process = process
         self.control = control
         self.serving = threading.Event()
+        self.heard = time.monotonic()
+        """When the last message came."""
         self.leases: dict[bytes, list[ExitStack]] = {}
         self.forgetting: dict[bytes, threading.Event] = {}
+
+    def end_lease(self, content_id: bytes) -> None:
+        """End one lease on a data set."""
+        leases = self.leases[content_id]
+        leases.pop().close()
+        if not leases:
+            del self.leases[content_id]
 
 
 class Doors:
@@ -43,6 +54,7 @@ class Doors:
         supervisor: of the engine.
         leases: the front door's data sets.
         ledger: of what is in use, which the doors share.
+        recorder: takes in what the doors measure.
 
     """
 
@@ -52,8 +64,11 @@ class Doors:
         supervisor: EngineSupervisor,
         leases: ResidentLeases,
         ledger: Ledger,
+        recorder: Recorder,
     ) -> None:
         self._config = config
+        self._recorder = recorder
+        self._ready = False
         self._supervisor = supervisor
         self._leases = leases
         self._ledger = ledger
@@ -94,6 +109,24 @@ class Doors:
         """Give every door lanes to the new engine."""
         for door in self._serving():
             self._open_lanes(door)
+
+    def tell_readiness(self, ready: bool) -> None:
+        """Tell every door whether calls can be answered."""
+        self._ready = ready
+        for door in self._serving():
+            self._tell_readiness(door)
+
+    def kill_silent(self) -> None:
+        """Kill doors that hang, so that new ones start."""
+        limit = time.monotonic() - self._config.hang_seconds
+        for door in self._serving():
+            if door.heard < limit:
+                _LOG.error("door %d hangs", door.process.pid)
+                door.process.kill()
+
+    def processes(self) -> dict[str, int]:
+        """Return the process ids of the doors by role."""
+        return {f"door {n}": door.process.pid for n, door in enumerate(self._serving(), 1)}
 
     def forget(self, content_id: bytes) -> None:
         """Tell every door that a data set was released; return when no new call uses it."""
@@ -162,15 +195,19 @@ class Doors:
     def _attend(self, door: _Door, started: threading.Event) -> None:
         while True:
             message, _ = door.control.receive()
+            door.heard = time.monotonic()
             match message:
+                case wire.Recorded():
+                    self._recorder.add(door.process.pid, message.delta)
                 case wire.Serving():
                     door.serving.set()
                     self._open_lanes(door)
+                    self._tell_readiness(door)
                     started.set()
                 case wire.Lookup():
                     door.control.send(self._lease(door, message.content_id))
                 case wire.Unused():
-                    door.leases[message.content_id].pop().close()
+                    door.end_lease(message.content_id)
                 case wire.Forgotten():
                     event = door.forgetting.pop(message.content_id, None)
                     if event is not None:
@@ -201,9 +238,16 @@ class Doors:
             for end in ends:
                 end.close()
 
+    def _tell_readiness(self, door: _Door) -> None:
+        try:
+            door.control.send(wire.Readiness(self._ready))
+        except ChannelClosedError:
+            _LOG.debug("door %d is gone", door.process.pid)
+
     def _bury(self, door: _Door) -> None:
         with self._lock:
             self._doors.remove(door)
+        self._recorder.forget(door.process.pid)
         door.serving.clear()
         for leases in door.leases.values():
             for lease in leases:

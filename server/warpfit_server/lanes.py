@@ -28,6 +28,7 @@ from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
+from warpfit_server.logs import current_id
 from warpfit_server.segments import Segment, SegmentPool
 
 #: The engine keeps a lane's segment mapped up to this size: mapping a large one again costs as much
@@ -73,11 +74,13 @@ class Lanes:
 
     Args:
         pool: where segments come from.
+        urgent: whether the engine runs what comes here beside everything else.
 
     """
 
-    def __init__(self, pool: SegmentPool) -> None:
+    def __init__(self, pool: SegmentPool, *, urgent: bool = False) -> None:
         self.pool = pool
+        self._urgent = urgent
         self._idle: list[Lane] = []
         self._open = False
         self._generation = 0
@@ -181,7 +184,8 @@ class Lanes:
                     np.copyto(frame.require(name, segment), array)
             keep = segment.size <= _KEPT_BYTES
             fresh = lane.mapped is not segment
-            problem = replace(problem, size=segment.size if fresh else 0, keep=keep)
+            size = segment.size if fresh else 0
+            problem = replace(problem, size=size, keep=keep, urgent=self._urgent)
             lane.channel.send(order(problem), [segment.descriptor] if fresh else [])
             lane.mapped = segment if keep else None
         except ChannelClosedError as error:
@@ -366,6 +370,7 @@ def _order(frame: Frame, evaluation: Evaluation, layout: Layout, tenant: str) ->
         custom_loss=evaluation.custom_loss,
         wishes=tuple(wish for wish in wire.WISHES if getattr(evaluation, wish)),
         tenant=tenant,
+        request_id=current_id(),
     )
 
 

@@ -10,6 +10,8 @@ from warpfit_server.datasets import DatasetStore, Sweeper
 from warpfit_server.doors import Doors
 from warpfit_server.guard import make_guard
 from warpfit_server.ledger import Ledger
+from warpfit_server.measurements import Recorder
+from warpfit_server.operations import Operations
 from warpfit_server.port import check_free, listen, make_server
 from warpfit_server.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
@@ -30,14 +32,19 @@ class Server:
         self._datasets = DatasetStore(limits, pool, self.supervisor.unload)
         leases = ResidentLeases(self._datasets, self.supervisor)
         self.ledger = Ledger.create(config.doors)
-        self._doors = Doors(config, self.supervisor, leases, self.ledger)
+        recorder = Recorder()
+        self._doors = Doors(config, self.supervisor, leases, self.ledger, recorder)
         admission, guard = make_guard(config, self.ledger, trusts_doors=True)
         service = EvaluatorService(
             self._datasets, self.supervisor, admission, config.chunk_bytes, self._doors.forget
         )
-        handlers = guard.protect(service.handlers())
+        self._operations = Operations(
+            config, self.supervisor, self._datasets, self._doors, recorder, SERVICE_NAME
+        )
         check_free(config.host, config.port)
+        handlers = self._operations.observer.observed(guard.protect(service.handlers()))
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.doors > 1)
+        self._operations.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
         # Readable by this user alone: what the doors pass on comes in here.
         self._directory = tempfile.TemporaryDirectory(prefix="warpfit-")
@@ -47,10 +54,12 @@ class Server:
 
     def __enter__(self) -> Server:
         """Start engine, port and doors; returns when the server is ready."""
-        self.supervisor.start(self._datasets.leased, self._doors.engine_ready)
+        self._operations.open_ports()
+        self.supervisor.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
         self._doors.start(self._config.doors - 1, self.port, self._front_door)
         self._sweeper.start()
+        self._operations.watch()
         return self
 
     def __exit__(
@@ -59,13 +68,19 @@ class Server:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Refuse new calls, let those in flight finish within the grace period, stop."""
+        """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
+        self._operations.drain()
         self._sweeper.stop()
         stopped = self._grpc.stop(self._config.grace)
         self._doors.stop()
         stopped.wait()
+        self._operations.stop()
         self.supervisor.stop()
         self._directory.cleanup()
+
+    def _engine_ready(self) -> None:
+        self._doors.engine_ready()
+        self._operations.engine_ready()
 
     def describe(self) -> str:
         """Start-up line: address, engine, limits."""
@@ -77,6 +92,7 @@ class Server:
         return (
             f"warpfit listening on {self._config.host}:{self.port}"
             f" engine={self.supervisor.engine} [{devices}] doors={self._config.doors}"
+            f"{self._operations.describe()}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"
         )

@@ -31,6 +31,7 @@ from warpfit.info import ServerInfo
 from warpfit.request import Evaluation
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server import channel as wire
+from warpfit_server import requests
 from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
 from warpfit_server.details import STATUS_METADATA_KEY, status_details
@@ -95,6 +96,7 @@ class EvaluateService:
             size = check_result(evaluation, layout, limits) + len(message)
             work = self._admission.evaluation(tenant, evaluation, layout, size)
             charge = held.enter_context(work)
+            requests.asks_for(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             charge.run = run = self._lanes.start(evaluation, layout, context.is_active, tenant)
@@ -116,6 +118,7 @@ class EvaluateService:
             size = check_fit(request, limits) + len(message)
             charge = held.enter_context(self._admission.fit(tenant, request, layout, size))
             deadline = _stop_time(request, context.time_remaining())
+            requests.asks_for(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             charge.run = run = self._lanes.start_fit(
@@ -133,6 +136,7 @@ class EvaluateService:
             event = run.next_event()
             if isinstance(event, wire.Finished):
                 timings, ready = replace(event.timings, decode=decode), frame.value_bytes
+                requests.answered(timings)
             elif isinstance(event, wire.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
@@ -198,6 +202,7 @@ class EvaluatorService(EvaluateService):
                 limits = self._admission.limits(tenant)
                 upload = self._datasets.begin(layout, content_id, tenant, limits)
             self._receive(upload, messages)
+            requests.received(layout.nbytes)
             return codec.dataset_info(content_id, layout).SerializeToString()
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -298,6 +303,7 @@ def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:
                 if extra.name not in ("lower", "upper", "fixed")
             }
             timings = replace(event.timings, decode=decode)
+            requests.answered(timings)
             yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
             return
 
@@ -331,6 +337,7 @@ def errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
 def _abort(context: grpc.ServicerContext, error: WarpfitError) -> None:
     context.set_trailing_metadata(
         (
+            *requests.current_trailing(),
             (codec.ERROR_METADATA_KEY, codec.error_to_detail(error)),
             (STATUS_METADATA_KEY, status_details(error)),
         )

@@ -7,12 +7,14 @@ UNAVAILABLE, a new process starts and the data sets are loaded again from the ho
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Final
 
@@ -22,6 +24,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.datasets import ResidentDataset
+from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
 from warpfit_server.lanes import Lanes, unavailable
 from warpfit_server.segments import SegmentPool
 
@@ -30,6 +33,8 @@ _LONGEST_PAUSE: Final = 30.0
 #: Lanes beyond what the engine runs at a time: their batches are in place when it is their turn.
 #: One more is kept for a tenant that has none (see `Lanes`).
 _SPARE_LANES: Final = 3
+#: What exit statuses of the engine process mean.
+_CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
 
 
 class EngineSupervisor:
@@ -46,6 +51,16 @@ class EngineSupervisor:
         self._stopping = threading.Event()
         self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
         self._on_ready: Callable[[], None] = lambda: None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._spawned = 0.0
+        self._cause = ""
+        self._was_ready = False
+        self.restarts: Counter[str] = Counter()
+        """Engine processes that ended unasked, by cause; see `cause_of_death`."""
+        self.counters: Mapping[str, float] = {}
+        """The engine's counters when they were last asked for."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called whenever an engine process is gone."""
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
 
     def start(
@@ -84,8 +99,33 @@ class EngineSupervisor:
         """What the engine computes on."""
         return self._ready.devices if self._ready else ()
 
-    def open_lanes(self) -> list[socket.socket]:
-        """Make lanes to the engine; return this side's ends.
+    @property
+    def starting_since(self) -> float | None:
+        """``time.monotonic()`` since when an engine process starts; None if one is ready."""
+        return None if self._channel is not None else self._spawned
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the engine."""
+        return None if self._process is None else self._process.pid
+
+    def replace(self, cause: str) -> None:
+        """Kill the engine process, because it does not do its work; a new one starts.
+
+        Takes no lock: a thread that holds it may be the one that waits for the engine.
+        """
+        process, self._cause = self._process, cause
+        if process is not None:
+            _LOG.error("the engine process %d is replaced: %s", process.pid, cause)
+            process.kill()
+
+    def ask_counters(self) -> None:
+        """Ask the engine for its counters; `counters` has them soon."""
+        with self._lock:
+            self._tell(wire.Count())
+
+    def open_lanes(self, count: int = wire.MOST_DESCRIPTORS) -> list[socket.socket]:
+        """Make up to ``count`` lanes to the engine; return this side's ends.
 
         Raises:
             UnavailableError: if no engine is ready.
@@ -96,7 +136,7 @@ class EngineSupervisor:
                 raise unavailable()
             pairs = [
                 socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                for _ in range(min(wire.MOST_DESCRIPTORS, self._ready.concurrency + _SPARE_LANES))
+                for _ in range(min(count, self._ready.concurrency + _SPARE_LANES))
             ]
             try:
                 self._channel.send(wire.OpenLanes(), [theirs.fileno() for _, theirs in pairs])
@@ -170,11 +210,12 @@ class EngineSupervisor:
     def _watch(self) -> None:
         failures = 0
         while not self._stopping.is_set():
-            started = time.monotonic()
             code = self._run_engine()
             if self._stopping.is_set():
                 return
-            failures = 0 if time.monotonic() - started > _LONGEST_PAUSE else failures + 1
+            self.restarts[self._cause or cause_of_death(code)] += 1
+            # One that was ready died of its work, and its clients wait: the next starts at once.
+            failures = 0 if self._was_ready else failures + 1
             if not self._started.is_set():
                 _LOG.error("the engine process ended with code %s as it started", code)
                 self._started.set()
@@ -195,6 +236,9 @@ class EngineSupervisor:
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the front door, which drains first
             )
+        with self._lock:
+            self._process, self._cause, self._spawned = process, "", time.monotonic()
+            self._was_ready = False
         try:
             while True:
                 self._handle(channel, *channel.receive())
@@ -211,12 +255,15 @@ class EngineSupervisor:
                 self._welcome(channel, message)
             case wire.Loaded():
                 self._settle_load(message)
+            case wire.Counted():
+                self.counters = message.counters
             case _:
                 _LOG.error("unexpected message %s with %d files", message, len(descriptors))
 
     def _welcome(self, channel: Channel, ready: wire.Ready) -> None:
         with self._lock:
             self._ready = ready
+            self._was_ready = True
             self._channel = channel
         for dataset in self._resident():
             self.load(dataset)
@@ -243,6 +290,14 @@ class EngineSupervisor:
             self._channel = None
             loads, self._loads = list(self._loads.values()), {}
         self.lanes.shut()
+        self.on_loss()
         for future in loads:
             if not future.done():
                 future.set_result(None)
+
+
+def cause_of_death(code: int) -> str:
+    """Name why a process ended, from its exit status: a signal, or what it says itself."""
+    if code < 0:
+        return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return _CAUSES.get(code, f"exit {code}")

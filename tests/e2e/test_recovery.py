@@ -19,48 +19,6 @@ from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.v1 import evaluator_pb2 as pb
 
-KILLS = 5
-
-
-def _load(address: str, seed: int, stop: object) -> tuple[int, int]:
-    """Evaluate until told to stop; count right and wrong answers."""
-    rng = np.random.default_rng(11)
-    X = rng.normal(size=(5000, 3))
-    right = wrong = turn = 0
-    with warpfit.connect(address) as client:
-        data = client.upload(X, X[:, 0], dtype="float64")
-        while not stop.is_set():
-            turn += 1
-            factor = float(seed * 1_000_000 + turn)
-            values = client.evaluate(data, ["p1*x1 + x2", "x3 - p1"], parameters=[[factor]] * 2)
-            expected = np.stack([factor * X[:, 0] + X[:, 1], X[:, 2] - factor], axis=1)
-            if np.array_equal(values, expected):
-                right += 1
-            else:
-                wrong += 1
-    return right, wrong
-
-
-def test_sigkill_of_the_engine_under_load():
-    context = multiprocessing.get_context("spawn")
-    with ServerProcess("--threads", "2") as server, context.Manager() as manager:
-        stop = manager.Event()
-        with context.Pool(2) as pool:
-            running = [pool.apply_async(_load, (server.address, seed, stop)) for seed in (1, 2)]
-            seen = set()
-            for _ in range(KILLS):
-                time.sleep(1.5)
-                engine = server.engine()
-                seen.add(engine.pid)
-                engine.send_signal(signal.SIGKILL)
-                engine.wait(5)
-            time.sleep(3)
-            stop.set()
-            counts = [result.get(60) for result in running]
-        assert len(seen) == KILLS
-        assert all(wrong == 0 for _, wrong in counts)
-        assert all(right > KILLS for right, _ in counts)
-
 
 def test_a_client_that_dies_in_mid_upload_leaves_nothing():
     rng = np.random.default_rng(0)
@@ -156,11 +114,11 @@ def test_over_the_number_of_calls_in_flight():
 
         def occupy():
             with pytest.raises(warpfit.errors.DeadlineExceededError):
-                client.evaluate(data, [long] * 200, loss="mse", timeout=2)
+                client.evaluate(data, [long] * 200, loss="mse", timeout=5)
 
         thread = threading.Thread(target=occupy)
         thread.start()
-        time.sleep(0.5)
+        _wait_until(lambda: not _accepted(client, data))
         with pytest.raises(warpfit.errors.ResourceExhaustedError, match="--max-requests"):
             client.evaluate(data, ["x1"], loss="mse")
         thread.join()

@@ -31,6 +31,9 @@ class ServerProcess:
         if "listening on" not in self.banner:
             raise RuntimeError(f"the server did not start: {self.banner!r}")
         self.address = self.banner.split()[3]
+        named = (word.partition("=") for word in self.banner.split())
+        #: What the start-up line says: health and metrics ports among others.
+        self.facts = {name: value for name, _, value in named if value}
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -56,6 +59,20 @@ class ServerProcess:
     def kill_engine(self) -> None:
         """SIGKILL the engine process."""
         self.engine().send_signal(signal.SIGKILL)
+
+    def family(self) -> dict[str, psutil.Process]:
+        """Every process of the server by role."""
+        doors = {f"door {number}": door for number, door in enumerate(self.doors(), 1)}
+        front_door = psutil.Process(self.process.pid)
+        return {"front door": front_door, **doors, "engine": self.engine()}
+
+    def kill(self) -> None:
+        """SIGKILL the front door, and wait until the others have noticed."""
+        others = psutil.Process(self.process.pid).children()
+        self.process.kill()
+        self.process.wait()
+        _, alive = psutil.wait_procs(others, 10)
+        assert not alive, "processes outlive the front door"
 
     def shared_memory(self) -> int:
         """Bytes of memory files that the front door holds open or mapped."""

@@ -26,7 +26,12 @@ from warpfit.codec.datasets import (
     upload_messages,
     upload_start,
 )
-from warpfit.codec.failures import ERROR_METADATA_KEY, error_from_status, error_to_detail
+from warpfit.codec.failures import (
+    ERROR_METADATA_KEY,
+    REQUEST_ID_KEY,
+    error_from_status,
+    error_to_detail,
+)
 from warpfit.codec.fits import (
     FitAssembler,
     fit_answer_from_bytes,
@@ -47,6 +52,7 @@ from warpfit.codec.server import (
 __all__ = [
     "ERROR_METADATA_KEY",
     "EXTRAS",
+    "REQUEST_ID_KEY",
     "FitAssembler",
     "ResultAssembler",
     "answer_from_bytes",

@@ -15,6 +15,8 @@ from warpfit.v1 import evaluator_pb2 as pb
 
 #: Name of the trailing metadata entry with the ErrorDetail of a failed call.
 ERROR_METADATA_KEY: Final = "warpfit-error-bin"
+#: Name of the metadata entry with the id of a call, in the request and in every answer.
+REQUEST_ID_KEY: Final = "x-request-id"
 _UINT64_MAX: Final = 2**64 - 1
 #: gRPC's own words for a message over the limit, sent or received.
 _TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
@@ -61,13 +63,22 @@ def error_from_status(
 
     """
     cls = errors.BY_STATUS.get(status, errors.InternalError)
-    for key, value in metadata or ():
-        if key == ERROR_METADATA_KEY and isinstance(value, bytes):
-            try:
-                return _error_from_detail(cls, value)
-            except DecodeError:
-                break  # the plain status is better than nothing
-    return _grpc_error(cls, status, details)
+    entries = dict(metadata or ())
+    error = _detailed(cls, entries.get(ERROR_METADATA_KEY)) or _grpc_error(cls, status, details)
+    request_id = entries.get(REQUEST_ID_KEY)
+    if isinstance(request_id, str):
+        error.request_id = request_id
+        error.add_note(f"request {request_id}")
+    return error
+
+
+def _detailed(cls: type[WarpfitError], detail: object) -> WarpfitError | None:
+    if not isinstance(detail, bytes):
+        return None
+    try:
+        return _error_from_detail(cls, detail)
+    except DecodeError:
+        return None  # the plain status is better than nothing
 
 
 def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitError:
@@ -89,6 +100,8 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
             "Retry with back-off",
             retry_after=_CROWDED_SECONDS,
         )
+    if status == "CANCELLED":  # not by the caller, who would not be told: by a server that stops
+        return errors.UnavailableError("the call was cut off", "CALL_CUT_OFF", "Repeat the call")
     return cls(details or status, status, _REMEDIES.get(status, ""))
 
 

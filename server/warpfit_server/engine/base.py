@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,16 @@ class Linearisation:
     curvatures: NDArray[np.float64] | None
     """Sum over the rows of w (df/dp_i) (df/dp_j), accumulated in float64: for each program and
     vector in turn its lower triangle, row by row, n (n + 1) / 2 numbers. None if not asked for."""
+
+
+#: Names that `Engine.counters` may use. For each cache ("module": loaded kernels; "disk": machine
+#: code on disk) what it has seen since the engine started, and what is in it now.
+CACHES: Final = ("module", "disk")
+CACHE_EVENTS: Final = ("hits", "misses", "evictions", "damaged")
+CACHE_SIZES: Final = ("bytes", "entries")
+COUNTERS: Final = tuple(
+    f"{cache}_cache_{figure}" for cache in CACHES for figure in (*CACHE_EVENTS, *CACHE_SIZES)
+)
 
 
 class EngineBrokenError(Exception):
@@ -129,6 +139,9 @@ class Engine(Protocol):
             As `evaluate`.
 
         """
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the engine's own figures for the metrics, by name; see `COUNTERS`."""
 
     def close(self) -> None:
         """Stop threads and free memory."""

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,9 +32,10 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
 from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
-from warpfit_server.logs import configure_logging
+from warpfit_server.logs import configure_logging, works_for
 from warpfit_server.segments import Segment
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -52,6 +54,7 @@ class EngineProcess:
         channel: Channel,
         chunk_bytes: int,
         cache_directory: Path | None = None,
+        stuck_seconds: float = 30.0,
     ) -> None:
         self._engine = engine
         self._cache_directory = cache_directory
@@ -60,6 +63,7 @@ class EngineProcess:
         self._chunk_bytes = chunk_bytes
         self._gate = FairGate(engine.concurrency)
         self._busy: dict[Channel, NDArray[np.uint8]] = {}  # cancellation flags of lanes at work
+        self._overseer = Overseer(stuck_seconds)
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
@@ -80,6 +84,8 @@ class EngineProcess:
                 case wire.Unload():
                     self._engine.unload(message.content_id)
                     self._datasets.pop(message.content_id, None)
+                case wire.Count():
+                    self._channel.send(wire.Counted(self._engine.counters()))
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
@@ -101,7 +107,8 @@ class EngineProcess:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
                 self._busy[lane] = problem.frame.flag(segment)
                 try:
-                    with self._gate.turn(problem.tenant):
+                    turn = nullcontext() if problem.urgent else self._gate.turn(problem.tenant)
+                    with turn:
                         finished = self._perform(message, problem, segment, lane)
                 finally:
                     del self._busy[lane]
@@ -112,7 +119,7 @@ class EngineProcess:
             _LOG.debug("a lane was closed")
         except Exception:
             _LOG.exception("a lane is broken; the front door starts a new process")
-            os._exit(4)
+            os._exit(EXIT_BROKEN)
 
     def _cancel_abandoned(self) -> None:
         """Cancel the work of doors that have died; those that live cancel it themselves."""
@@ -141,18 +148,21 @@ class EngineProcess:
     ) -> wire.Finished:
         """Do one piece of work; return what to tell the front door."""
         started = time.monotonic_ns()
+        works_for(problem.request_id)
+        cancelled = problem.frame.flag(segment)
         try:
-            if problem.frame.flag(segment)[0]:
+            if cancelled[0]:
                 raise CancelledError("cancelled before it ran", "CANCELLED")
-            if isinstance(message, wire.Optimize):
-                timings = self._optimize(message, segment, lane)
-            else:
-                timings = self._evaluate(message, segment, lane)
+            with self._overseer.oversees(cancelled):
+                if isinstance(message, wire.Optimize):
+                    timings = self._optimize(message, segment, lane)
+                else:
+                    timings = self._evaluate(message, segment, lane)
         except WarpfitError as error:
             return wire.Finished(error=error)
         except EngineBrokenError:
             _LOG.exception("the engine is broken; the front door starts a new process")
-            os._exit(4)
+            os._exit(EXIT_BROKEN)
         except ChannelClosedError:
             raise
         except Exception:
@@ -277,12 +287,14 @@ def main(arguments: Sequence[str]) -> None:
             device=config.device,
             cache_directory=config.cache_path,
         )
-        EngineProcess(engine, channel, config.chunk_bytes, config.cache_path).run()
+        EngineProcess(
+            engine, channel, config.chunk_bytes, config.cache_path, config.stuck_seconds
+        ).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     except WarpfitError as error:
         _LOG.error("the engine cannot run: %s", error)
-        os._exit(3)
+        os._exit(EXIT_CANNOT_RUN)
     logging.shutdown()
     os._exit(0)  # a running evaluation must not hold the process
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -150,6 +150,10 @@ class CompiledTier:
             tier=Tier.COMPILED,
             cache_hits=len(prepared.lifted.shapes) if hits else 0,
         )
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the figures of the caches; see `base.COUNTERS`."""
+        return self._kernels.counters()
 
     def close(self) -> None:
         """Free the captured graphs and unload the kernels."""

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -146,6 +146,10 @@ class CudaEngine:
             return self._derivatives.linearise(
                 resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
             )
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the figures of the caches of compiled kernels; see `base.COUNTERS`."""
+        return self._compiled.counters()
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -140,6 +140,13 @@ class KernelStore:
             if key not in self.cache
         ]
         return [future for future in submitted if future is not None]
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the figures of the caches in memory and on disk; see `base.COUNTERS`."""
+        figures = {"module_cache_bytes": self.cache.bytes, "module_cache_entries": len(self.cache)}
+        for name, counters in (("module", self.cache.counters), ("disk", self.disk.counters)):
+            figures |= {f"{name}_cache_{key}": value for key, value in asdict(counters).items()}
+        return figures
 
     def close(self) -> None:
         """Stop the threads and unload what is not in use."""

@@ -1,0 +1,47 @@
+# syntax=docker/dockerfile:1
+#
+# docker build -t warpfit .                              the CPU engine
+# docker build -t warpfit:cuda --build-arg VARIANT=cuda13 .   a GPU; the driver comes from the host
+#
+# Every dependency is a wheel: nothing is compiled here. deploy/README.md says how to run it.
+
+ARG PYTHON=python:3.11-slim-bookworm
+
+FROM ${PYTHON} AS build
+# server, cuda12 or cuda13: an extra of pyproject.toml
+ARG VARIANT=server
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /source
+COPY pyproject.toml README.md LICENSE ./
+COPY client/warpfit client/warpfit
+COPY server/warpfit_server server/warpfit_server
+RUN python -m pip wheel --no-deps --wheel-dir /wheels .
+RUN python -m venv --without-pip /opt/warpfit \
+    && python -m pip --python /opt/warpfit/bin/python install --only-binary :all: \
+        "warpfit[${VARIANT},tracing] @ file://$(echo /wheels/warpfit-*.whl)"
+
+FROM ${PYTHON}
+LABEL org.opencontainers.image.title="warpfit" \
+      org.opencontainers.image.description="Expression evaluation for symbolic regression, as a gRPC service" \
+      org.opencontainers.image.licenses="BSD-3-Clause"
+# Compiled code depends on the machine's processor, so it is made there, and kept in a volume.
+RUN install -d -o 10001 -g 10001 -m 0700 /var/cache/warpfit
+COPY --from=build /opt/warpfit /opt/warpfit
+ENV PATH=/opt/warpfit/bin:${PATH} \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    CUPY_CACHE_DIR=/var/cache/warpfit/cupy \
+    WARPFIT_CACHE_DIR=/var/cache/warpfit \
+    WARPFIT_HOST=0.0.0.0 \
+    WARPFIT_PORT=50551 \
+    WARPFIT_HEALTH_PORT=50552 \
+    WARPFIT_METRICS_PORT=9464 \
+    WARPFIT_LOG_FORMAT=json
+USER 10001:10001
+VOLUME /var/cache/warpfit
+EXPOSE 50551 50552 9464
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=6s --start-period=120s \
+    CMD ["warpfit", "health", "127.0.0.1:50552"]
+ENTRYPOINT ["warpfit"]
+CMD ["serve"]

@@ -1,0 +1,125 @@
+"""Figures of a server's metrics port, read twice and compared."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from warpfit.errors import InvalidArgumentError, UnavailableError
+
+#: Seconds that a server may take to answer.
+_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scrape:
+    """All samples of one moment."""
+
+    moment: float
+    """``time.monotonic()``."""
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
+    """By name and labels."""
+
+    def matching(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        """Yield labels and value of every sample of this name that has these labels."""
+        for (known, pairs), value in self.samples.items():
+            if known == name and labels.items() <= pairs:
+                yield dict(pairs), value
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of the samples of this name that have these labels."""
+        return sum(value for _, value in self.matching(name, **labels))
+
+    def labels(self, name: str, label: str) -> list[str]:
+        """Values of a label, in order."""
+        return sorted({pairs[label] for pairs, _ in self.matching(name)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """Two scrapes of one server; counters that went backwards were started again."""
+
+    before: Scrape
+    after: Scrape
+
+    def increase(self, name: str, **labels: str) -> float:
+        """How much counters have grown together."""
+        grown = self.after.total(name, **labels) - self.before.total(name, **labels)
+        return grown if grown >= 0 else self.after.total(name, **labels)
+
+    def rate(self, name: str, **labels: str) -> float:
+        """How much counters have grown for each second."""
+        return self.increase(name, **labels) / max(self.after.moment - self.before.moment, 1e-9)
+
+    def mean(self, name: str, **labels: str) -> float | None:
+        """Mean of what a histogram has observed between the two; None without observations."""
+        count = self.increase(f"{name}_count", **labels)
+        return self.increase(f"{name}_sum", **labels) / count if count else None
+
+    def quantile(self, share: float, name: str, **labels: str) -> float | None:
+        """Quantile of what a histogram has observed, interpolated as Prometheus does."""
+        bounds = {pairs["le"] for pairs, _ in self.after.matching(f"{name}_bucket", **labels)}
+        buckets = [
+            (float(bound), self.increase(f"{name}_bucket", le=bound, **labels))
+            for bound in sorted(bounds, key=float)
+        ]
+        if not buckets or not buckets[-1][1]:
+            return None
+        wanted = share * buckets[-1][1]
+        for (low, below), (high, count) in pairwise([(0.0, 0.0), *buckets]):
+            if count >= wanted:
+                return low if high == float("inf") else _between(low, high, below, count, wanted)
+        return None
+
+
+def scrape(address: str) -> Scrape:
+    """Read all metrics of a server.
+
+    Args:
+        address: HOST:PORT of its metrics port.
+
+    Raises:
+        InvalidArgumentError: if prometheus-client is not installed, or no metrics are there.
+        UnavailableError: if nothing answers.
+
+    """
+    parse: Any = _parser()
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT) as answer:
+            text = answer.read().decode()
+    except OSError as error:
+        raise UnavailableError(
+            f"no metrics at {address}: {error}",
+            "NO_METRICS",
+            "Give the port of `warpfit serve --metrics-port`",
+        ) from error
+    samples = {
+        (sample.name, frozenset(sample.labels.items())): float(sample.value)
+        for family in parse(text)
+        for sample in family.samples
+    }
+    if not any(name.startswith("warpfit_") for name, _ in samples):
+        raise InvalidArgumentError(
+            f"{address} has no metrics of warpfit", "NO_METRICS", "Give its metrics port", "address"
+        )
+    return Scrape(time.monotonic(), samples)
+
+
+def _parser() -> Any:
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "the metrics cannot be read without prometheus-client",
+            "MISSING_EXTRA",
+            "pip install 'warpfit[top]'",
+        ) from error
+    return text_string_to_metric_families
+
+
+def _between(low: float, high: float, below: float, count: float, wanted: float) -> float:
+    return low + (high - low) * (wanted - below) / (count - below) if count > below else low

@@ -1,0 +1,114 @@
+"""What operators of a server look at: health, metrics and traces, put together."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from warpfit_server.config import Config
+from warpfit_server.datasets import DatasetStore
+from warpfit_server.doors import Doors
+from warpfit_server.gpu import GpuMonitor
+from warpfit_server.health import Health, HealthPort
+from warpfit_server.measurements import Recorder
+from warpfit_server.metrics import MetricsPort, Sources
+from warpfit_server.probe import Probe
+from warpfit_server.requests import Observer
+from warpfit_server.supervisor import EngineSupervisor
+from warpfit_server.tracing import make_tracer
+from warpfit_server.watchdog import Watchdog
+
+
+class Operations:
+    """Health, watchdog, metrics and traces of the front door.
+
+    Args:
+        config: ports and intervals.
+        supervisor: of the engine.
+        datasets: the resident data sets.
+        doors: the further doors, which are told about readiness.
+        recorder: of the front door.
+        service: full name of the gRPC service.
+
+    Raises:
+        UnavailableError: if traces are asked for and OpenTelemetry is not installed.
+
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        supervisor: EngineSupervisor,
+        datasets: DatasetStore,
+        doors: Doors,
+        recorder: Recorder,
+        service: str,
+    ) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._doors = doors
+        self._tracer = make_tracer(config.tracing)
+        self.observer = Observer(recorder, self._tracer)
+        self.health = Health(service, doors.tell_readiness)
+        self._probe = Probe(supervisor, datasets)
+        self._watchdog = Watchdog(config, supervisor, self._probe, self.health, doors.kill_silent)
+        supervisor.on_loss = self._watchdog.engine_lost
+        self._sources = Sources(
+            recorder,
+            supervisor,
+            datasets,
+            self.health,
+            config.limits().resident_bytes,
+            self._processes,
+            lambda: self._watchdog.probe_seconds,
+            GpuMonitor(),
+        )
+        self._health_port: HealthPort | None = None
+        self._metrics_port: MetricsPort | None = None
+
+    def open_ports(self) -> None:
+        """Open the ports for health checks and metrics, those that are asked for.
+
+        Raises:
+            UnavailableError: if one is taken.
+
+        """
+        host = self._config.operations_address
+        if self._config.health_port is not None:
+            self._health_port = HealthPort(self.health, host, self._config.health_port)
+        if self._config.metrics_port is not None:
+            self._metrics_port = MetricsPort(self._sources, host, self._config.metrics_port)
+
+    def watch(self) -> None:
+        """Begin to probe the engine; return when it has answered."""
+        self._watchdog.start()
+
+    def engine_ready(self) -> None:
+        """Probe a new engine at once."""
+        self._watchdog.engine_ready()
+
+    def drain(self) -> None:
+        """Be not ready, and give those who look some time to notice."""
+        self.health.drain()
+        time.sleep(self._config.notice)
+
+    def stop(self) -> None:
+        """Close the ports, send the last traces."""
+        self._watchdog.stop()
+        self._probe.close()
+        for port in (self._health_port, self._metrics_port):
+            if port is not None:
+                port.stop()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def describe(self) -> str:
+        """Describe the open ports for the start-up line."""
+        ports = (("health", self._health_port), ("metrics", self._metrics_port))
+        host = self._config.operations_address
+        return "".join(f" {name}={host}:{port.port}" for name, port in ports if port is not None)
+
+    def _processes(self) -> dict[str, int]:
+        processes = {"front door": os.getpid(), **self._doors.processes()}
+        engine = self._supervisor.process_id
+        return processes if engine is None else {**processes, "engine": engine}

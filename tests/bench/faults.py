@@ -1,0 +1,65 @@
+"""Faults, many of each, under load: what the clients saw, and whether it is what they should see.
+
+``python tests/bench/faults.py`` starts servers with the CPU engine on loopback, takes about three
+minutes, writes results/faults.json and ends with status 1 if an expectation is not met.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import faults
+from support.results import write_result
+
+#: Seconds in which a killed CPU engine has to answer again.
+BACK = 2.0
+
+
+def main() -> int:
+    rows: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], bool]]] = {
+        "engine_sigkill": (lambda: faults.engine_sigkill(20), _back_in_time),
+        "engine_sigkill_two_doors": (lambda: faults.engine_sigkill(20, doors=2), _back_in_time),
+        "engine_sigstop": (lambda: faults.engine_sigstop(10), _noticed),
+        "endless_work_that_ignores_its_end": (lambda: faults.endless_work("deaf"), bool),
+        "endless_work_that_freezes_the_engine": (lambda: faults.endless_work("frozen"), bool),
+        "server_sigkill": (lambda: faults.supervisor_sigkill(5), _unharmed),
+        "sigterm": (lambda: faults.sigterm(5), _drained),
+        "sigterm_two_doors": (lambda: faults.sigterm(5, doors=2), _drained),
+        "bad_network": (lambda: faults.bad_network(5), _shielded),
+    }
+    results = {}
+    for name, (provoke, expected) in rows.items():
+        seen = provoke()
+        results[name] = {"as_expected": expected(seen), **seen}
+    print(write_result("faults", {"faults": results}).read_text())
+    return 0 if all(result["as_expected"] for result in results.values()) else 1
+
+
+def _unharmed(seen: dict[str, Any]) -> bool:
+    return not seen["wrong_answers"] and not seen["failures_after_retry"]
+
+
+def _back_in_time(seen: dict[str, Any]) -> bool:
+    return _unharmed(seen) and seen["seconds_without_answers_max"] < BACK
+
+
+def _noticed(seen: dict[str, Any]) -> bool:
+    """A question every 0.2 s has 0.6 s to be answered; the clock is looked at every 0.1 s."""
+    return _unharmed(seen) and seen["seconds_until_unready_max"] < 0.2 + 0.6 + 0.1 + 0.2
+
+
+def _drained(seen: dict[str, Any]) -> bool:
+    return _unharmed(seen) and bool(seen["answers_while_unready"])
+
+
+def _shielded(seen: dict[str, Any]) -> bool:
+    return _unharmed(seen["others"]) and all(seen["cut_answers"]) and all(seen["cut_uploads"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

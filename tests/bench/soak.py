@@ -1,0 +1,43 @@
+"""Load for a long time: the server's memory must not grow, and a planted leak must be found.
+
+``python tests/bench/soak.py --minutes 30`` writes results/soak.json and ends with status 1 if the
+server grew by 50 MB or more after a warm-up of a quarter of the time, or if the control, a server
+that keeps 32 KiB of each answered call, passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.results import write_result
+from support.soak import soak
+
+LEAK = 32 << 10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--control-minutes", type=float, default=2.0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--front-doors", type=int, default=2)
+    parser.add_argument("--engine", default="cpu")
+    options = parser.parse_args()
+    size = {
+        "clients": options.clients,
+        "doors": options.front_doors,
+        "engine": options.engine,
+    }
+    control = soak(60 * options.control_minutes, leak=LEAK, **size)
+    result = soak(60 * options.minutes, **size)
+    content = {"minutes": options.minutes, **size, "soak": result, "control_with_a_leak": control}
+    print(write_result("soak", content).read_text())
+    return 0 if result["passed"] and not control["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

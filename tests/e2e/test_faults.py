@@ -1,0 +1,55 @@
+"""Faults of engines, servers and networks, in small; `tests/bench/faults.py` has many of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import faults
+from support.soak import soak
+
+
+def assert_unharmed(seen: dict) -> None:
+    assert seen["wrong_answers"] == 0
+    assert seen["failures_after_retry"] == 0, seen["first_failures"]
+    assert seen["right_answers"] > 0
+
+
+def test_sigkill_of_the_engine():
+    assert_unharmed(faults.engine_sigkill(2, clients=4, doors=2))
+
+
+def test_sigstop_of_the_engine():
+    assert_unharmed(faults.engine_sigstop(1, clients=2))
+
+
+@pytest.mark.parametrize("kind", ["deaf", "frozen"])
+def test_work_that_does_not_stop(kind):
+    seen = faults.endless_work(kind)
+    assert seen["client_gave_up_after_seconds"] < seen["engine_gone_after_seconds"]
+
+
+def test_sigkill_of_the_server():
+    assert_unharmed(faults.supervisor_sigkill(1, clients=2))
+
+
+def test_sigterm_of_the_server():
+    seen = faults.sigterm(1, clients=4, doors=2)
+    assert_unharmed(seen)
+    assert seen["answers_while_unready"]
+
+
+def test_bad_networks():
+    seen = faults.bad_network(1)
+    assert_unharmed(seen["others"])
+    assert all(seen["cut_answers"])
+    assert all(seen["cut_uploads"])
+
+
+def test_a_server_does_not_grow():
+    seen = soak(3, clients=2, doors=1)
+    assert seen["passed"], seen
+    assert seen["in_flight_at_the_end"] == seen["engine_restarts"] == seen["internal_errors"] == 0
+
+
+def test_a_planted_leak_is_found():
+    assert not soak(3, clients=2, doors=1, leak=4 << 20)["passed"]

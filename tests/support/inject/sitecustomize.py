@@ -1,0 +1,71 @@
+"""Fault injection for tests: PYTHONPATH names this folder, WARPFIT_TEST_FAULT the fault.
+
+``deaf=FILE``    while the file exists, evaluations of many programs go on though cancelled;
+``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
+``leak=BYTES``   each answered call of the front door keeps that many bytes for ever.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+KIND, _, VALUE = os.environ.get("WARPFIT_TEST_FAULT", "").partition("=")
+#: Programs of a batch from which on it is spoilt.
+MANY = 7
+
+
+def _hang(module) -> None:
+    evaluate = module.CpuEngine.evaluate
+
+    def faulty(self, evaluation, outputs):
+        while len(evaluation.batch) >= MANY and Path(VALUE).exists():
+            if KIND == "frozen":
+                ctypes.PyDLL(None).usleep(10_000_000)  # keeps the interpreter's lock
+            time.sleep(0.01)
+        return evaluate(self, evaluation, outputs)
+
+    module.CpuEngine.evaluate = faulty
+
+
+def _leak(module) -> None:
+    answered, kept = module.answered, []
+
+    def faulty(timings):
+        kept.append(b"\1" * int(VALUE))
+        answered(timings)
+
+    module.answered = faulty
+
+
+_FAULTS = {
+    "deaf": ("warpfit_server.engine.cpu", _hang),
+    "frozen": ("warpfit_server.engine.cpu", _hang),
+    "leak": ("warpfit_server.requests", _leak),
+}
+
+
+class _Finder(MetaPathFinder):
+    """Patches a module as it is imported."""
+
+    def find_spec(self, name, path, target=None):
+        wanted, patch = _FAULTS[KIND]
+        if name != wanted:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module):
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+if KIND:
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,128 @@
+"""Clients that evaluate without a pause, check every answer and count."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+import warpfit
+
+ROWS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnConnection(warpfit.TransportConfig):
+    """A connection for each client, which a server of several processes deals out."""
+
+    def channel_options(self) -> list[tuple[str, int]]:
+        common = warpfit.TransportConfig.channel_options(self)
+        return [*common, ("grpc.use_local_subchannel_pool", 1)]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one client has seen."""
+
+    right: int = 0
+    wrong: int = 0
+    failures: list[str] = field(default_factory=list)
+    moments: list[float] = field(default_factory=list)
+    """``time.monotonic()`` of each right answer."""
+    longest: float = 0.0
+    """Seconds of the longest call, its repetitions included."""
+
+
+class Load:
+    """Clients in threads; a context manager. The data sets are uploaded by the clients."""
+
+    def __init__(self, address: str, clients: int, retry_seconds: float = 20.0) -> None:
+        self._address = address
+        self._retry = warpfit.RetryPolicy(total_seconds=retry_seconds, maximum_backoff=0.2)
+        self._stop = threading.Event()
+        self.tallies = [Tally() for _ in range(clients)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, tally))
+            for number, tally in enumerate(self.tallies)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        deadline = time.monotonic() + 60
+        while not all(tally.right or tally.failures for tally in self.tallies):
+            assert time.monotonic() < deadline, "the clients do not start"
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def right(self) -> int:
+        return sum(tally.right for tally in self.tallies)
+
+    @property
+    def wrong(self) -> int:
+        return sum(tally.wrong for tally in self.tallies)
+
+    @property
+    def failures(self) -> list[str]:
+        return [failure for tally in self.tallies for failure in tally.failures]
+
+    @property
+    def longest_call(self) -> float:
+        return max(tally.longest for tally in self.tallies)
+
+    def gap(self, start: float, stop: float) -> float:
+        """Longest time without any right answer between two moments."""
+        moments = sorted(
+            moment for tally in self.tallies for moment in tally.moments if start <= moment <= stop
+        )
+        return max((b - a for a, b in pairwise([start, *moments, stop])), default=stop - start)
+
+    def wait_for_answers(self, count: int, timeout: float = 30.0) -> None:
+        """Wait until every client has had ``count`` more right answers."""
+        wanted = [tally.right + count for tally in self.tallies]
+        deadline = time.monotonic() + timeout
+        while any(t.right < w for t, w in zip(self.tallies, wanted, strict=True)):
+            assert time.monotonic() < deadline, f"no answers; failures: {self.failures[:3]}"
+            time.sleep(0.01)
+
+    def _run(self, number: int, tally: Tally) -> None:
+        X = np.random.default_rng(number).normal(size=(ROWS, 3))
+        policy, transport = self._retry, OwnConnection()
+        with warpfit.connect(self._address, retry=policy, transport=transport) as client:
+            data = client.upload(X, X[:, 0], dtype="float64")
+            turn = number * 1_000_000
+            while not self._stop.is_set():
+                turn += 1
+                self._call(client, data, X, float(turn), tally)
+
+    def _call(
+        self,
+        client: warpfit.Client,
+        data: warpfit.Data,
+        X: np.ndarray,
+        factor: float,
+        tally: Tally,
+    ) -> None:
+        started = time.monotonic()
+        try:
+            got = client.evaluate(data, ["p1*x1 + x2", "x3 - p1"], parameters=[[factor]] * 2)
+        except Exception as error:  # whatever a caller would see
+            tally.failures.append(repr(error))
+            time.sleep(0.05)
+            return
+        expected = np.stack([factor * X[:, 0] + X[:, 1], X[:, 2] - factor], axis=1)
+        if np.array_equal(got, expected):
+            tally.right += 1
+            tally.moments.append(time.monotonic())
+        else:
+            tally.wrong += 1
+        tally.longest = max(tally.longest, time.monotonic() - started)

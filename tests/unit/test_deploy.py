@@ -1,0 +1,292 @@
+"""What is under deploy/: rendered, checked against schemas, and against what the server exports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from warpfit_server.config import Config
+from warpfit_server.datasets import Usage
+from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
+from warpfit_server.gpu import GpuUsage
+from warpfit_server.health import Health
+from warpfit_server.measurements import COUNTERS, HISTOGRAMS, Recorder
+from warpfit_server.metrics import ServerCollector, Sources
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "kubernetes"
+#: Settings of the server that another part of it brings.
+SECURITY = {"insecure", "tls_cert", "tls_key", "tls_client_ca", "token_file"}
+#: Values under which the chart is rendered.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "cpu": {"gpu.enabled": False, "replicas": 3},
+    "everything": {
+        "autoscaling.enabled": True,
+        "serviceMonitor.enabled": True,
+        "serviceMonitor.labels": {"release": "prometheus"},
+        "tls.secretName": "tls",
+        "tls.clientCaSecretName": "ca",
+        "tokens.secretName": "tokens",
+        "cache.existingClaim": "cache",
+        "service.headless": True,
+        "service.annotations": {"a": "b"},
+        "serviceAccount.annotations": {"a": "b"},
+        "podAnnotations": {"a": "b"},
+        "imagePullSecrets": [{"name": "registry"}],
+        "gpu.runtimeClassName": "nvidia",
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {}},
+    },
+}
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def exported() -> set[str]:
+    """Every series name that a server with a GPU can export."""
+    recorder = Recorder()
+    recorder.begin()
+    recorder.end(
+        (
+            [(name, ("x",) * len(family.labels), 1.0) for name, family in COUNTERS.items()],
+            [(name, ("x",) * len(family.labels), 1.0) for name, family in HISTOGRAMS.items()],
+        )
+    )
+    sources = Sources(
+        recorder=recorder,
+        supervisor=SimpleNamespace(
+            engine="cuda", restarts={"hung": 1}, counters=dict.fromkeys(ENGINE_COUNTERS, 1.0)
+        ),
+        datasets=SimpleNamespace(usage=lambda: Usage(1, 1, 1)),
+        health=Health("service"),
+        resident_limit=1,
+        processes=lambda: {"engine": 1},
+        probe_seconds=lambda: 1.0,
+        gpus=SimpleNamespace(usage=lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]),
+    )
+    families = list(ServerCollector(sources).collect())
+    assert all(family.samples for family in families)
+    return {sample.name for family in families for sample in family.samples}
+
+
+def dashboard() -> list[str]:
+    """Every query of the dashboard, its variables replaced."""
+    panels = json.loads((DEPLOY / "grafana/dashboards/warpfit.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    return [q.replace("$instance", ".*").replace("$__rate_interval", "1m") for q in queries]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def adapter() -> str:
+    return (CHART / "adapter-rules.yaml").read_text()
+
+
+@pytest.mark.parametrize("place", ["dashboard", "rules", "adapter"])
+def test_every_query_asks_for_metrics_that_there_are(place):
+    texts = {
+        "dashboard": dashboard,
+        "rules": lambda: [rule["expr"] for rule in rules()],
+        "adapter": lambda: [adapter()],
+    }[place]()
+    names = {name for text in texts for name in re.findall(r"\bwarpfit_\w+", text)}
+    assert names
+    assert names - exported() - {"warpfit_queue_seconds_mean"} == set()
+
+
+def test_the_dashboard_shows_every_metric():
+    shown = {name for text in dashboard() for name in re.findall(r"\bwarpfit_\w+", text)}
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in exported()}
+    assert families - {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == set()
+
+
+def test_labels_in_queries_are_those_of_the_metrics():
+    labels = {name: family.labels for name, family in {**COUNTERS, **HISTOGRAMS}.items()}
+    for text in [*dashboard(), *(rule["expr"] for rule in rules())]:
+        for name, selector in re.findall(
+            r"warpfit_(\w+?)(?:_total|_bucket|_sum|_count)\{([^}]*)", text
+        ):
+            used = set(re.findall(r"(\w+)\s*[=!]", selector)) - {"instance"}
+            assert used <= set(labels.get(name, used)), text
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_prometheus_accepts_the_rules():
+    config = str(DEPLOY / "prometheus/prometheus.yml")
+    ran = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+# --------------------------------------------------------------------------------------- chart
+
+
+def values(changes: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        place = tree
+        for name in parents:
+            place = place[name]
+        assert last in place, f"{path} is no value of the chart"
+        place[last] = value
+    return tree
+
+
+def render(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every manifest of the chart, by helm or by Go's own templates."""
+    if shutil.which("helm"):
+        command = ["helm", "template", "release", str(CHART), "--values", "-"]
+        ran = subprocess.run(
+            command, input=yaml.safe_dump(values(changes)), capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
+    if shutil.which("go") is None:
+        pytest.skip("needs helm or go")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    context = {
+        "Values": values(changes),
+        "Chart": {key[0].upper() + key[1:]: value for key, value in chart.items()},
+        "Release": {"Name": "release", "Namespace": "default", "Service": "Helm"},
+    }
+    templates = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    ran = subprocess.run(
+        ["go", "run", str(ROOT / "tests/support/chart/render.go")],
+        input=json.dumps({"Context": context, "Templates": templates}),
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rendered = json.loads(ran.stdout)
+    assert "50551" in rendered["NOTES.txt"]
+    texts = [text for name, text in sorted(rendered.items()) if name.endswith(".yaml")]
+    return [m for text in texts for m in yaml.safe_load_all(text) if m]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def manifests(request):
+    rendered = render(VARIANTS[request.param])
+    return SimpleNamespace(
+        variant=request.param, all=rendered, kinds={m["kind"]: m for m in rendered}
+    )
+
+
+def test_manifests_follow_the_schemas_of_kubernetes(manifests):
+    checker = pytest.importorskip("kubernetes_validate")
+    for manifest in manifests.all:
+        if manifest["kind"] != "ServiceMonitor":  # not one of Kubernetes' own
+            checker.validate(manifest, "1.31", strict=True)
+
+
+def test_the_chart_has_what_a_service_needs(manifests):
+    expected = {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget"}
+    if manifests.variant == "everything":
+        expected |= {"ServiceMonitor", "HorizontalPodAutoscaler"}
+    assert set(manifests.kinds) == expected
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = container["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu") == (None if manifests.variant == "cpu" else "1")
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    health = {port["name"]: port["containerPort"] for port in container["ports"]}["health"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == health
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert pod["terminationGracePeriodSeconds"] == 50
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_selectors_select_the_pods(manifests):
+    labels = manifests.kinds["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [
+        manifests.kinds["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifests.kinds["Service"]["spec"]["selector"],
+        manifests.kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+    ]
+    assert all(selector.items() <= labels for selector in selectors)
+
+
+def test_the_server_knows_every_setting_of_the_chart(manifests):
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    check_environment(environment)
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    named = {name: value for name, value in environment.items() if name.startswith("WARPFIT_")}
+    Config.from_arguments([], named)  # raises if a value is none
+    known = set(Config.__dataclass_fields__)
+    assert {name.removeprefix("WARPFIT_").lower() for name in named} <= known | SECURITY
+
+
+# ------------------------------------------------------------------------- compose, image, unit
+
+
+def test_compose():
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    for name, profile in (("warpfit-gpu", "gpu"), ("warpfit-cpu", "cpu")):
+        service = services[name]
+        assert service["profiles"] == [profile]
+        assert service["read_only"]
+        check_environment(service["environment"])
+    for service in services.values():
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            inside = source in compose["volumes"]
+            assert inside or (DEPLOY / source).exists(), volume
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    target = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    (address,) = target["scrape_configs"][0]["static_configs"][0]["targets"]
+    host, _, port = address.partition(":")
+    assert host in services["warpfit-cpu"]["networks"]["default"]["aliases"]
+    assert f"WARPFIT_METRICS_PORT={port}" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_image_sets_what_the_server_knows():
+    text = (ROOT / "Dockerfile").read_text()
+    check_environment(dict(re.findall(r"(WARPFIT_\w+)=([^\s\\]+)", text)))
+    assert not text.rstrip().endswith("\\")
+
+
+def test_the_unit_sets_what_the_server_knows():
+    text = (DEPLOY / "systemd/warpfit.service").read_text()
+    environment = dict(re.findall(r"(WARPFIT_[A-Z_]+)=(\S+)", text.partition("[Service]")[2]))
+    check_environment(environment)
+    grace = Config.from_arguments([], environment).grace
+    assert float(re.search(r"TimeoutStopSec=(\d+)", text)[1]) > grace
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")
+def test_hadolint():
+    ran = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_dashboard_panels_do_not_overlap():
+    panels = json.loads((DEPLOY / "grafana/dashboards/warpfit.json").read_text())["panels"]
+    places = [panel["gridPos"] for panel in panels]
+    for a, b in itertools.combinations(places, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert beside or above
+    assert len({panel["id"] for panel in panels}) == len(panels)

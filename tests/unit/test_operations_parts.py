@@ -1,0 +1,401 @@
+"""Measurements, watchdog, overseer, traces, GPU figures and scrapes, without processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from itertools import pairwise
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from warpfit.errors import UnavailableError
+from warpfit.request import Timings
+from warpfit.scrape import Change, Scrape
+from warpfit_server import gpu, requests
+from warpfit_server.config import Config
+from warpfit_server.datasets import Usage
+from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
+from warpfit_server.engine.stuck import EXIT_STUCK, Overseer
+from warpfit_server.gpu import GpuMonitor, GpuUsage
+from warpfit_server.health import Health
+from warpfit_server.measurements import BOUNDS, Delta, Recorder
+from warpfit_server.metrics import ServerCollector, Sources
+from warpfit_server.requests import Observer, Request
+from warpfit_server.supervisor import cause_of_death
+from warpfit_server.tracing import SpanTracer, make_tracer
+from warpfit_server.watchdog import Watchdog
+
+SECONDS = st.floats(0, 1000, allow_nan=False)
+
+
+class TestMeasurements:
+    @given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS)), st.integers(0, 5))
+    def test_parts_add_up_to_the_whole(self, observed, cut):
+        """Whatever is taken out in between and added elsewhere, nothing is lost or doubled."""
+        one, front, door = Recorder(), Recorder(), Recorder()
+        for number, (label, seconds) in enumerate(observed):
+            measured = ([("calls", (label,), 1.0)], [("time", (label,), seconds)])
+            for recorder in (one, front if number % 2 else door):
+                recorder.begin()
+                recorder.end(measured)
+            if number % 6 == cut:
+                front.add(7, door.take())
+        front.add(7, door.take())
+        expected, got = one.totals(), front.totals()
+        assert got.counts == expected.counts
+        assert got.buckets.keys() == expected.buckets.keys()
+        for series, row in expected.buckets.items():
+            assert got.buckets[series] == pytest.approx(row)
+
+    @given(SECONDS)
+    def test_an_observation_falls_into_the_bucket_that_bounds_it(self, seconds):
+        delta = Delta()
+        delta.observe("time", (), seconds)
+        (row,) = delta.buckets.values()
+        (index,) = np.flatnonzero(row[:-1])
+        bounds = (*BOUNDS, math.inf)
+        assert seconds <= bounds[index]
+        assert index == 0 or seconds > bounds[index - 1]
+
+    def test_a_message_is_bounded_and_what_is_left_comes_later(self):
+        recorder = Recorder()
+        recorder.begin()
+        recorder.end(([("calls", (str(n),), 1.0) for n in range(1200)], []))
+        sizes = []
+        while counts := recorder.take().counts:
+            sizes.append(len(counts))
+        assert sum(sizes) == 1200
+        assert max(sizes) <= 500
+
+    def test_calls_of_a_process_that_died_are_not_in_flight(self):
+        recorder = Recorder()
+        recorder.begin()
+        recorder.add(7, Delta(in_flight=3))
+        recorder.add(8, Delta(in_flight=1))
+        assert recorder.totals().in_flight == 5
+        recorder.forget(7)
+        assert recorder.totals().in_flight == 2
+
+
+class Context:
+    """What a handler sees of gRPC."""
+
+    def __init__(self, metadata=(), code=None, active=True, remaining=None):
+        self.metadata, self._code, self._active, self._remaining = metadata, code, active, remaining
+        self.trailing = None
+
+    def invocation_metadata(self):
+        return self.metadata
+
+    def set_trailing_metadata(self, metadata):
+        self.trailing = metadata
+
+    def code(self):
+        return self._code
+
+    def is_active(self):
+        return self._active
+
+    def time_remaining(self):
+        return self._remaining
+
+
+class TestObserver:
+    def observe(self, context, behaviour, tracer=None):
+        recorder = Recorder()
+        handler = grpc.unary_stream_rpc_method_handler(behaviour)
+        observed = Observer(recorder, tracer).observed({"Evaluate": handler})["Evaluate"]
+        with suppress(RuntimeError):
+            list(observed.unary_stream(b"", context))
+        ((_, (_, status, _)),) = [s for s in recorder.totals().counts if s[0] == "requests"]
+        assert recorder.totals().in_flight == 0
+        return status, recorder.totals()
+
+    @pytest.mark.parametrize(
+        ("context", "fails", "status"),
+        [
+            (Context(), False, "OK"),
+            (Context(), True, "UNKNOWN"),
+            (Context(code=grpc.StatusCode.NOT_FOUND), True, "NOT_FOUND"),
+            (Context(active=False), True, "CANCELLED"),
+            (Context(active=False, remaining=0.0), True, "DEADLINE_EXCEEDED"),
+            (Context(code=grpc.StatusCode.CANCELLED, remaining=9.0), True, "CANCELLED"),
+        ],
+    )
+    def test_status(self, context, fails, status):
+        def behaviour(message, context):
+            yield b"1"
+            if fails:
+                raise RuntimeError
+
+        assert self.observe(context, behaviour)[0] == status
+
+    def test_waiting_for_the_network_is_no_encoding(self):
+        def behaviour(message, context):
+            requests.answered(Timings(decode=1, queue=2, copy_in=3, compute=4, copy_out=5))
+            yield b"1"
+            yield b"2"
+
+        recorder = Recorder()
+        handler = grpc.unary_stream_rpc_method_handler(behaviour)
+        observed = Observer(recorder).observed({"Evaluate": handler})["Evaluate"]
+        for _ in observed.unary_stream(b"", Context()):
+            time.sleep(0.05)
+        buckets = recorder.totals().buckets
+        assert buckets["stage_seconds", ("encode",)][-1] < 0.04
+        assert buckets["request_seconds", ("Evaluate",)][-1] > 0.1
+        assert buckets["stage_seconds", ("copy",)][-1] == pytest.approx(8e-9)
+        assert buckets["stage_seconds", ("kernel",)][-1] == pytest.approx(4e-9)
+
+    def test_what_is_passed_on(self):
+        metadata = (("x-request-id", "7"), ("traceparent", "00-1-2-3"), ("authorization", "secret"))
+        passed = requests.passed_on(Context(metadata))
+        assert passed == (("x-request-id", "7"), ("traceparent", "00-1-2-3"))
+
+
+class TestTracing:
+    def test_a_call_is_a_span_with_its_stages_below_the_callers(self):
+        exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+        now = time.monotonic_ns()
+        request = Request(
+            *("Evaluate", "call-1", now - 9_000_000),
+            trace={"traceparent": f"00-{trace}-{parent}-01"},
+            timings=Timings(decode=1_000_000, queue=2_000_000, compute=3_000_000),
+            finished=now - 1_000_000,
+            encode=500_000,
+        )
+        SpanTracer(provider).record(request, "OK", now)
+        *stages, call = exporter.get_finished_spans()
+        assert call.name == "warpfit.v1.Evaluator/Evaluate"
+        assert format(call.context.trace_id, "032x") == trace
+        assert format(call.parent.span_id, "016x") == parent
+        assert call.attributes["warpfit.request_id"] == "call-1"
+        assert call.end_time - call.start_time == 9_000_000
+        assert [stage.name for stage in stages] == ["decode", "queue", "copy", "kernel", "encode"]
+        for earlier, later in pairwise(stages):
+            assert earlier.end_time == later.start_time
+        assert all(stage.parent.span_id == call.context.span_id for stage in stages)
+        assert all(call.start_time <= s.start_time <= s.end_time <= call.end_time for s in stages)
+
+    def test_it_is_off_by_default(self):
+        assert make_tracer(Config().tracing) is None
+
+    def test_it_says_what_is_missing(self, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+        with pytest.raises(UnavailableError, match=r"warpfit\[tracing\]"):
+            make_tracer("otlp")
+
+
+class TestHealth:
+    def test_changes_are_told_once_and_draining_is_final(self):
+        told = []
+        health = Health("service", told.append)
+        for ready in (False, True, True, False, True):
+            health.set_ready(ready)
+        assert told == [True, False, True]
+        health.drain()
+        health.set_ready(True)
+        assert told == [True, False, True, False]
+        assert not health.ready
+
+
+class TestWatchdog:
+    """The thread that looks at the clock, with a clock of our own."""
+
+    def make(self, starting_since=None):
+        replaced = []
+        supervisor = SimpleNamespace(starting_since=starting_since, replace=replaced.append)
+        health = Health("service")
+        health.set_ready(True)
+        config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
+        return Watchdog(config, supervisor, None, health), health, replaced
+
+    def test_a_question_without_an_answer(self):
+        watchdog, health, replaced = self.make()
+        watchdog._asked = 100.0
+        watchdog.look(102.9)
+        assert health.ready
+        watchdog.look(103.1)
+        assert not health.ready
+        assert not replaced
+        for now in (110.1, 110.2, 120.0):
+            watchdog.look(now)
+        assert replaced == ["hung"]  # once
+
+    def test_a_start_that_takes_too_long(self):
+        watchdog, _, replaced = self.make(starting_since=100.0)
+        watchdog.look(159.0)
+        assert not replaced
+        watchdog.look(161.0)
+        watchdog.look(162.0)
+        assert replaced == ["slow_start"]
+
+    def test_a_wrong_answer(self):
+        watchdog, health, replaced = self.make()
+        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=lambda: False)
+        watchdog._ask()
+        assert not health.ready
+        assert replaced == ["wrong_answer"]
+
+    def test_no_answer_and_then_one(self):
+        watchdog, health, replaced = self.make()
+
+        def refuse():
+            raise UnavailableError("the engine is restarting")
+
+        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=refuse)
+        watchdog._ask()
+        assert not health.ready
+        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=lambda: True)
+        watchdog._ask()
+        assert health.ready
+        assert not replaced
+
+
+class TestOverseer:
+    def test_only_what_ignores_its_cancellation_is_overdue(self):
+        overseer = Overseer(30.0)
+        flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+        with overseer.oversees(flag), overseer.oversees(other):
+            assert not overseer.overdue(1e9)
+            flag[0] = 1
+            assert not overseer.overdue(1e9 + 1)
+            assert not overseer.overdue(1e9 + 31)
+            assert overseer.overdue(1e9 + 32)
+        assert not overseer.overdue(1e9 + 100)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(-9, "SIGKILL"), (-11, "SIGSEGV"), (EXIT_STUCK, "stuck"), (4, "broken"), (1, "exit 1")],
+)
+def test_cause_of_death(code, cause):
+    assert cause_of_death(code) == cause
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml():
+    """As much of pynvml as is used, with two GPUs."""
+
+    def by_index(index):
+        if index > 1:
+            raise NvmlError("no such GPU")
+        return index
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=by_index,
+        nvmlDeviceGetHandleByUUID={"GPU-a": 0, "GPU-b": 1}.__getitem__,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=100 + handle, total=1000),
+        nvmlDeviceGetIndex=lambda handle: handle,
+        nvmlDeviceGetName=lambda handle: "GPU",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=25),
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, "01"), ("1", "1"), ("GPU-b, 0", "10"), ("", ""), ("5", "")]
+)
+def test_gpus_that_are_visible(monkeypatch, visible, gpus):
+    monkeypatch.setattr(gpu, "_library", fake_nvml)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    usages = GpuMonitor(environment).usage()
+    assert [usage.gpu for usage in usages] == list(gpus)
+    assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
+    assert all(usage.utilisation == 0.25 for usage in usages)
+
+
+def page(counters, usages=()):
+    """The metrics of a server that has done nothing, as text."""
+    sources = Sources(
+        recorder=Recorder(),
+        supervisor=SimpleNamespace(engine="cuda", restarts={"hung": 2}, counters=counters),
+        datasets=SimpleNamespace(usage=lambda: Usage(1, 100, 3)),
+        health=Health("service"),
+        resident_limit=1000,
+        processes=lambda: {"engine": 2**22 + 1},  # no such process
+        probe_seconds=lambda: 0.5,
+        gpus=SimpleNamespace(usage=lambda: list(usages)),
+    )
+    registry = CollectorRegistry()
+    registry.register(ServerCollector(sources))
+    return generate_latest(registry).decode()
+
+
+def test_figures_of_a_gpu_engine_become_metrics():
+    counters = {name: float(number) for number, name in enumerate(ENGINE_COUNTERS)}
+    text = page(counters, [GpuUsage("0", "H200", 7, 9, 0.5)])
+    assert 'warpfit_gpu_memory_used_bytes{gpu="0",name="H200"} 7.0' in text
+    assert 'warpfit_engine_restarts_total{cause="hung"} 2.0' in text
+    for cache in ("module", "disk"):
+        for event in ("hits", "misses", "evictions", "damaged"):
+            value = counters[f"{cache}_cache_{event}"]
+            assert f'warpfit_cache_{event}_total{{cache="{cache}"}} {value}' in text
+        assert f'warpfit_cache_bytes{{cache="{cache}"}}' in text
+
+
+def test_figures_of_the_kernel_store(tmp_path):
+    kernels = pytest.importorskip("warpfit_server.engine.cuda.kernels")
+    store = kernels.KernelStore(SimpleNamespace(cache_directory=tmp_path), threads=1)
+    try:
+        assert store.lease([object()]) is None
+        assert store.disk.get("00ff") is None
+        figures = store.counters()
+    finally:
+        store.close()
+    assert set(figures) <= set(ENGINE_COUNTERS)
+    assert figures["module_cache_misses"] == figures["disk_cache_misses"] == 1
+
+
+class TestScrape:
+    def make(self, moment, **samples):
+        known = {(name, frozenset()): value for name, value in samples.items()}
+        return Scrape(moment, known)
+
+    def test_rates_survive_a_restart_of_the_server(self):
+        change = Change(self.make(10.0, calls=100.0), self.make(12.0, calls=110.0))
+        assert change.rate("calls") == 5.0
+        change = Change(self.make(10.0, calls=100.0), self.make(12.0, calls=8.0))
+        assert change.rate("calls") == 4.0
+
+    @given(st.lists(st.floats(1e-5, 90), min_size=1, max_size=200), st.floats(0.01, 1))
+    def test_quantiles_are_in_the_right_bucket(self, values, share):
+        recorder = Recorder()
+        for value in values:
+            recorder.begin()
+            recorder.end(([], [("request_seconds", ("Evaluate",), value)]))
+        (row,) = recorder.totals().buckets.values()
+        cumulative = np.cumsum(row[:-1])
+        labels = [str(bound) for bound in BOUNDS] + ["+Inf"]
+        after = {
+            ("time_bucket", frozenset({("le", le)})): count
+            for le, count in zip(labels, cumulative, strict=True)
+        }
+        empty = dict.fromkeys(after, 0.0)
+        got = Change(Scrape(0.0, empty), Scrape(1.0, after)).quantile(share, "time")
+        exact = sorted(values)[math.ceil(share * len(values)) - 1]
+        index = np.searchsorted(BOUNDS, exact)
+        assert (BOUNDS[index - 1] if index else 0) <= got <= BOUNDS[index]
+
+    def test_without_observations_there_is_no_quantile(self):
+        nothing = Scrape(0.0, {})
+        assert Change(nothing, nothing).quantile(0.5, "time") is None
+        assert Change(nothing, nothing).mean("time") is None
