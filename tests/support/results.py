@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
-_PACKAGES = ("warpfit", "numpy", "numba", "grpcio", "protobuf", "pyoperon", "cupy-cuda13x")
+_PACKAGES = ("warpfit", "numpy", "numba", "grpcio", "protobuf", "pyoperon", "gplearn", "scikit-learn", "cupy-cuda13x")
 
 
 def write_result(name: str, content: dict[str, Any], directory: Path = RESULTS) -> Path:
