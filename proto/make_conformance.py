@@ -71,11 +71,12 @@ def cases() -> list[Case]:
     formulas = ["p1*x1 + sin(x2)", "x1 - p1 - x2", "where(x3 > 1, x1/x2, -x3)", "x1^-2", "2.5"]
     vectors = [[2.5], [0.125], [], [], []]
     several = [[[1.5], [2.5], [-1e-3]], [[0.0], [1.0], [2.0]], *[np.empty((3, 0))] * 3]
-    operators = [f"{op.name}({', '.join(('x1', 'x2', 'x3')[: op.arity])})" for op in OPERATORS.values()]
+    operands = ("x1", "x2", "x3")
+    operators = [f"{op.name}({', '.join(operands[: op.arity])})" for op in OPERATORS.values()]
     return [
         Case("values and losses", "ordinary32", formulas, vectors, Loss.MSE),
         Case("several parameter vectors", "ordinary32", formulas, several, Loss.RMSE),
-        Case("losses of a row range, weighted", "ordinary64", formulas, vectors, Loss.MAE, False, (2, 7)),
+        Case("losses of some rows", "ordinary64", formulas, vectors, Loss.MAE, False, (2, 7)),
         Case("fast", "ordinary32", formulas, vectors, Loss.NMSE, False, None, Precision.FAST),
         Case("every operator at its edges, float32", "edges32", operators),
         Case("every operator at its edges, float64", "edges64", operators),
@@ -144,7 +145,8 @@ def _evaluation(case: Case, dataset: Dataset) -> dict[str, Any]:
 
 def _program(text: str, program: Program, parameters: Any) -> dict[str, Any]:
     tokens = zip(program.codes.tolist(), plain(program.values), strict=True)
-    return {"text": text, "tokens": [list(token) for token in tokens], "parameters": plain(parameters)}
+    listed = [list(token) for token in tokens]
+    return {"text": text, "tokens": listed, "parameters": plain(parameters)}
 
 
 def _fit(dataset: Dataset) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
+from warpfit.display import TextTable, numbers
 from warpfit.fitting import REASONS, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Result, Timings
-from warpfit.display import TextTable, numbers
 
 
 class Data:
@@ -205,9 +205,10 @@ class Fit:
                 str(self.reason[place]),
             )
             rows.append((str(expression), *cells))
-        starts = ("start",) if by_start else ()
-        header = ("expression", *starts, "parameters", "initial loss", "loss", "iterations", "reason")
-        return TextTable(header, rows)
+        header = ["expression", "parameters", "initial loss", "loss", "iterations", "reason"]
+        if by_start:
+            header.insert(1, "start")
+        return TextTable(tuple(header), rows)
 
     @property
     def x(self) -> list[NDArray[np.float64]]:

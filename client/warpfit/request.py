@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
+from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.losses import BUILT_IN, LossFunction
 from warpfit.losses import Loss as Loss
-from warpfit.display import TextTable
 
 
 class Precision(StrEnum):

@@ -34,7 +34,7 @@ from warpfit.sklearn import SymbolicRegressor
 
 EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"
 #: Part of the target's variance below which an error is rounding.
-RECOVERED = 1e-10
+RECOVERED = 1e-16
 #: Part of gplearn's time that the search may use; the rest is for what comes before and after.
 SHARE = 0.95
 Floats = NDArray[np.float64]
@@ -114,8 +114,9 @@ def main() -> None:
                 continue
             cases.append(compare(equation, address, options.rows, options.seed))
             print(json.dumps(cases[-1], indent=1), flush=True)
-    recovered = {side: sum(case[side]["recovered"] for case in cases) for side in ("gplearn", "warpfit")}
-    seconds = {side: round(sum(case[side]["seconds"] for case in cases), 1) for side in recovered}
+    sides = ("gplearn", "warpfit")
+    recovered = {side: sum(case[side]["recovered"] for case in cases) for side in sides}
+    seconds = {side: round(sum(case[side]["seconds"] for case in cases), 1) for side in sides}
     print(recovered, seconds)
     if not options.equations:
         content = {

@@ -9,7 +9,7 @@ import pytest
 
 import warpfit
 from support.server import ServerProcess
-from warpfit.errors import InvalidArgumentError, ParseError, UnavailableError
+from warpfit.errors import InvalidArgumentError, ParseError
 
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
 
@@ -17,11 +17,9 @@ from sklearn.base import clone  # noqa: E402
 from sklearn.model_selection import cross_val_score  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
-from sklearn.utils.estimator_checks import estimator_checks_generator  # noqa: E402
+from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
 
 from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 
 
 def law(X):
@@ -37,12 +35,11 @@ def test_scikit_learns_own_checks(server: ServerProcess, kind):
     """Those of `check_estimator`; none is expected to fail."""
     small = {"population": 20, "generations": 3} if kind is SymbolicRegressor else {}
     estimator = kind(address=server.address, **small)
-    names = []
-    for checked, check in estimator_checks_generator(estimator):
-        names.append(check.func.__name__)
-        check(checked)
-    assert len(names) > 40
-    assert "check_sample_weight_equivalence_on_dense_data" in names
+    results = check_estimator(estimator, on_skip=None)
+    passed = {result["check_name"] for result in results if result["status"] == "passed"}
+    assert {result["status"] for result in results} <= {"passed", "skipped"}
+    assert len(passed) > 40
+    assert "check_sample_weight_equivalence_on_dense_data" in passed
 
 
 def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerProcess):
@@ -85,6 +82,14 @@ def test_equations_trade_length_for_accuracy(server: ServerProcess):
     assert [e.text for e in other.equations_] != [e.text for e in model.equations_]
 
 
+def test_populations_that_stand_still_are_given_up(server: ServerProcess):
+    rng = np.random.default_rng(0)
+    settings = {"address": server.address, "population": 20, "generations": 60, "random_state": 0}
+    model = SymbolicRegressor(max_size=3, **settings).fit(points(30), rng.normal(size=30))
+    assert model.n_iter_ == 60
+    assert len(model.equations_) >= 2
+
+
 def test_weights_mean_repetition(server: ServerProcess):
     X = points(40)
     y = law(X) + np.random.default_rng(5).normal(0, 0.5, len(X))
@@ -93,15 +98,13 @@ def test_weights_mean_repetition(server: ServerProcess):
     weighted = SymbolicRegressor(**settings).fit(X, y, weights)
     repeated = SymbolicRegressor(**settings).fit(X.repeat(weights, axis=0), y.repeat(weights))
     assert weighted.expression_ == repeated.expression_
-    with pytest.raises(ValueError, match="weight 0"):
+    with pytest.raises(ValueError, match="non-zero"):
         SymbolicRegressor(**settings).fit(X, y, np.zeros(len(X)))
 
 
 def test_models_work_in_scikit_learn_and_travel_without_a_server(server: ServerProcess):
     X = points(120)
-    model = SymbolicRegressor(
-        address=server.address, population=60, generations=5, random_state=1
-    )
+    model = SymbolicRegressor(address=server.address, population=100, generations=8, random_state=1)
     scores = cross_val_score(make_pipeline(StandardScaler(), model), X, law(X), cv=3)
     assert scores.min() > 0.8
     fitted = clone(model).fit(X, law(X))
@@ -159,8 +162,6 @@ def test_errors_of_the_optimizer(server: ServerProcess):
         ParameterOptimizer("p1*", address=server.address).fit(X, law(X))
     with pytest.raises(InvalidArgumentError, match="starts"):
         ParameterOptimizer(starts=0, address=server.address).fit(X, law(X))
-    with pytest.raises(UnavailableError):
-        ParameterOptimizer(address="127.0.0.1:1").fit(X, law(X))
 
 
 def test_an_embedded_server_does_when_there_is_no_address():

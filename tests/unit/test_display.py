@@ -50,9 +50,7 @@ def test_fits_show_as_tables(client):
 
 def test_fits_of_all_starts_show_each_start(client):
     data = client.upload(X, 2 * X[:, 0], dtype="float64")
-    fit = client.optimize(
-        data, ["p1*x1", "p1"], [[[1.0], [3.0]], [[0.0], [5.0]]], all_starts=True
-    )
+    fit = client.optimize(data, ["p1*x1", "p1"], [[[1.0], [3.0]], [[0.0], [5.0]]], all_starts=True)
     cells = [line.split()[:3] for line in str(fit).splitlines()[1:]]
     mean = f"{2 * X[:, 0].mean():.5g}"
     assert cells == [["0", "0", "2"], ["1", "0", mean], ["0", "1", "2"], ["1", "1", mean]]

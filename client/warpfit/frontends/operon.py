@@ -3,7 +3,7 @@
 In Operon every number is a coefficient: each variable carries a weight, a constant has its value,
 and any other node may have a factor. A coefficient whose ``Optimize`` flag is set becomes a
 parameter, so that tree and program are fitted alike: ``tree.GetCoefficients()`` is the program's
-parameter vector, and ``tree.SetCoefficients(fit.parameters[0].astype("float32"))`` takes a fit back.
+parameter vector, and ``tree.SetCoefficients(fitted.astype("float32"))`` takes a fit back.
 
 Operon keeps coefficients in float32, and the lesser or greater of NaN and a number is the number
 there.
@@ -176,9 +176,7 @@ def to_operon(program: Program, variables: Any, parameters: ArrayLike = ()) -> A
     return pyoperon.Tree(program.fold(leaf, operator)).UpdateNodes()
 
 
-def to_operon_infix(
-    program: Program, names: Sequence[str], parameters: ArrayLike = ()
-) -> str:
+def to_operon_infix(program: Program, names: Sequence[str], parameters: ArrayLike = ()) -> str:
     """Write a program as text that ``pyoperon.InfixParser.Parse`` reads.
 
     Args:

@@ -90,6 +90,4 @@ def _operands(text: str, start: int) -> tuple[list[str], int]:
             begun = place + 1
             if text[place] == ")":
                 return operands, begun
-    raise ParseError(
-        "'(' is never closed", "UNBALANCED", "Add ')'", text=text, position=start - 1
-    )
+    raise ParseError("'(' is never closed", "UNBALANCED", "Add ')'", text=text, position=start - 1)

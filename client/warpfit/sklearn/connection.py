@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.utils.validation import (
     _check_sample_weight,
-    check_is_fitted,
     validate_data,
 )
 
@@ -48,14 +47,13 @@ def training_data(
     X, y = validate_data(estimator, X, y, dtype=np.float64, y_numeric=True)
     weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     table = np.column_stack([X, y])[weights > 0]
-    if not len(table):
-        raise ValueError("every sample has the weight 0")
     rows, place = np.unique(table, axis=0, return_inverse=True)
-    return rows[:, :-1], rows[:, -1], np.bincount(place.ravel(), weights=weights[weights > 0])
+    totals = np.zeros(len(rows))
+    np.add.at(totals, place.ravel(), weights[weights > 0])
+    return rows[:, :-1], rows[:, -1], totals
 
 
 def predictions(estimator: Any, program: Program, X: Any) -> NDArray[np.float64]:
     """Evaluate the fitted program here, without a server; [rows]."""
-    check_is_fitted(estimator)
     X = validate_data(estimator, X, dtype=np.float64, reset=False)
     return reference.evaluate_program(program, X.T)

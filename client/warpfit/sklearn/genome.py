@@ -235,4 +235,5 @@ class Breeder:
         inner_stop = stop - 1
         for _ in range(self.rng.randrange(arity(genome[stop - 1]))):
             inner_stop = start_of(genome, inner_stop - 1)
-        return genome[:start] + genome[start_of(genome, inner_stop - 1) : inner_stop] + genome[stop:]
+        operand = genome[start_of(genome, inner_stop - 1) : inner_stop]
+        return genome[:start] + operand + genome[stop:]

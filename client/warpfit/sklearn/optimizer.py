@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.frontends import as_program
@@ -101,18 +102,20 @@ class ParameterOptimizer(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         names = tuple(getattr(self, "feature_names_in_", ()))
         program = as_program(self.expression, names)
         loss = as_loss(self.loss)
-        with connected(self.address) as client:
-            with client.upload(rows, target, weights, names=names, dtype="float64") as data:
-                fit = client.optimize(
-                    data,
-                    [program],
-                    [self._starts(program)],
-                    loss=loss,
-                    method=self.method,
-                    max_iterations=self.max_iterations,
-                    bounds=self.bounds,
-                    standard_errors=as_function(loss).is_squares,
-                )
+        with (
+            connected(self.address) as client,
+            client.upload(rows, target, weights, names=names, dtype="float64") as data,
+        ):
+            fit = client.optimize(
+                data,
+                [program],
+                [self._starts(program)],
+                loss=loss,
+                method=self.method,
+                max_iterations=self.max_iterations,
+                bounds=self.bounds,
+                standard_errors=as_function(loss).is_squares,
+            )
         self.parameters_ = fit.parameters[0]
         self.standard_errors_ = fit.standard_errors[0] if fit.standard_errors else None
         self.loss_, self.reason_ = float(fit.loss[0]), fit.reason[0]
@@ -124,7 +127,8 @@ class ParameterOptimizer(RegressorMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
         """Evaluate the fitted formula on X, [rows, variables], without a server; [rows]."""
-        return predictions(self, getattr(self, "program_", None), X)
+        check_is_fitted(self)
+        return predictions(self, self.program_, X)
 
     def _starts(self, program: Program) -> NDArray[np.float64]:
         """Start vectors, [starts, n]."""

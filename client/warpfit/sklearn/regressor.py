@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Program
@@ -27,7 +28,7 @@ OPERATORS_OF_SCIENCE: Final = (
     *("exp", "log", "sin", "cos"),
 )
 #: Errors below this part of the target's variance count as equal: rounding.
-_ROUNDING: Final = 1e-14
+_ROUNDING: Final = 1e-18
 #: An intercept below this part of the target's spread is rounding.
 _NO_INTERCEPT: Final = 1e-10
 
@@ -99,7 +100,7 @@ class SymbolicRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         generations: int = 100,
         max_size: int = 25,
         fit_iterations: int = 15,
-        tolerance: float = 1e-14,
+        tolerance: float = 1e-18,
         max_seconds: float | None = None,
         verbose: bool = False,
         random_state: Any = None,
@@ -135,10 +136,12 @@ class SymbolicRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         variance = float(np.average((target - mean) ** 2, weights=weights))
         seed = int(check_random_state(self.random_state).randint(2**31))
         breeder = Breeder(random.Random(seed), codes, rows.shape[1], self.max_size)
-        with connected(self.address) as client:
-            with client.upload(rows, target, weights, dtype="float64") as data:
-                search = Search(client, data, breeder, self._settings(variance))
-                front = search.run()
+        with (
+            connected(self.address) as client,
+            client.upload(rows, target, weights, dtype="float64") as data,
+        ):
+            search = Search(client, data, breeder, self._settings(variance))
+            front = search.run()
         self.n_iter_ = search.generation
         self.equations_ = [self._equation(formula, variance) for formula in front]
         best = _choose(self.equations_, float(weights.sum()), variance)
@@ -147,7 +150,8 @@ class SymbolicRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
         """Evaluate the chosen formula on X, [rows, variables], without a server; [rows]."""
-        return predictions(self, getattr(self, "program_", None), X)
+        check_is_fitted(self)
+        return predictions(self, self.program_, X)
 
     def latex(self) -> str:
         """LaTeX of the chosen formula."""

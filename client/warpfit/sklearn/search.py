@@ -35,7 +35,10 @@ from warpfit.sklearn.genome import (
 
 #: Part of a generation that is drawn anew.
 _IMMIGRANTS: Final = 0.1
-_TOURNAMENT: Final = 3
+_TOURNAMENT: Final = 6
+#: A population is given up after so many generations without an error lower by a tenth.
+_PATIENCE: Final = 15
+_PROGRESS: Final = 0.9
 #: How often a structure with constants may be fitted: each time from where its parents were.
 _ATTEMPTS: Final = 3
 #: Errors are compared to this many significant digits: equal formulas differ in the last bits.
@@ -87,25 +90,45 @@ class Search:
     population: list[Formula] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
     """Layer of each member of the population, 0 for those that nobody dominates."""
+    archive: list[Formula] = field(default_factory=list)
+    """The best of the populations that have been given up."""
+    milestone: float = math.inf
+    """Error from which progress is counted, and for how many generations it may stay away."""
+    patience: int = _PATIENCE
     generation: int = 0
 
     def run(self) -> list[Formula]:
         """Evolve, and return the formulas that nobody dominates, shortest first, fitted well."""
         started = time.monotonic()
         limit = math.inf if self.settings.max_seconds is None else self.settings.max_seconds
-        # The bare variable is finite on finite data, so the population is never empty.
-        drawn = [self.breeder.first() for _ in range(self.settings.population)]
-        self._admit([(VARIABLES,), *drawn])
+        self._begin()
         while self.generation < self.settings.generations:
-            best = min(self.population, key=lambda formula: formula.loss)
+            best = self._best()
             if best.loss <= self.settings.stop_loss or time.monotonic() - started >= limit:
                 break
+            if best.loss < _PROGRESS * self.milestone:
+                self.milestone, self.patience = best.loss, _PATIENCE
+            elif self.patience == 0:
+                self._begin()
+            self.patience -= 1
             self.generation += 1
             self._admit(self._children())
             self.settings.report(self.generation, best)
-        front = [f for f, layer in zip(self.population, self.layers, strict=True) if layer == 0]
-        refitted = self._fit(front, _LAST_ITERATIONS)
+        refitted = self._fit(_undominated([*self.archive, *self.population]), _LAST_ITERATIONS)
         return sorted(_undominated(refitted), key=_by_size)
+
+    def _begin(self) -> None:
+        """Draw a new population, and put the best of the old one aside."""
+        self.archive = _undominated([*self.archive, *self.population])
+        self.tried.clear()
+        self.population, self.layers = [], []
+        self.milestone, self.patience = math.inf, _PATIENCE
+        # The bare variable is finite on finite data, so the population is never empty.
+        drawn = [self.breeder.first() for _ in range(self.settings.population)]
+        self._admit([(VARIABLES,), *drawn])
+
+    def _best(self) -> Formula:
+        return min(self.population, key=lambda formula: formula.loss)
 
     def _admit(self, genomes: Sequence[Genome]) -> None:
         """Score what is new, and let the best of old and new survive."""
@@ -141,9 +164,7 @@ class Search:
             loss="mse",
             linear_scaling=True,
         )
-        numbers = zip(
-            genomes, losses.tolist(), slopes.tolist(), intercepts.tolist(), strict=True
-        )
+        numbers = zip(genomes, losses.tolist(), slopes.tolist(), intercepts.tolist(), strict=True)
         scored = [Formula(*number) for number in numbers]
         return self._fit(scored, self.settings.fit_iterations)
 
