@@ -57,6 +57,17 @@ def test_connecting_loads_grpc_and_no_more():
     assert not found & (HEAVY - {"grpc", "google", "asyncio"})
 
 
+def test_a_missing_library_says_how_to_get_it():
+    script = (
+        "import sys; sys.modules['sklearn'] = None\n"
+        "try: import warpfit.sklearn\n"
+        "except ImportError as error: print(error.__notes__)"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "warpfit[sklearn]" in done.stdout
+
+
 def test_the_measured_import_is_short():
     """A figure of the benchmark, not of this run."""
     path = ROOT / "tests" / "bench" / "results" / "import_time.json"

@@ -16,6 +16,12 @@ Both start a server on this machine's CPU for each ``fit`` unless they are given
 
 from __future__ import annotations
 
+try:
+    import sklearn  # noqa: F401
+except ModuleNotFoundError as error:
+    error.add_note("Install it: pip install 'warpfit[sklearn]'")
+    raise
+
 from warpfit.sklearn.optimizer import ParameterOptimizer
 from warpfit.sklearn.regressor import Equation, SymbolicRegressor
 
