@@ -64,6 +64,18 @@ def test_simplified_formulas_differ_by_scale_and_shift_alone(seed):
         assert residual.sum() <= 1e-8 * (1 + np.var(before)) * len(before)
 
 
+@settings(max_examples=50)
+@given(seed=st.integers(0, 2**31))
+def test_neighbours_are_well_formed_and_differ_in_one_place(seed):
+    nursery = breeder(seed)
+    genome = nursery.first()
+    neighbours = nursery.neighbours(genome)
+    assert all(len(checked(made)) <= nursery.max_size for made in neighbours)
+    assert max(map(len, neighbours)) <= len(genome) + 2
+    for code in (OPERATORS["sin"].code, OPERATORS["exp"].code):
+        assert gp.simplified((*genome, code)) in neighbours
+
+
 def genome_of(text):
     """Genes of a text; numbers are constants."""
     program = parse(text)

@@ -27,6 +27,10 @@ VARIABLES: Final = 256
 _SCALING: Final = frozenset(OPERATORS[name].code for name in ("add", "sub", "mul", "div"))
 #: Chance that a drawn leaf is a constant.
 _CONSTANT_CHANCE: Final = 0.2
+#: Chance that a drawn operator has one operand, if there are others.
+_UNARY_CHANCE: Final = 0.3
+#: Chance that a formula is joined as a whole, not one of its parts.
+_WHOLE_CHANCE: Final = 0.5
 #: Chance that a drawn tree ends before its depth is used up.
 _STOP_CHANCE: Final = 0.25
 
@@ -156,6 +160,14 @@ class Breeder:
             table.setdefault(BY_CODE[code].arity, []).append(code)
         return table
 
+    def _operator(self) -> int:
+        """Draw an operator; most have several operands, however many there are of either."""
+        unary = self._by_arity.get(1, [])
+        joining = [code for code in self.operators if code not in unary]
+        if not joining or (unary and self.rng.random() < _UNARY_CHANCE):
+            return self.rng.choice(unary)
+        return self.rng.choice(joining)
+
     def leaf(self) -> Gene:
         """Draw a variable or a constant."""
         if self.rng.random() < _CONSTANT_CHANCE:
@@ -166,7 +178,7 @@ class Breeder:
         """Draw a formula of at most this depth (Koza 1992, the "grow" method)."""
         if depth == 0 or self.rng.random() < _STOP_CHANCE:
             return (self.leaf(),)
-        code = self.rng.choice(self.operators)
+        code = self._operator()
         parts = [self.grow(depth - 1) for _ in range(BY_CODE[code].arity)]
         return (*(gene for part in parts for gene in part), code)
 
@@ -194,6 +206,24 @@ class Breeder:
         made = simplified(made)
         return made if len(made) <= self.max_size else mother
 
+    def neighbours(self, genome: Genome) -> list[Genome]:
+        """All formulas that differ in one place: another gene, or one more operator.
+
+        A new operator of one operand stands over any part; one of two stands over the whole, with a
+        leaf beside it.
+        """
+        unary, binary = self._by_arity.get(1, []), self._by_arity.get(2, [])
+        leaves: list[Gene] = [VARIABLES + index for index in range(self.variables)]
+        found: list[Genome] = []
+        for end, gene in enumerate(genome):
+            found += [(*genome[: end + 1], code, *genome[end + 1 :]) for code in unary]
+            others = self._by_arity[arity(gene)] if arity(gene) else leaves
+            found += [(*genome[:end], other, *genome[end + 1 :]) for other in others]
+        for code in binary:
+            for leaf in (*leaves, 1.0):
+                found += [(*genome, leaf, code), (leaf, *genome, code)]
+        return [made for made in map(simplified, found) if len(made) <= self.max_size]
+
     def _span(self, genome: Genome) -> tuple[int, int]:
         """Half-open range of a random subtree."""
         end = self.rng.randrange(len(genome))
@@ -215,13 +245,14 @@ class Breeder:
         return (*genome[:index], gene, *genome[index + 1 :])
 
     def _join(self, genome: Genome, part: Genome) -> Genome:
-        """Make a subtree an operand of a new operator, with ``part`` beside it.
+        """Make the formula or a part of it an operand of a new operator, with ``part`` beside it.
 
         A constant beside it starts as 1, which changes nothing under ``*``, ``/`` and ``^``, so
         that its fit starts where the parent's ended.
         """
-        start, stop = self._span(genome)
-        code = self.rng.choice(self.operators)
+        whole = self.rng.random() < _WHOLE_CHANCE
+        start, stop = (0, len(genome)) if whole else self._span(genome)
+        code = self._operator()
         beside = (1.0,) if _is_constant(part) else part
         operands = [genome[start:stop], *[beside] * (BY_CODE[code].arity - 1)]
         self.rng.shuffle(operands)

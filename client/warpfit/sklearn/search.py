@@ -35,9 +35,10 @@ from warpfit.sklearn.genome import (
 
 #: Part of a generation that is drawn anew.
 _IMMIGRANTS: Final = 0.1
+#: Most entrants of a tournament; small ones keep the population diverse.
 _TOURNAMENT: Final = 6
 #: A population is given up after so many generations without an error lower by a tenth.
-_PATIENCE: Final = 15
+_PATIENCE: Final = 30
 _PROGRESS: Final = 0.9
 #: How often a structure with constants may be fitted: each time from where its parents were.
 _ATTEMPTS: Final = 3
@@ -87,6 +88,8 @@ class Search:
     breeder: Breeder
     settings: Settings
     tried: Counter[Genome] = field(default_factory=Counter)
+    explored: set[Genome] = field(default_factory=set)
+    """Structures whose neighbours have been tried."""
     population: list[Formula] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
     """Layer of each member of the population, 0 for those that nobody dominates."""
@@ -121,6 +124,7 @@ class Search:
         """Draw a new population, and put the best of the old one aside."""
         self.archive = _undominated([*self.archive, *self.population])
         self.tried.clear()
+        self.explored.clear()
         self.population, self.layers = [], []
         self.milestone, self.patience = math.inf, _PATIENCE
         # The bare variable is finite on finite data, so the population is never empty.
@@ -197,14 +201,23 @@ class Search:
     def _children(self) -> list[Genome]:
         size = self.settings.population
         immigrants = [self.breeder.first() for _ in range(int(_IMMIGRANTS * size))]
-        return immigrants + [
-            self.breeder.child(self._parent(), self._parent()) for _ in range(size)
-        ]
+        bred = [self.breeder.child(self._parent(), self._parent()) for _ in range(size)]
+        return [*immigrants, *self._neighbours(), *bred]
+
+    def _neighbours(self) -> list[Genome]:
+        """Everything around a formula that nobody dominates, the shortest one first."""
+        for formula in sorted(_undominated(self.population), key=_by_size):
+            shape = structure(formula.genome)
+            if shape not in self.explored:
+                self.explored.add(shape)
+                return self.breeder.neighbours(formula.genome)
+        return []
 
     def _parent(self) -> Genome:
         """Win a tournament: the lowest layer, then the lowest error."""
         rng: random.Random = self.breeder.rng
-        entrants = [rng.randrange(len(self.population)) for _ in range(_TOURNAMENT)]
+        size = rng.randint(1, _TOURNAMENT)
+        entrants = [rng.randrange(len(self.population)) for _ in range(size)]
         # The population is sorted, so the winner is the first of them.
         return self.population[min(entrants)].genome
 
