@@ -15,7 +15,6 @@ one. The data are scikit-learn's diabetes set: 442 patients, 10 variables, stand
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing as mp
 import random
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ import warpfit
 import warpfit.ops
 from warpfit.embedded import embedded_server
 from warpfit.frontends import as_program
+from warpfit.frontends.deap import Evaluator
 from warpfit.printing import to_latex, to_text
 
 MIGRATE_EVERY = 5
@@ -120,8 +120,10 @@ class Island:
         random.seed(seed)
         self.client = client
         self.problem = problem
-        self.fit_iterations = fit_iterations
         self.data = client.upload(problem.X, problem.y, names=problem.names)
+        self.evaluate = Evaluator(
+            client, self.data, rows=slice(0, problem.train), fit_iterations=fit_iterations
+        )
         self.toolbox = toolbox_for(problem.names)
         self.population = self.toolbox.population(n=size)
         self.score()
@@ -129,30 +131,8 @@ class Island:
     def score(self) -> None:
         """Score the new trees of a whole generation in one call."""
         fresh = [tree for tree in self.population if not tree.fitness.valid]
-        if not fresh:
-            return
-        rows = slice(0, self.problem.train)
-        if self.fit_iterations:
-            losses = self.fit_constants(fresh, rows)
-        else:
-            losses = self.client.evaluate(self.data, fresh, loss="mse", rows=rows)
-        for tree, loss in zip(fresh, losses.tolist(), strict=True):
-            tree.fitness.values = (loss if np.isfinite(loss) else np.inf,)
-
-    def fit_constants(self, trees: list[Any], rows: slice) -> NDArray[np.float64]:
-        """Fit the constants of trees on the server, write them back, and return the losses."""
-        lifted = [as_program(tree, self.problem.names).lift_constants() for tree in trees]
-        programs, starts = zip(*lifted, strict=True)
-        fit = self.client.optimize(
-            self.data, programs, starts, loss="mse", rows=rows, max_iterations=self.fit_iterations
-        )
-        for tree, values in zip(trees, fit.parameters, strict=True):
-            fitted = iter(values.tolist())
-            for index, node in enumerate(tree):
-                if isinstance(type(node), gp.MetaEphemeral):
-                    tree[index] = copy.copy(node)  # parents and children share their nodes
-                    tree[index].value = next(fitted)
-        return fit.loss
+        for tree, fitness in zip(fresh, self.evaluate.score(fresh), strict=True):
+            tree.fitness.values = fitness
 
     def step(self) -> None:
         """Evolve one generation; the best tree survives."""

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
@@ -29,6 +30,7 @@ from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
     InvalidArgumentError,
+    ProgramError,
     ResourceExhaustedError,
     UnavailableError,
     WarpfitError,
@@ -36,6 +38,7 @@ from warpfit.errors import (
 from warpfit.fit_arguments import FitOptions, build_fit
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
+from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
 from warpfit.request import Evaluation, Result
 
@@ -219,9 +222,10 @@ class Operations:
         """Evaluate; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
         evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
-        result = yield from self._with_data(
-            data, deadline, lambda: self._evaluate(evaluation, deadline)
-        )
+        with _pointing_into(evaluation.batch, data.names):
+            result = yield from self._with_data(
+                data, deadline, lambda: self._evaluate(evaluation, deadline)
+            )
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
@@ -230,9 +234,10 @@ class Operations:
         """Fit; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options)
-        result = yield from self._with_data(
-            data, deadline, lambda: self._optimize(request, deadline, options)
-        )
+        with _pointing_into(request.problem.batch, data.names):
+            result = yield from self._with_data(
+                data, deadline, lambda: self._optimize(request, deadline, options)
+            )
         return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
 
     def release(self, data: Data) -> Operation[None]:
@@ -310,6 +315,20 @@ class Operations:
                 yield Sleep(retries.pause_after(error))
             else:
                 return collector
+
+
+@contextmanager
+def _pointing_into(batch: Batch, names: tuple[str, ...]) -> Iterator[None]:
+    """Add the program's text, and the place in it, to an error that names a token."""
+    try:
+        yield
+    except ProgramError as error:
+        index, token = error.expression, error.token
+        if index is not None and token is not None and index < len(batch):
+            from warpfit.printing import locate
+
+            error.text, error.position = locate(batch.program(index), token, names)
+        raise
 
 
 def _prepare(X: Any, y: Any, weights: Any, options: UploadOptions) -> Dataset:

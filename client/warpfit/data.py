@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
+from warpfit.display import TextTable, numbers
 from warpfit.fitting import REASONS, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Result, Timings
@@ -183,6 +184,32 @@ class Fit:
             timings=result.timings,
         )
 
+    def __str__(self) -> str:
+        """Small table: a row for each expression, and for each start if all were asked for."""
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> TextTable:
+        by_start = self.loss.ndim == 2
+        rows = []
+        for index, expression in np.ndenumerate(np.atleast_2d(_numbering(self.loss))):
+            place = index if by_start else index[1:]
+            vector = self.parameters[expression]
+            cells = (
+                *([str(index[0])] if by_start else []),
+                numbers((vector[index[0]] if by_start else vector).tolist()),
+                *(f"{losses[place]:.6g}" for losses in (self.initial_loss, self.loss)),
+                str(self.iterations[place]),
+                str(self.reason[place]),
+            )
+            rows.append((str(expression), *cells))
+        header = ["expression", "parameters", "initial loss", "loss", "iterations", "reason"]
+        if by_start:
+            header.insert(1, "start")
+        return TextTable(tuple(header), rows)
+
     @property
     def x(self) -> list[NDArray[np.float64]]:
         """``parameters``, by SciPy's name."""
@@ -208,6 +235,11 @@ class Fit:
         """Whether each search converged, not ended for want of iterations, time or numbers."""
         flat = [reason.converged for reason in self.reason.ravel().tolist()]
         return np.array(flat, dtype=bool).reshape(self.reason.shape)
+
+
+def _numbering(losses: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Index of the expression that each loss belongs to."""
+    return np.broadcast_to(np.arange(losses.shape[-1]), losses.shape)
 
 
 def by_program(

@@ -76,13 +76,9 @@ class InvalidArgumentError(WarpfitError):
     status = "INVALID_ARGUMENT"
 
 
-class ProgramError(InvalidArgumentError):
-    """A program of the batch is malformed; ``expression`` and ``token`` say where."""
-
-
 @dataclass(eq=False)
-class ParseError(InvalidArgumentError):
-    """The text of an expression cannot be parsed; ``str`` shows the place with a caret."""
+class _PlacedError(InvalidArgumentError):
+    """An error in the text of an expression; ``str`` shows the place with a caret."""
 
     text: str = ""
     """The whole text."""
@@ -98,6 +94,17 @@ class ParseError(InvalidArgumentError):
         excerpt = self.text[start : self.position + 30]
         line = "".join(character if character.isprintable() else " " for character in excerpt)
         return f"{summary}\n    {line}\n    {' ' * (self.position - start)}^"
+
+
+class ProgramError(_PlacedError):
+    """A program of the batch is malformed; ``expression`` and ``token`` say where.
+
+    A client adds the text of the program, so that ``str`` shows the place with a caret.
+    """
+
+
+class ParseError(_PlacedError):
+    """The text of an expression cannot be parsed; ``str`` shows the place with a caret."""
 
 
 class DatasetNotFoundError(WarpfitError):

@@ -24,6 +24,9 @@ _PRODUCT: Final = OPERATORS["mul"].precedence
 _SUM: Final = OPERATORS["add"].precedence
 _NEGATION: Final = OPERATORS["neg"]
 
+#: Stands before the token that is looked for: a character that no name should contain.
+_MARK: Final = "\ue000"
+
 _LATEX_ESCAPES: Final = str.maketrans(
     {character: f"\\{character}" for character in "#$%&_{}"}
     | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
@@ -40,22 +43,50 @@ def to_text(program: Program, names: Sequence[str] = ()) -> str:
         names: names of the data set's variables; those beyond them are written x1, x2, ....
 
     """
+    return _marked_text(program, names, -1)
+
+
+def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str, int]:
+    """Write a program as `to_text` does, and say where in the text one of its tokens is.
+
+    Args:
+        program: the program.
+        token: index of the token, from 0.
+        names: names of the data set's variables.
+
+    """
+    text = _marked_text(program, names, token)
+    return text.replace(_MARK, ""), text.index(_MARK)
+
+
+def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
+    """Text with `_MARK` before the token of that index; without it for -1."""
     taken = frozenset(names)
+    tokens = iter(range(len(program)))
+
+    def mark() -> str:
+        return _MARK if next(tokens) == token else ""
 
     def leaf(code: int, value: float) -> _Rendered:
+        before = mark()
         if code == CONSTANT:
             text = _constant(value, taken)
-            return deque([text]), _NEGATION.precedence if text.startswith("-") else _NUMBER
+            strength = _NEGATION.precedence if text.startswith("-") else _NUMBER
+            return deque([before + text]), strength
         if code == VARIABLE and value < len(names):
-            return deque([_quoted(names[int(value)])]), _ATOM
-        return deque([_indexed("x" if code == VARIABLE else "p", int(value), taken)]), _ATOM
+            return deque([before + _quoted(names[int(value)])]), _ATOM
+        letter = "x" if code == VARIABLE else "p"
+        return deque([before + _indexed(letter, int(value), taken)]), _ATOM
 
-    return "".join(program.fold(leaf, _text)[0])
+    def operator(row: Operator, operands: list[_Rendered]) -> _Rendered:
+        return _text(row, operands, mark())
+
+    return "".join(program.fold(leaf, operator)[0])
 
 
-def _text(row: Operator, operands: list[_Rendered]) -> _Rendered:
+def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
     if row.symbol is None:
-        pieces: list[str | _Pieces] = [f"{row.name}("]
+        pieces: list[str | _Pieces] = [f"{mark}{row.name}("]
         for position, (operand, _) in enumerate(operands):
             pieces += [", ", operand] if position else [operand]
         return _joined([*pieces, ")"]), _ATOM
@@ -64,13 +95,12 @@ def _text(row: Operator, operands: list[_Rendered]) -> _Rendered:
         for operand, wanted in zip(operands, _wanted(row), strict=True)
     ]
     if row.arity == 2:
-        return _joined([inner[0], f" {row.symbol} ", inner[1]]), row.precedence
+        return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
     # A minus right before a number would read as a negative constant.
     if row is _NEGATION and operands[0][1] == _NUMBER:
         inner = [_joined(["(", *inner, ")"])]
-    return _joined(
-        [f"{row.symbol} " if row.symbol.isalpha() else row.symbol, *inner]
-    ), row.precedence
+    symbol = f"{row.symbol} " if row.symbol.isalpha() else row.symbol
+    return _joined([mark + symbol, *inner]), row.precedence
 
 
 def _wanted(row: Operator) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
+from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.losses import BUILT_IN, LossFunction
@@ -203,6 +204,19 @@ class Timings:
     tier: Tier = Tier.INTERPRETER
     cache_hits: int = 0
     """Expressions served by an already compiled kernel."""
+
+    def __str__(self) -> str:
+        """Small table in microseconds."""
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> TextTable:
+        stages = ("decode", "queue", "copy_in", "compute", "copy_out")
+        rows = [(stage, f"{getattr(self, stage) / 1000:.1f}") for stage in stages]
+        note = f"tier {self.tier}, cache hits {self.cache_hits}"
+        return TextTable(("stage", "microseconds"), rows, note)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
-_PACKAGES = ("warpfit", "numpy", "numba", "grpcio", "protobuf", "pyoperon", "cupy-cuda13x")
+_PACKAGES = (
+    *("warpfit", "numpy", "numba", "grpcio", "protobuf", "cupy-cuda13x"),
+    *("pyoperon", "gplearn", "scikit-learn"),
+)
 
 
 def write_result(name: str, content: dict[str, Any], directory: Path = RESULTS) -> Path:

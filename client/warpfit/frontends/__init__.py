@@ -43,7 +43,8 @@ def as_program(expression: object, names: Sequence[str] = ()) -> Program:
     raise InvalidArgumentError(
         f"{type(expression).__name__} is no expression",
         "UNKNOWN_EXPRESSION_TYPE",
-        "Give text, a Program, a SymPy expression, a DEAP PrimitiveTree or a gplearn program",
+        "Give text, a Program, a SymPy expression, a DEAP PrimitiveTree or a gplearn program; "
+        "for pyoperon, PySR and Kozax warpfit.frontends has converters",
         "expressions",
     )
 

@@ -1,4 +1,4 @@
-"""DEAP primitive trees to `Program`.
+"""DEAP primitive trees to `Program`, and an evaluator that scores whole generations on a server.
 
 A primitive is taken at its name: ``add``, ``protectedDiv`` and so on mean the operators of these
 names, whatever the function behind them does. With the primitive set at hand a function of the
@@ -7,17 +7,27 @@ modules ``operator``, ``math`` or ``numpy`` is recognised whatever the primitive
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.frontends.prefix import Node, from_prefix, operator_node
 from warpfit.ir import Program
+from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, VARIABLE
+
+if TYPE_CHECKING:
+    from warpfit.arguments import Rows
+    from warpfit.client import Client
+    from warpfit.data import Data
+    from warpfit.losses import Loss, LossFunction
 
 #: Names of primitives beside the operators' own names and aliases.
 PRIMITIVES: Final[Mapping[str, str]] = MappingProxyType(
@@ -54,6 +64,118 @@ def from_deap(
     """
     converter = _Converter(pset, operators or {}, tuple(names))
     return from_prefix(converter.node(entry) for entry in tree)
+
+
+class Evaluator:
+    """Scores DEAP trees on a server, a whole generation in one call.
+
+    Register it as DEAP's ``evaluate`` and its `map` as DEAP's ``map``; DEAP's algorithms call
+    ``toolbox.map(toolbox.evaluate, individuals)`` and notice nothing::
+
+        evaluate = Evaluator(client, data, pset)
+        toolbox.register("evaluate", evaluate)
+        toolbox.register("map", evaluate.map)
+
+    A fitness is the tuple of one loss; a tree whose loss is not a finite number gets the worst.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        data: Data,
+        pset: Any = None,
+        *,
+        loss: Loss | LossFunction | str = "mse",
+        fit_iterations: int = 0,
+        rows: Rows = None,
+        operators: Mapping[str, str] | None = None,
+    ) -> None:
+        """Score on ``data``.
+
+        Args:
+            client: a connected client.
+            data: what ``client.upload`` returned, with a target.
+            pset: the primitive set, see `from_deap`.
+            loss: as for `warpfit.Client.evaluate`.
+            fit_iterations: if positive, the server fits the ephemeral constants of each tree with
+                so many iterations, and the tree keeps the fitted numbers (Lamarckian evolution).
+            rows: slice or (start, stop) of the rows to score on; None for all.
+            operators: operator for each primitive that is not known by its name.
+
+        """
+        self.client = client
+        self.data = data
+        self.pset = pset
+        self.loss = as_loss(loss)
+        self.fit_iterations = fit_iterations
+        self.rows = rows
+        self.operators = operators
+        self._worst = -np.inf if as_function(self.loss).is_score else np.inf
+
+    def __call__(self, individual: Any) -> tuple[float]:
+        """Score one tree."""
+        return self.score([individual])[0]
+
+    def map(self, function: Callable[..., Any], *iterables: Iterable[Any]) -> Iterable[Any]:
+        """Score all trees at once if ``function`` is this evaluator, else do as Python's map."""
+        inner = function.func if isinstance(function, functools.partial) else function
+        if inner is self and len(iterables) == 1:
+            return self.score(list(iterables[0]))
+        return map(function, *iterables)
+
+    def score(self, individuals: Sequence[Any]) -> list[tuple[float]]:
+        """Score trees in one call.
+
+        Raises:
+            InvalidArgumentError: for a tree that cannot be converted, with its index.
+
+        """
+        if not individuals:
+            return []
+        programs = [self._program(tree, index) for index, tree in enumerate(individuals)]
+        if self.fit_iterations:
+            losses = self._fit(individuals, programs)
+        else:
+            losses = self.client.evaluate(self.data, programs, loss=self.loss, rows=self.rows)
+        return [(loss if np.isfinite(loss) else self._worst,) for loss in losses.tolist()]
+
+    def _program(self, tree: Any, index: int) -> Program:
+        try:
+            return from_deap(tree, self.pset, self.operators, self.data.names)
+        except InvalidArgumentError as error:
+            error.expression = index
+            raise
+
+    def _fit(self, trees: Sequence[Any], programs: Sequence[Program]) -> NDArray[np.float64]:
+        lifted, starts = zip(*(program.lift_constants() for program in programs), strict=True)
+        ephemeral = [self._ephemeral(tree) for tree in trees]
+        fit = self.client.optimize(
+            self.data,
+            lifted,
+            starts,
+            loss=self.loss,
+            rows=self.rows,
+            max_iterations=self.fit_iterations,
+            fixed=[[place is None for place in places] for places in ephemeral],
+        )
+        for tree, places, values in zip(trees, ephemeral, fit.parameters, strict=True):
+            for place, value in zip(places, values.tolist(), strict=True):
+                if place is not None:
+                    # Parents and children share their nodes.
+                    tree[place] = copy.copy(tree[place])
+                    tree[place].value = value
+        return fit.loss
+
+    def _ephemeral(self, tree: Any) -> list[int | None]:
+        """Place of each constant of a tree if it is an ephemeral one, else None."""
+        from deap.gp import MetaEphemeral
+
+        converter = _Converter(self.pset, self.operators or {}, self.data.names)
+        return [
+            place if isinstance(type(node), MetaEphemeral) else None
+            for place, node in enumerate(tree)
+            if converter.node(node)[0] == CONSTANT
+        ]
 
 
 class _Converter:

@@ -1,0 +1,55 @@
+"""Small tables of results, as text for a terminal and as HTML for a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+#: Rows that are shown of a long table.
+_MOST_ROWS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """Cells that are text already."""
+
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+    """A line below the table."""
+
+    def text(self) -> str:
+        """Right-aligned columns."""
+        lines = [self.header, *self._shown()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        written = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in lines
+        ]
+        return "\n".join([*written, *self._notes()])
+
+    def html(self) -> str:
+        """An HTML table."""
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+            for row in self._shown()
+        )
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    def _shown(self) -> Sequence[tuple[str, ...]]:
+        return self.rows[:_MOST_ROWS]
+
+    def _notes(self) -> list[str]:
+        rest = len(self.rows) - _MOST_ROWS
+        more = [f"... and {rest} more row{'s' if rest > 1 else ''}"] if rest > 0 else []
+        return [*more, *([self.note] if self.note else [])]
+
+
+def numbers(values: Sequence[float], most: int = 6) -> str:
+    """Numbers to five digits, of a long list the first ones."""
+    shown = [f"{value:.5g}" for value in values[:most]]
+    return ", ".join([*shown, *["..."] * (len(values) > most)])

@@ -1,0 +1,28 @@
+"""scikit-learn estimators that search and fit formulas with a warpfit server.
+
+::
+
+    from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
+
+    model = SymbolicRegressor(random_state=0).fit(X, y)     # finds a formula
+    model.expression_, model.predict(X), model.equations_
+
+    law = ParameterOptimizer("p1*exp(p2*x1)").fit(X, y)     # fits the numbers of a known one
+    law.parameters_, law.standard_errors_
+
+Both start a server on this machine's CPU for each ``fit`` unless they are given the address of one;
+``predict`` needs none. They need scikit-learn: ``pip install 'warpfit[sklearn]'``.
+"""
+
+from __future__ import annotations
+
+try:
+    import sklearn  # noqa: F401
+except ModuleNotFoundError as error:
+    error.add_note("Install it: pip install 'warpfit[sklearn]'")
+    raise
+
+from warpfit.sklearn.optimizer import ParameterOptimizer
+from warpfit.sklearn.regressor import Equation, SymbolicRegressor
+
+__all__ = ["Equation", "ParameterOptimizer", "SymbolicRegressor"]

@@ -1,0 +1,157 @@
+"""`ParameterOptimizer`: fits the parameters of a formula that is known."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.frontends import as_program
+from warpfit.ir import Program
+from warpfit.losses import as_function, as_loss
+from warpfit.ops import CONSTANT, PARAMETER
+from warpfit.printing import to_text
+from warpfit.sklearn.connection import connected, predictions, training_data
+
+
+class ParameterOptimizer(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+    """Fit the parameters p1, p2, ... of a formula to data, on a server.
+
+    Parameters
+    ----------
+    expression : str, Program, or an expression of another library
+        The formula, over x1, x2, ... or the names of a DataFrame's columns.
+    start : array-like, optional
+        Start of the parameters, [n] or [starts, n]; by default `starts` vectors: ones, then
+        numbers from a standard normal distribution.
+    starts : int
+        Number of start vectors if `start` is not given; the best outcome is kept.
+    loss : str
+        What to minimise: a name or an expression, as in `warpfit.Client.optimize`.
+    method : str
+        ``"auto"``, ``"lm"`` or ``"bfgs"``.
+    max_iterations : int
+        Most iterations of each search.
+    bounds : tuple, optional
+        Least and greatest values, each one number or one for each parameter.
+    address : str, optional
+        ``"HOST:PORT"`` of a server; by default one is started on this machine's CPU for each fit.
+    random_state : int, RandomState instance or None
+        Seed of the start vectors.
+
+    Attributes
+    ----------
+    parameters_ : ndarray of shape (n,)
+    standard_errors_ : ndarray of shape (n,) or None
+        For losses of squared differences.
+    loss_ : float
+    reason_ : Reason
+        Why the search ended.
+    n_iter_ : int
+    program_ : Program
+        The formula with its fitted numbers.
+    expression_ : str
+        The same as text.
+
+    """
+
+    def __init__(
+        self,
+        expression: Any = "p1 + p2*x1",
+        *,
+        start: ArrayLike | None = None,
+        starts: int = 1,
+        loss: str = "mse",
+        method: str = "auto",
+        max_iterations: int = 200,
+        bounds: tuple[Any, Any] | None = None,
+        address: str | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.expression = expression
+        self.start = start
+        self.starts = starts
+        self.loss = loss
+        self.method = method
+        self.max_iterations = max_iterations
+        self.bounds = bounds
+        self.address = address
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
+        """Fit the parameters.
+
+        Args:
+            X: features, [rows, variables].
+            y: target, [rows].
+            sample_weight: non-negative weight of each row, [rows]; one of k counts as k rows.
+
+        Raises:
+            ValueError: for data that scikit-learn refuses.
+            ParseError: for a text that is no expression.
+            InvalidArgumentError: for a formula or settings that do not fit the data.
+            UnavailableError: if the server cannot be reached or started.
+
+        """
+        rows, target, weights = training_data(self, X, y, sample_weight)
+        names = tuple(getattr(self, "feature_names_in_", ()))
+        program = as_program(self.expression, names)
+        loss = as_loss(self.loss)
+        with (
+            connected(self.address) as client,
+            client.upload(rows, target, weights, names=names, dtype="float64") as data,
+        ):
+            fit = client.optimize(
+                data,
+                [program],
+                [self._starts(program)],
+                loss=loss,
+                method=self.method,
+                max_iterations=self.max_iterations,
+                bounds=self.bounds,
+                standard_errors=as_function(loss).is_squares,
+            )
+        self.parameters_ = fit.parameters[0]
+        self.standard_errors_ = fit.standard_errors[0] if fit.standard_errors else None
+        self.loss_, self.reason_ = float(fit.loss[0]), fit.reason[0]
+        # scikit-learn wants at least one iteration to be reported.
+        self.n_iter_ = max(1, int(fit.iterations[0]))
+        self.program_ = _with_numbers(program, self.parameters_)
+        self.expression_ = to_text(self.program_, names)
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Evaluate the fitted formula on X, [rows, variables], without a server; [rows]."""
+        check_is_fitted(self)
+        return predictions(self, self.program_, X)
+
+    def _starts(self, program: Program) -> NDArray[np.float64]:
+        """Start vectors, [starts, n]."""
+        if self.start is not None:
+            return np.atleast_2d(np.asarray(self.start, dtype=np.float64))
+        if self.starts < 1:
+            raise InvalidArgumentError(
+                f"starts is {self.starts}", "BAD_SETTING", "Give a number from 1", "starts"
+            )
+        draw = check_random_state(self.random_state).standard_normal
+        return np.vstack(
+            [np.ones((1, program.parameters)), draw((self.starts - 1, program.parameters))]
+        )
+
+    def __sklearn_tags__(self) -> Any:
+        """Tell scikit-learn that the score depends on the formula that was given."""
+        tags = super().__sklearn_tags__()
+        tags.regressor_tags.poor_score = True
+        return tags
+
+
+def _with_numbers(program: Program, parameters: NDArray[np.float64]) -> Program:
+    is_parameter = program.codes == PARAMETER
+    values = program.values.copy()
+    values[is_parameter] = parameters[program.values[is_parameter].astype(np.int64)]
+    return Program(np.where(is_parameter, np.uint8(CONSTANT), program.codes), values)

@@ -1,0 +1,168 @@
+"""Every snippet of every README works when it is pasted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.readmes import READMES, ROOT, Snippet, commands, programs, snippets
+from support.server import ServerProcess
+
+ADDRESS = "127.0.0.1:50551"
+#: The first ones of these two have tests of their own.
+LOOKED_AT = ("README.md", "client/README.md")
+PROGRAMS = [program for path in READMES for program in programs(path)[path in LOOKED_AT :]]
+SHELL = [snippet for path in READMES for snippet in snippets(path) if snippet.language == "sh"]
+#: Commands of the command line that a test runs as they stand; of the others it checks the flags.
+QUICK = frozenset({"eval", "fit", "info"})
+BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
+
+
+def execute(program: list[Snippet], server: ServerProcess) -> dict[str, Any]:
+    """Run the blocks of one program; one that goes on finds an open client and its data."""
+    names: dict[str, Any] = {}
+    for snippet in program:
+        if snippet.language == "py":
+            client = warpfit.connect(server.address)
+            columns = names["data"].names
+            data = client.upload(names["X"], names["y"], names=columns)
+            names |= {"client": client, "data": data}
+        code = snippet.code.replace(ADDRESS, server.address)
+        exec(compile(code, str(snippet), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program[0]))
+def test_python(program: list[Snippet], server: ServerProcess, monkeypatch: pytest.MonkeyPatch):
+    for library in ("deap", "sympy", "gplearn", "pyoperon", "sklearn"):
+        if any(re.search(rf"^(import|from) (warpfit\.)?{library}", s.code, re.M) for s in program):
+            pytest.importorskip(library)
+    monkeypatch.chdir(ROOT)
+    names = execute(program, server)
+    for client in [value for value in names.values() if isinstance(value, warpfit.Client)]:
+        client.close()
+
+
+def test_the_first_example_is_short_and_right(server: ServerProcess, capsys):
+    program = programs("README.md")[0]
+    assert len(program[0].code.strip().splitlines()) <= 12
+    names = execute(program, server)
+    assert np.asarray(names["losses"])[0] < 1e-12
+    assert np.shape(names["values"]) == (1000, 3)
+    assert "(1000, 3)" in capsys.readouterr().out
+    fit = names["fit"]
+    np.testing.assert_allclose(fit.parameters[0], [2.5, 1.0], rtol=1e-3)
+    assert (fit.loss <= fit.initial_loss).all()
+
+
+def test_the_tutorial_finds_the_law_and_points_at_the_mistake(server: ServerProcess, capsys):
+    names = execute(programs("client/README.md")[0], server)
+    np.testing.assert_allclose(names["fit"].parameters[0], [1.5, 0.3], rtol=1e-3)
+    assert names["model"].score(names["X"], names["y"]) > 0.9
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = [index for index, line in enumerate(lines) if line.strip() == "^"]
+    assert lines[place - 1][lines[place].index("^")] == "d"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what snippets touch, with a table of data."""
+    for folder in ("client", "proto"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    rows = ["x1,x2,y", *(f"{a},{a * a},{2.0 * a + a * a}" for a in (0.5, 1.0, 1.5, 2.0))]
+    (tmp_path / "data.csv").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("snippet", SHELL, ids=str)
+def test_shell(snippet: Snippet, server: ServerProcess, checkout: Path):
+    if "protoc " in snippet.code:
+        check_build(snippet, server, checkout)
+        return
+    for line in commands(snippet):
+        check_command(line.replace(".venv/bin/", "").replace(ADDRESS, server.address), checkout)
+
+
+def check_command(line: str, checkout: Path) -> None:
+    """Run a command, or check what it names where running would install or go on for long."""
+    words = shlex.split(line.rstrip("&"))
+    if "pip" in words:
+        check_extras(line)
+    elif is_long(words):
+        check_flags([*words[:2], "--help"], words, checkout)
+    else:
+        run(words, checkout)
+
+
+def is_long(words: list[str]) -> bool:
+    """Whether a command runs for minutes or for ever."""
+    if words[0] == "warpfit":
+        return words[1] not in QUICK and "--help" not in words
+    return words[0] == "python" and words[1].startswith("client/examples/")
+
+
+def run(words: list[str], folder: Path) -> str:
+    """Run a command with this interpreter, and with the embedded server on the CPU."""
+    if words[0] == "warpfit":
+        main = "import sys; from warpfit.cli import main; sys.exit(main())"
+        words = [sys.executable, "-c", main, *words[1:]]
+    elif words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_flags(ask: list[str], words: list[str], folder: Path) -> None:
+    known = run(ask, folder)
+    for word in words:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{word} is no flag of {' '.join(ask[:2])}"
+
+
+def check_extras(line: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys()
+    for names in re.findall(r"\[([\w,]+)\]", line):
+        assert set(names.split(",")) <= extras
+
+
+def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None:
+    """Build the C++ worker, let it check itself, and run it against the server."""
+    if not all(map(shutil.which, BUILD_TOOLS)):
+        pytest.skip(f"needs {', '.join(BUILD_TOOLS)}")
+    libraries = ["pkg-config", "--exists", "grpc++", "protobuf", "libcrypto"]
+    if subprocess.run(libraries, check=False).returncode:
+        pytest.skip("needs the development files of gRPC, protobuf and OpenSSL")
+    code = snippet.code.replace(ADDRESS, server.address)
+    done = subprocess.run(
+        ["sh", "-e", "-c", code], cwd=checkout, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    agree, first, second = done.stdout.splitlines()
+    assert re.fullmatch(r"(\d+) of \1 agree", agree)
+    assert "fitted" in first
+    assert float(re.search(r"p1 = (\S+)", first)[1]) == pytest.approx(2.5)
+    assert second.startswith("expression 1")
+
+
+def test_every_readme_has_snippets():
+    assert all(snippets(path) for path in READMES)
+    assert {snippet.language for path in READMES for snippet in snippets(path)} == {
+        *("python", "py", "sh")
+    }
