@@ -23,13 +23,11 @@ def arrivals(rate: float, seconds: float, ramp: float, kind: str, seed: int) -> 
     """
     total = rate * (ramp / 2 + seconds)
     if kind == "even":
-        counts = np.arange(int(total)) + 0.5
-    else:
-        rng = np.random.default_rng(seed)
-        gaps = rng.exponential(size=int(total + 6 * np.sqrt(total) + 10))
-        counts = np.cumsum(gaps, dtype=np.float64)
-        counts = counts[counts < total]
-    return _inverse(counts, rate, ramp)
+        return _inverse(np.arange(0.5, int(total), dtype=np.float64), rate, ramp)
+    rng = np.random.default_rng(seed)
+    gaps = rng.exponential(size=int(total + 6 * np.sqrt(total) + 10))
+    counts = np.cumsum(gaps)
+    return _inverse(counts[counts < total], rate, ramp)
 
 
 def _inverse(counts: Floats, rate: float, ramp: float) -> Floats:

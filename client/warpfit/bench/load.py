@@ -275,7 +275,9 @@ def _table(found: dict[str, Any]) -> str:
         cells = [f"{'-' if v is None else f'{1e3 * v:.2f}':>10}" for v in found[kind].values()]
         lines.append(f"{name:14}" + "".join(cells))
     if found["rate"]:
-        lines.append(f"{found['late']:.1%} were sent more than 1 ms late: all clients, or this machine, were busy")
+        lines.append(
+            f"{found['late']:.1%} were sent more than 1 ms late: clients or machine were busy"
+        )
     else:
         lines.append("clients that wait for answers slow down with the server: see --rate")
     lines += [f"failed: {reason} {count}" for reason, count in found["failed"].items()]
