@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warpfit.bench.findings import Comparison, Repeats, System, comparisons, repeats
+from warpfit.bench.findings import Comparison, Repeats, System, comparisons, repeats, size
 
 _SEARCHES = (10, 100, 1_000, 10_000)
 
@@ -57,10 +57,27 @@ def _device_sentences(pair: Comparison) -> list[str]:
         sentences.append(
             f"With {count:,} expressions a call the GPU answers sooner "
             f"{_from(pair.crossover(count), sizes)}; its kernels alone are faster "
-            f"{_from(pair.crossover(count, 'kernel'), sizes)}. At {sizes[-1]:,} rows a call takes "
+            f"{_from(pair.crossover(count, 'kernel'), sizes)}. At {sizes[-1]:,} rows it "
             f"{_times(pair.wall[key])} end to end, and {_times(pair.kernel[key])} in the kernels."
         )
-    return sentences
+    return [*sentences, *_peer_sentences(pair)]
+
+
+def _peer_sentences(pair: Comparison) -> list[str]:
+    """What a worker gains that now evaluates in its own process, with another library."""
+    remote = pair.gpu.grid("wall", tier="interpreter", reuse="fresh")
+    parts = [
+        f"{cell['peer']} at {cell['scenario']['rows']:,} rows "
+        f"{compact(cell['wall']['median'] / remote[size(cell)])} times"
+        for cell in pair.cpu.select(kind="peer")
+        if size(cell) in remote
+    ]
+    if not parts:
+        return []
+    return [
+        "Without a service, in the worker's own process on that CPU, the same batch takes so many "
+        f"times as long as on the GPU through gRPC: {', '.join(parts)}."
+    ]
 
 
 def _from(rows: float | None, sizes: Sequence[int]) -> str:
@@ -73,8 +90,8 @@ def _from(rows: float | None, sizes: Sequence[int]) -> str:
 
 def _times(ratio: float) -> str:
     if ratio >= 1:
-        return f"1/{ratio:.3g} of the CPU's time"
-    return f"{1 / ratio:.3g} times the CPU's time"
+        return f"is {compact(ratio)} times as fast"
+    return f"takes {compact(1 / ratio)} times as long"
 
 
 def _tiers(found: Sequence[System]) -> list[str]:
@@ -94,10 +111,10 @@ def _tiers(found: Sequence[System]) -> list[str]:
 def _tier_sentences(measured: list[Repeats]) -> list[str]:
     sooner = [r for r in measured if r.fresh < r.first]
     ratios = sorted(r.first / r.fresh for r in measured)
+    least, most = compact(ratios[0]), compact(ratios[-1])
     sentences = [
         f"Expressions that are evaluated once: interpreting was faster at {len(sooner)} of "
-        f"{len(measured)} sizes; compiling first took {ratios[0]:.3g} to {ratios[-1]:.3g} times "
-        f"as long."
+        f"{len(measured)} sizes; compiling first took {least} to {most} times as long."
     ]
     for count in sorted({r.expressions for r in measured}):
         of_count = [r for r in measured if r.expressions == count]
@@ -132,7 +149,7 @@ def _best(measured: list[Repeats], calls: int) -> str:
     gain = best.gain(calls)
     if gain < 1.005:
         return "no difference"
-    return f"{gain:.3g} times ({best.expressions:,} expressions, {best.rows:,} rows)"
+    return f"{compact(gain)} times ({best.expressions:,} expressions, {best.rows:,} rows)"
 
 
 def _fit_sentences(system: System) -> list[str]:
@@ -147,6 +164,15 @@ def _fit_sentences(system: System) -> list[str]:
             f"second{where}."
         )
     return sentences
+
+
+def compact(number: float) -> str:
+    """A number for people: two digits, or three where that is no longer."""
+    if number >= 100_000:
+        return f"{number:.1e}"
+    return (
+        f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number > 10 else f"{number:.2g}"
+    )
 
 
 def _calls(number: float) -> str:

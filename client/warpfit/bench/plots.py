@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from warpfit.bench.answers import compact
 from warpfit.bench.findings import Grid, System, comparisons, repeats, size
 
 #: Told apart with every kind of colour vision (Okabe and Ito 2008).
@@ -61,8 +62,9 @@ def devices(found: Sequence[System]) -> Any:
         for axis, grid, what in zip(
             row, (pair.wall, pair.kernel), ("end to end", "kernels"), strict=True
         ):
-            _map(axis, grid, lambda ratio: f"{ratio:.2g}x")
-            axis.set_title(f"CPU time / GPU time, {what}\n{pair.gpu.label} / {pair.cpu.label}")
+            _map(axis, grid, lambda ratio: f"{compact(ratio)}x")
+            title = f"CPU time / GPU time, {what}\n{pair.gpu.label} / {pair.cpu.label}"
+            axis.set_title(title, fontsize=9)
     return figure
 
 
@@ -81,32 +83,35 @@ def tiers(found: Sequence[System]) -> Any:
         ):
             grid = {(r.rows, r.expressions): getattr(r, name) for r in cells}
             _map(axis, grid, _short, low_is_good=True)
-            axis.set_title(f"calls until compiling has paid, {what}\n{system.label}")
+            title = f"calls until compiling has paid, {what}\n{system.label}"
+            axis.set_title(title, fontsize=9)
     return figure
 
 
 def latency(found: Sequence[System]) -> Any:
-    """Where the time of a call goes, at a few sizes."""
+    """Which share of a call's time each stage takes, at a few sizes."""
     bars = [
         (f"{name}\n{size(c)[1]:,} x {size(c)[0]:,} rows", c["stages"])
         for system in found
         for tier, reuse, name in _ways(system)
         for c in system.select(tier=tier, reuse=reuse)
-        if _usual(c, system) and size(c)[0] <= 100_000
+        if _usual(c, system)
     ]
     if not bars:
         return None
-    figure, axis = _figure(1, 1, height=0.5 * len(bars) + 1.5)
+    figure, axis = _figure(1, 1, height=0.45 * len(bars) + 1.5)
+    totals = np.array([sum(stages[name] for name in _STAGES) for _, stages in bars])
     left = np.zeros(len(bars))
     for stage, colour in zip(_STAGES, COLOURS[::-1], strict=False):
-        widths = 1e3 * np.array([stages[stage] for _, stages in bars])
+        widths = 100 * np.array([stages[stage] for _, stages in bars]) / totals
         axis.barh(range(len(bars)), widths, left=left, color=colour, label=_STAGE_NAMES[stage])
         left += widths
+    for place, total in enumerate(totals):
+        axis.text(101, place, f"{1e3 * total:.3g} ms", va="center", fontsize=8)
     axis.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=7)
     axis.invert_yaxis()
-    axis.set(xscale="symlog", xlabel="milliseconds (median of each stage; logarithmic from 1 on)")
-    axis.set_xscale("symlog", linthresh=1)
-    axis.legend(fontsize=8)
+    axis.set(xlim=(0, 112), xlabel="% of a call (medians of the stages)")
+    axis.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
 
@@ -150,24 +155,33 @@ def roofline(found: Sequence[System]) -> Any:
         roof = np.minimum(peaks["lanes_per_second"], intensity * peaks["bytes_per_second"])
         axis.loglog(intensity, roof, color="black", lw=1.5, label="roof: issue, memory")
         for number, (tier, reuse, name) in enumerate(_ways(system)):
-            bounds = [
-                (c["roofline"], c["kernel"]["median"])
-                for c in system.select(tier=tier, reuse=reuse)
-                if c.get("roofline")
-            ]
+            cells = [c for c in system.select(tier=tier, reuse=reuse) if c.get("roofline")]
+            bounds = [c["roofline"] for c in cells]
+            seconds = [c["kernel"]["median"] for c in cells]
             axis.loglog(
-                [b["operations"] / b["bytes"] for b, _ in bounds],
-                [b["operations"] / seconds for b, seconds in bounds],
+                [bound["operations"] / bound["bytes"] for bound in bounds],
+                [bound["operations"] / s for bound, s in zip(bounds, seconds, strict=True)],
                 "o",
                 color=COLOURS[number % len(COLOURS)],
                 label=name,
                 alpha=0.7,
             )
+        _special_roof(axis, system)
         axis.set(title=system.label, xlabel="operations a byte")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     axes[0][0].set_ylabel("operations a second")
     return figure
+
+
+def _special_roof(axis: Any, system: System) -> None:
+    """Draw how fast the unit for special functions allows the thesis mix to be."""
+    bounds = [c["roofline"] for c in system.select() if c.get("roofline")]
+    roofs = [b["operations"] / b["seconds"] for b in bounds if b["by"] == "special functions"]
+    if roofs:
+        axis.axhline(
+            np.median(roofs), color="black", ls="--", lw=1, label="roof: special functions"
+        )
 
 
 def peers(found: Sequence[System]) -> Any:
@@ -267,6 +281,4 @@ def _map(axis: Any, grid: Grid, text: Callable[[float], str], *, low_is_good: bo
 
 
 def _short(number: float) -> str:
-    if math.isinf(number):
-        return "never"
-    return f"{number:,.0f}" if number < 10_000 else f"{number:.1e}"
+    return "never" if math.isinf(number) else compact(number)

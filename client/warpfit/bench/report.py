@@ -15,12 +15,12 @@ from warpfit.bench.findings import Document, System, systems
 from warpfit.errors import InvalidArgumentError
 
 _STYLE: Final = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;
+body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;
 color:#1a1a1a;background:#fff}
 h1{font-size:1.7rem}h2{font-size:1.25rem;margin-top:2.2rem;border-bottom:1px solid #ddd}
 img{max-width:100%;height:auto}figure{margin:1rem 0}figcaption,.small{font-size:.85rem;color:#555}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:1rem 0}
-th,td{padding:.25rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.8rem;margin:1rem 0}
+th,td{padding:.2rem .5rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
 th:first-child,td:first-child,td.text{text-align:left}td.text{white-space:normal}
 section.answer{background:#f4f7fa;border-left:4px solid #0072b2;padding:.4rem 1rem;margin:1rem 0}
 section.answer h3{margin:.4rem 0;font-size:1.05rem}
@@ -82,7 +82,7 @@ def page(
         "<h2>Peers</h2>",
         _peer_table(found),
         "<h2>Everything that was measured</h2>",
-        _cell_table(found),
+        *_cell_tables(found),
         "<h2>What was left out</h2>",
         _skipped(documents),
         f"<h2>Method</h2><p>{escape(_METHOD)}</p>",
@@ -114,8 +114,14 @@ def _subtitle(documents: Sequence[Document]) -> str:
 
 def _answer_sections(found: Sequence[System]) -> Iterable[str]:
     for answer in answers(found):
-        body = "".join(f"<p>{escape(sentence)}</p>" for sentence in answer.sentences)
+        body = "".join(_paragraph(sentence) for sentence in answer.sentences)
         yield f"<section class=answer><h3>{escape(answer.question)}</h3>{body}</section>"
+
+
+def _paragraph(sentence: str) -> str:
+    """One sentence; those that end with a colon head the ones that follow."""
+    text = escape(sentence)
+    return f"<p><b>{text}</b></p>" if sentence.endswith(":") else f"<p>{text}</p>"
 
 
 def _figure(title: str, picture: bytes) -> str:
@@ -147,16 +153,13 @@ def _peer_table(found: Sequence[System]) -> str:
     return _table([*titles, "right (peer / warpfit)", "how", "machine"], rows)
 
 
-def _cell_table(found: Sequence[System]) -> str:
-    rows = [
-        [system.label, *_cells(cell)]
-        for system in found
-        for cell in system.cells
-        if "peer" not in cell
-    ]
-    titles = ["machine", "what", "rows", "expressions", "first call", "median", "95% of median"]
-    more = ["p90", "p99", "spread", "n", "kernels", "Gtok/s", "of the roof"]
-    return _table([*titles, *more], rows)
+def _cell_tables(found: Sequence[System]) -> Iterable[str]:
+    titles = ["what", "rows", "expressions", "first call", "median", "95% of median", "p90", "p99"]
+    more = ["spread", "n", "kernels", "Gtok/s", "of the roof"]
+    for system in found:
+        rows = [_cells(cell) for cell in system.cells if "peer" not in cell]
+        table = _table([*titles, *more], rows)
+        yield f"<details><summary>{escape(system.label)}: {len(rows)}</summary>{table}</details>"
 
 
 def _cells(cell: Any) -> list[str]:
@@ -224,7 +227,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    kind = " class=text" if len(text) > 24 else ""
+    kind = " class=text" if len(text) > 50 else ""
     return f"<td{kind}>{escape(text)}</td>"
 
 
