@@ -81,7 +81,7 @@ def document(*engines: str) -> dict[str, Any]:
         tiers = ["interpreter", "compiled"] if engine == "cuda" else ["interpreter"]
         cells += [cell(scenario) for scenario in QUICK.scenarios(engine, tiers)]
         name = "CuPy arrays" if engine == "cuda" else "NumPy"
-        cells += [cell(scenario) for scenario in QUICK.peers(engine, [name])]
+        cells += [cell(scenario) for scenario in QUICK.peers(engine, {name: 300})]
     devices = {"cpu": {"name": "made-up CPU", "threads": 2}, "cuda": {"name": "made-up GPU"}}
     peaks = {"lanes_per_second": 2e11, "special_per_second": 0.0, "bytes_per_second": 3e10}
     return {

@@ -97,6 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         seed = read(options.out)["seed"] if continued else int.from_bytes(os.urandom(4), "little")
     start = head(options.profile, seed, address=options.address, notes=options.note)
     results = Results.begin(options.out, start, afresh=options.afresh)
+    before = len(results.cells)
     plan = Plan(
         profile=PROFILES[options.profile],
         engines=_engines(options.engine, start["machine"]),
@@ -116,6 +117,8 @@ def _run(options: argparse.Namespace) -> int:
         )
         return 130
     print(f"{len(results.cells)} measurements in {options.out}")
+    if before == len(results.cells):
+        print("nothing was left to measure; --afresh measures everything again")
     return 0
 
 

@@ -93,13 +93,16 @@ def gpu_peaks() -> Peaks | None:
         name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     except Exception:  # CuPy raises its own kinds for every way in which a device can be missing
         return None
-    clocks = attributes["MultiProcessorCount"] * attributes["ClockRate"] * 1e3
-    memory = 2 * attributes["MemoryClockRate"] * 1e3 * attributes["GlobalMemoryBusWidth"] / 8
+    wanted = ("MultiProcessorCount", "ClockRate", "MemoryClockRate", "GlobalMemoryBusWidth")
+    if not all(attributes.get(attribute) for attribute in wanted):
+        return None
+    multiprocessors, clock, memory_clock, width = (float(attributes[a]) for a in wanted)
+    clocks = multiprocessors * clock * 1e3
     return Peaks(
         device=name,
         lanes_per_second=128 * clocks,
         special_per_second=16 * clocks,
-        bytes_per_second=memory,
+        bytes_per_second=2 * memory_clock * 1e3 * width / 8,
         source="multiprocessors, clocks and bus width as the driver reports them; 128 lanes and "
         "16 special functions a clock",
     )

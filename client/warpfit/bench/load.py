@@ -20,11 +20,13 @@ from warpfit.bench.calls import OUTPUTS, Callers, Mix, Outcome
 from warpfit.bench.processes import Processes, processes
 from warpfit.bench.scenarios import Scenario
 from warpfit.bench.statistics import told_percentile
+from warpfit.client import connect
 from warpfit.errors import InvalidArgumentError
 
 PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
 #: Calls that may fail while an objective still counts as met.
 _FAILURES: Final = 0.001
+_ANSWER_SECONDS: Final = 10.0
 #: A search ends when it knows the rate to this factor.
 _CLOSE: Final = 1.06
 
@@ -196,6 +198,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the command with its parsed flags."""
     load = _load(options)
+    with connect(load.address) as client:  # says at once what is wrong with the address
+        client.info(_ANSWER_SECONDS)
     with processes(max(1, min(options.processes, load.clients))) as pool:
         if options.slo:
             found = search(load, pool, options.slo)

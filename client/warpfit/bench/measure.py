@@ -197,8 +197,6 @@ def _rates(cell: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     if scenario.kind is Kind.OPTIMIZE:
         return {"fits_per_second": cell["searches"] / cell["wall"]["median"]}
     work = cell["tokens"] * scenario.rows
-    return {
-        "token_rows_per_second": {
-            name: work / cell[name]["median"] for name in ("kernel", "engine", "wall")
-        }
-    }
+    seconds = {name: cell[name]["median"] for name in ("kernel", "engine", "wall")}
+    # An engine may not tell its times.
+    return {"token_rows_per_second": {name: work / s for name, s in seconds.items() if s}}

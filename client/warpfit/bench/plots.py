@@ -38,6 +38,7 @@ def speed(found: Sequence[System]) -> Any:
     ):
         for number, (system, tier, reuse, name) in enumerate(series):
             cells = [c for c in system.select(tier=tier, reuse=reuse) if _usual(c, system)]
+            cells = [c for c in cells if measure in c["token_rows_per_second"]]
             points = sorted((size(c)[0], c["token_rows_per_second"][measure]) for c in cells)
             axis.loglog(
                 *zip(*points, strict=True) if points else ([], []),

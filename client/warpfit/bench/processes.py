@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 from warpfit.errors import InternalError
@@ -97,18 +97,21 @@ def _receive(connection: Any, wanted: str, seconds: float) -> Any:
 def _serve(connection: Any) -> None:
     """Perform tasks until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    with suppress(EOFError, BrokenPipeError):
+        connection.send(("ready", None))
+        while True:
+            task = connection.recv()
+            connection.send(_outcome(task, connection))
 
+
+def _outcome(task: Task, connection: Any) -> tuple[str, Any]:
     def begin() -> float:
         connection.send(("ready", None))
         return float(connection.recv())
 
-    connection.send(("ready", None))
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            return
-        try:
-            connection.send(("result", task.perform(begin)))
-        except Exception as error:  # told to the parent, which raises it
-            connection.send(("failure", f"{type(error).__name__}: {error}"))
+    try:
+        return "result", task.perform(begin)
+    except EOFError:
+        raise
+    except Exception as error:  # told to the parent, which raises it
+        return "failure", f"{type(error).__name__}: {error}"

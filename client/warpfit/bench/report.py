@@ -137,6 +137,7 @@ def _peer_table(found: Sequence[System]) -> str:
         [
             cell["peer"],
             f"{cell['scenario']['rows']:,}",
+            f"{cell['scenario']['expressions']:,}",
             _seconds(cell["prepare"]),
             _seconds(cell["wall"]["median"]),
             _seconds(cell["warpfit"]["wall"]["median"]),
@@ -149,7 +150,16 @@ def _peer_table(found: Sequence[System]) -> str:
         for system in found
         for cell in system.select(kind="peer")
     ]
-    titles = ["peer", "rows", "prepare", "evaluate", "warpfit", "its kernels", "ratio"]
+    titles = [
+        "peer",
+        "rows",
+        "expressions",
+        "prepare",
+        "evaluate",
+        "warpfit",
+        "its kernels",
+        "ratio",
+    ]
     return _table([*titles, "right (peer / warpfit)", "how", "machine"], rows)
 
 

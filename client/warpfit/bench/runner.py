@@ -38,6 +38,8 @@ class Plan:
     address: str | None = None
     """Of a running server; None to start one for each engine."""
     with_peers: bool = True
+    """Whether to measure other libraries, too; they run in this process, so never beside a server
+    at an address, which may be another machine's."""
 
 
 @dataclass
@@ -85,22 +87,27 @@ class Run:
         try:
             for number, engine in enumerate(engines):
                 last = number == len(engines) - 1
-                self._engine(engine, 1.0 if last else _FIRST_ENGINE_SHARE)
+                self._engine_if_there(engine, 1.0 if last else _FIRST_ENGINE_SHARE)
             self._results.head["complete"] = True
         finally:
             self._save()
 
+    def _engine_if_there(self, engine: str, share: float) -> None:
+        try:
+            self._engine(engine, share)
+        except UnavailableError as error:
+            if len(self._plan.engines) == 1 or self._plan.address:
+                raise
+            self._results.skip(f"engine/{engine}", str(error).splitlines()[0])
+            self._progress.say(f"{engine}: not measured, {error}")
+
     def _engine(self, engine: str, share: float) -> None:
         started = time.perf_counter()
-        try:
-            with self._server(engine) as address, connect(address) as client:
-                info = client.wait_ready()
-                self._note_server(info, time.perf_counter() - started)
-                session = measure.Session(client, self._expressions(), self._peaks(info))
-                self._scenarios(session, address, self._wanted(info), share)
-        except UnavailableError as error:
-            self._results.skip(f"engine/{engine}", str(error).splitlines()[0])
-            self._progress.say(f"{engine}: not measured, {str(error).splitlines()[0]}")
+        with self._server(engine) as address, connect(address) as client:
+            info = client.wait_ready()
+            self._note_server(info, time.perf_counter() - started)
+            session = measure.Session(client, self._expressions(), self._peaks(info))
+            self._scenarios(session, address, self._wanted(info), share)
 
     @contextmanager
     def _server(self, engine: str) -> Iterator[str]:
@@ -138,17 +145,15 @@ class Run:
         if Tier.COMPILED.value not in tiers:
             tiers = [Tier.INTERPRETER.value]
         wanted = list(profile.scenarios(engine, tiers))
-        if self._plan.with_peers:
+        if self._plan.with_peers and not self._plan.address:
             names, missing = peers.installed(engine)
             for name, why in missing.items():
                 self._results.skip(f"peer/{name}", why)
-            quick = [n for n in names if profile.slow_peers or peers.PEERS[n].quick]
-            for name in set(names) - set(quick):
-                self._results.skip(f"peer/{name}", "left to the full profile")
+            most = {name: peers.PEERS[name].quick_expressions for name in names}
             # Behind the grid: a peer is worth more than the last of the other scenarios.
             grid = len(profile.rows) * len(profile.expressions)
             grid *= 3 if Tier.COMPILED.value in tiers else 1
-            wanted[grid:grid] = profile.peers(engine, quick)
+            wanted[grid:grid] = profile.peers(engine, most)
         return [scenario for scenario in wanted if scenario.key not in self._results.cells]
 
     def _scenarios(

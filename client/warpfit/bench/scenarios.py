@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import product
@@ -91,7 +91,7 @@ class Profile:
     worker_rows: tuple[int, ...]
     peer_rows: tuple[int, ...]
     slow_peers: bool = False
-    """Whether there is time for peers that take long to prepare."""
+    """Whether there is time to prepare all expressions for peers that take long over each."""
 
     def scenarios(self, engine: str, tiers: Iterable[str]) -> Iterator[Scenario]:
         """Yield what to measure on one engine, the most important first."""
@@ -111,12 +111,11 @@ class Profile:
         for workers, rows in product(self.workers, self.worker_rows):
             yield replace(base, kind=Kind.WORKERS, rows=rows, workers=workers)
 
-    def peers(self, engine: str, names: Sequence[str]) -> Iterator[Scenario]:
-        """Yield the peers of an engine on the same work."""
-        for rows, name in product(reversed(self.peer_rows), names):
-            yield Scenario(
-                kind=Kind.PEER, engine=engine, peer=name, rows=rows, expressions=self.usual
-            )
+    def peers(self, engine: str, most: Mapping[str, int]) -> Iterator[Scenario]:
+        """Yield the peers of an engine; ``most`` names them, and their expressions if quick."""
+        for rows, name in product(reversed(self.peer_rows), most):
+            count = self.usual if self.slow_peers else min(self.usual, most[name])
+            yield Scenario(kind=Kind.PEER, engine=engine, peer=name, rows=rows, expressions=count)
 
 
 def _ways(scenario: Scenario, compiles: bool) -> Iterator[Scenario]:

@@ -91,11 +91,12 @@ def crossover(x: ArrayLike, ratio: ArrayLike) -> float | None:
         The first x if the ratio is never below 1, None if it is below 1 at the last x.
 
     """
-    places = np.log(np.asarray(x, dtype=np.float64))
+    values = np.asarray(x, dtype=np.float64)
+    places = np.log(values)
     heights = np.log(np.asarray(ratio, dtype=np.float64))
     below = np.flatnonzero(heights < 0)
     if not len(below):
-        return float(np.exp(places[0]))
+        return float(values[0])
     last = int(below[-1])
     if last == len(places) - 1:
         return None

@@ -53,8 +53,8 @@ class Entry:
     """Module that must be installed."""
     home: str
     """Module of this package and class, ``module:class``."""
-    quick: bool = True
-    """Whether the quick profile has time for it."""
+    quick_expressions: int = 1_000_000
+    """Most expressions in a quick profile: some peers take 0.1 s to compile each."""
 
 
 PEERS: Final = MappingProxyType(
@@ -63,11 +63,11 @@ PEERS: Final = MappingProxyType(
         "numexpr": Entry("cpu", "numexpr", "processors:NumexprPeer"),
         "pyoperon": Entry("cpu", "pyoperon", "processors:PyoperonPeer"),
         "gplearn": Entry("cpu", "gplearn", "processors:GplearnPeer"),
-        "CuPy fused kernels": Entry("cuda", "cupy", "kernels:CupyKernelsPeer"),
+        "CuPy fused kernels": Entry("cuda", "cupy", "kernels:CupyKernelsPeer", 50),
         "CuPy arrays": Entry("cuda", "cupy", "arrays:CupyPeer"),
         "PyTorch": Entry("cuda", "torch", "arrays:TorchPeer"),
         "EvoGP": Entry("cuda", "evogp", "kernels:EvogpPeer"),
-        "JAX": Entry("cuda", "jax", "arrays:JaxPeer", quick=False),
+        "JAX": Entry("cuda", "jax", "arrays:JaxPeer", 30),
     }
 )
 
