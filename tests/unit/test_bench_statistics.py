@@ -116,11 +116,13 @@ def test_tables_are_the_same_for_the_same_seed():
 
 # ------------------------------------------------------------------------------------ scenarios
 
+OFFERS = {"a": (9, "interpreter"), "b": (500, "compiled")}
+
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
 def test_no_scenario_is_measured_twice(profile):
     for engine, tiers in (("cpu", ["interpreter"]), ("cuda", ["interpreter", "compiled"])):
-        wanted = [*profile.scenarios(engine, tiers), *profile.peers(engine, {"a": 9, "b": 500})]
+        wanted = [*profile.scenarios(engine, tiers), *profile.peers(engine, OFFERS)]
         keys = [scenario.key for scenario in wanted]
         assert len(set(keys)) == len(keys)
         assert all(scenario.expressions >= 1 for scenario in wanted)
@@ -133,8 +135,8 @@ def test_a_cpu_is_not_asked_for_compiled_kernels():
 
 
 def test_slow_peers_get_fewer_expressions_in_a_quick_profile():
-    quick = {s.expressions for s in QUICK.peers("cuda", {"slow": 50})}
-    full = {s.expressions for s in PROFILES["full"].peers("cuda", {"slow": 50})}
+    quick = {s.expressions for s in QUICK.peers("cuda", {"slow": (50, "compiled")})}
+    full = {s.expressions for s in PROFILES["full"].peers("cuda", {"slow": (50, "compiled")})}
     assert (quick, full) == ({50}, {300})
 
 

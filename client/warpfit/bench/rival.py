@@ -52,6 +52,7 @@ def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
     job = peer.prepare(*batch)
     prepared = time.perf_counter() - started
     ours = replace(scenario, kind=Kind.EVALUATE, peer="")
+    first = call(session.client, data, ours, batch)
     shares = _checked(session, scenario, table, data, batch, job)
     times, calls = _turns(job.run, lambda: call(session.client, data, ours, batch), seconds)
     wall = summarise(times)
@@ -65,7 +66,7 @@ def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
         "agreement": shares,
         "prepare": prepared,
         "wall": wall.to_json(),
-        "warpfit": summary(calls),
+        "warpfit": {"first": first.to_json(), **summary(calls)},
         "times_warpfit": wall.median / summarise([c.wall / 1e9 for c in calls]).median,
     }
 

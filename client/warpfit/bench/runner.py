@@ -149,11 +149,10 @@ class Run:
             names, missing = peers.installed(engine)
             for name, why in missing.items():
                 self._results.skip(f"peer/{name}", why)
-            most = {name: peers.PEERS[name].quick_expressions for name in names}
             # Behind the grid: a peer is worth more than the last of the other scenarios.
             grid = len(profile.rows) * len(profile.expressions)
             grid *= 3 if Tier.COMPILED.value in tiers else 1
-            wanted[grid:grid] = profile.peers(engine, most)
+            wanted[grid:grid] = profile.peers(engine, peers.offers(names))
         return [scenario for scenario in wanted if scenario.key not in self._results.cells]
 
     def _scenarios(

@@ -111,11 +111,23 @@ class Profile:
         for workers, rows in product(self.workers, self.worker_rows):
             yield replace(base, kind=Kind.WORKERS, rows=rows, workers=workers)
 
-    def peers(self, engine: str, most: Mapping[str, int]) -> Iterator[Scenario]:
-        """Yield the peers of an engine; ``most`` names them, and their expressions if quick."""
-        for rows, name in product(reversed(self.peer_rows), most):
-            count = self.usual if self.slow_peers else min(self.usual, most[name])
-            yield Scenario(kind=Kind.PEER, engine=engine, peer=name, rows=rows, expressions=count)
+    def peers(self, engine: str, offers: Mapping[str, tuple[int, str]]) -> Iterator[Scenario]:
+        """Yield the peers of an engine.
+
+        Args:
+            engine: what they compute on.
+            offers: by name the most expressions in a quick profile, and warpfit's tier beside it.
+
+        """
+        for rows, (name, (most, tier)) in product(reversed(self.peer_rows), offers.items()):
+            yield Scenario(
+                kind=Kind.PEER,
+                engine=engine,
+                peer=name,
+                tier=tier,
+                rows=rows,
+                expressions=self.usual if self.slow_peers else min(self.usual, most),
+            )
 
 
 def _ways(scenario: Scenario, compiles: bool) -> Iterator[Scenario]:

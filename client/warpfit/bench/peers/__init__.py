@@ -7,7 +7,7 @@ that leaves values in memory is not charged for reducing them to losses; warpfit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -55,6 +55,8 @@ class Entry:
     """Module of this package and class, ``module:class``."""
     quick_expressions: int = 1_000_000
     """Most expressions in a quick profile: some peers take 0.1 s to compile each."""
+    tier: str = "interpreter"
+    """Tier of warpfit that it is compared with: one that compiles with one that compiles."""
 
 
 PEERS: Final = MappingProxyType(
@@ -63,11 +65,11 @@ PEERS: Final = MappingProxyType(
         "numexpr": Entry("cpu", "numexpr", "processors:NumexprPeer"),
         "pyoperon": Entry("cpu", "pyoperon", "processors:PyoperonPeer"),
         "gplearn": Entry("cpu", "gplearn", "processors:GplearnPeer"),
-        "CuPy fused kernels": Entry("cuda", "cupy", "kernels:CupyKernelsPeer", 50),
+        "CuPy fused kernels": Entry("cuda", "cupy", "kernels:CupyKernelsPeer", 50, "compiled"),
         "CuPy arrays": Entry("cuda", "cupy", "arrays:CupyPeer"),
         "PyTorch": Entry("cuda", "torch", "arrays:TorchPeer"),
         "EvoGP": Entry("cuda", "evogp", "kernels:EvogpPeer"),
-        "JAX": Entry("cuda", "jax", "arrays:JaxPeer", 30),
+        "JAX": Entry("cuda", "jax", "arrays:JaxPeer", 30, "compiled"),
     }
 )
 
@@ -83,6 +85,11 @@ def installed(engine: str) -> tuple[list[str], dict[str, str]]:
         else:
             names.append(name)
     return names, missing
+
+
+def offers(names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Most expressions in a quick profile, and the tier to compare with, of some peers."""
+    return {name: (PEERS[name].quick_expressions, PEERS[name].tier) for name in names}
 
 
 def create(name: str, table: Table, threads: int) -> Peer:
