@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
     before = len(results.cells)
     plan = Plan(
         profile=PROFILES[options.profile],
-        engines=_engines(options.engine, start["machine"]),
+        engines=_engines(options.engine),
         address=options.address,
         with_peers=not options.no_peers,
     )
@@ -122,10 +122,12 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _engines(chosen: str, machine: dict[str, object]) -> tuple[str, ...]:
+def _engines(chosen: str) -> tuple[str, ...]:
+    from warpfit.bench.hardware import has_gpu
+
     if chosen != "all":
         return (chosen,)
-    return ("cuda", "cpu") if machine.get("gpus") else ("cpu",)
+    return ("cuda", "cpu") if has_gpu() else ("cpu",)
 
 
 def _report(options: argparse.Namespace) -> int:

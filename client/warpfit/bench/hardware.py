@@ -37,6 +37,11 @@ def machine() -> dict[str, Any]:
     return {**found, "gpus": gpus} if gpus else found
 
 
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU to try; its libraries may still be missing."""
+    return bool(_gpus()) or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that matter and are installed."""
     found = {"python": platform.python_version()}

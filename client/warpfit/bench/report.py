@@ -167,7 +167,7 @@ def _peer_table(found: Sequence[System]) -> str:
 
 def _cell_tables(found: Sequence[System]) -> Iterable[str]:
     titles = ["what", "rows", "expressions", "first call", "median", "95% of median", "p90", "p99"]
-    more = ["spread", "n", "kernels", "Gtok/s", "of the roof"]
+    more = ["spread", "n", "engine", "kernels", "Gtok/s", "of the roof"]
     for system in found:
         rows = [_cells(cell) for cell in system.cells if "peer" not in cell]
         table = _table([*titles, *more], rows)
@@ -193,7 +193,7 @@ def _cells(cell: Any) -> list[str]:
         "" if wall["p99"] is None else _seconds(wall["p99"]),
         f"{wall['spread']:.0%}",
         f"{wall['n']}",
-        _seconds(cell["kernel"]["median"]) if "kernel" in cell else "",
+        *(_seconds(cell[n]["median"]) if n in cell else "" for n in ("engine", "kernel")),
         f"{rates['wall'] / 1e9:.4g}" if rates else f"{cell.get('fits_per_second', 0):.4g} fits/s",
         "" if fraction is None else f"{fraction:.1%}",
     ]
