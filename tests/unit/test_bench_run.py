@@ -41,7 +41,7 @@ def server(monkeypatch):
     """Every server that a run starts is one in this process."""
 
     @contextmanager
-    def embedded(arguments):
+    def embedded(arguments, start_seconds):
         if "cuda" in arguments:
             raise UnavailableError("no device here", "NO_CUDA")
         with serve(testing.InProcessServer()) as (address, _):

@@ -23,6 +23,8 @@ from warpfit.info import ServerInfo
 from warpfit.request import Tier
 
 _SHORTEST_SLICE: Final = 0.08
+#: A first start compiles, on a busy machine for minutes.
+_START_SECONDS: Final = 600.0
 #: Of a scenario's time; data, expressions, first call and warm-up take the rest.
 _MEASURED_SHARE: Final = 0.6
 #: Of the whole time, for the GPU where there is one: its scenarios are more.
@@ -114,8 +116,11 @@ class Run:
         if self._plan.address:
             yield self._plan.address
             return
-        self._progress.say(f"starting a server with the {engine} engine")
-        with embedded_server(["--engine", engine, "--log-level", "warning"]) as address:
+        self._progress.say(
+            f"starting a server with the {engine} engine (the very first start takes longer)"
+        )
+        flags = ["--engine", engine, "--log-level", "warning"]
+        with embedded_server(flags, start_seconds=_START_SECONDS) as address:
             yield address
 
     def _note_server(self, info: ServerInfo, seconds: float) -> None:
