@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from support.loopback import serve
-from warpfit import testing
-from warpfit.bench import peers, results, runner
+from warpfit import codec, testing
+from warpfit.bench import peers, report, results, runner
 from warpfit.bench.command import main
 from warpfit.bench.progress import Pace, PlainProgress, progress
 from warpfit.bench.results import Results
 from warpfit.bench.runner import Clock, Plan, Run
 from warpfit.bench.scenarios import TINY
 from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.info import Device, Limits, ServerInfo
+from warpfit.request import Tier
 
 #: As little as a run can be.
 SMALL = replace(
@@ -32,7 +34,9 @@ SMALL = replace(
     peer_rows=(30,),
     slice_seconds=0.02,
 )
-HEAD = {"schema": 1, "profile": "small", "seed": 5, "machine": {}, "versions": {}, "servers": {}}
+MACHINE = {"cpu": "made-up CPU", "cores": 1, "memory_gib": 1.0}
+HEAD = {"schema": 1, "profile": "small", "seed": 5, "machine": MACHINE, "versions": {}}
+HEAD |= {"servers": {}}
 HEAD |= {"benchmark": results.BENCHMARK, "date": "2026-01-01", "address": None, "notes": []}
 
 
@@ -189,6 +193,37 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(InvalidArgumentError):
         results.read(path)
+
+
+class CudaLike(testing.InProcessServer):
+    """Says that it is a GPU."""
+
+    def _info(self, message):
+        device = Device("made-up GPU", tiers=(Tier.AUTO, Tier.INTERPRETER, Tier.COMPILED))
+        limits, operators = Limits(), codec.operator_infos()
+        yield codec.info_to_message(ServerInfo("0", "cuda", (device,), limits, operators))
+
+
+def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, server, monkeypatch):
+    @contextmanager
+    def embedded(arguments, start_seconds):
+        made = CudaLike() if "cuda" in arguments else testing.InProcessServer()
+        with serve(made) as (address, _):
+            yield address
+
+    monkeypatch.setattr(runner, "embedded_server", embedded)
+    monkeypatch.setattr(runner, "gpu_peaks", lambda: None)
+    profile = replace(SMALL, rows=(20, 40), expressions=(2,), output_rows=(), peer_rows=())
+    document, _ = run(tmp_path / "a.json", profile, engines=("cuda", "cpu"))
+    ways = {
+        (cell["scenario"]["tier"], cell["scenario"]["reuse"])
+        for cell in document["cells"]
+        if cell["scenario"]["engine"] == "cuda"
+    }
+    assert ways == {("interpreter", "fresh"), ("interpreter", "repeated"), ("compiled", "repeated")}
+    written = report.write_report([tmp_path / "a.json"], tmp_path / "out")
+    assert "tiers.png" in {path.name for path in written}
+    assert "made-up GPU" in written[0].read_text()
 
 
 # ------------------------------------------------------------------------------------- progress

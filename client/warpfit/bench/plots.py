@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -146,7 +146,7 @@ def workers(found: Sequence[System]) -> Any:
 def roofline(found: Sequence[System]) -> Any:
     """Operations a second against operations a byte, under each device's roof."""
     devices = [s for s in found if s.engine in s.document.get("peaks", {})]
-    devices = [s for s in devices if any(c.get("roofline") for c in s.cells)]
+    devices = [s for s in devices if _under_roof(s.cells)]
     if not devices:
         return None
     figure, axes = _figure(1, len(devices), squeeze=False)
@@ -156,7 +156,7 @@ def roofline(found: Sequence[System]) -> Any:
         roof = np.minimum(peaks["lanes_per_second"], intensity * peaks["bytes_per_second"])
         axis.loglog(intensity, roof, color="black", lw=1.5, label="roof: issue, memory")
         for number, (tier, reuse, name) in enumerate(_ways(system)):
-            cells = [c for c in system.select(tier=tier, reuse=reuse) if c.get("roofline")]
+            cells = _under_roof(system.select(tier=tier, reuse=reuse))
             bounds = [c["roofline"] for c in cells]
             seconds = [c["kernel"]["median"] for c in cells]
             axis.loglog(
@@ -175,9 +175,14 @@ def roofline(found: Sequence[System]) -> Any:
     return figure
 
 
+def _under_roof(cells: Iterable[Any]) -> list[Any]:
+    """Cells whose share of the roofline is known."""
+    return [c for c in cells if c.get("roofline", {}).get("fraction")]
+
+
 def _special_roof(axis: Any, system: System) -> None:
     """Draw how fast the unit for special functions allows the thesis mix to be."""
-    bounds = [c["roofline"] for c in system.select() if c.get("roofline")]
+    bounds = [c["roofline"] for c in _under_roof(system.select())]
     roofs = [b["operations"] / b["seconds"] for b in bounds if b["by"] == "special functions"]
     if roofs:
         axis.axhline(
