@@ -34,7 +34,7 @@ def cell(scenario: Scenario) -> dict[str, Any]:
     """What a scenario takes by the model."""
     launch, rate = MODEL[scenario.engine, scenario.tier]
     tokens = 30 * scenario.expressions
-    kernel = tokens * scenario.rows / rate + 1e-5
+    kernel = tokens * scenario.rows * scenario.vectors / rate + 1e-5
     wall = launch + kernel
     compiling = COMPILE_SECONDS * scenario.expressions if scenario.tier == "compiled" else 0.0
     stages = {"decode": 1e-4, "queue": 1e-4, "copy_in": 0.0, "compute": kernel, "copy_out": 1e-4}
@@ -44,7 +44,7 @@ def cell(scenario: Scenario) -> dict[str, Any]:
         "tokens": tokens,
         "wall": summary(wall),
         "token_rows_per_second": {
-            name: tokens * scenario.rows / seconds
+            name: tokens * scenario.rows * scenario.vectors / seconds
             for name, seconds in (("wall", wall), ("kernel", kernel), ("engine", wall))
         },
     }

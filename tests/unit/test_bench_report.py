@@ -74,6 +74,11 @@ def test_the_questions_are_answered(both):
     assert "NumPy at 100,000 rows" in text
     assert "interpreting was faster at 12 of 12 sizes" in " ".join(second.sentences)
     assert "times (5,000 expressions, 1,000,000 rows) with 10,000" in " ".join(third.sentences)
+    (several,) = [s for s in third.sentences if "16 parameter" in s and "made-up CPU" in s]
+    launch, rate = MODEL["cpu", "interpreter"]
+    kernel = 300 * 30 * 10_000 / rate
+    ratio = 16 * (launch + kernel) / (launch + 16 * kernel)
+    assert f"take {compact(ratio)} times as long" in several
 
 
 @pytest.mark.parametrize(("engine", "missing"), [("cpu", "GPU"), ("cuda", "CPU")])

@@ -66,10 +66,10 @@ def run(path, profile=SMALL, engines=("cpu",), afresh=False, **others):
 def test_a_run_measures_everything_and_says_so(tmp_path, server):
     document, shown = run(tmp_path / "a.json")
     kinds = [cell["scenario"]["kind"] for cell in document["cells"]]
-    assert sorted(kinds) == ["evaluate"] * 4 + ["optimize", "peer"]
+    assert sorted(kinds) == ["evaluate"] * 5 + ["optimize", "peer"]
     assert document["complete"]
     assert [entry["key"] for entry in document["skipped"]] == ["peer/other"]
-    assert "[6/6, about 0 s left]" in shown
+    assert "[7/7, about 0 s left]" in shown
     (peer,) = [cell for cell in document["cells"] if "peer" in cell]
     assert peer["agreement"]["peer"] > 0.5
     assert peer["times_warpfit"] > 0
@@ -105,11 +105,11 @@ def test_an_interrupted_run_keeps_what_is_done_and_continues(tmp_path, server, m
     assert not document["complete"]
     monkeypatch.setattr(runner.measure, "measure", real)
     continued, shown = run(path)
-    assert "/5," in shown, "only what is missing is measured"
+    assert "/6," in shown, "only what is missing is measured"
     assert continued["complete"]
     assert continued["runs"] == 2
     assert continued["cells"][:1] == document["cells"]
-    assert len(continued["cells"]) == 6
+    assert len(continued["cells"]) == 7
 
 
 def test_results_of_something_else_are_not_continued(tmp_path, server):

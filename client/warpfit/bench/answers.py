@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from warpfit.bench.findings import Comparison, Repeats, System, comparisons, repeats, size
+from warpfit.bench.scenarios import VECTORS
 
 _SEARCHES = (10, 100, 1_000, 10_000)
 
@@ -140,7 +141,7 @@ def _searches(found: Sequence[System]) -> list[str]:
                 f"most so many times as fast for so many evaluations of the same expressions: "
                 f"{'; '.join(gains)}."
             )
-        sentences += _fit_sentences(system)
+        sentences += [*_vector_sentences(system), *_fit_sentences(system)]
     return sentences or ["Not answered: neither repeated batches nor fits were measured."]
 
 
@@ -150,6 +151,19 @@ def _best(measured: list[Repeats], calls: int) -> str:
     if gain < 1.005:
         return "no difference"
     return f"{compact(gain)} times ({best.expressions:,} expressions, {best.rows:,} rows)"
+
+
+def _vector_sentences(system: System) -> list[str]:
+    """What it saves to send several parameter vectors in one call."""
+    single = system.grid("wall", tier="interpreter", reuse="fresh")
+    return [
+        f"{system.label}: one call with {VECTORS} parameter vectors for each of {size(cell)[1]:,} "
+        f"expressions on {size(cell)[0]:,} rows takes {_duration(cell['wall']['median'])}; "
+        f"{VECTORS} calls with one vector each take "
+        f"{compact(VECTORS * single[size(cell)] / cell['wall']['median'])} times as long."
+        for cell in system.select(vectors=VECTORS)
+        if size(cell) in single
+    ]
 
 
 def _fit_sentences(system: System) -> list[str]:

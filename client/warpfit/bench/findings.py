@@ -26,7 +26,13 @@ class System:
 
     def select(self, **wanted: Any) -> list[Cell]:
         """Cells whose scenario has these fields; plain evaluations of losses unless they say so."""
-        usual = {"kind": "evaluate", "output": "losses", "precision": "fast", "tokens": [10, 50]}
+        usual: dict[str, Any] = {
+            "kind": "evaluate",
+            "output": "losses",
+            "precision": "fast",
+            "tokens": [10, 50],
+        }
+        usual |= {"vectors": 1}
         fields = {**usual, **wanted}
         return [
             cell

@@ -16,7 +16,7 @@ from warpfit.bench import roofline
 from warpfit.bench.hardware import Peaks
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import summarise
-from warpfit.bench.work import Batch, Expressions, Table, moved, table, token_count
+from warpfit.bench.work import Batch, Expressions, Table, moved, several, table, token_count
 from warpfit.client import Client
 from warpfit.data import Data
 from warpfit.ir import Program
@@ -61,7 +61,7 @@ class Session:
         programs, parameters = self.expressions.fresh(scenario.expressions, scenario.tokens)
         rng = np.random.default_rng(self.expressions.seed)
         while True:
-            yield programs, parameters
+            yield programs, several(parameters, scenario.vectors, rng)
             if scenario.reuse == "repeated":
                 parameters = moved(parameters, rng)
             else:
@@ -196,7 +196,7 @@ def _roofline(
 def _rates(cell: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     if scenario.kind is Kind.OPTIMIZE:
         return {"fits_per_second": cell["searches"] / cell["wall"]["median"]}
-    work = cell["tokens"] * scenario.rows
+    work = cell["tokens"] * scenario.rows * scenario.vectors
     seconds = {name: cell[name]["median"] for name in ("kernel", "engine", "wall")}
     # An engine may not tell its times.
     return {"token_rows_per_second": {name: work / s for name, s in seconds.items() if s}}

@@ -177,13 +177,14 @@ def _cell_tables(found: Sequence[System]) -> Iterable[str]:
 def _cells(cell: Any) -> list[str]:
     scenario, wall = cell["scenario"], cell["wall"]
     workers = f", {scenario['workers']} workers" if scenario["kind"] == "workers" else ""
+    vectors = f", {scenario['vectors']} vectors" if scenario["vectors"] > 1 else ""
     length = "" if scenario["tokens"] == [10, 50] else f", {scenario['tokens'][0]} tokens"
     what = "fits" if scenario["kind"] == "optimize" else scenario["output"]
     mode = f"{scenario['tier']}, {scenario['reuse']}, {scenario['precision']}"
     rates = cell.get("token_rows_per_second", {})
     fraction = cell.get("roofline", {}).get("fraction")
     return [
-        f"{what}: {mode}{workers}{length}",
+        f"{what}: {mode}{vectors}{workers}{length}",
         f"{scenario['rows']:,}",
         f"{scenario['expressions']:,}",
         _seconds(cell["first"]["wall"]) if "first" in cell else "",

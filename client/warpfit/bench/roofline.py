@@ -34,10 +34,10 @@ def bound(scenario: Scenario, programs: Sequence[Program], peaks: Peaks) -> dict
 
     """
     word = 8 if scenario.precision == "float64" else 4
+    times = scenario.rows * scenario.vectors
     counts = np.bincount(np.concatenate([p.codes for p in programs]), minlength=256)
-    operators = int(sum(counts[code] for code in BY_CODE)) * scenario.rows
-    special = sum(n * int(counts[OPERATORS[name].code]) for name, n in _SPECIAL.items())
-    special *= scenario.rows
+    operators = times * int(sum(counts[code] for code in BY_CODE))
+    special = times * sum(n * int(counts[OPERATORS[name].code]) for name, n in _SPECIAL.items())
     written = scenario.expressions if scenario.output == "values" else 0
     traffic = (VARIABLES + 1 + written) * scenario.rows * word
     own_unit = peaks.special_per_second > 0

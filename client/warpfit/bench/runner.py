@@ -235,8 +235,7 @@ class Run:
     def _predicted(self, scenario: Scenario) -> float:
         """Seconds of one call, from the fastest that was seen at anything similar."""
         speed = self._speeds.get(_similar(scenario), 0.0)
-        mean = sum(scenario.tokens) / 2
-        return mean * scenario.expressions * scenario.rows / speed if speed else 0.0
+        return scenario.token_rows / speed if speed else 0.0
 
     def _learn(self, scenario: Scenario, cell: dict[str, Any]) -> None:
         if scenario.kind is Kind.EVALUATE and scenario.output == "losses":

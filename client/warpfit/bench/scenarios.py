@@ -8,6 +8,9 @@ from enum import StrEnum
 from itertools import product
 from typing import Any, Final
 
+#: Parameter vectors of a call that has several: neighbours that a local search tries at once.
+VECTORS: Final = 16
+
 
 class Kind(StrEnum):
     """How a scenario is measured."""
@@ -40,15 +43,22 @@ class Scenario:
     """``"losses"``, ``"values"`` or ``"gradients"``."""
     precision: str = "fast"
     """``"fast"`` or ``"precise"`` on float32 data, or ``"float64"``."""
+    vectors: int = 1
+    """Parameter vectors for each expression in one call."""
     workers: int = 1
     peer: str = ""
+
+    @property
+    def token_rows(self) -> float:
+        """Tokens evaluated for one row in one call, by the mean length: the work."""
+        return sum(self.tokens) / 2 * self.expressions * self.rows * self.vectors
 
     @property
     def key(self) -> str:
         """What identifies the scenario in a result file."""
         parts = [self.kind, self.peer or self.engine, self.tier, self.precision, self.output]
         size = f"{self.rows}x{self.expressions}x{self.tokens[0]}-{self.tokens[1]}"
-        return "/".join([*parts, self.reuse, size, f"{self.workers}w"])
+        return "/".join([*parts, self.reuse, size, f"{self.vectors}v", f"{self.workers}w"])
 
     @property
     def title(self) -> str:
@@ -58,7 +68,8 @@ class Scenario:
         what = "fits" if self.kind is Kind.OPTIMIZE else self.output
         mode = "" if self.precision == "fast" else f", {self.precision}"
         size = f"{self.expressions:,} x {self.rows:,} rows"
-        return f"{who}: {size}, {self.reuse} {what}{mode}{workers}"
+        vectors = f", {self.vectors} vectors" if self.vectors > 1 else ""
+        return f"{who}: {size}, {self.reuse} {what}{mode}{vectors}{workers}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON knows them."""
@@ -84,7 +95,7 @@ class Profile:
     mode_rows: tuple[int, ...]
     """Where precise mode and float64 are measured beside fast mode."""
     output_rows: tuple[int, ...]
-    """Where values, gradients and fits are measured."""
+    """Where values, gradients, several parameter vectors and fits are measured."""
     lengths: tuple[int, ...]
     """Lengths, in tokens, that all expressions of a batch have in turn."""
     workers: tuple[int, ...]
@@ -104,6 +115,7 @@ class Profile:
         for rows in self.output_rows:
             for output in ("values", "gradients"):
                 yield replace(base, rows=rows, output=output)
+            yield replace(base, rows=rows, vectors=VECTORS)
             fits = max(1, self.usual // 3)
             yield replace(base, kind=Kind.OPTIMIZE, rows=rows, expressions=fits)
         for length, rows in product(self.lengths, self.mode_rows):

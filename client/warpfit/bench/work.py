@@ -78,6 +78,13 @@ def moved(parameters: Vectors, rng: np.random.Generator) -> Vectors:
     return np.split(flat, np.cumsum(sizes)[:-1])
 
 
+def several(parameters: Vectors, count: int, rng: np.random.Generator) -> Vectors:
+    """For each expression ``count`` vectors near the one given, [count, n]; one stays as it is."""
+    if count == 1:
+        return parameters
+    return [vector * rng.uniform(0.9, 1.1, (count, len(vector))) for vector in parameters]
+
+
 def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Program]:
     """Draw operators, variables and constants anew; shapes and parameters stay.
 
