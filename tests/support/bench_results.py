@@ -98,6 +98,7 @@ def document(*engines: str) -> dict[str, Any]:
         "notes": ["made up <by a model>"],
         "complete": True,
         "seconds": 60.0,
+        "load_average": {"start": 0.1, "end": 1.5},
         "address": None,
         "skipped": [{"key": "peer/EvoGP", "why": "evogp is not installed"}],
         "cells": cells,

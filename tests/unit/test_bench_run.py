@@ -69,6 +69,7 @@ def test_a_run_measures_everything_and_says_so(tmp_path, server):
     assert sorted(kinds) == ["evaluate"] * 5 + ["optimize", "peer"]
     assert document["complete"]
     assert [entry["key"] for entry in document["skipped"]] == ["peer/other"]
+    assert set(document["load_average"]) == {"start", "end"}
     assert "[7/7, about 0 s left]" in shown
     (peer,) = [cell for cell in document["cells"] if "peer" in cell]
     assert peer["agreement"]["peer"] > 0.5

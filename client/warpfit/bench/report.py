@@ -223,11 +223,13 @@ def _machines(documents: Sequence[Document]) -> str:
                 f"{machine['memory_gib']} GiB",
                 gpus,
                 ", ".join(starts),
+                "{start} to {end}".format(**{"start": "?", "end": "?", **document["load_average"]}),
                 versions,
                 "; ".join(document["notes"]),
             ]
         )
-    titles = ["processor", "cores", "memory", "GPU", "server start", "versions", "notes"]
+    titles = ["processor", "cores", "memory", "GPU", "server start", "load average"]
+    titles += ["versions", "notes"]
     return _table(titles, rows)
 
 

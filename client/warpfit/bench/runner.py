@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class Run:
         The file of results holds everything up to the last scenario, whatever ends the run.
         """
         engines = ("remote",) if self._plan.address else self._plan.engines
+        self._results.head.setdefault("load_average", {})["start"] = _load_average()
         try:
             for number, engine in enumerate(engines):
                 last = number == len(engines) - 1
@@ -249,7 +251,13 @@ class Run:
 
     def _save(self) -> None:
         self._results.head["seconds"] = self._seconds()
+        self._results.head["load_average"]["end"] = _load_average()
         self._results.write()
+
+
+def _load_average() -> float:
+    """Processes that wanted a core during the last minute: before the run, those of others."""
+    return round(os.getloadavg()[0], 1)
 
 
 def _similar(scenario: Scenario) -> tuple[str, str, str]:
