@@ -137,4 +137,5 @@ def _bar() -> Any:
         TextColumn("{task.fields[left]}"),
         TextColumn("{task.description}", markup=False),
         console=Console(stderr=True),
+        refresh_per_second=2,  # each time takes the interpreter from what is measured
     )

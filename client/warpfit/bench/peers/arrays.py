@@ -110,7 +110,6 @@ class TorchPeer:
     """PyTorch in float32 on the GPU (on the CPU without one), eager."""
 
     output = "losses"
-    notes = "eager, one kernel for each operator"
 
     def __init__(self, table: Table, threads: int) -> None:
         """Copy the columns to the device."""
@@ -118,6 +117,7 @@ class TorchPeer:
 
         self._torch = torch
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.notes = f"eager, one kernel for each operator, on {device}"
         self._columns = torch.from_numpy(np.ascontiguousarray(table.X.T)).to(device)
         self._y = torch.from_numpy(table.y).to(device)
         self._functions: Functions = {name: _for_torch(torch, name) for name in _NAMES}
@@ -147,13 +147,14 @@ class JaxPeer:
     """JAX in float32, all expressions as one compiled function of the parameters."""
 
     output = "losses"
-    notes = "jit of all expressions as one function; parameters are its arguments"
 
     def __init__(self, table: Table, threads: int) -> None:
         """Copy the columns to JAX's default device."""
         import jax
 
         self._jax = jax
+        backend = jax.default_backend()
+        self.notes = f"jit of all expressions as one function of their parameters, on {backend}"
         self._columns = jax.device_put(np.ascontiguousarray(table.X.T))
         self._y = jax.device_put(table.y)
         self._functions = {name: getattr(jax.numpy, other) for name, other in _NAMES.items()}
