@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, eval, fit, info, bench."""
+"""The ``warpfit`` command: serve, eval, fit, info."""
 
 from __future__ import annotations
 

@@ -171,11 +171,10 @@ def _fit_sentences(system: System) -> list[str]:
     for cell in system.select(kind="optimize"):
         rows, count = cell["scenario"]["rows"], cell["scenario"]["expressions"]
         per_call = cell["wall"]["median"]
-        where = " (on the host's cores)" if system.engine == "cuda" else ""
         sentences.append(
             f"{system.label}: one call of Optimize with {count:,} expressions and 10 iterations on "
             f"{rows:,} rows takes {_duration(per_call)}, {cell['fits_per_second']:,.0f} fits a "
-            f"second{where}."
+            "second."
         )
     return sentences
 

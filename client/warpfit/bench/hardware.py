@@ -17,7 +17,7 @@ import numpy as np
 
 _PACKAGES: Final = (
     *("warpfit", "numpy", "numba", "grpcio", "protobuf", "numexpr", "pyoperon", "gplearn"),
-    *("cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "evogp", "matplotlib"),
+    *("cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "evogp", "matplotlib", "scikit-learn"),
 )
 _GPU_FIELDS: Final = ("name", "driver_version", "clocks.max.sm", "memory.total", "compute_cap")
 _COPIED_BYTES: Final = 32 << 20

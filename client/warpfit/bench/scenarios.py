@@ -113,8 +113,8 @@ class Profile:
         for precision, rows in product(("precise", "float64"), self.mode_rows):
             yield from _ways(replace(base, rows=rows, precision=precision), compiles)
         for rows in self.output_rows:
-            for output in ("values", "gradients"):
-                yield replace(base, rows=rows, output=output)
+            yield replace(base, rows=rows, output="values")
+            yield from _ways(replace(base, rows=rows, output="gradients"), compiles)
             yield replace(base, rows=rows, vectors=VECTORS)
             fits = max(1, self.usual // 3)
             yield replace(base, kind=Kind.OPTIMIZE, rows=rows, expressions=fits)
