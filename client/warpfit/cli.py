@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["serve"]:
             return _serve(words[1:])
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
         options = _parser().parse_args(words)
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
@@ -49,8 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # Only for the list of commands: `main` hands everything behind it to the server's own parser.
+    # serve, bench: only for the list. `main` hands what is behind them to parsers of their own.
     commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
+    commands.add_parser("bench", help="measure this machine, or load a running server")
     _add_eval(commands)
     _add_fit(commands)
     info = commands.add_parser("info", help="describe a running server")
@@ -166,6 +169,12 @@ def _serve(arguments: list[str]) -> int:
     from warpfit_server.__main__ import main as serve
 
     return serve(arguments)
+
+
+def _bench(arguments: list[str]) -> int:
+    from warpfit.bench.command import main as bench
+
+    return bench(arguments)
 
 
 def _info(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.results import write_result
 from warpfit import reference
+from warpfit.bench.measure import AGREEMENT, agreement
+from warpfit.bench.peers.processors import infix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
-from warpfit.ops import BY_CODE, OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import THESIS_OPERATORS, thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
 
 VARIABLES = 10
-#: Share of all values that must agree with the float64 reference to 1% before timing starts. The
-#: others come from expressions that overflow float32 (where pyoperon often gives NaN) or that
-#: magnify rounding errors.
-AGREEMENT = 0.95
 SECONDS_A_CASE = 1.5
 
 
@@ -51,22 +49,6 @@ class Case:
 
     run: Callable[[], Any]
     values: NDArray[np.float32] | None
-
-
-def infix(program: Program, parameters: Sequence[float]) -> str:
-    """Write a program in pyoperon's language, with numbers for parameters."""
-
-    def leaf(code: int, value: float) -> str:
-        if code == VARIABLE:
-            return f"X{int(value) + 1}"
-        return f"({float(parameters[int(value)] if code == PARAMETER else value)!r})"
-
-    def operator(op: Operator, operands: list[str]) -> str:
-        if op.arity == 2:
-            return f"({operands[0]} {op.symbol} {operands[1]})"
-        return f"{op.name}({operands[0]})"
-
-    return program.fold(leaf, operator)
 
 
 class Peer:
@@ -106,14 +88,6 @@ def engine_case(
     )
     values = None if outputs.values is None else outputs.values[:, 0]
     return Case(lambda: engine.evaluate(evaluation, outputs), values)
-
-
-def agreement(values: NDArray[np.float32], expected: NDArray[np.float64]) -> float:
-    """Share of values within 1% of the reference, or special alike."""
-    with np.errstate(all="ignore"):
-        rounded = expected.astype(np.float32)
-        close = np.isclose(values, rounded, rtol=0.01, atol=1e-30, equal_nan=True)
-    return float(close.mean())
 
 
 def operator_errors(engine: CpuEngine, peer_data: NDArray[np.float32]) -> dict[str, Any]:

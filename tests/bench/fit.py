@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cpu_vs_pyoperon import infix
-
 from support.results import write_result
 from warpfit import reference
+from warpfit.bench.peers.processors import infix
 from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch, Program

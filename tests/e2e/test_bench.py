@@ -1,0 +1,106 @@
+"""`warpfit bench` as a user runs it, on the CPU engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.server import ServerProcess
+
+
+def bench(*words, **options):
+    command = [sys.executable, "-c", "import sys; from warpfit.cli import main; sys.exit(main())"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, "bench", *map(str, words)], **pipes, **options)
+
+
+def finish(process, timeout=100):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+TINY = ("--profile", "tiny", "--engine", "cpu", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Results of a run that was interrupted once and continued."""
+    path = tmp_path_factory.mktemp("bench") / "tiny.json"
+    process = bench(*TINY, "--out", path, "--note", "a test", start_new_session=True)
+    deadline = time.monotonic() + 90
+    while not path.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    interrupted = finish(process)
+    kept = json.loads(path.read_text())
+    return path, interrupted, kept, finish(bench(*TINY, "--out", path))
+
+
+def test_an_interrupt_keeps_what_is_done(measured):
+    path, (status, _, err), kept, _ = measured
+    assert status == 130
+    assert f"interrupted; {path} holds {len(kept['cells'])} measurements" in err
+    assert "Traceback" not in err
+    assert not kept["complete"]
+    assert kept["cells"]
+
+
+def test_the_same_command_continues(measured):
+    path, _, kept, (status, out, err) = measured
+    document = json.loads(path.read_text())
+    assert status == 0, err
+    assert document["complete"]
+    assert document["notes"] == ["a test"]
+    keys = [cell["key"] for cell in document["cells"]]
+    assert keys[: len(kept["cells"])] == [cell["key"] for cell in kept["cells"]]
+    assert len(set(keys)) == len(keys)
+    assert f"{len(keys)} measurements in" in out
+
+
+def test_every_kind_is_measured(measured):
+    document = json.loads(measured[0].read_text())
+    kinds = {cell["scenario"]["kind"] for cell in document["cells"]}
+    assert {"evaluate", "optimize", "workers", "peer"} <= kinds
+    assert {c["scenario"]["precision"] for c in document["cells"]} == {"fast", "precise", "float64"}
+    assert document["machine"]["cores"]
+    assert document["versions"]["warpfit"]
+    assert document["servers"]["cpu"]["start_seconds"] > 0
+    assert document["peaks"]["cpu"]["bytes_per_second"] > 0
+    for cell in document["cells"]:
+        if cell["scenario"]["kind"] == "evaluate":
+            assert 0 < cell["kernel"]["median"] <= cell["wall"]["median"]
+    (numpy,) = [cell for cell in document["cells"] if cell.get("peer") == "NumPy"]
+    assert min(numpy["agreement"].values()) > 0.85
+
+
+def test_the_report_of_it(measured, tmp_path):
+    status, out, err = finish(bench("report", measured[0], "--out", tmp_path))
+    assert status == 0, err
+    assert "no GPU" in Path(out.splitlines()[0]).read_text()
+
+
+def test_load_on_a_running_server(tmp_path):
+    with ServerProcess("--front-doors", "2") as server:
+        words = ["--rate", "60", "--seconds", "1", "--ramp", "0.2", "--rows", "50"]
+        out = tmp_path / "load.json"
+        status, _, err = finish(
+            bench("load", server.address, *words, "--expressions", "5", "--out", out)
+        )
+    assert status == 0, err
+    found = json.loads(out.read_text())
+    assert found["failed"] == {}
+    assert found["calls"] > 20
+    assert found["latency"]["mean"] >= found["service"]["mean"] > 0
+
+
+def test_a_wrong_address_is_one_line():
+    status, _, err = finish(bench("load", "nowhere", "--rate", "5", "--seconds", "1"))
+    assert status == 2
+    assert "is not an address" in err
+    assert "Traceback" not in err
