@@ -27,8 +27,12 @@ from warpfit_server.fairness import Turn, current_turn
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 16
 _MOST_SPANS: Final = 64
-#: Token-rows of a piece: about a millisecond, so that cutting costs little and balances well.
-_PIECE_WORK: Final = 1_000_000
+#: Token-rows of a piece, a fraction of a millisecond for little work and a millisecond or two for
+#: much: threads take pieces under Python's lock, which many of them would wait for.
+_LEAST_PIECE: Final = 1_000_000
+_LARGEST_PIECE: Final = 4_000_000
+#: Pieces to cut at least before they grow.
+_MANY_PIECES: Final = 64
 #: Token-rows below which waking another thread costs more than it gains.
 _WORK_WORTH_A_THREAD: Final = 300_000
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
@@ -149,10 +153,12 @@ def cut_cells(
 ) -> tuple[list[tuple[int, int]], int]:
     """Cut the cells into ranges of about equal work; return them and the total of token-rows."""
     tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
-    share = tokens * ((spans[0][1] - spans[0][0]) / _PIECE_WORK) + scalars / _PIECE_SCALARS
+    total = int(tokens.sum()) * (rows[1] - rows[0])
+    piece = min(max(total // _MANY_PIECES, _LEAST_PIECE), _LARGEST_PIECE)
+    share = tokens * ((spans[0][1] - spans[0][0]) / piece) + scalars / _PIECE_SCALARS
     group = np.cumsum(share).astype(np.int64)
     edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(tokens)]
-    return list(itertools.pairwise(edges)), int(tokens.sum()) * (rows[1] - rows[0])
+    return list(itertools.pairwise(edges)), total
 
 
 def flavour_of(layout: Layout, precision: Precision) -> Flavour:
