@@ -13,6 +13,9 @@ import pytest
 
 from support.server import ServerProcess
 
+#: The fixture runs the command twice, and starts two servers, which may have to compile.
+pytestmark = pytest.mark.timeout(400)
+
 
 def bench(*words, **options):
     command = [sys.executable, "-c", "import sys; from warpfit.cli import main; sys.exit(main())"]
@@ -20,7 +23,7 @@ def bench(*words, **options):
     return subprocess.Popen([*command, "bench", *map(str, words)], **pipes, **options)
 
 
-def finish(process, timeout=100):
+def finish(process, timeout=180):
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
@@ -33,7 +36,7 @@ def measured(tmp_path_factory):
     """Results of a run that was interrupted once and continued."""
     path = tmp_path_factory.mktemp("bench") / "tiny.json"
     process = bench(*TINY, "--out", path, "--note", "a test", start_new_session=True)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 180
     while not path.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

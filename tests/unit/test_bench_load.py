@@ -49,6 +49,7 @@ class Stalling(testing.InProcessServer):
 
 def load(address, **changes):
     usual = {"scenario": SCENARIO, "mix": {"losses": 1.0}, "rate": 100.0, "seconds": 1.0}
+    usual["timeout"] = 60.0
     return Load(address=address, **{**usual, "clients": 2, "arrivals": "even", **changes})
 
 
@@ -102,7 +103,7 @@ def test_calls_of_the_ramp_are_not_counted():
 def test_a_mix_has_its_shares():
     with serve(testing.InProcessServer()) as (address, _):
         mix = {"losses": 3.0, "values": 1.0, "fits": 1.0, "gradients": 1.0}
-        asked = load(address, mix=mix, rate=200.0, seconds=0.3, clients=4)
+        asked = load(address, mix=mix, rate=60.0, seconds=0.3, clients=4)
         assert not any(outcome.error for outcome in perform(asked, InThisProcess()))
         kinds = asked.tasks(1)[0]._kinds()
     assert kinds.count("losses") / len(kinds) == pytest.approx(0.5, abs=0.06)
