@@ -13,6 +13,7 @@ import pytest
 
 import warpfit
 from support.rpcs import OWN_CONNECTION, SERVICE, Caller
+from support.server import runs
 from warpfit import codec
 from warpfit.arguments import build_evaluation
 from warpfit.dataset import Dataset
@@ -36,7 +37,7 @@ def server():
 @pytest.fixture(scope="module")
 def engine(server):
     children = psutil.Process().children()
-    (process,) = [c for c in children if "warpfit_server.engine.process" in c.cmdline()]
+    (process,) = [c for c in children if runs(c, "warpfit_server.engine.process")]
     return process
 
 
