@@ -144,7 +144,8 @@ def test_while_it_waits_for_a_lane_or_for_the_engine(caller, server, data, leave
 @pytest.mark.parametrize("way", END)
 def test_while_it_is_decoded(caller, data, leaves_nothing, way):
     """Many small tokens take long to decode: deadlines pass then, or on the way."""
-    request = _evaluation(data, ["+".join(["x1"] * 2000)] * 300, loss="mse")
+    program = warpfit.parse("+".join(["x1"] * 2000))
+    request = _evaluation(data, [program] * 300, loss="mse")
     for milliseconds in (1, 5, 10, 20, 40):
         timeout = milliseconds / 1000 if way == "deadline" else 60
         call = _start(caller, "Evaluate", request, timeout)
