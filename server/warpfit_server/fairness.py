@@ -25,8 +25,7 @@ from typing import Final
 _EXTRA: Final = 4
 #: A tenant may be this far ahead of another, in seconds of thread time, before it pauses.
 _AHEAD: Final = 0.005
-#: Longest that a tenant may fall back behind the others while it is away, in seconds of thread
-#: time.
+#: Longest, in seconds of thread time, that a tenant falls back behind the others while it is away.
 #: It goes before them for as long when it comes back, so this bounds how long they wait then.
 _CREDIT: Final = 0.1
 #: A pause ends after this time, in seconds, whatever the others do, so that nothing hangs on them.
