@@ -29,6 +29,10 @@ _LONGEST: Final = 2.0
 #: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
 #: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
 _START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
+#: Longest estimate in nanoseconds, some days: sums of many must fit 64 bits.
+_LONGEST_WORK: Final = 2.0**50
+#: Passes over the data that are expected of a fit at most.
+_FIT_PASSES: Final = 20
 #: What remains of a measurement's weight after each later one.
 _REMEMBERED: Final = 0.98
 #: What can be short: reason, in words, and the flag that raises the limit.
@@ -53,7 +57,7 @@ class Pace:
         """Estimated nanoseconds of ``units`` of a kind of work."""
         n, x, y, xx, xy = self._sums.get(kind, _START)
         slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
-        return int(max(0.0, (y - slope * x) / n) + slope * units)
+        return int(min(_LONGEST_WORK, max(0.0, (y - slope * x) / n) + slope * units))
 
     def observe(self, kind: str, units: float, nanoseconds: float) -> None:
         """Learn from work that is done. Threads may overtake each other: it is an estimate."""
@@ -160,8 +164,9 @@ class Admission:
     def fit(
         self, tenant: str, request: FitRequest, layout: Layout, size: int
     ) -> AbstractContextManager[Charge]:
-        """Count a fit as `evaluation` does; it is expected to take all its iterations."""
-        units = _token_rows(request.problem, layout) * (1 + request.settings.max_iterations)
+        """Count a fit as `evaluation` does; most searches end long before they must."""
+        passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
+        units = _token_rows(request.problem, layout) * passes
         return self._work(tenant, size, Charge("fit", units))
 
     @contextmanager

@@ -8,7 +8,7 @@ Each tenant is charged the time that threads work for it, and who has been charg
 - where an engine works in small pieces, the evaluations of a tenant that is ahead pause between two
   pieces while one that is behind is at work.
 
-A tenant that comes back from a pause keeps a bounded part of what it did not use.
+A tenant that comes back keeps a bounded part of what it did not use; a new one begins with nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Final
 _EXTRA: Final = 4
 #: A tenant may be this far ahead of another, in seconds of thread time, before it pauses.
 _AHEAD: Final = 0.005
-#: Longest that a tenant may fall back behind the others while it is away.
-_CREDIT: Final = 2.0
+#: Longest, in seconds of thread time, that a tenant falls back behind the others while it is away.
+#: It goes before them for as long when it comes back, so this bounds how long they wait then.
+_CREDIT: Final = 0.1
 #: A pause ends after this time, in seconds, whatever the others do, so that nothing hangs on them.
 _LONGEST_PAUSE: Final = 0.25
 #: Tenants whose charges are remembered while they are away.
@@ -76,6 +77,7 @@ class FairGate:
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[threading.Event]] = {}
         self._charges: dict[str, float] = {}
+        self._level = 0.0  # what the least charged tenant at work has been charged, or had been
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
 
@@ -133,6 +135,7 @@ class FairGate:
 
     def _leave(self, tenant: str) -> None:
         with self._lock:
+            self._note_level()
             self._total -= 1
             self._running[tenant] -= 1
             if not self._running[tenant]:
@@ -160,13 +163,17 @@ class FairGate:
         self._total += 1
         self._running[tenant] += 1
 
+    def _note_level(self) -> None:
+        least = min((self._charges[tenant] for tenant in self._running), default=0.0)
+        self._level = max(self._level, least)
+
     def _welcome(self, tenant: str) -> None:
         """Let a tenant that was away begin near the others."""
+        self._note_level()
         active = [*self._running, *self._waiting]
         if tenant not in active:
-            level = min((self._charges[other] for other in active), default=0.0)
-            behind = max(self._charges.get(tenant, 0.0), level - _CREDIT)
-            self._charges[tenant] = behind
+            before = self._charges.get(tenant, self._level)
+            self._charges[tenant] = max(before, self._level - _CREDIT)
         if len(self._charges) > _REMEMBERED:
             kept = {tenant, *active}
             self._charges = {name: self._charges[name] for name in kept}

@@ -34,6 +34,8 @@ from warpfit.workload import thesis_mix
 
 SEED = 20261121
 VARIABLES = 10
+#: Calls a second that each tenant may make: what taking calls costs is not shared out otherwise.
+RATE = 200
 EVALUATE = "/warpfit.v1.Evaluator/Evaluate"
 _CONTEXT = multiprocessing.get_context("spawn")
 
@@ -237,22 +239,44 @@ def overload(address: str, token: str, seconds: float) -> dict[str, Any]:
     }
 
 
+def noise(seconds: float = 3.0) -> dict[str, float]:
+    """By how much this machine, with whatever else it does, oversleeps a millisecond."""
+    late = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        time.sleep(1e-3)
+        late.append(time.perf_counter() - started - 1e-3)
+    return milliseconds(late)
+
+
 @contextmanager
 def server(*flags: str) -> Iterator[tuple[str, dict[str, str]]]:
     made = {name: new_token(name) for name in ("victim", "greedy")}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tokens"
         path.write_text("\n".join(line for _, line in made.values()))
-        with ServerProcess("--token-file", str(path), *flags) as process:
+        limits = path.with_name("tenants.toml")
+        limits.write_text(f"[default]\nrate = {RATE}\n")
+        files = ("--token-file", str(path), "--tenants-file", str(limits))
+        with ServerProcess(*files, *flags) as process:
             yield process.address, {name: token for name, (token, _) in made.items()}
 
 
 def main(seconds: float = 15.0) -> None:
+    quiet = noise()
     with server() as (address, tokens):
         fairness = greedy(address, tokens, seconds)
     with server("--max-requests", "16") as (address, tokens):
         too_much = overload(address, tokens["victim"], seconds)
-    content = {"seed": SEED, "greedy_tenant": fairness, "ten_times_overload": too_much}
+    content = {
+        "seed": SEED,
+        "calls_a_second_of_each_tenant": RATE,
+        "oversleeping_before": quiet,
+        "oversleeping_afterwards": noise(),
+        "greedy_tenant": fairness,
+        "ten_times_overload": too_much,
+    }
     print(write_result("guard", content).read_text())
 
 

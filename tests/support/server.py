@@ -46,7 +46,7 @@ class ServerProcess:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for child in psutil.Process(self.process.pid).children():
-                if _runs(child, "warpfit_server.engine.process"):
+                if runs(child, "warpfit_server.engine.process"):
                     return child
             time.sleep(0.01)
         raise TimeoutError("no engine process")
@@ -54,7 +54,7 @@ class ServerProcess:
     def doors(self) -> list[psutil.Process]:
         """The further front-door processes."""
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if _runs(child, "warpfit_server.door")]
+        return [child for child in children if runs(child, "warpfit_server.door")]
 
     def kill_engine(self) -> None:
         """SIGKILL the engine process."""
@@ -98,7 +98,8 @@ class ServerProcess:
         return status
 
 
-def _runs(process: psutil.Process, module: str) -> bool:
+def runs(process: psutil.Process, module: str) -> bool:
+    """Tell whether a process is alive and runs a module."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and module in process.cmdline()
     except psutil.NoSuchProcess:

@@ -81,7 +81,9 @@ def visitors(gate):
 
 
 class TestGate:
-    def test_the_least_charged_tenant_goes_first(self, visitors):
+    def test_the_least_charged_tenant_goes_first(self, gate, visitors):
+        with gate.turn("modest"):
+            pass
         visitors.come("running", "greedy", charge=5.0)
         for name in ("second", "third"):
             visitors.come(name, "greedy")
@@ -106,6 +108,8 @@ class TestGate:
     def test_who_is_ahead_pauses_until_the_other_is_done(self, monkeypatch):
         monkeypatch.setattr(fairness, "_LONGEST_PAUSE", 10.0)
         gate = FairGate(2)
+        with gate.turn("modest"):
+            pass
         with gate.turn("greedy") as greedy:
             greedy.charge(5.0)
             assert not greedy.must_pause(), "nobody else is at work"
@@ -138,10 +142,22 @@ class TestGate:
         with gate.turn("greedy") as greedy:
             greedy.charge(1000.0)
             with gate.turn("modest") as modest:
-                modest.charge(fairness._CREDIT - 0.1)
+                modest.charge(0.5 * fairness._CREDIT)
                 assert greedy.must_pause()
-                modest.charge(0.2)
+                modest.charge(fairness._CREDIT)
                 assert modest.must_pause()
+
+    def test_a_newcomer_does_not_stop_who_was_there_before(self):
+        gate = FairGate(2)
+        with gate.turn("first") as first:
+            first.charge(1000.0)  # alone, while nobody else wanted it
+        with gate.turn("newcomer") as newcomer, gate.turn("first") as first:
+            assert not first.must_pause()
+            first.charge(1.0)
+            assert first.must_pause()
+            newcomer.charge(2.0)
+            assert newcomer.must_pause()
+            assert not first.must_pause()
 
     def test_work_that_engines_do_not_report_is_charged_by_the_clock(self):
         gate = FairGate(1)
@@ -180,6 +196,8 @@ class TestWork:
 
     def test_a_long_evaluation_makes_way_for_a_modest_tenant(self):
         gate, log = FairGate(2), []
+        with gate.turn("modest"):
+            pass
         with ThreadPoolExecutor(1) as pool:
 
             def greedy():

@@ -7,13 +7,19 @@ import threading
 from dataclasses import replace
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpfit.dataset import Layout
 from warpfit.errors import (
     ResourceExhaustedError,
 )
+from warpfit.fitting import FitRequest, FitSettings
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss
 from warpfit_server import ledger as ledgers
 from warpfit_server.admission import Admission, Pace
 from warpfit_server.config import Config
@@ -177,6 +183,16 @@ class TestAdmission:
             pace.observe("evaluate", units, 2e6 + 1.5 * units)
         assert pace.estimate("evaluate", 2e9) == pytest.approx(3e9, rel=0.1)
         assert pace.estimate("fit", 1e9) == pytest.approx(3e8), "each kind has its own"
+
+    def test_the_largest_work_can_be_counted(self):
+        admission = self._admission(max_requests=2)
+        batch = Batch.of([parse("p1*x1")], [[0.5]])
+        problem = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False)
+        fit = FitRequest(problem, FitSettings(max_iterations=2**32 - 1))
+        layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
+        with admission.fit("a", fit, layout, 1), admission.place("a"):
+            assert admission.ledger.used().work == 2**50
+        assert admission.ledger.used() == Usage()
 
     def test_small_calls_say_nothing_of_large_ones(self):
         pace = Pace()

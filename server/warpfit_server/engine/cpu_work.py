@@ -70,7 +70,7 @@ class Work:
             if ready is not None and programs > self.reported:
                 self.reported = programs
                 ready(programs)
-            if self.turn.must_pause():
+            if self._next < self._pieces and self.turn.must_pause():
                 self.turn.pause()
                 call_helpers()
 
@@ -92,11 +92,15 @@ class Work:
     def stop(self) -> None:
         """Give out no more pieces."""
         with self._lock:
-            self._next = len(self.pieces) * len(self.spans)
+            self._next = self._pieces
+
+    @property
+    def _pieces(self) -> int:
+        return len(self.pieces) * len(self.spans)
 
     def _take(self) -> int | None:
         with self._lock:
-            if self._next >= len(self.pieces) * len(self.spans):
+            if self._next >= self._pieces:
                 return None
             self._next += 1
             return self._next - 1
