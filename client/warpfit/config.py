@@ -46,6 +46,8 @@ class TransportConfig:
     """Give a connection up when that question stays unanswered this long."""
     reconnect_seconds: tuple[float, float] = (0.1, 1.0)
     """First and longest pause between attempts to connect again."""
+    connect_seconds: float = 5.0
+    """Give one attempt to connect at least this long: a busy machine needs some time to answer."""
 
     def channel_options(self) -> list[tuple[str, int]]:
         """Return the same settings as gRPC channel arguments."""
@@ -56,7 +58,7 @@ class TransportConfig:
             ("grpc.keepalive_time_ms", round(1000 * self.keepalive_seconds)),
             ("grpc.keepalive_timeout_ms", round(1000 * self.keepalive_timeout_seconds)),
             ("grpc.initial_reconnect_backoff_ms", first),
-            ("grpc.min_reconnect_backoff_ms", first),
+            ("grpc.min_reconnect_backoff_ms", round(1000 * self.connect_seconds)),
             ("grpc.max_reconnect_backoff_ms", longest),
             # The client repeats by itself and knows the caller's deadline.
             ("grpc.enable_retries", 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -25,6 +25,7 @@ from warpfit.scrape import Change, Scrape
 from warpfit_server import gpu, requests
 from warpfit_server.config import Config
 from warpfit_server.datasets import Usage
+from warpfit_server.doors import _Door
 from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.engine.stuck import EXIT_STUCK, Overseer
 from warpfit_server.gpu import GpuMonitor, GpuUsage
@@ -198,6 +199,19 @@ class TestTracing:
         monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
         with pytest.raises(UnavailableError, match=r"warpfit\[tracing\]"):
             make_tracer("otlp")
+
+
+def test_nothing_is_left_of_a_lease_that_ended():
+    door, ended = _Door(None, None), []
+    for number in (1, 2):
+        lease = ExitStack()
+        lease.callback(ended.append, number)
+        door.leases.setdefault(b"data", []).append(lease)
+    door.end_lease(b"data")
+    assert len(ended) == 1
+    door.end_lease(b"data")
+    assert len(ended) == 2
+    assert not door.leases
 
 
 class TestHealth:
