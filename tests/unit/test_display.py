@@ -75,7 +75,7 @@ def test_long_tables_are_cut_and_cells_are_escaped():
     assert numbers(range(9)) == "0, 1, 2, 3, 4, 5, ..."
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(program=strategies.programs(), pick=st.integers(0, 10**6), named=st.booleans())
 def test_every_token_is_found_in_the_text(program, pick, named):
     names = ("a b", "not", "c") if named else ()

@@ -36,7 +36,7 @@ def checked(genome):
     return Program(program.codes, program.values)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_everything_that_is_bred_is_well_formed_and_short(seed):
     nursery = breeder(seed)
@@ -48,7 +48,7 @@ def test_everything_that_is_bred_is_well_formed_and_short(seed):
         parents[nursery.rng.randrange(4)] = child
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_simplified_formulas_differ_by_scale_and_shift_alone(seed):
     original = breeder(seed, 60).grow(5)
@@ -64,7 +64,7 @@ def test_simplified_formulas_differ_by_scale_and_shift_alone(seed):
         assert residual.sum() <= 1e-8 * (1 + np.var(before)) * len(before)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_neighbours_are_well_formed_and_differ_in_one_place(seed):
     nursery = breeder(seed)
@@ -110,6 +110,7 @@ def test_constants_become_parameters_in_order():
     assert gp.structure(genome) != gp.structure(genome_of("exp(7*x1) + 9"))
 
 
+@settings(deadline=None)
 @given(
     pairs=st.lists(
         st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.5])), max_size=30

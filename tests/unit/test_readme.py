@@ -23,7 +23,7 @@ def test_every_file_that_it_names_exists():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", ["cpu_vs_pyoperon", "fit", "service"])
+@pytest.mark.parametrize("name", ["cpu_vs_pyoperon", "fit", "service", "feynman", "import_time"])
 def test_result_files_name_machine_and_versions(name):
     result = json.loads((ROOT / "tests" / "bench" / "results" / f"{name}.json").read_text())
     assert result["machine"]["cores"]
@@ -59,6 +59,16 @@ def test_figures_of_fits_are_those_of_the_result_file():
     (cost,) = (c for c in result["cost_of_derivatives"] if c["rows"] == 100_000)
     for what in ("loss and gradient", "loss, gradient, normal matrix"):
         assert f"{cost['precise']['times_loss'][what]:.2f} times" in README
+
+
+def test_the_comparison_with_gplearn_is_that_of_the_result_file():
+    result = json.loads((ROOT / "tests" / "bench" / "results" / "feynman.json").read_text())
+    ours, peer = (result["recovered"][side] for side in ("warpfit", "gplearn"))
+    assert ours >= peer
+    assert len(result["equations"]) == 20
+    assert result["seconds"]["warpfit"] <= result["seconds"]["gplearn"]
+    flat = " ".join(README.split())
+    assert f"recovers {ours} and gplearn {peer}" in flat
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -7,6 +7,9 @@ they inherit (Kommenda et al. 2020, "Parameter identification for symbolic regre
 nonlinear least squares"). Survivors are chosen by error and length together, in layers that do not
 dominate each other (Deb et al. 2002, NSGA-II, without the crowding distance: lengths are few), and
 of formulas with the same error only the shortest survives, which keeps the population diverse.
+Beside the children, each generation tries everything that differs in one place from a formula that
+nobody dominates. A population that makes no progress is given up for a new one; its best formulas
+are kept for the end.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ class Search:
             self.patience -= 1
             self.generation += 1
             self._admit(self._children())
-            self.settings.report(self.generation, best)
+            self.settings.report(self.generation, self._best())
         refitted = self._fit(_undominated([*self.archive, *self.population]), _LAST_ITERATIONS)
         return sorted(_undominated(refitted), key=_by_size)
 
