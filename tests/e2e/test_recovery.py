@@ -105,6 +105,7 @@ def test_cancelled_calls_stop_the_engine_and_free_their_place():
 def test_over_the_number_of_calls_in_flight():
     X = np.random.default_rng(3).normal(size=(100_000, 4))
     long = "+".join(f"sin(x1*{k})" for k in range(1, 400))
+    program = warpfit.parse(long)  # parsing it 200 times takes longer than the wait below
     policy = warpfit.RetryPolicy(total_seconds=0)
     with (
         ServerProcess("--threads", "1", "--max-requests", "1") as server,
@@ -114,7 +115,7 @@ def test_over_the_number_of_calls_in_flight():
 
         def occupy():
             with pytest.raises(warpfit.errors.DeadlineExceededError):
-                client.evaluate(data, [long] * 200, loss="mse", timeout=5)
+                client.evaluate(data, [program] * 200, loss="mse", timeout=5)
 
         thread = threading.Thread(target=occupy)
         thread.start()

@@ -65,18 +65,23 @@ def watch(family: list[psutil.Process]) -> dict[str, Any]:
     names = ("front door", "engine")
     sample: dict[str, Any] = {}
     for name, process in zip(names, family, strict=True):
-        memory = process.memory_info()
+        try:
+            memory, descriptors = process.memory_info(), process.num_fds()
+        except psutil.NoSuchProcess:  # it crashed, which the result says
+            sample[name] = {"private_mib": 0.0, "shared_mib": 0.0, "descriptors": 0}
+            continue
         sample[name] = {
             "private_mib": round((memory.rss - memory.shared) / 2**20, 1),
             "shared_mib": round(memory.shared / 2**20, 1),
-            "descriptors": process.num_fds(),
+            "descriptors": descriptors,
         }
     return sample
 
 
 def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any]:
     """Fuzz a fresh server; return what was seen."""
-    with ServerProcess("--threads", "2", "--front-doors", "1", *FLAGS) as server:
+    flags = ("--threads", "2", "--front-doors", "1", *FLAGS)
+    with ServerProcess(*flags, PYTHONFAULTHANDLER="1") as server:
         family = [psutil.Process(server.process.pid), server.engine()]
         done, out = _CONTEXT.Value("q", 0), _CONTEXT.Queue()
         workers = [
