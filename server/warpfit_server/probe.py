@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from warpfit.dataset import Dataset
+from warpfit.info import Limits
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.reference import evaluate_program
@@ -19,8 +20,8 @@ from warpfit_server.lanes import Lanes
 from warpfit_server.segments import SegmentPool
 from warpfit_server.supervisor import EngineSupervisor
 
-#: Owner of the question's data set; no caller can have this name.
-_TENANT: Final = "(probe)"
+#: To whom the data set of the question belongs: no caller's tenant has this name.
+_TENANT: Final = ""
 _ROWS: Final = 64
 _PARAMETER: Final = 1.5
 #: Largest difference of a right answer; float32 is exact to 1e-7.
@@ -47,7 +48,8 @@ class Probe:
         dataset = Dataset.of(numbers.astype(np.float32))
         program = parse("p1*x1 + sin(x2)")
         self._layout = dataset.layout
-        upload = datasets.begin(dataset.layout, dataset.content_id, _TENANT)
+        # Limits for callers are not for the probe.
+        upload = datasets.begin(dataset.layout, dataset.content_id, _TENANT, Limits())
         self._evaluation = Evaluation(
             upload.key, Batch.of([program], [[_PARAMETER]]), tier=Tier.INTERPRETER
         )

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +50,9 @@ def _run_parser() -> argparse.ArgumentParser:
         "--address", metavar="HOST:PORT", help="measure a running server instead of starting any"
     )
     parser.add_argument("--seed", type=int, help="of data and expressions (default: a new one)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="time for measuring (default: the profile's)"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
     parser.add_argument("--note", action="append", default=[], help="kept in the results")
     parser.add_argument(
@@ -98,8 +102,11 @@ def _run(options: argparse.Namespace) -> int:
     start = head(options.profile, seed, address=options.address, notes=options.note)
     results = Results.begin(options.out, start, afresh=options.afresh)
     before = len(results.cells)
+    profile = PROFILES[options.profile]
+    if options.seconds is not None:
+        profile = replace(profile, total_seconds=options.seconds)
     plan = Plan(
-        profile=PROFILES[options.profile],
+        profile=profile,
         engines=_engines(options.engine),
         address=options.address,
         with_peers=not options.no_peers,
