@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import warpfit
 from support.readmes import READMES, ROOT, Snippet, commands, programs, snippets
@@ -97,11 +99,14 @@ def test_shell(snippet: Snippet, server: ServerProcess, checkout: Path):
 
 def check_command(line: str, checkout: Path) -> None:
     """Run a command, or check what it names where running would install or go on for long."""
-    words = shlex.split(line.rstrip("&"))
-    if "pip" in words:
+    words = shlex.split(line.rstrip("&"), comments=True)
+    if {"docker", "helm"} & set(words):
+        check_deployment(words)
+    elif "pip" in words:
         check_extras(line)
     elif is_long(words):
-        check_flags([*words[:2], "--help"], words, checkout)
+        depth = 3 if words[1:3] in (["bench", "report"], ["bench", "load"]) else 2
+        check_flags([*words[:depth], "--help"], words, checkout)
     else:
         run(words, checkout)
 
@@ -126,6 +131,22 @@ def run(words: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def check_deployment(words: list[str]) -> None:
+    """Check what a command for containers names: files, build arguments, values of the chart."""
+    values = yaml.safe_load((ROOT / "deploy/kubernetes/values.yaml").read_text())
+    arguments = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    for option, word in pairwise(words):
+        if word.startswith("deploy/"):
+            assert (ROOT / word).exists(), word
+        if option == "--build-arg":
+            assert word.partition("=")[0] in arguments
+        if option == "--set":
+            found = values
+            for key in word.partition("=")[0].split("."):
+                assert key in found, word
+                found = found[key]
 
 
 def check_flags(ask: list[str], words: list[str], folder: Path) -> None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-READMES = ("README.md", "client/README.md", "server/README.md", "proto/README.md")
+READMES = (
+    *("README.md", "client/README.md", "client/warpfit/bench/README.md", "server/README.md"),
+    *("proto/README.md", "deploy/README.md"),
+)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

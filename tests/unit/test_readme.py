@@ -71,6 +71,29 @@ def test_the_comparison_with_gplearn_is_that_of_the_result_file():
     assert f"recovers {ours} and gplearn {peer}" in flat
 
 
+def test_figures_of_the_gpu_are_those_of_the_result_files():
+    results = ROOT / "tests" / "bench" / "results"
+    fits, service, bench = (
+        json.loads((results / f"{name}.json").read_text())
+        for name in ("gpu_fit", "gpu_service", "bench_gpu")
+    )
+    viable = fits["wire"]["precise"]["optimize_viable"]
+    figures = [
+        f"| {viable['default_tolerances']['ms']:.0f} ms | ",
+        f"| {viable['no_tolerances']['ms']:.0f} ms | ",
+        f"one worker | {fits['run_viable']['seconds']:.1f} s |",
+        f"{fits['wire']['precise']['ratio']:.1f} times the loss alone",
+        f"take {service['fresh']['p50_ms']:.1f} ms at the median",
+        f"{service['sustained']['token_rows_per_second'] / 1e12:.2f} Ttok/s together",
+    ]
+    for cell in bench["cells"]:
+        if cell.get("peer") in ("CuPy arrays", "PyTorch") and cell["scenario"]["rows"] == 100_000:
+            ratio = cell["wall"]["median"] / cell["warpfit"]["wall"]["median"]
+            figures.append(f"{cell['peer']} {ratio:.1f}")
+    for figure in figures:
+        assert figure in README, figure
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     assert ".venv/bin/python -m pytest" in README
     assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
