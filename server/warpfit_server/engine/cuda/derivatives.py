@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from warpfit.errors import CancelledError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
@@ -31,15 +30,23 @@ from warpfit_server.engine.cuda.compile import version as link_version
 from warpfit_server.engine.cuda.derivative_code import encode
 from warpfit_server.engine.cuda.derivative_launch import (
     ROW_BYTES,
-    STATISTICS_ARGUMENTS,
     DeviceCode,
-    Geometry,
-    Piece,
     Plan,
     keeps_values,
     make_plan,
 )
-from warpfit_server.engine.cuda.derivative_source import WARPS, case_count, derivative_source
+from warpfit_server.engine.cuda.derivative_source import case_count, derivative_source
+from warpfit_server.engine.cuda.derivative_steps import (
+    SUMS,
+    Kernels,
+    Launch,
+    check_wanted,
+    download_small,
+    piece_by_piece,
+    room_for_small,
+    start,
+    take,
+)
 from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.resident import ResidentDataset
@@ -54,34 +61,6 @@ from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 #: Batches whose code stays on the device.
 _KEPT: Final = 32
 _ALIGNMENT: Final = 256
-_STATISTICS_THREADS: Final = 256
-#: Small results, in the order in which they lie on the device.
-_SUMS: Final = ("losses", "gradients", "variable_gradients", "curvatures")
-_SMALL: Final = (*_SUMS, "reductions", "moments")
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """The loaded kernels of one variant."""
-
-    linearise: Any
-    evaluate_scalars: Any
-    combine: Any
-    measure: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launch:
-    """Everything that the launches of one evaluation share."""
-
-    resident: ResidentDataset
-    plan: Plan
-    wanted: Wanted
-    kernels: _Kernels
-    arguments: NDArray[np.void]
-    """The plan's, with addresses."""
-    small: dict[str, tuple[int, int]]
-    """Device address and number of float64 of each small result."""
 
 
 class DerivativeTier:
@@ -89,7 +68,7 @@ class DerivativeTier:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._kernels: dict[tuple[Variant, bool], _Kernels] = {}
+        self._kernels: dict[tuple[Variant, bool], Kernels] = {}
         self._plans: LRUCache[Hashable, Plan] = LRUCache(_KEPT)
         self._lock = threading.Lock()
         self._differentiate = cpu_cache.load_differentiate(device.cache_directory)
@@ -158,11 +137,11 @@ class DerivativeTier:
         with self._device.stream() as context:
             plan = self._plan(context, resident, evaluation, wanted, keep=keep)
             if len(plan.pieces) == 1 and wanted.values is None and wanted.jacobian is None:
-                _check_wanted(cancelled)
+                check_wanted(cancelled)
                 computed = self._at_once(context, resident, evaluation, wanted, plan)
             else:
                 launch = self._begin(context, resident, evaluation, wanted, plan)
-                computed = _piece_by_piece(context, launch, cancelled, ready)
+                computed = piece_by_piece(context, launch, cancelled, ready)
         prepared = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, prepared), compute=computed, tier=Tier.INTERPRETER)
 
@@ -178,10 +157,10 @@ class DerivativeTier:
         elapsed = Elapsed("start", "computed")
         with context.in_one_go(elapsed):
             launch = self._begin(context, resident, evaluation, wanted, plan)
-            _start(context, launch, plan.pieces[0])
+            start(context, launch, plan.pieces[0])
             context.mark("computed")
-            small = _download_small(context, launch)
-        _take(small, wanted)
+            small = download_small(context, launch)
+        take(small, wanted)
         return elapsed.nanoseconds
 
     def _begin(
@@ -191,7 +170,7 @@ class DerivativeTier:
         evaluation: Evaluation,
         wanted: Wanted,
         plan: Plan,
-    ) -> _Launch:
+    ) -> Launch:
         """Upload the parameters and compute what depends on them alone."""
         kernels = self._prepare(plan.geometry.variant, far=plan.geometry.far)
         arguments = plan.arguments.copy()
@@ -205,13 +184,13 @@ class DerivativeTier:
             arguments[name] = base + offsets[name]
         context.upload(base, staging)
         arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
-        small = _room_for_small(context, wanted)
-        for name in small.keys() & set(_SUMS):
+        small = room_for_small(context, wanted)
+        for name in small.keys() & set(SUMS):
             arguments[name] = small[name][0]
         context.mark("start")
         grid = (plan.code.jobs, 1, 1)
         context.launch(kernels.evaluate_scalars, grid, (32, 1, 1), [arguments])
-        return _Launch(resident, plan, wanted, kernels, arguments, small)
+        return Launch(resident, plan, wanted, kernels, arguments, small)
 
     def _plan(
         self,
@@ -260,11 +239,11 @@ class DerivativeTier:
         memory, addresses = _upload(self._device, context, code.arrays)
         return DeviceCode(batch, code, memory, addresses)
 
-    def _prepare(self, variant: Variant, *, far: bool) -> _Kernels:
+    def _prepare(self, variant: Variant, *, far: bool) -> Kernels:
         with self._lock:
             if (variant, far) not in self._kernels:
                 module = self._load(variant, far=far)
-                kernels = _Kernels(
+                kernels = Kernels(
                     linearise=module.get_function("linearise"),
                     evaluate_scalars=module.get_function("evaluate_scalars"),
                     combine=module.get_function("combine"),
@@ -312,138 +291,3 @@ def _upload(
     memory = device.allocate(size)
     context.upload(memory.ptr, staging)
     return memory, {name: int(memory.ptr) + offset for name, offset in offsets.items()}
-
-
-def _room_for_small(context: StreamContext, wanted: Wanted) -> dict[str, tuple[int, int]]:
-    arrays = {name: getattr(wanted, name) for name in _SMALL}
-    sizes = {name: array.size for name, array in arrays.items() if array is not None}
-    address = context.buffer("small", 8 * max(1, sum(sizes.values())))
-    places = {}
-    for name, size in sizes.items():
-        places[name] = (address, size)
-        address += 8 * size
-    return places
-
-
-def _piece_by_piece(
-    context: StreamContext,
-    launch: _Launch,
-    cancelled: NDArray[np.uint8],
-    ready: Callable[[int], None],
-) -> int:
-    """Launch piece after piece, taking one piece's results in while the next is computed."""
-    pieces = launch.plan.pieces
-    for number, piece in enumerate(pieces):
-        _check_wanted(cancelled)
-        _start(context, launch, piece)
-        if number:
-            _land(context, launch, pieces[number - 1], ready)
-    context.mark("computed")
-    small = _download_small(context, launch)
-    context.stream.synchronize()
-    _land(context, launch, pieces[-1], ready)
-    _take(small, launch.wanted)
-    return context.nanoseconds("start", "computed")
-
-
-def _check_wanted(cancelled: NDArray[np.uint8]) -> None:
-    if cancelled[0]:
-        raise CancelledError("the evaluation was cancelled", "CANCELLED")
-
-
-def _take(small: dict[str, NDArray[np.float64]], wanted: Wanted) -> None:
-    """Copy the small results to where they belong."""
-    for name, array in small.items():
-        getattr(wanted, name).reshape(-1)[:] = array
-
-
-def _start(context: StreamContext, launch: _Launch, piece: Piece) -> None:
-    """Launch one piece and the copies of its large results."""
-    geometry, wanted = launch.plan.geometry, launch.wanted
-    arguments = launch.arguments.copy()
-    jobs = piece.jobs[1] - piece.jobs[0]
-    arguments["order"] += 4 * piece.jobs[0]
-    arguments["first_job"], arguments["first_parameter"] = piece.jobs[0], piece.parameters[0]
-    # The kernels count sums from the batch's first job.
-    skipped, end = (8 * geometry.spans * edge for edge in piece.sums)
-    arguments["partials"] = (context.buffer("partials", end - skipped) - skipped) % 2**64
-    if geometry.far:
-        size = jobs * geometry.spans * WARPS * geometry.warp_bytes
-        arguments["far"] = context.buffer("far", size)
-    if keeps_values(wanted):
-        size = jobs * geometry.pitch
-        arguments["values"] = context.buffer(f"values {piece.side}", size)
-    parameters = piece.parameters[1] - piece.parameters[0]
-    if wanted.jacobian is not None and parameters:
-        size = parameters * geometry.pitch
-        arguments["jacobian"] = context.buffer(f"jacobian {piece.side}", size)
-    grid, threads = (geometry.spans, jobs, 1), (32 * WARPS, 1, 1)
-    context.launch(launch.kernels.linearise, grid, threads, [arguments], geometry.shared_bytes)
-    if launch.small.keys() & set(_SUMS):
-        context.launch(launch.kernels.combine, (jobs, 1, 1), (32, 1, 1), [arguments])
-    if wanted.reductions is not None or wanted.moments is not None:
-        _measure(context, launch, piece, int(arguments["values"]))
-    for name, array, (first, stop) in _large(launch, piece):
-        staged = _staged(context, geometry, f"{name} {piece.side}", stop - first)
-        offset = geometry.first_row * array.itemsize
-        context.download_rows(staged, int(arguments[name]) + offset, geometry.pitch)
-    context.mark(f"piece {piece.side}")
-
-
-def _measure(context: StreamContext, launch: _Launch, piece: Piece, values: int) -> None:
-    """Take statistics of a piece's values."""
-    geometry, resident = launch.plan.geometry, launch.resident
-    arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
-    itemsize = geometry.variant.dtype.itemsize
-    arguments["values"] = values + geometry.first_row * itemsize
-    arguments["pitch"] = geometry.pitch // itemsize
-    arguments["rows"] = geometry.end_row - geometry.first_row
-    for name, numbers in (("reductions", 5), ("moments", 6)):
-        if name in launch.small:
-            arguments[name] = launch.small[name][0] + 8 * numbers * piece.jobs[0]
-    if "moments" in launch.small:
-        first = geometry.aligned + geometry.first_row
-        arguments["target"] = resident.target_address(first)
-        arguments["weights"] = resident.weights_address(first)
-    grid = (piece.jobs[1] - piece.jobs[0], 1, 1)
-    context.launch(launch.kernels.measure, grid, (_STATISTICS_THREADS, 1, 1), [arguments])
-
-
-def _download_small(context: StreamContext, launch: _Launch) -> dict[str, NDArray[np.float64]]:
-    """Start the copy of the small results; return where they will arrive."""
-    total = sum(size for _, size in launch.small.values())
-    if not total:
-        return {}
-    staged = context.pinned("small", 8 * total).view(np.float64)
-    context.download(staged, next(iter(launch.small.values()))[0])
-    arrays, start = {}, 0
-    for name, (_, size) in launch.small.items():
-        arrays[name] = staged[start : start + size]
-        start += size
-    return arrays
-
-
-def _land(
-    context: StreamContext, launch: _Launch, piece: Piece, ready: Callable[[int], None]
-) -> None:
-    """Wait for a piece and take its large results to where they belong."""
-    context.wait(f"piece {piece.side}")
-    for name, array, (first, stop) in _large(launch, piece):
-        staged = _staged(context, launch.plan.geometry, f"{name} {piece.side}", stop - first)
-        array[first:stop] = staged
-    if launch.wanted.values is not None:
-        ready(piece.jobs[1] // launch.plan.code.batch.vectors)
-
-
-def _large(launch: _Launch, piece: Piece) -> Iterator[tuple[str, NDArray[Any], tuple[int, int]]]:
-    """Large results that are wanted, [..., rows], with a piece's range of them."""
-    wanted = launch.wanted
-    if wanted.values is not None:
-        yield "values", wanted.values.reshape(launch.plan.code.jobs, -1), piece.jobs
-    if wanted.jacobian is not None and piece.parameters[0] < piece.parameters[1]:
-        yield "jacobian", wanted.jacobian, piece.parameters
-
-
-def _staged(context: StreamContext, geometry: Geometry, name: str, count: int) -> NDArray[Any]:
-    rows, dtype = geometry.end_row - geometry.first_row, geometry.variant.dtype
-    return context.pinned(name, count * rows * dtype.itemsize).view(dtype).reshape(count, rows)
