@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,14 +12,16 @@ from hypothesis import strategies as st
 from support.derivative_machine import Machine
 from support.derivative_suite import smooth_programs
 from support.strategies import programs
+from warpfit.dataset import Layout
 from warpfit.derivatives import differentiate
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE, huber
 from warpfit.ops import OPERATORS, VARIABLE
-from warpfit.request import Precision
+from warpfit.request import Evaluation, Precision
 from warpfit.workload import thesis_mix
 from warpfit_server.engine import cpu_cache
+from warpfit_server.engine.cuda import derivative_launch
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode, encode
 from warpfit_server.engine.cuda.derivatives import derivative_cubin
 from warpfit_server.engine.cuda.source import Variant
@@ -132,6 +136,23 @@ def test_too_many_levels_are_refused(compiled):
     batch = Batch.of([Program(codes, values)], [np.ones(count)])
     with pytest.raises(ResourceExhaustedError) as caught:
         lower(compiled, batch)
+    assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+@pytest.mark.parametrize(("sums", "fits"), [(1_000_000, True), (300_000_000, False)])
+def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
+    """Thirty thousand parameters have a normal matrix of 3.6 GB."""
+    layout = Layout(variables=2, rows=5000, dtype=np.dtype(np.float32), has_target=True)
+    device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
+    resident = SimpleNamespace(dataset=SimpleNamespace(layout=layout))
+    records = np.zeros(1, dtype=[("levels", np.uint32)])
+    code = SimpleNamespace(code=SimpleNamespace(programs=records, sums=np.array([sums])))
+    evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
+    if fits:
+        assert derivative_launch._geometry(device, resident, evaluation, code).far
+        return
+    with pytest.raises(ResourceExhaustedError) as caught:
+        derivative_launch._geometry(device, resident, evaluation, code)
     assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 

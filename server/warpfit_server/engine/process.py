@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, InternalError, WarpfitError
 from warpfit.fitting import FitProgress, FitRequest
+from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -204,7 +205,10 @@ class EngineProcess:
         problem = message.problem
         frame = problem.frame
         bounds: Any = {name: frame.extra(name, segment) for name in ("lower", "upper", "fixed")}
-        request = FitRequest(_evaluation(problem, segment), replace(message.settings, **bounds))
+        evaluation = _evaluation(problem, segment)
+        # An engine keeps what it has made of these arrays, and with it their memory.
+        evaluation = replace(evaluation, batch=_out_of_segment(evaluation.batch))
+        request = FitRequest(evaluation, replace(message.settings, **bounds))
         result = optimize(
             request,
             Surroundings(
@@ -272,6 +276,12 @@ def _evaluation(message: wire.Evaluate, segment: Segment) -> Evaluation:
         custom_loss=message.custom_loss,
         **wishes,
     )
+
+
+def _out_of_segment(batch: Batch) -> Batch:
+    """Copy a batch out of the memory that the lane uses again."""
+    names = ("codes", "values", "lengths", "parameter_counts", "parameters")
+    return replace(batch, **{name: getattr(batch, name).copy() for name in names})
 
 
 def main(arguments: Sequence[str]) -> None:

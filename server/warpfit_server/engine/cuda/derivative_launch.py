@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation, Precision
@@ -26,6 +27,8 @@ ROW_BYTES: Final = 32
 _SPAN_TILES: Final = 3 * WARPS
 #: Most bytes of values and derivatives of values that one launch leaves on the device.
 _CHUNK_BYTES: Final = 64 << 20
+#: Most memory of a warp: the kernels count it in 32 bits.
+_MOST_WARP_BYTES: Final = (1 << 31) - 1
 #: Most blocks in the second dimension of a grid.
 _MOST_JOBS: Final = 0xFFFF
 #: Field by field the structs of derivatives.cu.
@@ -170,6 +173,7 @@ def _geometry(
     levels = code.code.programs["levels"].astype(np.int64)
     sum_bytes = -(-code.code.sums // 2) * 16
     need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
+    _check_memory(need)
     usual = device.shared_bytes(BLOCKS)
     far = need > device.shared_bytes(1)
     return Geometry(
@@ -183,6 +187,18 @@ def _geometry(
         shared_bytes=0 if far else max(usual, need),
         warp_bytes=need,
     )
+
+
+def _check_memory(need: int) -> None:
+    """Refuse a program whose sums and intermediate results the kernels cannot count in bytes."""
+    if need > _MOST_WARP_BYTES:
+        raise ResourceExhaustedError(
+            f"derivatives of a program need {need} bytes for a warp of the device",
+            "PROGRAM_TOO_LONG",
+            "Split the program, or fit fewer parameters",
+            needed=need,
+            available=_MOST_WARP_BYTES,
+        )
 
 
 def _pieces(code: DeviceCode, geometry: Geometry, wanted: Wanted) -> Iterator[Piece]:
