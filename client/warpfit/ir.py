@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -276,6 +276,21 @@ class Batch:
     def __len__(self) -> int:
         """Count the programs."""
         return len(self.lengths)
+
+    def copy(self) -> Batch:
+        """Copy the arrays, for a batch that outlives the memory it lies in."""
+        return replace(self.without_parameters(), parameters=self.parameters.copy())
+
+    def without_parameters(self) -> Batch:
+        """Copy the arrays of the programs; there are no parameter values."""
+        return Batch(
+            codes=self.codes.copy(),
+            values=self.values.copy(),
+            lengths=self.lengths.copy(),
+            parameter_counts=self.parameter_counts.copy(),
+            parameters=np.empty(0),
+            vectors=self.vectors,
+        )
 
     @property
     def starts(self) -> NDArray[np.int64]:

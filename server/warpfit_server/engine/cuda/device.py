@@ -174,20 +174,22 @@ class CudaDevice:
         module.load(cached_cubin(self.cache_directory, key, build))
         return module
 
-    @contextmanager
-    def stream(self) -> Iterator[StreamContext]:
-        """Lend a stream with its buffers to the calling thread; made as needed, then reused."""
+    def stream(self) -> _Loan:
+        """Lend a stream with its buffers to a thread; made as needed, then reused."""
+        return _Loan(self)
+
+    def take(self) -> StreamContext:
+        """Take an idle stream; for `stream`."""
         self.use()
         with self._lock:
             context = self._idle.pop() if self._idle else None
-        context = context or StreamContext(self)
-        try:
-            with context.stream:
-                yield context
-        finally:
-            context.settle()
-            with self._lock:
-                self._idle.append(context)
+        return context or StreamContext(self)
+
+    def give(self, context: StreamContext) -> None:
+        """Give a stream back, once it has done everything; for `stream`."""
+        context.settle()
+        with self._lock:
+            self._idle.append(context)
 
     def close(self) -> None:
         """Free all memory that no data set holds."""
@@ -195,6 +197,22 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
+
+
+class _Loan:
+    """A stream that is the calling thread's, and CuPy's current one, inside a ``with`` block."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> StreamContext:
+        self._context = self._device.take()
+        self._context.stream.__enter__()
+        return self._context
+
+    def __exit__(self, *error: object) -> None:
+        self._context.stream.__exit__(*error)
+        self._device.give(self._context)
 
 
 @dataclass(slots=True)
