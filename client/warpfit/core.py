@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
@@ -40,6 +40,7 @@ from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
 from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
+from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Result
 
 #: How often one operation uploads a data set again that others' uploads have pushed out.
@@ -192,6 +193,8 @@ class Operations:
     """Every operation that a client offers."""
 
     config: ClientConfig
+    recent: RecentTokens = field(default_factory=RecentTokens)
+    """Programs that the client has sent before."""
 
     def upload(
         self,
@@ -221,7 +224,9 @@ class Operations:
     ) -> Operation[Answer]:
         """Evaluate; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
-        evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
+        evaluation, leading_axis = build_evaluation(
+            data, expressions, parameters, values, options, self.recent
+        )
         with _pointing_into(evaluation.batch, data.names):
             result = yield from self._with_data(
                 data, deadline, lambda: self._evaluate(evaluation, deadline)
@@ -233,7 +238,7 @@ class Operations:
     ) -> Operation[Fit]:
         """Fit; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
-        request = build_fit(data, expressions, parameters, options)
+        request = build_fit(data, expressions, parameters, options, self.recent)
         with _pointing_into(request.problem.batch, data.names):
             result = yield from self._with_data(
                 data, deadline, lambda: self._optimize(request, deadline, options)
@@ -270,7 +275,7 @@ class Operations:
         return (yield from use())
 
     def _evaluate(self, evaluation: Evaluation, deadline: Deadline) -> Operation[Result]:
-        message = codec.evaluation_to_message(evaluation)
+        message = codec.evaluation_to_bytes(evaluation)
 
         def attempt() -> tuple[Any, codec.ResultAssembler]:
             return message, codec.ResultAssembler(evaluation)

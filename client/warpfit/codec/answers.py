@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 
 from warpfit import errors
 from warpfit.codec.framing import (
+    F64,
+    TIER_MEMBERS,
     TIERS,
     WIRE_DTYPES,
+    bytes_tag,
     enum_member,
     pack,
     varint,
@@ -22,9 +25,8 @@ from warpfit.dataset import DTYPES, Layout
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
-#: Fields ``values`` and ``jacobian`` of EvaluateResponse, wire type 2.
-_VALUES_TAG: Final = bytes([3 << 3 | 2])
-_JACOBIAN_TAG: Final = bytes([7 << 3 | 2])
+_VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
+_JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the wishes of the evaluation that they answer.
 EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -71,10 +73,10 @@ def result_end(
 ) -> bytes:
     """Serialize the last message of an answer: losses [programs, K], timings and `EXTRAS`."""
     message = pb.EvaluateResponse(
-        losses=b"" if losses is None else pack(losses, "<f8"), timings=timings_to_message(timings)
+        losses=b"" if losses is None else pack(losses, F64), timings=timings_to_message(timings)
     )
     for name, array in extras.items():
-        setattr(message, name, pack(array, "<f8"))
+        setattr(message, name, pack(array, F64))
     return message.SerializeToString()
 
 
@@ -99,7 +101,7 @@ def timings_from_message(message: pb.Timings) -> Timings:
         copy_in=message.copy_in,
         compute=message.compute,
         copy_out=message.copy_out,
-        tier=enum_member(TIERS, message.tier, "tier"),
+        tier=enum_member(TIER_MEMBERS, message.tier, "tier"),
         cache_hits=message.cache_hits,
     )
 
@@ -215,7 +217,7 @@ class _Matrix:
 
 def _numbers(data: bytes, shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
     try:
-        return np.frombuffer(data, dtype="<f8").reshape(shape)
+        return np.frombuffer(data, dtype=F64).reshape(shape)
     except ValueError as error:
         raise _broken_answer(f"has {len(data)} bytes of {name}") from error
 
