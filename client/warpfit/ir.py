@@ -49,7 +49,7 @@ class Program:
         if value_array.shape != code_array.shape or code_array.ndim != 1:
             raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
         starts = np.array([0, len(code_array)])
-        if not is_sound(code_array, value_array, starts):
+        if not is_sound(code_array, value_array, starts, starts[1:]):
             check_structure(code_array, value_array, starts)
         self._codes, self._values = code_array.tobytes(), value_array.tobytes()
 
@@ -346,19 +346,18 @@ class Batch:
             ProgramError: for the first bad token, with expression, token and remedy.
 
         """
-        self._check_shapes()
-        starts = self.starts
-        if is_sound(self.codes, self.values, starts, variables, self.parameter_counts):
+        starts, counts = self.starts, self.parameter_counts
+        self._check_shapes(int(starts[-1]))
+        if is_sound(self.codes, self.values, starts, self.lengths, variables, counts):
             return
         check_structure(self.codes, self.values, starts)
-        check_indices(self.codes, self.values, starts, variables, self.parameter_counts)
+        check_indices(self.codes, self.values, starts, variables, counts)
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self, tokens: int) -> None:
         if not len(self.lengths):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "lengths"
             )
-        tokens = int(self.lengths.sum(dtype=np.int64))
         numbers = self.vectors * int(self.parameter_counts.sum(dtype=np.int64))
         for field, array, wanted in (
             ("codes", self.codes, tokens),

@@ -21,6 +21,7 @@ Values = NDArray[np.float64]
 Starts = NDArray[np.int64]
 #: Indices of variables and parameters are below this.
 INDEX_LIMIT: Final = 2**31
+_INDEX_LIMIT_BITS: Final = np.float64(INDEX_LIMIT).view(np.uint64)
 
 
 def _height_changes() -> NDArray[np.int64]:
@@ -38,28 +39,34 @@ def is_sound(
     codes: Codes,
     values: Values,
     starts: Starts,
+    lengths: NDArray[Any],
     variables: int = INDEX_LIMIT,
     counts: NDArray[Any] | None = None,
 ) -> bool:
-    """Tell whether `check_structure` and `check_indices` would pass, in few passes.
+    """Tell, in few passes, whether `check_structure` and `check_indices` would pass.
+
+    A negative zero as an index is right, but not worth a pass: the answer is False.
 
     Args:
         codes: token codes.
         values: token values.
         starts: where programs begin.
+        lengths: tokens of each program, [programs].
         variables: number of variables of the data set.
         counts: length of each parameter vector; None allows any index.
 
     """
-    lengths = np.diff(starts)
     if not lengths.all() or not _stacks_balance(codes, starts):
         return False
-    bounds = INDEX_LIMIT if counts is None else np.repeat(counts.astype(np.float64), lengths)
+    # As bits, numbers from 0 are ordered like whole numbers, below all negative ones and NaN.
+    bits, bound = values.view(np.uint64), np.float64(variables).view(np.uint64)
+    bounds: Any = _INDEX_LIMIT_BITS
+    if counts is not None:
+        bounds = np.repeat(counts.astype(np.float64).view(np.uint64), lengths)
     is_variable, is_parameter = codes == VARIABLE, codes == PARAMETER
-    with np.errstate(invalid="ignore"):
-        fits = is_variable & (values < variables)
-        fits |= is_parameter & (values < bounds)
-        fits &= values >= 0
+    fits = is_variable & (bits < bound)
+    fits |= is_parameter & (bits < bounds)
+    with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
         fits &= np.floor(values) == values
     is_variable |= is_parameter
     return bool((fits == is_variable).all())

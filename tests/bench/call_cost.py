@@ -40,20 +40,21 @@ from warpfit_server.limits import check_batch
 
 SEED = 20261121
 BATCHES = 40
-ROUNDS = 15
+ROUNDS = 25
 OPTIONS = {"loss": "mse", "precision": "fast"}
 METHOD = "/warpfit.v1.Evaluator/Evaluate"
 
 
-def microseconds(action: Callable[[int], object], calls: int = BATCHES) -> float:
-    """Thread time of one call, median of rounds of ``calls``."""
-    rounds = []
+def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float]:
+    """Thread time of one call of each action, median of rounds in which they take turns."""
+    rounds: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(ROUNDS):
-        started = time.thread_time_ns()
-        for turn in range(calls):
-            action(turn)
-        rounds.append((time.thread_time_ns() - started) / calls / 1e3)
-    return statistics.median(rounds)
+        for name, action in actions.items():
+            started = time.thread_time_ns()
+            for turn in range(BATCHES):
+                action(turn)
+            rounds[name].append((time.thread_time_ns() - started) / BATCHES / 1e3)
+    return {name: round(statistics.median(times), 1) for name, times in rounds.items()}
 
 
 def answer_bytes(data: Data) -> bytes:
@@ -63,32 +64,30 @@ def answer_bytes(data: Data) -> bytes:
     return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(losses, timings)
 
 
-def fresh_costs(data: Data, batches: list[Any], answer: bytes) -> dict[str, float]:
-    """Stages of one call: programs that were never sent, and the same with new parameters."""
+def stage_costs(data: Data, batches: list[Any], answer: bytes) -> dict[str, float]:
+    """Stages of one call: programs that were never sent, or the same with new parameters."""
     built: dict[int, Evaluation] = {}
     recent = RecentTokens()
 
     def build(turn: int) -> None:
-        programs, parameters = batches[turn]
-        built[turn] = build_evaluation(data, programs, parameters, None, OPTIONS, recent)[0]
+        built[turn] = build_evaluation(data, *batches[turn], None, OPTIONS, recent)[0]
 
     def rebuild(turn: int) -> None:
-        build_evaluation(data, batches[0][0], batches[0][1], None, OPTIONS, recent)
-
-    def encode(turn: int) -> None:
-        codec.evaluation_to_message(built[turn]).SerializeToString()
+        build_evaluation(data, *batches[0], None, OPTIONS, recent)
 
     def decode(turn: int) -> None:
         assembler = codec.ResultAssembler(built[turn])
         assembler.add(codec.answer_from_bytes(answer))
         Answer.of(assembler.result(), built[turn].batch, leading_axis=False)
 
-    return {
-        "build_fresh": microseconds(build),
-        "build_repeated": microseconds(rebuild),
-        "encode": microseconds(encode),
-        "decode_answer": microseconds(decode),
-    }
+    return microseconds(
+        {
+            "build_fresh": build,
+            "build_repeated": rebuild,
+            "encode": lambda turn: codec.evaluation_to_bytes(built[turn]),
+            "decode_answer": decode,
+        }
+    )
 
 
 def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
@@ -103,37 +102,33 @@ def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
         check_batch(evaluation.batch, limits)
         evaluation.check(data.layout)
 
-    return {
-        "parse": microseconds(lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn])),
-        "unpack": microseconds(lambda turn: codec.evaluation_from_message(requests[turn])),
-        "limits": microseconds(lambda turn: check_batch(evaluations[turn].batch, limits)),
-        "check": microseconds(lambda turn: evaluations[turn].check(data.layout)),
-        "all": microseconds(whole),
-    }
+    return microseconds(
+        {
+            "parse": lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn]),
+            "unpack": lambda turn: codec.evaluation_from_message(requests[turn]),
+            "limits": lambda turn: check_batch(evaluations[turn].batch, limits),
+            "check": lambda turn: evaluations[turn].check(data.layout),
+            "all": whole,
+        }
+    )
 
 
 def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
-    with unary_server() as address:
-        with warpfit.connect(address) as client:
-
-            def fresh(turn: int) -> None:
-                programs, parameters = batches[turn]
-                client.run(data, programs, parameters, **OPTIONS)
-
-            def repeated(turn: int) -> None:
-                client.run(data, batches[0][0], batches[0][1], **OPTIONS)
-
-            calls = {"fresh": microseconds(fresh), "repeated": microseconds(repeated)}
-        reading = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
-        with grpc.insecure_channel(address, reading) as channel:
-            method = channel.unary_stream(METHOD)
-
-            def bare(turn: int) -> None:
-                for _ in method(messages[turn]):
-                    pass
-
-            return {**calls, "grpc_alone": microseconds(bare)}
+    reading = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
+    with (
+        unary_server() as address,
+        warpfit.connect(address) as client,
+        grpc.insecure_channel(address, reading) as channel,
+    ):
+        method = channel.unary_stream(METHOD)
+        return microseconds(
+            {
+                "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
+                "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
+                "grpc_alone": lambda turn: list(method(messages[turn])),
+            }
+        )
 
 
 @contextmanager
@@ -177,17 +172,15 @@ def main() -> None:
     data.content_id  # noqa: B018 (hashed once, before anything is measured)
     batches = [thesis_mix(SEED + turn) for turn in range(BATCHES)]
     messages = [
-        codec.evaluation_to_message(
-            build_evaluation(data, *batch, None, OPTIONS, RecentTokens())[0]
-        ).SerializeToString()
+        codec.evaluation_to_bytes(build_evaluation(data, *batch, None, OPTIONS, RecentTokens())[0])
         for batch in batches
     ]
     content = {
         "seed": SEED,
-        "request_bytes": statistics.mean(map(len, messages)),
+        "request_bytes": round(statistics.mean(map(len, messages))),
         "client_us": {
             **call_costs(data, batches, messages),
-            **fresh_costs(data, batches, answer_bytes(data)),
+            **stage_costs(data, batches, answer_bytes(data)),
         },
         "server_us": server_costs(data, messages),
     }

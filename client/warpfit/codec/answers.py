@@ -22,6 +22,7 @@ from warpfit.codec.framing import (
     varint,
 )
 from warpfit.dataset import DTYPES, Layout
+from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -131,14 +132,9 @@ class ResultAssembler:
         if message.HasField("header"):
             self._start(message)
         # protobuf copies the bytes each time that one asks
-        for matrix, piece in (
-            (self._values, message.values),
-            (self._jacobian, message.jacobian if self._evaluation.jacobian else b""),
-        ):
-            if piece:
-                if matrix is None:
-                    raise _broken_answer("has value bytes out of order")
-                matrix.fill(piece, message.offset)
+        _fill(self._values, message.values, message.offset)
+        if self._evaluation.jacobian:
+            _fill(self._jacobian, message.jacobian, message.offset)
         if message.HasField("timings"):
             self._finish(message)
 
@@ -180,17 +176,30 @@ class ResultAssembler:
         cells = len(batch), batch.vectors
         if self._evaluation.loss_function is not None:
             self._last["losses"] = _numbers(message.losses, cells, "losses")
-        shapes = {
-            "gradients": (len(batch.parameters),),
-            "variable_gradients": (*cells, -1),
-            "reductions": (*cells, 5),
-            "scaling": (*cells, 2),
-            "correlations": cells,
-        }
         for name, wish in EXTRAS.items():
             if getattr(self._evaluation, wish):
-                self._last[name] = _numbers(getattr(message, name), shapes[name], name)
+                shape = _extra_shape(name, batch)
+                self._last[name] = _numbers(getattr(message, name), shape, name)
         self._timings = timings_from_message(message.timings)
+
+
+def _extra_shape(name: str, batch: Batch) -> tuple[int, ...]:
+    cells = len(batch), batch.vectors
+    return {
+        "gradients": (len(batch.parameters),),
+        "variable_gradients": (*cells, -1),
+        "reductions": (*cells, 5),
+        "scaling": (*cells, 2),
+        "correlations": cells,
+    }[name]
+
+
+def _fill(matrix: _Matrix | None, piece: bytes, offset: int) -> None:
+    if not piece:
+        return
+    if matrix is None:
+        raise _broken_answer("has value bytes out of order")
+    matrix.fill(piece, offset)
 
 
 class _Matrix:
