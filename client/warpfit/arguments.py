@@ -129,7 +129,7 @@ def build_evaluation(
     parameters: Parameters,
     values: bool | None,
     options: EvaluateOptions,
-    recent: RecentTokens,
+    recent: RecentTokens | None = None,
 ) -> tuple[Evaluation, bool]:
     """Turn a caller's arguments into an evaluation; the server checks its tokens.
 
@@ -139,7 +139,7 @@ def build_evaluation(
         parameters: see `warpfit.Client.run`.
         values: whether values are wanted; None wants them where no loss is asked for.
         options: what else the caller asked for.
-        recent: the caller's last batches.
+        recent: the caller's last batches, if it keeps them.
 
     Returns:
         The evaluation, and whether the answer has a leading axis for parameter vectors.
@@ -151,7 +151,7 @@ def build_evaluation(
     """
     single = is_single(expressions)
     programs = as_batch(expressions, data.names)
-    tokens = recent.of(programs)
+    tokens = (recent or RecentTokens()).of(programs)
     vectors = Vectors.of(len(programs), as_entries(parameters, single, len(programs)))
     given = options.get("loss")
     loss = None if given is None else as_loss(given)

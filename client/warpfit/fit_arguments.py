@@ -71,7 +71,7 @@ def build_fit(
     expressions: Any,
     parameters: Parameters,
     options: FitOptions,
-    recent: RecentTokens,
+    recent: RecentTokens | None = None,
 ) -> FitRequest:
     """Turn a caller's arguments into a fit; the server checks its tokens.
 
@@ -81,7 +81,7 @@ def build_fit(
 
     """
     programs, single = as_batch(expressions, data.names), is_single(expressions)
-    tokens = recent.of(programs)
+    tokens = (recent or RecentTokens()).of(programs)
     vectors = Vectors.of(len(programs), as_entries(parameters, single, len(programs)))
     batch = Batch.joined(tokens, vectors)
     loss = as_loss(options.get("loss", Loss.MSE))

@@ -172,7 +172,7 @@ def main() -> None:
     data.content_id  # noqa: B018 (hashed once, before anything is measured)
     batches = [thesis_mix(SEED + turn) for turn in range(BATCHES)]
     messages = [
-        codec.evaluation_to_bytes(build_evaluation(data, *batch, None, OPTIONS, RecentTokens())[0])
+        codec.evaluation_to_bytes(build_evaluation(data, *batch, None, OPTIONS)[0])
         for batch in batches
     ]
     content = {
