@@ -119,8 +119,8 @@ class InProcessServer:
             )
         )
 
-    def _evaluate(self, message: Any) -> Iterator[Any]:
-        evaluation = codec.evaluation_from_message(message)
+    def _evaluate(self, message: bytes) -> Iterator[Any]:
+        evaluation = codec.evaluation_from_bytes(message)
         dataset = self._dataset(evaluation.dataset_id)
         evaluation.check(dataset.layout)
         result = reference_engine.evaluate(evaluation, dataset)

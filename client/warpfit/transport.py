@@ -71,8 +71,11 @@ class GrpcTransport:
 
 
 def make_stub(channel: Any) -> Any:
-    """Make the generated stub, but let uploads pass that are serialized already."""
+    """Make the generated stub, but let pass what is serialized already: uploads, evaluations."""
     stub: Any = EvaluatorStub(channel)  # type: ignore[no-untyped-call]
+    stub.Evaluate = channel.unary_stream(
+        "/warpfit.v1.Evaluator/Evaluate", response_deserializer=codec.answer_from_bytes
+    )
     stub.UploadVariables = channel.stream_unary(
         "/warpfit.v1.Evaluator/UploadVariables", response_deserializer=codec.dataset_info_from_bytes
     )

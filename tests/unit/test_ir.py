@@ -141,7 +141,7 @@ def test_batch_holds_programs_and_parameters(drawn, vectors):
     rng = np.random.default_rng(len(drawn))
     parameters = [rng.normal(size=(vectors, program.parameters + 1)) for program in drawn]
     batch = Batch.of(drawn, parameters)
-    assert batch.check(variables=3) == max(program.depth for program in drawn)
+    batch.check(variables=3)
     assert len(batch) == len(drawn)
     for index, program in enumerate(drawn):
         assert batch.program(index) == program

@@ -95,5 +95,6 @@ def test_figures_of_the_gpu_are_those_of_the_result_files():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    assert ".venv/bin/python -m pytest" in README
-    assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
+    command = "python -m pytest -n auto --dist worksteal"
+    assert f".venv/bin/{command}\n" in README
+    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()
