@@ -186,11 +186,12 @@ class Door:
         service = EvaluateService(self._leases, self._lanes, admission, config.chunk_bytes)
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
-        # The front door observes what is passed on to it.
-        observed = Observer(self._recorder, self._tracer).observed(
-            guard.protect(service.handlers())
-        )
-        handlers = {**guard.protect(Forwarder(front_door).handlers()), **observed}
+        observer = Observer(self._recorder, self._tracer)
+        forwarded = Forwarder(front_door).handlers()
+        handlers = {
+            **guard.protect(forwarded, observer, passes_on=True),
+            **guard.protect(service.handlers(), observer),
+        }
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
         self._health = Health(SERVICE_NAME)
         self._health.add_to(self._grpc)
