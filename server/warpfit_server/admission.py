@@ -18,14 +18,14 @@ from warpfit.info import Limits
 from warpfit.request import Evaluation
 from warpfit_server.config import Config
 from warpfit_server.lanes import Run
-from warpfit_server.ledger import Ledger, Shortage, Usage
+from warpfit_server.ledger import Amounts, Ledger, Shortage, Usage
 from warpfit_server.tenants import TenantBook
 
 #: Shortest and longest time for which the place of another call is waited, in seconds.
 _SHORTEST: Final = 0.02
 _LONGEST: Final = 1.0
 #: One call in flight.
-_CALL: Final = Usage(calls=1)
+_CALL: Final = (1, 0, 0)
 #: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
 #: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
 _START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
@@ -79,7 +79,7 @@ class Charge:
     tenant: str
     kind: str
     units: float
-    amount: Usage
+    amount: Amounts
     run: Run | None = None
     """To learn from, once it has finished."""
 
@@ -90,7 +90,8 @@ class Charge:
             ResourceExhaustedError: if there is too much in flight.
 
         """
-        self.admission.take(self.tenant, self.amount)
+        admission = self.admission
+        admission.take(self.tenant, self.amount, admission.shared)
         return self
 
     def __exit__(self, kind: object, value: object, traceback: object) -> None:
@@ -117,28 +118,25 @@ class Admission:
         pending = config.pending_bytes
         self.ledger = ledger
         self.pace = Pace()
-        self._book = book
+        self.limits = book.limits
+        """Limits of a tenant; see `TenantBook.limits`."""
+        self.shared: Amounts = (0, int(book.share(pending)), int(book.share(work)))
+        """What one tenant may take of what all share."""
         self._server_rate = limits.rate
-        self._server = Usage(limits.requests, pending, work)
-        self._shared = Usage(0, int(book.share(pending)), int(book.share(work)))
+        self._server: Amounts = (limits.requests, pending, work)
 
-    def limits(self, tenant: str) -> Limits:
-        """Limits of a tenant.
-
-        Raises:
-            PermissionDeniedError: if the tenant is suspended.
-
-        """
-        return self._book.limits(tenant)
-
-    def check_rate(self, tenant: str, limits: Limits) -> None:
+    def check_rate(self, tenant: str, own: float) -> None:
         """Count a call against the rates.
+
+        Args:
+            tenant: whose call it is.
+            own: the tenant's rate.
 
         Raises:
             ResourceExhaustedError: if it comes too soon; says when it may come.
 
         """
-        own, server = limits.rate, self._server_rate
+        server = self._server_rate
         if not (own or server):
             return
         delay = self.ledger.wait(tenant, time.monotonic(), own, server)
@@ -158,22 +156,25 @@ class Admission:
             ResourceExhaustedError: if too many are.
 
         """
-        shortage = self.ledger.take(tenant, _CALL, Usage(limits.requests), self._server)
-        if shortage is not None:
-            raise self._refusal(shortage, _CALL)
+        self.take(tenant, _CALL, (limits.requests, 0, 0))
 
     def leave(self, tenant: str) -> None:
         """Count a call no more that has entered."""
         self.ledger.give(tenant, _CALL)
 
-    def take(self, tenant: str, amount: Usage) -> None:
-        """Count memory and engine time of a call in flight.
+    def take(self, tenant: str, amount: Amounts, own: Amounts) -> None:
+        """Count what a call takes.
+
+        Args:
+            tenant: whose call it is.
+            amount: what it takes.
+            own: what the tenant may have in flight.
 
         Raises:
-            ResourceExhaustedError: if there is too much of either.
+            ResourceExhaustedError: if more is in flight than may be.
 
         """
-        shortage = self.ledger.take(tenant, amount, self._shared, self._server)
+        shortage = self.ledger.take(tenant, amount, own, self._server)
         if shortage is not None:
             raise self._refusal(shortage, amount)
 
@@ -199,16 +200,16 @@ class Admission:
 
     def _charge(self, tenant: str, kind: str, units: float, size: int) -> Charge:
         work = self.pace.estimate(kind, units)
-        return Charge(self, tenant, kind, units, Usage(size=size, work=work))
+        return Charge(self, tenant, kind, units, (0, size, work))
 
-    def _refusal(self, shortage: Shortage, amount: Usage) -> ResourceExhaustedError:
+    def _refusal(self, shortage: Shortage, amount: Amounts) -> ResourceExhaustedError:
         reason, what, flag = _MEASURES[shortage.measure]
         whose = "of this tenant " if shortage.of_tenant else ""
         return ResourceExhaustedError(
             f"{shortage.used} {what} {whose}and the limit is {shortage.limit}",
             reason,
             f"Retry with back-off, or start the server with a higher {flag}",
-            needed=shortage.used + getattr(amount, shortage.measure),
+            needed=shortage.used + getattr(Usage(*amount), shortage.measure),
             available=shortage.limit,
             retry_after=self._turn(),
         )

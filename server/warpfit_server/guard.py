@@ -7,8 +7,8 @@ gRPC then does not even read; what is taken is served on a thread of `workers`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from typing import Any, Final
 
 import grpc
@@ -20,7 +20,7 @@ from warpfit_server.config import Config
 from warpfit_server.details import fail
 from warpfit_server.ledger import Ledger
 from warpfit_server.port import AtOnce
-from warpfit_server.requests import Observer, Request, each_timed, serve, status_of
+from warpfit_server.requests import Observer, Request, serve, status_of
 from warpfit_server.tenants import TenantBook, assign_tenant
 from warpfit_server.workers import Workers
 
@@ -117,7 +117,7 @@ class Guard:
         admission = self._admission
         limits = admission.limits(tenant)
         if not is_forwarded:  # else the door has counted it
-            admission.check_rate(tenant, limits)
+            admission.check_rate(tenant, limits.rate)
         if place:
             admission.enter(tenant, limits)
             request.places.append(tenant)
@@ -209,11 +209,18 @@ class _Method:
         if not self._streams_out:
             send(answer)
             return
-        with closing(answer):
-            for message in each_timed(request, answer):
+        try:
+            for message in answer:
+                made = time.monotonic_ns()
+                if request.finished:  # what the engine's end and this message have between them
+                    request.encode = made - request.finished - request.suspended
                 send(message)
+                if request.finished:
+                    request.suspended += time.monotonic_ns() - made
                 if not context.is_active():
                     return
+        finally:
+            answer.close()
 
 
 def _only(messages: Iterator[bytes], most: int) -> bytes:

@@ -19,6 +19,7 @@ import hashlib
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 #: Tenants that have an entry of their own; any more share these.
@@ -29,6 +30,10 @@ _WORD: Final = 8
 _KEY, _ALLOWANCE, _PROMISE, _USED = 0, 1, 2, 3
 #: Refused calls are asked back within this many seconds after the first of them.
 _SPREAD: Final = 1.0
+
+
+#: Calls, bytes and nanoseconds, as in `Usage`.
+Amounts = tuple[int, int, int]
 
 
 class Usage(NamedTuple):
@@ -89,7 +94,7 @@ class Ledger:
         os.truncate(descriptor, size_of(doors))
         return cls(descriptor, doors, 0)
 
-    def take(self, tenant: str, amount: Usage, own: Usage, server: Usage) -> Shortage | None:
+    def take(self, tenant: str, amount: Amounts, own: Amounts, server: Amounts) -> Shortage | None:
         """Count an amount, unless that would exceed a limit; return which, or None.
 
         Size and work of a single call may exceed what they like if nothing else is in flight.
@@ -101,20 +106,29 @@ class Ledger:
             server: the server's limits.
 
         """
-        place = self._places.get(tenant) or self._find(tenant)
+        place, words, doors = self._find(tenant), self._words, self._doors
         with self._lock:
-            self._add(place, amount, 1)
-            shortage = self._short(_ALL, amount, server, of_tenant=False)
-            shortage = shortage or self._short(place, amount, own, of_tenant=True)
-            if shortage is not None:
-                self._add(place, amount, -1)
-        return shortage
+            for index, more in enumerate(amount):
+                if not more:
+                    continue
+                start = self._columns[index]
+                mine, first = start + self._door, place + start
+                words[mine] += more
+                words[place + mine] += more
+                for used, most, of_tenant in (
+                    (sum(words[start : start + doors]), server[index], False),
+                    (sum(words[first : first + doors]), own[index], True),
+                ):
+                    if used > most and (used > more or index == _CALLS):
+                        self._subtract(place, amount[: index + 1])
+                        return Shortage(_NAMES[index], of_tenant, used - more, most)
+        return None
 
-    def give(self, tenant: str, amount: Usage) -> None:
+    def give(self, tenant: str, amount: Amounts) -> None:
         """Take back what `take` counted."""
-        place = self._places.get(tenant) or self._find(tenant)
+        place = self._find(tenant)
         with self._lock:
-            self._add(place, amount, -1)
+            self._subtract(place, amount)
 
     def wait(self, tenant: str, now: float, own_rate: float, server_rate: float) -> float:
         """Count a call against the rates; return 0, or the seconds after which it may come again.
@@ -180,26 +194,13 @@ class Ledger:
 
     # ------------------------------------------------------------------------- under the lock
 
-    def _short(
-        self, place: int, amount: Usage, limit: Usage, *, of_tenant: bool
-    ) -> Shortage | None:
-        """Say what of an amount that has been added exceeds a limit."""
-        for index, more in enumerate(amount):
-            if not more:
-                continue
-            start = place + self._columns[index]
-            used = sum(self._words[start : start + self._doors])
-            if used > limit[index] and (used > more or index == _CALLS):
-                return Shortage(_NAMES[index], of_tenant, used - more, limit[index])
-        return None
-
-    def _add(self, place: int, amount: Usage, sign: int) -> None:
+    def _subtract(self, place: int, amount: Sequence[int]) -> None:
         words = self._words
-        for value, column in zip(amount, self._columns, strict=True):
-            if value:
-                own = column + self._door
-                words[place + own] += sign * value
-                words[_ALL + own] += sign * value
+        for less, column in zip(amount, self._columns, strict=False):
+            if less:
+                mine = column + self._door
+                words[place + mine] -= less
+                words[_ALL + mine] -= less
 
     def _delay(self, place: int, rate: float, now: float) -> float:
         burst = max(1.0, 1.0 / rate)

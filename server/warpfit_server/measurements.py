@@ -112,13 +112,13 @@ class Delta:
     def add(self, samples: Sequence[Sample]) -> None:
         """Add what was measured of calls."""
         answered = [sample for sample in samples if sample.tier is not None]
-        for labels, count in Counter(sample.labels for sample in samples).items():
+        for labels, count in Counter([sample.labels for sample in samples]).items():
             self.count("requests", labels, count)
         self._add_amounts(samples)
-        for tier, count in Counter(sample.tier for sample in answered).items():
+        for tier, count in Counter([sample.tier for sample in answered]).items():
             self.count("evaluations", (str(tier),), count)
         if answered:
-            compiled = sum(sample.compiled for sample in answered)
+            compiled = sum([sample.compiled for sample in answered])
             self.count("compiled_programs", (), compiled)
             for stage, seconds in zip(STAGES, _stage_seconds(answered), strict=True):
                 self.observe("stage_seconds", (stage,), seconds)

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -138,6 +138,8 @@ class Observer:
     """
 
     def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
+        self.begun = recorder.begin
+        """Counts a call as running."""
         self._recorder = recorder
         self._tracer = tracer
         self._names = itertools.count()
@@ -149,33 +151,18 @@ class Observer:
         name = metadata.get(REQUEST_ID_KEY)
         if not isinstance(name, str) or _ID.fullmatch(name) is None:
             name = f"{self._prefix}{next(self._names):04x}"
-        request = Request(method, name, time.monotonic_ns(), metadata=metadata)
-        context.set_trailing_metadata(request.trailing)
-        return request
-
-    def begun(self, request: Request) -> None:
-        """Count a call as running."""
-        self._recorder.begin(request)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, name),))
+        return Request(method, name, time.monotonic_ns(), metadata=metadata)
 
     def ended(self, request: Request, status: str) -> None:
         """Measure, log and trace a call that has ended, whether it had begun or was refused."""
         ended = time.monotonic_ns()
         self._recorder.end(request, _sample(request, status, ended))
-        if _LOG.isEnabledFor(_level(status)):
-            _log(request, status, ended)
+        level = logging.DEBUG if status in _ORDINARY else logging.INFO
+        if _LOG.isEnabledFor(level):
+            _log(level, request, status, ended)
         if self._tracer is not None:
             self._tracer.record(request, status, ended)
-
-
-def each_timed(request: Request, answers: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the answers of a call; note what of the time since the engine finished is its own."""
-    for answer in answers:
-        made = time.monotonic_ns()
-        if request.finished:
-            request.encode = made - request.finished - request.suspended
-        yield answer
-        if request.finished:
-            request.suspended += time.monotonic_ns() - made
 
 
 def status_of(context: Any) -> str:
@@ -212,17 +199,13 @@ def stages(request: Request, timings: Timings) -> tuple[int, ...]:
     return timings.decode, timings.queue, copy, timings.compute, request.encode
 
 
-def _level(status: str) -> int:
-    return logging.DEBUG if status in _ORDINARY else logging.INFO
-
-
-def _log(request: Request, status: str, ended: int) -> None:
+def _log(level: int, request: Request, status: str, ended: int) -> None:
     works_for(request.request_id)
     seconds = (ended - request.started) / 1e9
     fields = {"method": request.method, "status": status, "tenant": request.tenant}
     measured = {"seconds": round(seconds, 6), "programs": request.programs}
     _LOG.log(
-        _level(status),
+        level,
         "%s ended %s after %.3f s",
         *(request.method, status, seconds),
         extra={"fields": {**fields, **measured}},
