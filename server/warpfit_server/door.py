@@ -41,6 +41,7 @@ from warpfit_server.segments import SegmentPool
 from warpfit_server.service import SERVICE_NAME, EvaluateService
 from warpfit_server.tenants import tenant_of
 from warpfit_server.tracing import make_tracer
+from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.door")
 #: A lease that no call uses goes back after this many seconds.
@@ -240,6 +241,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, port, front_door, table, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
+    take_short_turns()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
         ledger = Ledger(int(table), config.doors, int(number))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
 
 _LOG: Final = logging.getLogger("warpfit.workers")
+#: Longest time in seconds that a thread of a door waits for another one that runs Python: a tenth of
+#: Python's own, because a call waits for several, and what each has to do is shorter still.
+_SWITCH_SECONDS: Final = 0.0005
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -65,3 +69,8 @@ class Workers:
             del found, task, arguments  # a thread without work holds nothing of the last call
             with self._lock:
                 self._idle += 1
+
+
+def take_short_turns() -> None:
+    """Let the threads of this process, which is a door, take shorter turns than is usual."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
