@@ -164,9 +164,8 @@ class _Method:
             most = self._guard.let_in(request, context, place=self._needs_place)
         except Exception as error:
             fail(context, error, request.trailing)
-            status = status_of(context)
+            self._observer.ended(request, status_of(context))
             send(None)
-            self._observer.ended(request, status)
             return
         if self._needs_place:
             # A call that has ended leaves its place at once, its lane when the engine has stopped.
@@ -191,10 +190,9 @@ class _Method:
         finally:
             if self._needs_place:
                 self._guard.leave(request)
-        status = status_of(context)
-        send(None)
         if not self._passes_on:
-            self._observer.ended(request, status)
+            self._observer.ended(request, status_of(context))
+        send(None)
 
     def _answer(
         self,

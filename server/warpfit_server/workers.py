@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 _LOG: Final = logging.getLogger("warpfit.workers")
-#: Longest time in seconds that a thread of a door waits for another one that runs Python: a tenth of
-#: Python's own, because a call waits for several, and what each has to do is shorter still.
+#: Longest time in seconds that a thread of a door waits for another one that runs Python: a tenth
+#: of Python's own, because a call waits for several, and what each has to do is shorter still.
 _SWITCH_SECONDS: Final = 0.0005
 _Task = tuple[Callable[..., None], tuple[Any, ...]]
 

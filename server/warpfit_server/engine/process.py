@@ -44,8 +44,9 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _PROGRESS_SECONDS: Final = 0.1
 #: Work whose door has died ends after at most this time.
 _ABANDONED_SECONDS: Final = 0.2
-#: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for a
-#: moment, to take, answer or refuse a call. Less than this, and Linux lets it wait for milliseconds.
+#: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for
+#: a moment, to take, answer or refuse a call. With less than this Linux lets it wait for
+#: milliseconds.
 _NICE: Final = 3
 
 
