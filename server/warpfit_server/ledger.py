@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 #: Tenants that have an entry of their own; any more share these.
-_SLOTS: Final = 8192
+_SLOTS: Final = 2048
 _WORD: Final = 8
 #: Words of an entry: key, two moments (see `Ledger.wait` and `Ledger.turn`), then the columns:
 #: the calls of each door, the sizes of each door, the work of each door.
