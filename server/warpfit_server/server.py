@@ -42,7 +42,8 @@ class Server:
             config, self.supervisor, self._datasets, self._doors, recorder, SERVICE_NAME
         )
         check_free(config.host, config.port)
-        handlers = self._operations.observer.observed(guard.protect(service.handlers()))
+        handlers = guard.protect(service.handlers(), self._operations.observer)
+        self._workers = guard.workers
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.doors > 1)
         self._operations.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
@@ -74,6 +75,7 @@ class Server:
         stopped = self._grpc.stop(self._config.grace)
         self._doors.stop()
         stopped.wait()
+        self._workers.close()
         self._operations.stop()
         self.supervisor.stop()
         self._directory.cleanup()

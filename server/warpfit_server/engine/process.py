@@ -43,6 +43,10 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _PROGRESS_SECONDS: Final = 0.1
 #: Work whose door has died ends after at most this time.
 _ABANDONED_SECONDS: Final = 0.2
+#: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for
+#: a moment, to take, answer or refuse a call. With less than this Linux lets it wait for
+#: milliseconds.
+_NICE: Final = 3
 
 
 class EngineProcess:
@@ -68,6 +72,8 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
         devices = tuple(self._engine.devices())
+        if self._engine.name == "cpu":
+            os.nice(_NICE)  # inherited by the threads that compute, which have not begun yet
         threading.Thread(target=self._cancel_abandoned, name="abandoned", daemon=True).start()
         self._overseer.start()
         self._channel.send(wire.Ready(self._engine.name, devices, self._engine.concurrency))
