@@ -49,6 +49,10 @@ C = TypeVar("C", bound="Collector")
 class Collector(Protocol):
     """Takes the messages of an answer, one by one, while later ones are on their way."""
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
+
     def add(self, message: Any) -> None:
         """Take the next message."""
 
@@ -87,6 +91,8 @@ Operation: TypeAlias = Generator[Step, Any, T]
 
 class Single:
     """Collects the only message of a unary answer."""
+
+    is_single = True
 
     def __init__(self) -> None:
         self.message: Any = None

@@ -122,6 +122,11 @@ class ResultAssembler:
         self._last: dict[str, NDArray[np.float64]] = {}
         self._timings: Timings | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
+        return not (self._evaluation.values or self._evaluation.jacobian)
+
     def add(self, message: pb.EvaluateResponse) -> None:
         """Take the next message.
 

@@ -134,6 +134,11 @@ class FitAssembler:
         self._report = report
         self._result: FitResult | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
+        return not self._request.settings.progress
+
     def add(self, message: pb.OptimizeResponse) -> None:
         """Take the next message.
 

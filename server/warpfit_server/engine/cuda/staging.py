@@ -161,7 +161,7 @@ def stage_into(
     for first in range(0, jobs, chunk):
         last = min(first + chunk, jobs)
         _longest_first(programs, tokens.vectors, longest, first, order[first:last])
-    return instructions, slots, levels, bool(costly[tokens.codes].any())
+    return instructions, slots, levels, _is_any(costly, tokens.codes)
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -189,3 +189,12 @@ def _longest_first(
         rank = longest + 1 - programs[job // vectors, 1]
         order[places[rank]] = job
         places[rank] += 1
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _is_any(flags: NDArray[np.bool_], codes: NDArray[np.uint8]) -> bool:
+    """Whether a code is flagged."""
+    index = 0
+    while index < len(codes) and not flags[codes[index]]:
+        index += 1
+    return index < len(codes)
