@@ -37,7 +37,7 @@ class Program:
     """
 
     # Kept as bytes, of which a batch is joined in a tenth of the time that arrays would take.
-    __slots__ = ("__dict__", "_codes", "_values")
+    __slots__ = ("__dict__", "__weakref__", "_codes", "_values")
 
     _codes: bytes
     _values: bytes

@@ -58,7 +58,7 @@ def _one_vector_each(entries: Sequence[ArrayLike]) -> Vectors | None:
 
 
 def _converted(entries: Sequence[ArrayLike]) -> Vectors:
-    arrays = [np.asarray(entry, dtype=np.float64) for entry in entries]
+    arrays = [_array(index, entry) for index, entry in enumerate(entries)]
     dimensions = {array.ndim for array in arrays}
     if dimensions == {1}:
         return Vectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
@@ -78,3 +78,16 @@ def _converted(entries: Sequence[ArrayLike]) -> Vectors:
         k,
         tables=True,
     )
+
+
+def _array(index: int, entry: ArrayLike) -> NDArray[np.float64]:
+    try:
+        return np.asarray(entry, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"the parameters of an expression are no array of numbers: {error}",
+            "NOT_NUMBERS",
+            "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters",
+            "parameters",
+            expression=index,
+        ) from error

@@ -1,6 +1,7 @@
 """Programs and batches: structure, validation, hashing, and the errors for what is malformed."""
 
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -80,8 +81,10 @@ def test_programs_are_values(program):
     assert hash(again) == hash(program)
     assert program.variables == max([*program.values[program.codes == VARIABLE] + 1, 0])
     assert program.parameters == max([*program.values[program.codes == PARAMETER] + 1, 0])
-    with pytest.raises(ValueError, match="read-only"):
-        program.codes[0] = 0
+    assert weakref.ref(program)() is program
+    for tokens in (program.codes, program.values):
+        with pytest.raises(ValueError, match="read-only"):
+            tokens[0] = 0
 
 
 @given(programs())

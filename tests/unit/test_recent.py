@@ -91,6 +91,8 @@ def test_threads_share_it():
         ([[], [1, 2]], [0, 2], [1, 2], 1, False),
         ([np.array([1], np.float32), (2, 3)], [1, 2], [1, 2, 3], 1, False),
         ([np.array([], object), np.array([True])], [0, 1], [1], 1, False),
+        ([[1.0], ["a"]], None, None, None, None),
+        ([[1.0], [[1.0], [1.0, 2.0]]], None, None, None, None),
         (["", "1"], None, None, None, None),
         ([range(2), np.arange(3)], [2, 3], [0, 1, 0, 1, 2], 1, False),
         ([[[1], [2]], [[3], [4]]], [1, 1], [1, 2, 3, 4], 2, True),
@@ -102,7 +104,7 @@ def test_threads_share_it():
 )
 def test_vectors_of_every_kind(entries, counts, numbers, count, tables):
     if counts is None:
-        with pytest.raises((InvalidArgumentError, ValueError)):
+        with pytest.raises(InvalidArgumentError):
             Vectors.of(2, entries)
         return
     vectors = Vectors.of(2, entries)
@@ -111,6 +113,12 @@ def test_vectors_of_every_kind(entries, counts, numbers, count, tables):
     assert vectors.numbers.tolist() == numbers
     assert vectors.numbers.dtype == np.float64
     assert (vectors.count, vectors.tables) == (count, tables)
+
+
+def test_the_expression_whose_parameters_are_no_numbers_is_named():
+    with pytest.raises(InvalidArgumentError) as caught:
+        Vectors.of(2, [[1.0], ["a"]])
+    assert (caught.value.reason, caught.value.expression) == ("NOT_NUMBERS", 1)
 
 
 def test_programs_from_unaligned_and_strided_arrays():
