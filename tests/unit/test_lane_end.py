@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,8 @@ def test_waits_for_what_comes_late(ends, awake):
 
 def test_descriptors_come_along_and_are_not_inherited(ends):
     door, engine = ends
-    with open(os.devnull) as one, open(os.devnull) as other:
+    null = Path(os.devnull)
+    with null.open() as one, null.open() as other:
         door.send(wire.Count(), [one.fileno(), other.fileno()])
     _, descriptors = engine.exchange(None, awake=False)
     assert len(descriptors) == 2
