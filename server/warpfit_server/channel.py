@@ -17,7 +17,7 @@ import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
@@ -207,6 +207,24 @@ def _finished(error: WarpfitError | None, tier: str, cache_hits: int, *stages: i
     return Finished(timings, error)
 
 
+class Told(NamedTuple):
+    """Finished without an error, as compiled code tells it: 64-bit integers, one after the other.
+
+    The first byte tells the packet from a pickled one.
+    """
+
+    mark: int
+    queue: int
+    copy_in: int
+    compute: int
+    copy_out: int
+
+
+#: First byte of a packet that holds `Told`; a pickled one begins with another.
+TOLD: Final = 1
+_TOLD: Final = struct.Struct("=5q")
+
+
 # -------------------------------------------------------------------- further door -> front door
 
 
@@ -361,7 +379,7 @@ class Channel:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ChannelClosedError("a message is longer than a packet")
-        message: Message = pickle.loads(self._space[:size])
+        message = unpacked(self._space[:size])
         return message, descriptors
 
     def is_abandoned(self) -> bool:
@@ -384,3 +402,19 @@ def _descriptors(about: Sequence[tuple[int, int, bytes]]) -> list[int]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
     return list(found)
+
+
+def unpacked(packet: memoryview) -> Message:
+    """Read a message."""
+    if packet[0] != TOLD:
+        message: Message = pickle.loads(packet)
+        return message
+    told = Told(*_TOLD.unpack(packet))
+    return Finished(
+        Timings(
+            queue=told.queue,
+            copy_in=told.copy_in,
+            compute=told.compute,
+            copy_out=told.copy_out,
+        )
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import time
 from types import SimpleNamespace
 
@@ -12,13 +13,17 @@ import pytest
 pytest.importorskip("numba")
 
 from support.bytecode import Machine
+from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
-from warpfit.request import Precision
+from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import thesis_mix
+from warpfit_server.channel import Channel, ChannelClosedError, Finished
+from warpfit_server.engine.base import Outputs, Reply
 from warpfit_server.engine.cuda import bytecode
 from warpfit_server.engine.cuda.launch import ARGUMENTS, SLOT_ARGUMENTS, Kernels, Work
-from warpfit_server.engine.cuda.one_launch import sums_in_one_launch
+from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
+from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.cuda.staging import Extent, Parts, Staged
 
@@ -44,7 +49,8 @@ class Driver:
             "record": (I64,) * 2, "synchronize": (I64,), "elapsed": (I64,) * 3,
         }  # fmt: skip
         self.keep = [self._noting(name, types) for name, types in kinds.items()]
-        self.keep.append(ctypes.CDLL(None).clock_gettime)
+        system = ctypes.CDLL(None)
+        self.keep += [system.clock_gettime, system.send]
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.keep]
         self.addresses = np.array(addresses, dtype=np.int64)
 
@@ -66,6 +72,12 @@ class Driver:
             np.frombuffer(ctypes.string_at(pointers[i], np.dtype(kind).itemsize), kind)[0]
             for i, kind in enumerate(dtypes)
         ]
+
+        if function == SUM:
+            jobs = gx
+            _, sums, _ = self.told[SUM]
+            found = (ctypes.c_double * jobs).from_address(int(sums))
+            found[:] = [float(job) for job in range(jobs)]
 
     def _elapsed(self, place, start, end):
         ctypes.cast(place, ctypes.POINTER(ctypes.c_float))[0] = 0.25
@@ -96,23 +108,32 @@ class Context:
         self.status = status
 
 
-def launch(batch, driver, variables=1 << 30):
+def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None):
     functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM))
     context = Context(driver)
     kernels = Kernels(VARIANT, *functions, np.zeros(256, dtype=np.bool_))
-    return context, sums_in_one_launch(context, kernels, WORK, batch, variables)
+    dataset = Dataset.of(np.ones((4, variables)), np.array([0.0, 1.0, 2.0, 5.0]))
+    losses = np.empty((len(batch), batch.vectors))
+    outputs = Outputs(None, losses, np.zeros(1, np.uint8), lambda _: None, reply=reply)
+    evaluation = Evaluation(dataset.content_id, batch, loss=loss, values=False)
+    timings = losses_in_one_launch(
+        *(context, kernels, WORK, evaluation, ResidentDataset(dataset, None), outputs),
+        time.perf_counter_ns(),
+    )
+    return context, losses, timings
 
 
 def test_the_driver_gets_a_batch_that_computes_the_same():
     programs, parameters = thesis_mix(3, 40)
     batch, driver = Batch.of(programs, parameters), Driver()
-    context, outcome = launch(batch, driver)
+    context, losses, timings = launch(batch, driver)
     assert [call[0] for call in driver.calls] == [
         *("upload", "record", "launch", "launch", "launch", "record", "synchronize", "elapsed")
     ]
     assert context.status == 0
-    assert outcome.computed == 250_000
-    assert 0 <= time.perf_counter_ns() - outcome.launched < 60e9
+    assert timings.compute == 250_000
+    assert 0 <= timings.copy_in < 60e9
+    assert losses[:, 0].tolist() == [float(job) for job in range(40)]
     (told,), (slots,) = driver.told[INTERPRET], driver.told[SLOTS]
     parts = Parts.of(batch)
     staged = Staged(driver.uploaded, parts, Extent(0, int(slots["count"]), 0, False))
@@ -134,8 +155,9 @@ def test_the_driver_gets_a_batch_that_computes_the_same():
 def test_the_kernels_are_told_the_work():
     programs, parameters = thesis_mix(3, 40)
     batch, driver = Batch.of(programs, [np.stack([p, p, p]) for p in parameters]), Driver()
-    _, outcome = launch(batch, driver)
-    assert len(outcome.sums) == 120
+    context, losses, _ = launch(batch, driver)
+    sums = context.memory["sums"].ctypes.data
+    assert losses.shape == (40, 3)
     (told,), (slots,) = driver.told[INTERPRET], driver.told[SLOTS]
     assert (told["jobs"], told["first_job"], told["vectors"]) == (120, 0, 3)
     assert (told["tiles"], told["first_row"], told["end_row"]) == (196, 3, 100_000)
@@ -143,7 +165,7 @@ def test_the_kernels_are_told_the_work():
     assert (told["absolute"], told["stride"], told["values"]) == (1, 400_000, 0)
     assert (slots["vectors"], slots["results"], told["slots"]) == (3, 1 << 31, 1 << 31)
     assert told["slot_count"] == slots["count"] > 0
-    assert driver.told[SUM] == [1 << 32, outcome.sums.ctypes.data, 196]
+    assert driver.told[SUM] == [1 << 32, sums, 196]
     _, _, groups, *_ = launches(driver)[INTERPRET]
     assert groups * told["jobs_per_block"] >= 120 > (groups - 1) * told["jobs_per_block"]
     assert launches(driver)[INTERPRET][1] == 196
@@ -163,15 +185,15 @@ def test_without_row_invariant_work_nothing_is_launched_for_it():
 def test_the_status_of_the_driver_is_passed_on():
     driver = Driver()
     driver.fail = "upload"
-    context, _ = launch(Batch.of([Program.variable(1)]), driver)
+    context, *_ = launch(Batch.of([Program.variable(1)]), driver)
     assert context.status == 700
     assert [call[0] for call in driver.calls] == ["upload"]
 
 
 def test_what_cannot_be_encoded_is_refused_before_the_driver_hears_of_it():
-    driver = Driver()
+    driver, far = Driver(), Program.variable(bytecode.INDEX_LIMIT)
     with pytest.raises(ResourceExhaustedError, match="index"):
-        launch(Batch.of([Program.variable(bytecode.INDEX_LIMIT)]), driver)
+        launch(Batch.of([far]), driver, variables=bytecode.INDEX_LIMIT + 1)
     assert driver.calls == []
 
 
@@ -181,3 +203,48 @@ def test_a_variable_that_is_not_there_is_refused_before_the_driver_hears_of_it()
         launch(Batch.of([Program.variable(0), Program.variable(2)]), driver, variables=2)
     assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)
     assert driver.calls == []
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_sums_become_losses_as_numpy_would_make_them(loss):
+    driver = Driver()
+    batch = Batch.of([Program.variable(0)] * 50)
+    _, losses, _ = launch(batch, driver, loss=loss)
+    dataset = Dataset.of(np.ones((4, 10)), np.array([0.0, 1.0, 2.0, 5.0]))
+    expected = ResidentDataset(dataset, None).losses(loss, np.arange(50.0), 0, 4)
+    assert losses[:, 0].tobytes() == expected.tobytes()
+
+
+def test_who_waits_is_told_once_the_losses_are_there():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        reply = Reply(theirs.fileno(), queue=123)
+        _, _, timings = launch(Batch.of([Program.variable(0)]), Driver(), reply=reply)
+    channel = Channel(ours)
+    message, _ = channel.receive()
+    assert reply.is_sent
+    assert message == Finished(timings)
+    assert (timings.queue, timings.compute) == (123, 250_000)
+    with pytest.raises(ChannelClosedError):
+        channel.receive()
+    channel.close()
+
+
+def test_a_failure_tells_nobody():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    driver = Driver()
+    driver.fail = "synchronize"
+    with ours, theirs:
+        reply = Reply(theirs.fileno(), queue=0)
+        context, *_ = launch(Batch.of([Program.variable(0)]), driver, reply=reply)
+        assert context.status == 700
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(100)
+
+
+def test_somebody_who_has_gone_does_no_harm():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        launch(Batch.of([Program.variable(0)]), Driver(), reply=Reply(theirs.fileno(), queue=0))

@@ -15,6 +15,18 @@ from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 
 
+@dataclass(slots=True, eq=False)
+class Reply:
+    """Somebody who waits for losses alone, and whom compiled code can tell that they are there."""
+
+    descriptor: int
+    """Of the socket that `warpfit_server.channel.Told` goes to."""
+    queue: int
+    """Nanoseconds that the evaluation has waited."""
+    is_sent: bool = False
+    """Whether it has been told. The outputs, and the arrays of the batch, may then change."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
     """Preallocated arrays that an evaluation fills, in the memory order of the wire."""
@@ -40,6 +52,8 @@ class Outputs:
     reductions: NDArray[np.float64] | None = None
     """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]; not weighted;
     NaN in any row makes the first four NaN. None if not wanted."""
+    reply: Reply | None = None
+    """Whom to tell, as soon as the losses are there; an engine may leave that to its caller."""
     moments: NDArray[np.float64] | None = None
     """[programs, K, 6]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
     w (y-my)^2 and w (f-mf)(y-my), computed stably. None if not wanted."""

@@ -19,7 +19,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.channel import Channel, ChannelClosedError, Message
+from warpfit_server.channel import Channel, ChannelClosedError, Message, unpacked
 from warpfit_server.engine.calls import call_2, call_3, call_4
 
 _PACKET_BYTES: Final = 128 << 10
@@ -47,7 +47,8 @@ class LaneEnd(Channel):
         self._functions = np.array(
             [ctypes.cast(one, ctypes.c_void_p).value for one in found], dtype=np.int64
         )
-        self._descriptor = end.fileno()
+        self.descriptor = end.fileno()
+        """Of the socket, for compiled code to send to."""
         self._awake = _AWAKE if len(os.sched_getaffinity(0)) >= _SPARE_CORES else 0
         self._received = np.zeros(_PACKET_BYTES, dtype=np.uint8)
         self._control = np.zeros(_CONTROL_BYTES // 8, dtype=np.int64)
@@ -71,15 +72,14 @@ class LaneEnd(Channel):
         self._header[_CONTROL_SIZE] = _CONTROL_BYTES
         size = _exchange(
             self._functions,
-            self._descriptor,
+            self.descriptor,
             np.frombuffer(packed, np.uint8),
             self._header,
             self._awake if awake else 0,
         )
         if size <= 0 or self._header[_FLAGS] & _DAMAGED:
             raise ChannelClosedError("the lane was closed")
-        message: Message = pickle.loads(self._received[:size].data)
-        return message, self._descriptors()
+        return unpacked(self._received[:size].data), self._descriptors()
 
     def _descriptors(self) -> list[int]:
         """File descriptors that came along."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
-from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
+from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Reply
 from warpfit_server.engine.closing import engine_share, finish
 from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
@@ -49,6 +49,17 @@ _ABANDONED_SECONDS: Final = 0.2
 #: a moment, to take, answer or refuse a call. With less than this Linux lets it wait for
 #: milliseconds.
 _NICE: Final = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """One piece of work."""
+
+    order: wire.Order
+    problem: wire.Evaluate
+    segment: Segment
+    lane: LaneEnd
+    cancelled: NDArray[np.uint8]
 
 
 class EngineProcess:
@@ -117,10 +128,11 @@ class EngineProcess:
                 if segment is None:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
                 cancelled = self._busy[lane] = problem.frame.flag(segment)
+                job = _Job(message, problem, segment, lane, cancelled)
                 try:
                     turn = nullcontext() if problem.urgent else self._gate.turn(problem.tenant)
                     with turn:
-                        finished = self._perform(message, problem, segment, lane, cancelled)
+                        finished = self._perform(job)
                 finally:
                     del self._busy[lane]
                 if not problem.keep:
@@ -153,26 +165,20 @@ class EngineProcess:
             error = refused
         self._channel.send(wire.Loaded(message.content_id, error))
 
-    def _perform(
-        self,
-        message: wire.Order,
-        problem: wire.Evaluate,
-        segment: Segment,
-        lane: Channel,
-        cancelled: NDArray[np.uint8],
-    ) -> wire.Finished:
-        """Do one piece of work; return what to tell the front door."""
-        started = time.monotonic_ns()
-        works_for(problem.request_id)
+    def _perform(self, job: _Job) -> wire.Finished | None:
+        """Do one piece of work; return what to tell the front door, unless it has been told."""
+        queue = time.monotonic_ns() - job.problem.submitted
+        works_for(job.problem.request_id)
+        reply = Reply(job.lane.descriptor, queue)
         try:
-            if cancelled[0]:
+            if job.cancelled[0]:
                 raise CancelledError("cancelled before it ran", "CANCELLED")
-            if isinstance(message, wire.Optimize):
-                timings = self._optimize(message, segment, lane)
+            if isinstance(job.order, wire.Optimize):
+                timings = self._optimize(job, job.order)
             else:
-                timings = self._evaluate(message, segment, lane, cancelled)
+                timings = self._evaluate(job, reply)
         except WarpfitError as error:
-            return wire.Finished(error=error)
+            finished = wire.Finished(error=error)
         except EngineBrokenError:
             _LOG.exception("the engine is broken; the front door starts a new process")
             os._exit(EXIT_BROKEN)
@@ -180,29 +186,26 @@ class EngineProcess:
             raise
         except Exception:
             _LOG.exception("evaluation failed")
-            return wire.Finished(
+            finished = wire.Finished(
                 error=InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             )
-        return wire.Finished(replace(timings, queue=started - problem.submitted))
+        else:
+            finished = wire.Finished(replace(timings, queue=queue))
+        return None if reply.is_sent else finished
 
-    def _evaluate(
-        self,
-        message: wire.Evaluate,
-        segment: Segment,
-        lane: Channel,
-        cancelled: NDArray[np.uint8],
-    ) -> Timings:
-        frame = message.frame
+    def _evaluate(self, job: _Job, reply: Reply) -> Timings:
+        message, segment, frame = job.problem, job.segment, job.problem.frame
         asked = _evaluation(message, segment)
         dataset = self._dataset(asked.dataset_id)
         if frame.is_small and asked.custom_loss is None:  # the engine does all of it
-            outputs = Outputs(None, frame.losses_view(segment), cancelled, _nobody_waits)
+            losses = frame.losses_view(segment)
+            outputs = Outputs(None, losses, job.cancelled, _nobody_waits, reply=reply)
             return self._engine.evaluate(asked, outputs)
         outputs = Outputs(
             values=frame.values_view(segment),
             losses=frame.losses_view(segment),
-            cancelled=cancelled,
-            ready=self._progress(message, lane),
+            cancelled=job.cancelled,
+            ready=self._progress(message, job.lane),
             gradients=frame.extra("gradients", segment),
             jacobian=frame.jacobian_view(segment),
             variable_gradients=frame.extra("variable_gradients", segment),
@@ -220,11 +223,11 @@ class EngineProcess:
         )
         return timings
 
-    def _optimize(self, message: wire.Optimize, segment: Segment, lane: Channel) -> Timings:
+    def _optimize(self, job: _Job, message: wire.Optimize) -> Timings:
         # Imported on first use, because importing it costs a start of the server some time.
         from warpfit_server.fit.driver import Surroundings, optimize
 
-        problem = message.problem
+        problem, segment = message.problem, job.segment
         frame = problem.frame
         bounds: Any = {name: frame.extra(name, segment) for name in ("lower", "upper", "fixed")}
         evaluation = _evaluation(problem, segment)
@@ -236,9 +239,9 @@ class EngineProcess:
             Surroundings(
                 engine=self._engine,
                 dataset=self._dataset(problem.dataset_id),
-                cancelled=frame.flag(segment),
+                cancelled=job.cancelled,
                 deadline=message.deadline,
-                report=_fit_progress(message, lane),
+                report=_fit_progress(message, job.lane),
                 cache_directory=self._cache_directory,
             ),
         )

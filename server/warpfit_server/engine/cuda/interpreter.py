@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ from warpfit_server.engine.cuda.launch import (
     tell_slots,
     tiles_of,
 )
-from warpfit_server.engine.cuda.one_launch import Outcome, sums_in_one_launch
+from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
 from warpfit_server.engine.cuda.staging import Staged, stage
@@ -73,6 +73,17 @@ class Flight:
     sums: NDArray[np.float64] | None = None
 
 
+class Outcome(NamedTuple):
+    """What pieces have brought."""
+
+    sums: NDArray[np.float64]
+    """Sum of the loss terms of each job, [jobs]."""
+    launched: int
+    """``time.perf_counter_ns()`` when the first piece could be launched."""
+    computed: int
+    """Nanoseconds of the device."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
     """What all launches of one evaluation share."""
@@ -105,10 +116,14 @@ class Interpreter:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
         variant = self.variant(resident, evaluation)
         pieces = list(self._pieces(resident, evaluation, variant))
-        if len(pieces) == 1 and not evaluation.values:
-            outcome = self._in_one_launch(resident, evaluation, variant)
-        else:
-            outcome = self._in_pieces(resident, evaluation, variant, pieces, outputs)
+        if len(pieces) == 1 and not evaluation.values and outputs.losses is not None:
+            work = self.work(resident, evaluation, pieces[0])
+            kernels = self.prepare(variant)
+            with self._device.stream() as context:
+                return losses_in_one_launch(
+                    context, kernels, work, evaluation, resident, outputs, started
+                )
+        outcome = self._in_pieces(resident, evaluation, variant, pieces, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(resident.dataset.layout)
             sums = outcome.sums.reshape(outputs.losses.shape)
@@ -204,18 +219,6 @@ class Interpreter:
         warps = self._tuning.warps or (2 if variant.fast else 1)
         shares = (warps, self._tuning.jobs_per_warp, self._device.multiprocessors)
         return Work.of(resident, (piece.start, piece.stop), evaluation.loss, variant, shares)
-
-    def _in_one_launch(
-        self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
-    ) -> Outcome:
-        kernels = self.prepare(variant)
-        rows = evaluation.row_range(resident.dataset.layout)
-        work = self.work(resident, evaluation, Piece(0, 0, *rows))
-        with self._device.stream() as context:
-            outcome = sums_in_one_launch(
-                context, kernels, work, evaluation.batch, resident.dataset.layout.variables
-            )
-            return outcome._replace(sums=outcome.sums.copy())
 
     def _in_pieces(
         self,

@@ -1,19 +1,24 @@
-"""Sums of the loss terms of one evaluation in one compiled step: lowered, launched, awaited.
+"""Losses of one evaluation in one compiled step: lowered, launched, awaited, closed, announced.
 
 The device needs some 0.1 ms for a batch of usual size. In Python its way there and back would take
 several times that, under the interpreter lock that all evaluations share. Here the lock is given up
-once, before the batch is lowered, and taken back when the sums are there.
+once, before the batch is lowered, and taken back when whoever waits for the losses has been told:
+with many evaluations at work, to get the lock back may take longer than everything else.
 """
 
 from __future__ import annotations
 
+import socket
 from typing import Final, NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch
+from warpfit.request import Evaluation, Timings
+from warpfit_server.channel import TOLD, Told
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.calls import call_4
 from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
@@ -27,19 +32,22 @@ from warpfit_server.engine.cuda.launch import (
     tell_slots,
 )
 from warpfit_server.engine.cuda.lower import Tokens, check_length, check_levels
+from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.staging import Extent, Parts, most_slots, stage_into
 from warpfit_server.engine.cuda.submission import (
     ELAPSED,
     LAUNCH,
     NOW,
     RECORD,
+    SEND,
     SYNCHRONIZE,
     UPLOAD,
     WIDTH,
     carry_out,
 )
 
-_MOST_STEPS: Final = 9
+_MOST_STEPS: Final = 10
+_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 
 
 class Handles(NamedTuple):
@@ -64,9 +72,11 @@ class Desk(NamedTuple):
     """Addresses of all arguments, as the driver wants them."""
     steps: NDArray[np.int64]
     clock: NDArray[np.int64]
-    """Seconds and nanoseconds."""
+    """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
     elapsed: NDArray[np.float32]
     """Milliseconds."""
+    told: NDArray[np.int64]
+    """`warpfit_server.channel.Told`."""
 
     @classmethod
     def fresh(cls) -> Desk:
@@ -82,33 +92,40 @@ class Desk(NamedTuple):
             sums,
             np.array(places, dtype=np.int64),
             np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
-            np.zeros(2, dtype=np.int64),
+            np.zeros(4, dtype=np.int64),
             np.zeros(1, dtype=np.float32),
+            np.zeros(len(Told._fields), dtype=np.int64),
         )
 
 
-class Outcome(NamedTuple):
-    """What a launch has brought."""
+class Report(NamedTuple):
+    """To whom losses are announced, and since when they have been under way; integers."""
 
-    sums: NDArray[np.float64]
-    """Sum of the loss terms of each job, [jobs]; valid until the stream is used again."""
-    launched: int
-    """``time.perf_counter_ns()`` when all had been launched."""
-    computed: int
-    """Nanoseconds of the device."""
+    descriptor: int
+    """-1: to nobody."""
+    queue: int
+    started: int
 
 
-def sums_in_one_launch(
-    context: StreamContext, kernels: Kernels, work: Work, batch: Batch, variables: int
-) -> Outcome:
-    """Compute the sums of the loss terms of a batch.
+def losses_in_one_launch(
+    context: StreamContext,
+    kernels: Kernels,
+    work: Work,
+    evaluation: Evaluation,
+    resident: ResidentDataset,
+    outputs: Outputs,
+    started: int,
+) -> Timings:
+    """Compute the losses of a batch, and announce them.
 
     Args:
         context: a stream that nobody else uses.
         kernels: of the variant that ``work`` was made for.
         work: rows and layout.
-        batch: whose arrays fit together.
-        variables: of the data set.
+        evaluation: that asks for a loss; the arrays of its batch fit together.
+        resident: the data set.
+        outputs: whose losses to fill.
+        started: ``time.perf_counter_ns()`` of its beginning.
 
     Raises:
         ProgramError: for the first bad token.
@@ -116,6 +133,9 @@ def sums_in_one_launch(
         CUDADriverError: if the device reports an error.
 
     """
+    assert outputs.losses is not None
+    assert evaluation.loss is not None
+    batch, layout, reply = evaluation.batch, resident.dataset.layout, outputs.reply
     longest, parts, jobs = check_length(batch), Parts.of(batch), len(batch) * batch.vectors
     itemsize = kernels.variant.dtype.itemsize
     staging = context.pinned("batch", parts.end)
@@ -134,7 +154,10 @@ def sums_in_one_launch(
         started=context.event("started").ptr,
         computed=context.event("computed").ptr,
     )
-    desk, tokens = context.keep(Desk.fresh), Tokens.of(batch)
+    report = Report(-1, 0, started)
+    if reply is not None:
+        report = Report(reply.descriptor, reply.queue, started)
+    desk = context.keep(Desk.fresh)
     status, levels = _compute(
         context.functions,
         handles,
@@ -142,17 +165,22 @@ def sums_in_one_launch(
         addresses,
         parts,
         desk,
-        tokens,
-        variables,
+        Tokens.of(batch),
+        layout.variables,
         longest,
         kernels.costly,
         staging,
         sums,
+        resident.closing(evaluation.loss, *evaluation.row_range(layout)),
+        report,
+        outputs.losses.reshape(-1),
     )
-    check_levels(levels, batch, variables)
+    check_levels(levels, batch, layout.variables)
     context.settled(status)
-    seconds, nanoseconds = desk.clock.tolist()
-    return Outcome(sums, seconds * 1_000_000_000 + nanoseconds, int(desk.elapsed[0] * 1e6))
+    if reply is not None:
+        reply.is_sent = True
+    _, queue, copy_in, compute, copy_out = desk.told.tolist()
+    return Timings(queue=queue, copy_in=copy_in, compute=compute, copy_out=copy_out)
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -172,6 +200,9 @@ def _compute(
     costly: NDArray[np.bool_],
     staging: NDArray[np.uint8],
     sums: NDArray[np.float64],
+    closing: Closing,
+    report: Report,
+    losses: NDArray[np.float64],
 ) -> tuple[int, int]:
     """Return the driver's status, and levels that are negative if nothing could be launched."""
     extent = Extent(*stage_into(tokens, variables, longest, costly, len(sums), parts, staging))
@@ -197,11 +228,41 @@ def _compute(
     block = (SUM_THREADS, 1, 1, 0, stream, places + 16)
     count = _add(steps, count, (LAUNCH, handles.sum_partials, len(sums), 1, 1, *block))
     count = _add(steps, count, (RECORD, handles.computed, stream))
-    count = _add(steps, count, (NOW, np.int64(desk.clock.ctypes.data)))
+    clock = np.int64(desk.clock.ctypes.data)
+    count = _add(steps, count, (NOW, clock))
     count = _add(steps, count, (SYNCHRONIZE, stream))
     events = (handles.started, handles.computed)
     count = _add(steps, count, (ELAPSED, np.int64(desk.elapsed.ctypes.data), *events))
-    return carry_out(functions, steps[:count]), extent.levels
+    count = _add(steps, count, (NOW, clock + 16))
+    status = carry_out(functions, steps[:count])
+    if status == 0:
+        _close(sums, closing, losses)
+        _announce(functions, report, desk)
+    return status, extent.levels
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float64]) -> None:
+    """Turn sums into losses, as `ResidentDataset.losses` does."""
+    for job in range(len(sums)):
+        loss = sums[job] / closing.total
+        if closing.root:
+            loss = np.sqrt(loss)
+        losses[job] = 1.0 - loss if closing.complement else loss
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _announce(functions: NDArray[np.int64], report: Report, desk: Desk) -> None:
+    """Write the times down and tell whoever waits; if nobody is there, the next order says so."""
+    clock, told = desk.clock, desk.told
+    launched = clock[0] * 1_000_000_000 + clock[1]
+    done = clock[2] * 1_000_000_000 + clock[3]
+    computed = np.int64(desk.elapsed[0] * 1e6)
+    told[0], told[1], told[2], told[3] = TOLD, report.queue, launched - report.started, computed
+    told[4] = max(0, done - launched - computed)
+    if report.descriptor >= 0:
+        place = np.int64(told.ctypes.data)
+        call_4(functions[SEND], (report.descriptor, place, 8 * len(told), _NO_SIGNAL))
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,17 @@ _REMEMBERED: Final = 256
 Floats = NDArray[np.float64]
 #: A number that describes a row range of a data set.
 Total = Callable[[Dataset, int, int], np.float64]
+
+
+class Closing(NamedTuple):
+    """How a sum s of loss terms becomes a loss."""
+
+    total: float
+    """What it is divided by."""
+    root: bool
+    """Whether the square root follows."""
+    complement: bool
+    """Whether it is subtracted from 1 then."""
 
 
 @dataclass(eq=False)
@@ -66,16 +77,23 @@ class ResidentDataset:
         layout = self.dataset.layout
         return self.address(layout.columns - 1, row) if layout.has_weights else 0
 
+    def closing(self, kind: Loss, start: int, stop: int) -> Closing:
+        """Say how sums of w (f - y)^2, for MAE of w |f - y|, over a row range become losses."""
+        if kind is Loss.SSE:
+            return Closing(1.0, root=False, complement=False)
+        if kind in (Loss.R2, Loss.NMSE):
+            total = self._total(_variation, start, stop)
+            return Closing(float(total), root=False, complement=kind is Loss.R2)
+        total = self._total(_weight, start, stop)
+        return Closing(float(total), root=kind is Loss.RMSE, complement=False)
+
     def losses(self, kind: Loss, sums: Floats, start: int, stop: int) -> Floats:
-        """Turn sums of w (f - y)^2, for MAE of w |f - y|, over a row range into losses."""
+        """Turn sums into losses as `closing` says."""
+        closing = self.closing(kind, start, stop)
         with np.errstate(all="ignore"):
-            if kind is Loss.SSE:
-                return sums
-            if kind in (Loss.R2, Loss.NMSE):
-                share = sums / self._total(_variation, start, stop)
-                return share if kind is Loss.NMSE else 1.0 - share
-            mean = sums / self._total(_weight, start, stop)
-            return np.sqrt(mean) if kind is Loss.RMSE else mean
+            shares = sums / closing.total
+            shares = np.sqrt(shares) if closing.root else shares
+            return 1.0 - shares if closing.complement else shares
 
     def _total(self, total: Total, start: int, stop: int) -> np.float64:
         key = (total, start, stop)

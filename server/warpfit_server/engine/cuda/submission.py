@@ -30,12 +30,14 @@ _FUNCTIONS: Final = (
 )
 #: Kinds of step: the driver's functions, then reading the clock of ``time.perf_counter``.
 UPLOAD, DOWNLOAD, LAUNCH, RECORD, SYNCHRONIZE, ELAPSED, NOW = range(len(_FUNCTIONS) + 1)
+#: Place of one more function, for sending to a socket, which is no step.
+SEND: Final = NOW + 1
 #: Numbers of a step: its kind, then the function's arguments.
 WIDTH: Final = 12
 
 
 def driver_functions() -> NDArray[np.int64]:
-    """Addresses of the functions of all kinds of step.
+    """Addresses of the functions of all kinds of step, and of `SEND`.
 
     Raises:
         OSError: if there is no driver.
@@ -43,7 +45,8 @@ def driver_functions() -> NDArray[np.int64]:
     """
     driver = ctypes.CDLL("libcuda.so.1")
     found = [getattr(driver, name) for name in _FUNCTIONS]
-    found.append(ctypes.CDLL(None).clock_gettime)
+    system = ctypes.CDLL(None)
+    found += [system.clock_gettime, system.send]
     return np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], dtype=np.int64)
 
 
