@@ -191,7 +191,8 @@ class _Method:
         except Exception as error:
             fail(context, error, request.trailing)
         finally:
-            request.leave_turnstile()
+            if request.turnstile is not None:
+                request.leave_turnstile()
             if self._needs_place:
                 self._guard.leave(request)
         if not self._passes_on:

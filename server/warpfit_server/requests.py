@@ -118,7 +118,8 @@ def asks_for(evaluation: Evaluation, layout: Layout) -> None:
     """Note what the current call wants to be evaluated: it has been decoded and checked."""
     request = _CURRENT.get()
     if request is not None:
-        request.leave_turnstile()
+        if request.turnstile is not None:
+            request.leave_turnstile()
         programs, vectors, rows = evaluation.shape(layout)
         request.programs, request.tokens = programs, len(evaluation.batch.codes)
         request.token_rows = request.tokens * vectors * rows
@@ -198,7 +199,7 @@ def _sample(request: Request, status: str, ended: int) -> Sample:
         *(
             (None, 0, ())
             if timings is None
-            else (timings.tier.value, timings.cache_hits, stages(request, timings))
+            else (timings.tier, timings.cache_hits, stages(request, timings))
         ),
     )
 
