@@ -11,8 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
@@ -36,11 +35,10 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.fit_arguments import FitOptions, build_fit
-from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
 from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
-from warpfit.request import Evaluation, Result
+from warpfit.recent import RecentTokens
 
 #: How often one operation uploads a data set again that others' uploads have pushed out.
 _UPLOADS: Final = 3
@@ -50,6 +48,10 @@ C = TypeVar("C", bound="Collector")
 
 class Collector(Protocol):
     """Takes the messages of an answer, one by one, while later ones are on their way."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
 
     def add(self, message: Any) -> None:
         """Take the next message."""
@@ -89,6 +91,8 @@ Operation: TypeAlias = Generator[Step, Any, T]
 
 class Single:
     """Collects the only message of a unary answer."""
+
+    is_single = True
 
     def __init__(self) -> None:
         self.message: Any = None
@@ -192,6 +196,8 @@ class Operations:
     """Every operation that a client offers."""
 
     config: ClientConfig
+    recent: RecentTokens = field(default_factory=RecentTokens)
+    """Programs that the client has sent before."""
 
     def upload(
         self,
@@ -221,24 +227,31 @@ class Operations:
     ) -> Operation[Answer]:
         """Evaluate; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
-        evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
-        with _pointing_into(evaluation.batch, data.names):
-            result = yield from self._with_data(
-                data, deadline, lambda: self._evaluate(evaluation, deadline)
-            )
-        return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
+        evaluation, leading_axis = build_evaluation(
+            data, expressions, parameters, values, options, self.recent
+        )
+        message = codec.evaluation_to_bytes(evaluation)
+
+        def attempt() -> tuple[Any, codec.ResultAssembler]:
+            return message, codec.ResultAssembler(evaluation)
+
+        answered = yield from self._on_data("Evaluate", attempt, deadline, data, evaluation.batch)
+        return Answer.of(answered.result(), evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
         self, data: Data, expressions: Any, parameters: Parameters, options: FitOptions
     ) -> Operation[Fit]:
         """Fit; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
-        request = build_fit(data, expressions, parameters, options)
-        with _pointing_into(request.problem.batch, data.names):
-            result = yield from self._with_data(
-                data, deadline, lambda: self._optimize(request, deadline, options)
-            )
-        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+        request = build_fit(data, expressions, parameters, options, self.recent)
+        batch = request.problem.batch
+        message = codec.fit_to_message(request)
+
+        def attempt() -> tuple[Any, codec.FitAssembler]:
+            return message, codec.FitAssembler(request, options.get("progress"))
+
+        answered = yield from self._on_data("Optimize", attempt, deadline, data, batch)
+        return Fit.of(answered.result(), batch, all_starts=request.settings.all_starts)
 
     def release(self, data: Data) -> Operation[None]:
         """Give a data set back; one that is not resident needs no release."""
@@ -258,34 +271,27 @@ class Operations:
         message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
         return codec.info_from_message(message)
 
-    def _with_data(
-        self, data: Data, deadline: Deadline, use: Callable[[], Operation[T]]
-    ) -> Operation[T]:
+    def _on_data(
+        self,
+        method: str,
+        attempt: Callable[[], tuple[Any, C]],
+        deadline: Deadline,
+        data: Data,
+        batch: Batch,
+    ) -> Operation[C]:
         """Use a data set; upload it again if it is not there, which under pressure may repeat."""
-        for _ in range(_UPLOADS):
+        uploads = 0
+        while True:
             try:
-                return (yield from use())
+                return (yield from self._retried(method, attempt, deadline))
             except DatasetNotFoundError:
+                uploads += 1
+                if uploads > _UPLOADS:
+                    raise
                 yield from self._send(data.dataset, deadline, silent)
-        return (yield from use())
-
-    def _evaluate(self, evaluation: Evaluation, deadline: Deadline) -> Operation[Result]:
-        message = codec.evaluation_to_message(evaluation)
-
-        def attempt() -> tuple[Any, codec.ResultAssembler]:
-            return message, codec.ResultAssembler(evaluation)
-
-        return (yield from self._retried("Evaluate", attempt, deadline)).result()
-
-    def _optimize(
-        self, request: FitRequest, deadline: Deadline, options: FitOptions
-    ) -> Operation[FitResult]:
-        message = codec.fit_to_message(request)
-
-        def attempt() -> tuple[Any, codec.FitAssembler]:
-            return message, codec.FitAssembler(request, options.get("progress"))
-
-        return (yield from self._retried("Optimize", attempt, deadline)).result()
+            except ProgramError as error:
+                _point_into(error, batch, data.names)
+                raise
 
     def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
         chunk_bytes = self.config.transport.chunk_bytes
@@ -317,18 +323,13 @@ class Operations:
                 return collector
 
 
-@contextmanager
-def _pointing_into(batch: Batch, names: tuple[str, ...]) -> Iterator[None]:
+def _point_into(error: ProgramError, batch: Batch, names: tuple[str, ...]) -> None:
     """Add the program's text, and the place in it, to an error that names a token."""
-    try:
-        yield
-    except ProgramError as error:
-        index, token = error.expression, error.token
-        if index is not None and token is not None and index < len(batch):
-            from warpfit.printing import locate
+    index, token = error.expression, error.token
+    if index is not None and token is not None and index < len(batch):
+        from warpfit.printing import locate
 
-            error.text, error.position = locate(batch.program(index), token, names)
-        raise
+        error.text, error.position = locate(batch.program(index), token, names)
 
 
 def _prepare(X: Any, y: Any, weights: Any, options: UploadOptions) -> Dataset:

@@ -224,15 +224,24 @@ class TestWatchdog:
 
 class TestOverseer:
     def test_only_what_ignores_its_cancellation_is_overdue(self):
-        overseer = Overseer(30.0)
         flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-        with overseer.oversees(flag), overseer.oversees(other):
-            assert not overseer.overdue(1e9)
-            flag[0] = 1
-            assert not overseer.overdue(1e9 + 1)
-            assert not overseer.overdue(1e9 + 31)
-            assert overseer.overdue(1e9 + 32)
+        flags = {"lane": flag, "other": other}
+        overseer = Overseer(30.0, flags)
+        assert not overseer.overdue(1e9)
+        flag[0] = 1
+        assert not overseer.overdue(1e9 + 1)
+        assert not overseer.overdue(1e9 + 31)
+        assert overseer.overdue(1e9 + 32)
+        del flags["lane"]
         assert not overseer.overdue(1e9 + 100)
+
+    def test_the_next_evaluation_of_a_lane_has_its_own_time(self):
+        flags = {"lane": np.ones(1, np.uint8)}
+        overseer = Overseer(30.0, flags)
+        assert not overseer.overdue(1e9)
+        flags["lane"] = np.ones(1, np.uint8)
+        assert not overseer.overdue(1e9 + 31)
+        assert overseer.overdue(1e9 + 62)
 
 
 @pytest.mark.parametrize(

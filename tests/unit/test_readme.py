@@ -23,7 +23,9 @@ def test_every_file_that_it_names_exists():
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("name", ["cpu_vs_pyoperon", "fit", "service", "feynman", "import_time"])
+@pytest.mark.parametrize(
+    "name", ["cpu_vs_pyoperon", "fit", "service", "call_cost", "feynman", "import_time"]
+)
 def test_result_files_name_machine_and_versions(name):
     result = json.loads((ROOT / "tests" / "bench" / "results" / f"{name}.json").read_text())
     assert result["machine"]["cores"]
@@ -46,6 +48,21 @@ def test_figures_are_those_of_the_result_files():
         f"{service['start_up_seconds']:.1f} s",
     ):
         assert figure in README
+
+
+def test_the_cpu_time_of_a_call_is_that_of_the_result_file():
+    result = json.loads((ROOT / "tests" / "bench" / "results" / "call_cost.json").read_text())
+    client, server = result["client_us"], result["server_us"]
+    for what, microseconds in (
+        ("losses back: CPU time in the client", client["fresh"]),
+        ("the same programs with other parameters", client["repeated"]),
+        (
+            f"of that gRPC, which sends {result['request_bytes'] / 1000:.0f} kB",
+            client["grpc_alone"],
+        ),
+        ("CPU time to decode and check 300 programs", server["all"]),
+    ):
+        assert f"{what} | {microseconds / 1000:.2f} ms |" in README, what
 
 
 def test_figures_of_fits_are_those_of_the_result_file():
@@ -95,5 +112,6 @@ def test_figures_of_the_gpu_are_those_of_the_result_files():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    assert ".venv/bin/python -m pytest" in README
-    assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
+    command = "python -m pytest -n auto --dist worksteal"
+    assert f".venv/bin/{command}\n" in README
+    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()
