@@ -96,12 +96,6 @@ class Tracer(Protocol):
         """Send what is left."""
 
 
-def current_trailing() -> tuple[tuple[str, str], ...]:
-    """Trailing metadata of the call that this thread serves."""
-    request = _CURRENT.get()
-    return () if request is None else request.trailing
-
-
 def serve(request: Request) -> None:
     """Let this thread serve a call from now on."""
     _CURRENT.set(request)
