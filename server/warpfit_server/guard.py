@@ -138,9 +138,10 @@ class Guard:
 class _Method:
     """One method: takes its calls in on the port's thread, has them served on another one."""
 
-    #: For gRPC: a call of this object waits for nothing ...
+    #: For gRPC, which its own health service tells the same: a call of this object waits for
+    #: nothing, and says with `send` what it has to say ...
     experimental_non_blocking: Final = True
-    #: ... and is made where it arrives.
+    #: ... and it is made where it arrives.
     experimental_thread_pool: Final = AtOnce()
 
     def __init__(
