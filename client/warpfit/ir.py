@@ -361,18 +361,25 @@ class Batch:
             ProgramError: for the first bad token, with expression, token and remedy.
 
         """
+        self.check_shapes()
         starts, counts = self.starts, self.parameter_counts
-        self._check_shapes(int(starts[-1]))
         if is_sound(self.codes, self.values, starts, self.lengths, variables, counts):
             return
         check_structure(self.codes, self.values, starts)
         check_indices(self.codes, self.values, starts, variables, counts)
 
-    def _check_shapes(self, tokens: int) -> None:
+    def check_shapes(self) -> None:
+        """Check that there are programs, and that the arrays fit together.
+
+        Raises:
+            InvalidArgumentError: naming the array that does not.
+
+        """
         if not len(self.lengths):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "lengths"
             )
+        tokens = int(self.lengths.sum(dtype=np.int64))
         numbers = self.vectors * int(self.parameter_counts.sum(dtype=np.int64))
         for field, array, wanted in (
             ("codes", self.codes, tokens),

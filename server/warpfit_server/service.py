@@ -89,7 +89,8 @@ class EvaluateService:
             evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
             layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
             check_batch(evaluation.batch, limits)
-            evaluation.check(layout)
+            evaluation.check_options(layout)
+            evaluation.batch.check_shapes()  # the engine looks at the tokens
             size = check_result(evaluation, layout, limits) + len(message)
             work = self._admission.evaluation(tenant, evaluation, layout, size)
             charge = held.enter_context(work)

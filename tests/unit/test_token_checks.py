@@ -5,11 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("numba")
+
 from support.strategies import programs
 from warpfit.errors import ProgramError
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
 from warpfit.tokens import check_indices, check_structure, is_sound
+from warpfit_server.engine.sound import check_sound
+from warpfit_server.engine.sound import is_sound as compiled_is_sound
 
 VARIABLES = 3
 SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]
@@ -33,6 +37,10 @@ def fast(batch):
         VARIABLES,
         batch.parameter_counts,
     )
+
+
+def compiled(batch):
+    return compiled_is_sound(batch, VARIABLES)
 
 
 def damaged(batch, place, code, value, lengths):
@@ -61,7 +69,7 @@ def damaged(batch, place, code, value, lengths):
 def test_the_fast_test_agrees_with_the_exact_checks(drawn, place, code, value, moved, spare):
     parameters = [np.zeros(max(program.parameters - 1 + spare, 0)) for program in drawn]
     batch = damaged(Batch.of(drawn, parameters), place, code, value, moved)
-    assert fast(batch) == exact(batch)
+    assert fast(batch) == compiled(batch) == exact(batch)
 
 
 @settings(max_examples=200)
@@ -75,7 +83,7 @@ def test_any_sequence_of_codes_is_judged_alike(codes, lengths):
     lengths = np.diff([0, *ends]).astype(np.uint32)
     counts = np.ones(len(lengths), np.uint32)
     batch = Batch(np.array(codes, np.uint8), np.zeros(len(codes)), lengths, counts, counts * 0.0)
-    assert fast(batch) == exact(batch)
+    assert fast(batch) == compiled(batch) == exact(batch)
 
 
 def test_no_height_of_the_stack_hides_a_code_that_is_none():
@@ -83,6 +91,8 @@ def test_no_height_of_the_stack_hides_a_code_that_is_none():
         codes = np.array([CONSTANT] * height + [0], np.uint8)
         starts = np.array([0, height + 1])
         assert not is_sound(codes, np.zeros(height + 1), starts, starts[1:]), height
+        numbers = np.array([height + 1], np.uint32), np.zeros(1, np.uint32), np.empty(0)
+        assert not compiled(Batch(codes, np.zeros(height + 1), *numbers)), height
 
 
 def test_a_negative_zero_is_an_index():
@@ -94,6 +104,7 @@ def test_a_negative_zero_is_an_index():
         np.empty(0),
     )
     assert not fast(batch)
+    assert compiled(batch)
     batch.check(VARIABLES)
 
 
@@ -107,3 +118,12 @@ def test_constants_may_be_anything(value):
         np.empty(0),
     )
     assert fast(batch)
+    assert compiled(batch)
+
+
+def test_the_engine_says_what_is_wrong():
+    batch = Batch.of([Program.variable(0), Program.variable(VARIABLES)])
+    check_sound(batch, VARIABLES + 1)
+    with pytest.raises(ProgramError) as caught:
+        check_sound(batch, VARIABLES)
+    assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)

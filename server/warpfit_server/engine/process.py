@@ -32,6 +32,7 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
 from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
@@ -191,6 +192,8 @@ class EngineProcess:
     ) -> Timings:
         frame = message.frame
         asked = _evaluation(message, segment)
+        dataset = self._dataset(asked.dataset_id)
+        check_sound(asked.batch, dataset.layout.variables)
         if frame.is_small and asked.custom_loss is None:  # the engine does all of it
             outputs = Outputs(None, frame.losses_view(segment), cancelled, _nobody_waits)
             return self._engine.evaluate(asked, outputs)
@@ -208,7 +211,7 @@ class EngineProcess:
         timings = self._engine.evaluate(evaluation, share)
         finish(
             asked,
-            self._dataset(asked.dataset_id),
+            dataset,
             outputs,
             share.moments,
             frame.extra("scaling", segment),
