@@ -39,7 +39,7 @@ VARIABLES = 10
 RATE = 200
 #: The generator's threads take turns of this many seconds: its own Python is not what is measured.
 TURN_SECONDS = 0.0005
-#: Times that peak and overload are measured in turn, so that a neighbour's work is in both.
+#: Times that what is compared is measured in turn, so that a neighbour's work is in all of it.
 ROUNDS = 4
 #: Pause of the client that watches how long refusals take.
 WATCH_SECONDS = 0.02
@@ -142,34 +142,31 @@ def open_loop(
     return outcomes
 
 
-def _flood(address: str, token: str, request: bytes, count: int, stop: Any, counts: Any) -> None:
-    """Process: closed loops of ``count`` threads until told to stop."""
-    done = [0] * count
+def _flood(address: str, token: str, request: bytes, count: int, go: Any, stop: Any) -> None:
+    """Process: closed loops of ``count`` threads while they may, until told to stop."""
 
-    def work(index: int) -> None:
+    def work() -> None:
         caller = Caller(address, token, request)
         while not stop.is_set():
-            status, _, wait = caller.call()
-            done[index] += status == "OK"
-            time.sleep(wait)
+            if go.wait(0.2):
+                time.sleep(caller.call()[2])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    counts.put(sum(done))
 
 
 @contextmanager
-def flood(address: str, token: str, request: bytes, count: int) -> Iterator[None]:
-    """A process that sends as much as it can."""
-    stop, counts = _CONTEXT.Event(), _CONTEXT.Queue()
-    process = _CONTEXT.Process(target=_flood, args=(address, token, request, count, stop, counts))
+def flood(address: str, token: str, request: bytes, count: int) -> Iterator[Any]:
+    """A process that sends as much as it can while the event is set that this yields."""
+    go, stop = _CONTEXT.Event(), _CONTEXT.Event()
+    process = _CONTEXT.Process(target=_flood, args=(address, token, request, count, go, stop))
     process.start()
     time.sleep(3)
     try:
-        yield
+        yield go
     finally:
         stop.set()
         process.join(90)
@@ -195,17 +192,27 @@ def greedy(address: str, tokens: dict[str, str], seconds: float) -> dict[str, An
     for name, (threads, job) in GREEDY.items():
         with warpfit.connect(address, token=tokens["greedy"]) as client:
             request = prepared(client, job)
-        alone = [took for _, took in closed_loop(caller, seconds)]
-        with flood(address, tokens["greedy"], request, threads):
-            beside = closed_loop(caller, 2 * seconds)
+        alone, beside = [], []
+        with flood(address, tokens["greedy"], request, threads) as go:
+            for _ in range(ROUNDS):
+                go.clear()
+                time.sleep(1)  # what it has begun ends
+                alone += closed_loop(caller, seconds / ROUNDS)
+                go.set()
+                time.sleep(0.5)
+                beside += closed_loop(caller, 2 * seconds / ROUNDS)
         assert all(status == "OK" for status, _ in beside)
-        p99 = [float(np.percentile(x, 99)) for x in (alone, [took for _, took in beside])]
+        p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(beside))]
         result[f"{threads} greedy clients, {name}"] = {
-            "alone": milliseconds(alone),
-            "beside": milliseconds([took for _, took in beside]),
+            "alone": milliseconds(_times(alone)),
+            "beside": milliseconds(_times(beside)),
             "p99_ratio": round(p99[1] / p99[0], 2),
         }
     return result
+
+
+def _times(outcomes: list[tuple[str, float]]) -> list[float]:
+    return [took for _, took in outcomes]
 
 
 def throughput(callers: list[Caller], seconds: float) -> float:
