@@ -230,11 +230,13 @@ def throughput(callers: list[Caller], seconds: float) -> float:
     return sum(status == "OK" for status, _ in outcomes) / (time.perf_counter() - started)
 
 
-def _watch(address: str, token: str, request: bytes, stop: Any, seen: Any) -> None:
+def _watch(address: str, token: str, request: bytes, go: Any, stop: Any, seen: Any) -> None:
     """Process: one client that does nothing else calls now and then, and times the refusals."""
     caller = Caller(address, token, request)
     refused = []
     while not stop.wait(WATCH_SECONDS):
+        if not go.wait(0.2):
+            continue
         status, took, _ = caller.call()
         if status == "RESOURCE_EXHAUSTED":
             refused.append(took)
@@ -242,15 +244,15 @@ def _watch(address: str, token: str, request: bytes, stop: Any, seen: Any) -> No
 
 
 @contextmanager
-def watched(address: str, token: str, request: bytes) -> Iterator[list[float]]:
-    """A list that has the seconds of refusals, as a client of its own saw them, afterwards."""
-    stop, seen = _CONTEXT.Event(), _CONTEXT.Queue()
-    process = _CONTEXT.Process(target=_watch, args=(address, token, request, stop, seen))
+def watched(address: str, token: str, request: bytes) -> Iterator[tuple[Any, list[float]]]:
+    """A client of its own, while the event is set; the list has what it saw of refusals then."""
+    go, stop, seen = _CONTEXT.Event(), _CONTEXT.Event(), _CONTEXT.Queue()
+    process = _CONTEXT.Process(target=_watch, args=(address, token, request, go, stop, seen))
     process.start()
     time.sleep(3)
     took: list[float] = []
     try:
-        yield took
+        yield go, took
     finally:
         stop.set()
         took += seen.get(timeout=90)
@@ -264,12 +266,14 @@ def overload(address: str, token: str, seconds: float) -> dict[str, Any]:
     callers = [Caller(address, token, request) for _ in range(64)]
     best = max((2, 4, 8), key=lambda clients: throughput(callers[:clients], seconds / 3))
     peaks, outcomes, wall, generator = [], [], 0.0, 0.0
-    with watched(address, token, request) as seen:
+    with watched(address, token, request) as (go, seen):
         for _ in range(ROUNDS):
             peaks.append(throughput(callers[:best], seconds / 2))
             started, before = time.perf_counter(), time.process_time()
             rate = 10 * float(np.mean(peaks))
+            go.set()
             outcomes += open_loop(callers, rate, seconds / 2, lambda: False)
+            go.clear()
             wall += time.perf_counter() - started
             generator += time.process_time() - before
     peak = float(np.mean(peaks))
