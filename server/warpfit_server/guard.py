@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
+from warpfit.errors import CancelledError, InvalidArgumentError, ResourceExhaustedError
 from warpfit_server.admission import Admission
 from warpfit_server.auth import Authenticator, TokenFile
 from warpfit_server.config import Config
@@ -22,6 +22,7 @@ from warpfit_server.ledger import Ledger
 from warpfit_server.port import AtOnce
 from warpfit_server.requests import Observer, Request, serve, status_of
 from warpfit_server.tenants import TenantBook, assign_tenant
+from warpfit_server.turnstile import Turnstile
 from warpfit_server.workers import Workers
 
 Send = Callable[[bytes | None], None]
@@ -70,6 +71,8 @@ class Guard:
     ) -> None:
         self.workers = workers
         """Threads that serve the calls."""
+        self.turnstile = Turnstile()
+        """Through which the calls go that bring batches."""
         self._authenticator = authenticator
         self._admission = admission
 
@@ -135,9 +138,10 @@ class Guard:
 class _Method:
     """One method: takes its calls in on the port's thread, has them served on another one."""
 
-    #: For gRPC: a call of this object waits for nothing ...
+    #: For gRPC, which its own health service tells the same: a call of this object waits for
+    #: nothing, and says with `send` what it has to say ...
     experimental_non_blocking: Final = True
-    #: ... and is made where it arrives.
+    #: ... and it is made where it arrives.
     experimental_thread_pool: Final = AtOnce()
 
     def __init__(
@@ -188,6 +192,8 @@ class _Method:
         except Exception as error:
             fail(context, error, request.trailing)
         finally:
+            if request.turnstile is not None:
+                request.leave_turnstile()
             if self._needs_place:
                 self._guard.leave(request)
         if not self._passes_on:
@@ -203,6 +209,11 @@ class _Method:
         send: Send,
     ) -> None:
         argument = _each_checked(messages, most) if self._streams_in else _only(messages, most)
+        if self._needs_place and not self._streams_in:
+            self._guard.turnstile.enter(request.tenant)
+            request.turnstile = self._guard.turnstile
+            if not context.is_active():  # it may have ended while it waited
+                raise CancelledError("the call has ended", "CANCELLED")
         answer: Any = self._behaviour(argument, context)
         if not self._streams_out:
             send(answer)

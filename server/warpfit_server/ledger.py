@@ -19,7 +19,6 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 #: Tenants that have an entry of their own; any more share these.
@@ -106,29 +105,36 @@ class Ledger:
             server: the server's limits.
 
         """
-        place, words, doors = self._find(tenant), self._words, self._doors
+        place = self._places.get(tenant) or self._find(tenant)
+        words, doors, shortage = self._words, self._doors, None
         with self._lock:
             for index, more in enumerate(amount):
-                if not more:
-                    continue
                 start = self._columns[index]
                 mine, first = start + self._door, place + start
                 words[mine] += more
                 words[place + mine] += more
+                if not more or shortage is not None:
+                    continue
                 for used, most, of_tenant in (
                     (sum(words[start : start + doors]), server[index], False),
                     (sum(words[first : first + doors]), own[index], True),
                 ):
                     if used > most and (used > more or index == _CALLS):
-                        self._subtract(place, amount[: index + 1])
-                        return Shortage(_NAMES[index], of_tenant, used - more, most)
-        return None
+                        shortage = Shortage(_NAMES[index], of_tenant, used - more, most)
+                        break
+        if shortage is not None:
+            self.give(tenant, amount)
+        return shortage
 
     def give(self, tenant: str, amount: Amounts) -> None:
         """Take back what `take` counted."""
-        place = self._find(tenant)
+        place, words = self._places.get(tenant) or self._find(tenant), self._words
         with self._lock:
-            self._subtract(place, amount)
+            for less, column in zip(amount, self._columns, strict=True):
+                if less:
+                    mine = column + self._door
+                    words[place + mine] -= less
+                    words[_ALL + mine] -= less
 
     def wait(self, tenant: str, now: float, own_rate: float, server_rate: float) -> float:
         """Count a call against the rates; return 0, or the seconds after which it may come again.
@@ -193,14 +199,6 @@ class Ledger:
         os.close(self.descriptor)
 
     # ------------------------------------------------------------------------- under the lock
-
-    def _subtract(self, place: int, amount: Sequence[int]) -> None:
-        words = self._words
-        for less, column in zip(amount, self._columns, strict=False):
-            if less:
-                mine = column + self._door
-                words[place + mine] -= less
-                words[_ALL + mine] -= less
 
     def _delay(self, place: int, rate: float, now: float) -> float:
         burst = max(1.0, 1.0 / rate)

@@ -25,6 +25,7 @@ from warpfit.request import Evaluation, Timings
 from warpfit_server.logs import works_for
 from warpfit_server.measurements import Recorder, Sample
 from warpfit_server.tenants import ANONYMOUS
+from warpfit_server.turnstile import Turnstile
 
 _LOG: Final = logging.getLogger("warpfit.requests")
 #: What a client's own id may look like; anything else is replaced.
@@ -49,6 +50,8 @@ class Request:
     """That came with the call."""
     places: list[str] = field(default_factory=list)
     """The tenant whose place it has, while it has one."""
+    turnstile: Turnstile | None = None
+    """In which it is while it is taken in."""
     programs: int = 0
     tokens: int = 0
     token_rows: int = 0
@@ -73,6 +76,12 @@ class Request:
         """Metadata that every answer carries."""
         return ((REQUEST_ID_KEY, self.request_id),)
 
+    def leave_turnstile(self) -> None:
+        """Let the next call be taken in, if this one was."""
+        turnstile, self.turnstile = self.turnstile, None
+        if turnstile is not None:
+            turnstile.leave(self.tenant)
+
 
 _CURRENT: Final[ContextVar[Request | None]] = ContextVar("request", default=None)
 
@@ -85,12 +94,6 @@ class Tracer(Protocol):
 
     def close(self) -> None:
         """Send what is left."""
-
-
-def current_trailing() -> tuple[tuple[str, str], ...]:
-    """Trailing metadata of the call that this thread serves."""
-    request = _CURRENT.get()
-    return () if request is None else request.trailing
 
 
 def serve(request: Request) -> None:
@@ -106,9 +109,11 @@ def passed_on(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
 
 
 def asks_for(evaluation: Evaluation, layout: Layout) -> None:
-    """Note what the current call wants to be evaluated."""
+    """Note what the current call wants to be evaluated: it has been decoded and checked."""
     request = _CURRENT.get()
     if request is not None:
+        if request.turnstile is not None:
+            request.leave_turnstile()
         programs, vectors, rows = evaluation.shape(layout)
         request.programs, request.tokens = programs, len(evaluation.batch.codes)
         request.token_rows = request.tokens * vectors * rows
@@ -188,7 +193,7 @@ def _sample(request: Request, status: str, ended: int) -> Sample:
         *(
             (None, 0, ())
             if timings is None
-            else (timings.tier.value, timings.cache_hits, stages(request, timings))
+            else (timings.tier, timings.cache_hits, stages(request, timings))
         ),
     )
 

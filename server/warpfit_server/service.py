@@ -1,12 +1,13 @@
 """The gRPC servicer: decode -> check -> engine -> encode, with no logic of its own.
 
+Errors leave the methods as they are: `guard` makes statuses of them.
+
 Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they are
 parsed and framed, and malformed bytes get an answer that says so.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
     DeadlineExceededError,
-    InternalError,
     WarpfitError,
 )
 from warpfit.fitting import FitRequest, FitResult
@@ -34,13 +34,11 @@ from warpfit_server import channel as wire
 from warpfit_server import requests
 from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
-from warpfit_server.details import STATUS_METADATA_KEY, status_details
 from warpfit_server.lanes import Lanes, Run
 from warpfit_server.limits import check_batch, check_fit, check_result
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tenants import key_of, tenant_of
 
-_LOG: Final = logging.getLogger("warpfit.service")
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
@@ -192,48 +190,44 @@ class EvaluatorService(EvaluateService):
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
         tenant = tenant_of(context)
-        with errors_to_status(context):
-            first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
-            layout, content_id = codec.upload_header(first)
-            try:
-                with self._datasets.lease(key_of(tenant, content_id)) as resident:
-                    return codec.dataset_info(content_id, resident.layout).SerializeToString()
-            except DatasetNotFoundError:
-                limits = self._admission.limits(tenant)
-                upload = self._datasets.begin(layout, content_id, tenant, limits)
-            self._receive(upload, messages)
-            requests.received(layout.nbytes)
-            return codec.dataset_info(content_id, layout).SerializeToString()
+        first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
+        layout, content_id = codec.upload_header(first)
+        try:
+            with self._datasets.lease(key_of(tenant, content_id)) as resident:
+                return codec.dataset_info(content_id, resident.layout).SerializeToString()
+        except DatasetNotFoundError:
+            limits = self._admission.limits(tenant)
+            upload = self._datasets.begin(layout, content_id, tenant, limits)
+        self._receive(upload, messages)
+        requests.received(layout.nbytes)
+        return codec.dataset_info(content_id, layout).SerializeToString()
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Say whether a data set is resident, and renew it."""
-        with errors_to_status(context):
-            request = codec.parse_message(pb.GetVariablesRequest, message)
-            key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
-            with self._datasets.lease(key) as dataset:
-                return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
+        request = codec.parse_message(pb.GetVariablesRequest, message)
+        key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        with self._datasets.lease(key) as dataset:
+            return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
 
     def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Give a data set back."""
-        with errors_to_status(context):
-            request = codec.parse_message(pb.ReleaseVariablesRequest, message)
-            key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
-            self._datasets.release(key)
-            self._on_release(key)
-            return pb.ReleaseVariablesResponse().SerializeToString()
+        request = codec.parse_message(pb.ReleaseVariablesRequest, message)
+        key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        self._datasets.release(key)
+        self._on_release(key)
+        return pb.ReleaseVariablesResponse().SerializeToString()
 
     def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Describe the server."""
-        with errors_to_status(context):
-            codec.parse_message(pb.GetServerInfoRequest, message)
-            info = ServerInfo(
-                version=version("warpfit"),
-                engine=self._supervisor.engine,
-                devices=self._supervisor.devices,
-                limits=self._admission.limits(tenant_of(context)),
-                operators=codec.operator_infos(),
-            )
-            return codec.info_to_message(info).SerializeToString()
+        codec.parse_message(pb.GetServerInfoRequest, message)
+        info = ServerInfo(
+            version=version("warpfit"),
+            engine=self._supervisor.engine,
+            devices=self._supervisor.devices,
+            limits=self._admission.limits(tenant_of(context)),
+            operators=codec.operator_infos(),
+        )
+        return codec.info_to_message(info).SerializeToString()
 
     def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
         try:
@@ -314,32 +308,3 @@ def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
         return None
     margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)
     return time.monotonic() + max(0.0, remaining - margin)
-
-
-@contextmanager
-def errors_to_status(context: grpc.ServicerContext) -> Iterator[None]:
-    """End the call with the status of an error that leaves the block."""
-    try:
-        yield
-    except WarpfitError as error:
-        _abort(context, error)
-    except grpc.RpcError:
-        _LOG.debug("the client went away")
-        raise
-    except Exception:
-        _LOG.exception("call failed")
-        _abort(
-            context,
-            InternalError("the server failed on this call", "INTERNAL", "Report it as a bug"),
-        )
-
-
-def _abort(context: grpc.ServicerContext, error: WarpfitError) -> None:
-    context.set_trailing_metadata(
-        (
-            *requests.current_trailing(),
-            (codec.ERROR_METADATA_KEY, codec.error_to_detail(error)),
-            (STATUS_METADATA_KEY, status_details(error)),
-        )
-    )
-    context.abort(grpc.StatusCode[error.status], str(error))

@@ -43,8 +43,8 @@ def figures(load: Load) -> dict[str, Any]:
 
 
 def engine_sigkill(kills: int, clients: int = 8, doors: int = 1) -> dict[str, Any]:
-    """Kill the engine again and again; how long no client has an answer."""
-    gaps = []
+    """Kill the engine again and again; how long no client has an answer, and how busy it was."""
+    gaps, busy = [], []
     with ServerProcess("--front-doors", str(doors)) as server:
         with Load(server.address, clients) as load:
             for _ in range(kills):
@@ -53,7 +53,13 @@ def engine_sigkill(kills: int, clients: int = 8, doors: int = 1) -> dict[str, An
                 server.kill_engine()
                 load.wait_for_answers(3)
                 gaps.append(load.gap(killed, time.monotonic()))
-        return {"kills": kills, **figures(load), **_spread("seconds_without_answers", gaps)}
+                busy.append(round(os.getloadavg()[0], 1))
+        return {
+            "kills": kills,
+            **figures(load),
+            **_spread("seconds_without_answers", gaps),
+            "load_average_at_the_longest": busy[gaps.index(max(gaps))],
+        }
 
 
 def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:

@@ -7,12 +7,15 @@ import time
 from dataclasses import replace
 
 import grpc
+import numpy as np
 import pytest
 
 from support.calls import Call, tenants_file, token_file
 from warpfit import codec
-from warpfit.request import Timings
-from warpfit.v1 import evaluator_pb2 as pb
+from warpfit.dataset import Layout
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server import requests
 from warpfit_server.config import Config
 from warpfit_server.guard import make_guard
@@ -21,6 +24,9 @@ from warpfit_server.measurements import Recorder
 from warpfit_server.requests import Observer
 from warpfit_server.tenants import tenant_of
 from warpfit_server.workers import Workers
+
+EVALUATION = Evaluation(bytes(32), Batch.of([parse("x1")]), loss=Loss.MSE, values=False)
+LAYOUT = Layout(np.dtype("<f4"), 1, 10, has_target=True)
 
 
 class Door:
@@ -122,9 +128,7 @@ class TestArrival:
         assert crowded.answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
         go.set()
         assert {call.answer()[0] for call in running} == {"OK"}
-        deadline = time.monotonic() + 10
-        while door.take(Call([b"x"])).answer()[0] != "OK":
-            assert time.monotonic() < deadline
+        until(lambda: door.take(Call([b"x"])).answer()[0] == "OK")
 
     def test_a_call_that_has_ended_leaves_its_place_before_its_work_has(self):
         begun, go = threading.Event(), threading.Event()
@@ -181,6 +185,82 @@ class TestArrival:
         assert call.answer() == ("INTERNAL", [])
         assert "secret" not in str(call.detail()) + call.details
         assert door.ledger.used() == Usage()
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def _waiting(door, tenant):
+    return len(door.guard.turnstile._waiting.get(tenant, ()))
+
+
+class TestTurnstile:
+    """A tenant's calls are taken in two at a time, whatever the others do."""
+
+    def test_order_of_service(self, tmp_path):
+        path, tokens = token_file(tmp_path, "greedy", "modest")
+        taken, go = [], {}
+
+        def behaviour(message, context):
+            taken.append(message)
+            go[message].wait(10)
+            yield message
+
+        door = Door(behaviour, token_file=path)
+        greedy, calls = [b"g0", b"g1", b"g2", b"g3", b"g4"], {}
+        go.update({name: threading.Event() for name in (*greedy, b"m")})
+        for name in greedy:
+            calls[name] = door.take(Call([name], tokens["greedy"]))
+            until(lambda: len(calls) == len(taken) + _waiting(door, "greedy"))
+        go[b"m"].set()
+        assert door.take(Call([b"m"], tokens["modest"])).answer()[0] == "OK", "it goes ahead"
+        for name in greedy[1:]:  # the first one stays
+            go[name].set()
+            assert calls[name].answer()[0] == "OK"
+        assert taken == [b"g0", b"g1", b"m", b"g2", b"g3", b"g4"]
+        go[b"g0"].set()
+        calls[b"g0"].wait()
+        until(lambda: not door.guard.turnstile._inside)
+
+    def test_a_call_that_waits_for_the_engine_is_in_nobodys_way(self):
+        go = threading.Event()
+        asked = threading.Semaphore(0)
+
+        def behaviour(message, context):
+            requests.asks_for(EVALUATION, LAYOUT)
+            asked.release()
+            go.wait(10)
+            yield message
+
+        door = Door(behaviour)
+        calls = [door.take(Call([b"x"])) for _ in range(6)]
+        for _ in calls:
+            assert asked.acquire(timeout=10)
+        go.set()
+        assert {call.answer()[0] for call in calls} == {"OK"}
+
+    def test_a_call_that_ended_while_it_waited_is_not_taken_in(self):
+        taken, go = [], threading.Event()
+
+        def behaviour(message, context):
+            taken.append(message)
+            go.wait(10)
+            yield message
+
+        door = Door(behaviour)
+        calls = [door.take(Call([bytes([number])])) for number in range(3)]
+        until(lambda: len(taken) == 2 and _waiting(door, "default") == 1)
+        (late,) = {b"\0", b"\1", b"\2"} - set(taken)
+        calls[late[0]].cancel()
+        go.set()
+        for call in calls:
+            call.wait()
+        assert late not in taken
+        until(lambda: not door.guard.turnstile._inside)
 
 
 class TestPassedOn:
@@ -293,9 +373,7 @@ class TestWorkers:
 
 
 def test_details_of_a_refusal():
-    call = Call(None)
-    Door(echo, max_rate=1e-9).take(Call([b"x"]))
-    door = Door(echo, max_requests=0)
-    door.take(call)
-    assert isinstance(call.detail(), pb.ErrorDetail)
-    assert call.details.startswith("0 calls are in flight")
+    call = Door(echo, max_requests=0).take(Call(None))
+    detail = call.detail()
+    assert (detail.reason, detail.needed, detail.available) == ("TOO_MANY_REQUESTS", 1, 0)
+    assert call.details.startswith(detail.message)
