@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
 from warpfit.arguments import (
@@ -23,9 +24,9 @@ from warpfit.arguments import (
     build_evaluation,
     canonical,
 )
-from warpfit.config import ClientConfig, RetryPolicy
+from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
 from warpfit.data import Answer, Data, Fit
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
@@ -41,6 +42,9 @@ from warpfit.info import ServerInfo
 from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
 from warpfit.request import Evaluation, Result
+
+if TYPE_CHECKING:  # they are for those who ask for them
+    from warpfit.windows import Loan, Window, Windows
 
 #: How often one operation uploads a data set again that others' uploads have pushed out.
 _UPLOADS: Final = 3
@@ -103,11 +107,18 @@ class Outgoing:
 
     gRPC iterates in a thread of its own, where an exception would be lost. So a failure ends the
     stream, and the transport raises it in the caller's thread.
+
+    Args:
+        messages: a header, then what carries ``step`` bytes each.
+        step: bytes.
+        total: bytes of all of them.
+        report: told how far it is.
+
     """
 
-    def __init__(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> None:
+    def __init__(self, messages: Iterator[bytes], step: int, total: int, report: Progress) -> None:
         self.failure: Exception | None = None
-        self._messages = self._stream(dataset, chunk_bytes, report)
+        self._messages = self._stream(messages, step, total, report)
 
     def __iter__(self) -> Self:
         return self
@@ -115,16 +126,16 @@ class Outgoing:
     def __next__(self) -> Any:
         return next(self._messages)
 
-    def _stream(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> Iterator[Any]:
+    def _stream(
+        self, messages: Iterator[bytes], step: int, total: int, report: Progress
+    ) -> Iterator[bytes]:
         """Yield each message, and report it when the next one is asked for."""
-        total = dataset.layout.nbytes
-        for sent, message in enumerate(codec.upload_messages(dataset, chunk_bytes)):
-            yield message
-            try:
-                report(min(sent * chunk_bytes, total), total)
-            except Exception as error:  # whatever the user's callback raises
-                self.failure = error
-                return
+        try:
+            for sent, message in enumerate(messages):
+                yield message
+                report(min(sent * step, total), total)
+        except Exception as error:  # whatever the user's callback raises
+            self.failure = error
 
 
 class Deadline:
@@ -192,6 +203,8 @@ class Operations:
     """Every operation that a client offers."""
 
     config: ClientConfig
+    windows: Windows | None = None
+    """Of shared memory, if the client uses any."""
 
     def upload(
         self,
@@ -224,7 +237,7 @@ class Operations:
         evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
         with _pointing_into(evaluation.batch, data.names):
             result = yield from self._with_data(
-                data, deadline, lambda: self._evaluate(evaluation, deadline)
+                data, deadline, lambda: self._evaluate(evaluation, data.layout, deadline)
             )
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
@@ -258,6 +271,11 @@ class Operations:
         message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
         return codec.info_from_message(message)
 
+    def close(self) -> None:
+        """Close the windows."""
+        if self.windows is not None:
+            self.windows.close()
+
     def _with_data(
         self, data: Data, deadline: Deadline, use: Callable[[], Operation[T]]
     ) -> Operation[T]:
@@ -269,13 +287,20 @@ class Operations:
                 yield from self._send(data.dataset, deadline, silent)
         return (yield from use())
 
-    def _evaluate(self, evaluation: Evaluation, deadline: Deadline) -> Operation[Result]:
+    def _evaluate(
+        self, evaluation: Evaluation, layout: Layout, deadline: Deadline
+    ) -> Operation[Result]:
         message = codec.evaluation_to_message(evaluation)
+        size = evaluation.matrix_bytes(layout) if self.windows else 0
 
-        def attempt() -> tuple[Any, codec.ResultAssembler]:
-            return message, codec.ResultAssembler(evaluation)
+        def attempt(window: Window | None) -> tuple[Any, codec.ResultAssembler]:
+            if window is None:
+                return message, codec.ResultAssembler(evaluation)
+            into = codec.evaluation_into(message, window.piece(size))
+            return into, codec.ResultAssembler(evaluation, window.view())
 
-        return (yield from self._retried("Evaluate", attempt, deadline)).result()
+        collector = yield from self._moving("Evaluate", attempt, deadline, size, mapped=True)
+        return collector.result()
 
     def _optimize(
         self, request: FitRequest, deadline: Deadline, options: FitOptions
@@ -288,12 +313,52 @@ class Operations:
         return (yield from self._retried("Optimize", attempt, deadline)).result()
 
     def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
-        chunk_bytes = self.config.transport.chunk_bytes
+        total = dataset.layout.nbytes
 
-        def attempt() -> tuple[Outgoing, Single]:
-            return Outgoing(dataset, chunk_bytes, report), Single()
+        def attempt(window: Window | None) -> tuple[Outgoing, Single]:
+            if window is not None:
+                step, messages = window.step, window.upload(dataset)
+            else:
+                step = self.config.transport.chunk_bytes
+                messages = codec.upload_messages(dataset, step)
+            return Outgoing(messages, step, total, report), Single()
 
-        yield from self._retried("UploadVariables", attempt, deadline)
+        yield from self._moving("UploadVariables", attempt, deadline, total, mapped=False)
+
+    def _moving(
+        self,
+        method: str,
+        attempt: Callable[[Window | None], tuple[Any, C]],
+        deadline: Deadline,
+        size: int,
+        *,
+        mapped: bool,
+    ) -> Operation[C]:
+        """Make a call that moves ``size`` bytes: in a window if there is one, else in messages.
+
+        A window serves one attempt: after a failed one the server may still use it.
+        """
+        loan = yield from self._loan(size, deadline, mapped=mapped)
+        if loan is None:
+            return (yield from self._retried(method, lambda: attempt(None), deadline))
+        with loan:
+            try:
+                return (yield from self._retried(method, lambda: attempt(loan.take()), deadline))
+            except InvalidArgumentError as error:
+                if not loan.is_refused(error):
+                    raise
+            return (yield from self._retried(method, lambda: attempt(None), deadline))
+
+    def _loan(self, size: int, deadline: Deadline, *, mapped: bool) -> Operation[Loan | None]:
+        """Borrow a window of shared memory, where matrices of this size are to cross in one."""
+        windows = self.windows
+        if windows is None or not windows.wants(size):
+            return None
+        if not windows.is_introduced:
+            message = yield from self._unary("GetServerInfo", codec.info_request(), deadline)
+            windows.introduce(codec.info_from_message(message).local)
+        loan: Loan | None = yield Work(lambda: windows.borrow(size, mapped=mapped))
+        return loan
 
     def _unary(self, method: str, request: Any, deadline: Deadline | None = None) -> Operation[Any]:
         single = yield from self._retried(
@@ -315,6 +380,16 @@ class Operations:
                 yield Sleep(retries.pause_after(error))
             else:
                 return collector
+
+
+def open_windows(shared_memory: bool | str | Path, config: TransportConfig) -> Windows | None:
+    """Make the windows of a client that asks for shared memory; see `warpfit.connect`."""
+    if not shared_memory:
+        return None
+    from warpfit.windows import Windows
+
+    path = None if shared_memory is True else shared_memory
+    return Windows(path, config.window_bytes, config.idle_window_bytes)
 
 
 @contextmanager

@@ -190,6 +190,16 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True)
+class BorrowWindow:
+    """Give the door a window of a client for one call; answered by Lent or NotLent."""
+
+    number: int
+    """Of the question."""
+    window: bytes
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """Answer to Forget: no new call uses the data set."""
 
@@ -223,6 +233,22 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """The window's descriptor comes along."""
+
+    number: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotLent:
+    """There is no such window for that tenant."""
+
+    number: int
+    error: WarpfitError
+
+
+@dataclass(frozen=True, slots=True)
 class Lanes:
     """The door's lanes to a new engine come along as sockets."""
 
@@ -252,8 +278,8 @@ Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
-    | Lookup | Unused | Forgotten | Serving | Recorded
-    | Found | Missing | Lanes | Forget | Readiness | Quit
+    | Lookup | Unused | BorrowWindow | Forgotten | Serving | Recorded
+    | Found | Missing | Lent | NotLent | Lanes | Forget | Readiness | Quit
 )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,6 +25,9 @@ _LOG: Final = logging.getLogger("warpfit.datasets")
 _LONGEST_SWEEP: Final = 60.0
 #: Most data sets that are resident at a time.
 _MOST_DATASETS: Final = 2048
+#: Uploads from this size on are hashed in a thread of their own, that many bytes behind at most.
+_HASHED_BESIDE: Final = 8 << 20
+_BEHIND: Final = 4 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +172,7 @@ class DatasetStore:
 
     def abandon(self, upload: Upload) -> None:
         """Give the memory of an unfinished upload back."""
-        upload.segment.close()
+        upload.close()
         self._unreserve(self._cost(upload.layout), upload.tenant)
 
     def commit(self, upload: Upload) -> ResidentDataset:
@@ -274,7 +278,7 @@ class Upload:
         self.tenant = tenant
         self.key = key_of(tenant, content_id)
         self.segment = segment
-        self._digest = hashlib.sha256(layout.header())
+        self._digest = _Digest(layout)
         self._received = 0
 
     def add(self, data: memoryview) -> None:
@@ -292,8 +296,8 @@ class Upload:
                 "Send exactly (variables + target + weights) x rows numbers of the dtype",
                 "data",
             )
-        self.segment.write(data, self._received)
         self._digest.update(data)
+        self.segment.write(data, self._received)
         self._received = end
 
     def verify(self) -> None:
@@ -310,14 +314,58 @@ class Upload:
                 "Send exactly (variables + target + weights) x rows numbers of the dtype",
                 "data",
             )
-        if self._digest.digest() != self.content_id:
+        digest = self._digest.finish()
+        if digest != self.content_id:
             raise InvalidArgumentError(
-                f"the content hashes to {self._digest.hexdigest()[:16]}..., "
+                f"the content hashes to {digest.hex()[:16]}..., "
                 f"content_id says {self.content_id.hex()[:16]}...",
                 "BAD_DIGEST",
                 "Compute SHA-256 over the header and payload as evaluator.proto describes",
                 "content_id",
             )
+
+    def close(self) -> None:
+        """Stop hashing and give the memory back."""
+        self._digest.close()
+        self.segment.close()
+
+
+class _Digest:
+    """SHA-256 of an upload; that of a large one is computed beside receiving and storing it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._sha256 = hashlib.sha256(layout.header())
+        is_large = layout.nbytes >= _HASHED_BESIDE
+        self._thread = ThreadPoolExecutor(1, "hash") if is_large else None
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._behind = 0
+
+    def update(self, data: memoryview) -> None:
+        """Hash the next bytes, which must not change any more."""
+        if self._thread is None:
+            self._sha256.update(data)
+            return
+        self._pending.append((self._thread.submit(self._sha256.update, data), len(data)))
+        self._behind += len(data)
+        self._wait(_BEHIND)
+
+    def finish(self) -> bytes:
+        """Return the digest."""
+        self._wait(0)
+        self.close()
+        return self._sha256.digest()
+
+    def _wait(self, behind: int) -> None:
+        """Wait until at most so many bytes are not hashed yet."""
+        while self._behind > behind:
+            future, size = self._pending.popleft()
+            future.result()
+            self._behind -= size
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
 
 
 class Sweeper:
