@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from warpfit.dataset import Layout
+from warpfit.dataset import Layout, PayloadDigest
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
 from warpfit.info import Limits
 from warpfit_server.limits import check_dataset
@@ -25,8 +23,7 @@ _LOG: Final = logging.getLogger("warpfit.datasets")
 _LONGEST_SWEEP: Final = 60.0
 #: Most data sets that are resident at a time.
 _MOST_DATASETS: Final = 2048
-#: Uploads from this size on are hashed in a thread of their own, that many bytes behind at most.
-_HASHED_BESIDE: Final = 8 << 20
+#: Bytes of an upload that have arrived and are not hashed yet, at most.
 _BEHIND: Final = 4 << 20
 
 
@@ -278,7 +275,7 @@ class Upload:
         self.tenant = tenant
         self.key = key_of(tenant, content_id)
         self.segment = segment
-        self._digest = _Digest(layout)
+        self._digest = PayloadDigest(layout, _BEHIND)
         self._received = 0
 
     def add(self, data: memoryview) -> None:
@@ -328,44 +325,6 @@ class Upload:
         """Stop hashing and give the memory back."""
         self._digest.close()
         self.segment.close()
-
-
-class _Digest:
-    """SHA-256 of an upload; that of a large one is computed beside receiving and storing it."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._sha256 = hashlib.sha256(layout.header())
-        is_large = layout.nbytes >= _HASHED_BESIDE
-        self._thread = ThreadPoolExecutor(1, "hash") if is_large else None
-        self._pending: deque[tuple[Future[None], int]] = deque()
-        self._behind = 0
-
-    def update(self, data: memoryview) -> None:
-        """Hash the next bytes, which must not change any more."""
-        if self._thread is None:
-            self._sha256.update(data)
-            return
-        self._pending.append((self._thread.submit(self._sha256.update, data), len(data)))
-        self._behind += len(data)
-        self._wait(_BEHIND)
-
-    def finish(self) -> bytes:
-        """Return the digest."""
-        self._wait(0)
-        self.close()
-        return self._sha256.digest()
-
-    def _wait(self, behind: int) -> None:
-        """Wait until at most so many bytes are not hashed yet."""
-        while self._behind > behind:
-            future, size = self._pending.popleft()
-            future.result()
-            self._behind -= size
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
 
 
 class Sweeper:
