@@ -26,6 +26,8 @@ from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit.info import LocalTransport
 
 _LOG: Final = logging.getLogger("warpfit.windows")
+#: Name of the memory files, which the system shows among the open files of a process.
+NAME: Final = "warpfit-window"
 #: After a failure the network is used for so many seconds before another attempt.
 _PAUSE: Final = 30.0
 #: Longest wait for the server to open a window, in seconds.
@@ -58,7 +60,7 @@ class Window:
         import fcntl  # only there, too
 
         self.size = size
-        self._descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._map: mmap.mmap | None = None
         try:
@@ -264,15 +266,17 @@ class Windows:
             window.close()
 
     def _take(self, size: int) -> Window | None:
-        """Take the smallest idle window that is large enough and that the server still has."""
+        """Take the smallest idle window that is large enough."""
         with self._lock:
-            for window in sorted(self._idle, key=lambda window: window.size):
-                if window.size < size:
-                    continue
-                self._idle.remove(window)
-                if window.is_open:
-                    return window
-                window.close()
+            fitting = [window for window in self._idle if window.size >= size]
+            if not fitting:
+                return None
+            window = min(fitting, key=lambda window: window.size)
+            self._idle.remove(window)
+        if window.is_open:
+            return window
+        window.close()
+        self.close()  # the server has gone; the next call asks the next one
         return None
 
     def _open(self, size: int) -> Window | None:
