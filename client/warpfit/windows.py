@@ -63,6 +63,7 @@ class Window:
         self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._map: mmap.mmap | None = None
+        self._view = memoryview(b"")
         try:
             os.truncate(self._descriptor, size)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -89,11 +90,11 @@ class Window:
         if self._map is None:
             os.posix_fallocate(self._descriptor, 0, self.size)
             self._map = mmap.mmap(self._descriptor, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._view = memoryview(self._map)
 
     def view(self) -> memoryview:
-        """View what the server has written; after `map`."""
-        assert self._map is not None
-        return memoryview(self._map)
+        """View what the server has written; after `map`, until `close`."""
+        return self._view
 
     def write(self, data: memoryview, offset: int) -> None:
         """Copy bytes into the file, which takes memory as it comes.
@@ -138,8 +139,9 @@ class Window:
     def close(self) -> None:
         """Let the server forget it; the memory goes when nobody uses it any more."""
         self._connection.close()
+        self._view.release()
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # then it goes with the last view
+            with contextlib.suppress(BufferError):  # it goes with the last part of the view, then
                 self._map.close()
             self._map = None
         if self._descriptor >= 0:

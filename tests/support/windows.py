@@ -12,12 +12,13 @@ from warpfit import codec
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit.windows import NAME
 
+_BY_HAND = f"by-hand-{NAME}"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def memory_file(size: int, seals: int = SEALS) -> int:
     """A memory file without memory yet; return its descriptor."""
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(_BY_HAND, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(descriptor, size)
     if seals:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -73,13 +74,18 @@ def connected(path: str) -> socket.socket:
     return connection
 
 
-def open_windows(process: int | None = None) -> int:
+def client_windows() -> int:
+    """How many descriptors of its own windows this process has; a mapped one has two."""
+    return open_windows(name=f":{NAME}")
+
+
+def open_windows(process: int | None = None, name: str = NAME) -> int:
     """How many descriptors of windows a process, by default this one, has."""
     folder = Path(f"/proc/{process or os.getpid()}/fd")
     found = 0
     for entry in folder.iterdir():
         try:
-            found += NAME in str(entry.readlink())
+            found += name in str(entry.readlink())
         except FileNotFoundError:
             continue  # closed meanwhile
     return found
