@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
 from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
-from warpfit.core import Call, Operation, Operations, Sleep, Step, open_windows
+from warpfit.core import Call, Operation, Operations, Sleep, Step
 from warpfit.data import Answer, Data, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
@@ -18,9 +18,7 @@ from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.security import Security, TlsConfig
 from warpfit.transport import check_address, client_closed, failure, make_stub
-
-if TYPE_CHECKING:
-    from warpfit.windows import Windows
+from warpfit.windows import Windows, open_windows
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
 from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
-from warpfit.core import Call, Operation, Operations, Sleep, Step, open_windows
+from warpfit.core import Call, Operation, Operations, Sleep, Step
 from warpfit.data import Answer, Data, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
@@ -16,9 +16,7 @@ from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.security import Security, TlsConfig
 from warpfit.transport import GrpcTransport, Transport
-
-if TYPE_CHECKING:
-    from warpfit.windows import Windows
+from warpfit.windows import Windows, open_windows
 
 T = TypeVar("T")
 

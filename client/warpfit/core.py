@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
 from warpfit.arguments import (
@@ -24,7 +23,7 @@ from warpfit.arguments import (
     build_evaluation,
     canonical,
 )
-from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
+from warpfit.config import ClientConfig, RetryPolicy
 from warpfit.data import Answer, Data, Fit
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import (
@@ -42,9 +41,7 @@ from warpfit.info import ServerInfo
 from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
 from warpfit.request import Evaluation, Result
-
-if TYPE_CHECKING:  # they are for those who ask for them
-    from warpfit.windows import Loan, Window, Windows
+from warpfit.windows import Loan, Window, Windows
 
 #: How often one operation uploads a data set again that others' uploads have pushed out.
 _UPLOADS: Final = 3
@@ -334,10 +331,7 @@ class Operations:
         *,
         mapped: bool,
     ) -> Operation[C]:
-        """Make a call that moves ``size`` bytes: in a window if there is one, else in messages.
-
-        A window serves one attempt: after a failed one the server may still use it.
-        """
+        """Make a call that moves ``size`` bytes: in a window if there is one, else in messages."""
         loan = yield from self._loan(size, deadline, mapped=mapped)
         if loan is None:
             return (yield from self._retried(method, lambda: attempt(None), deadline))
@@ -380,16 +374,6 @@ class Operations:
                 yield Sleep(retries.pause_after(error))
             else:
                 return collector
-
-
-def open_windows(shared_memory: bool | str | Path, config: TransportConfig) -> Windows | None:
-    """Make the windows of a client that asks for shared memory; see `warpfit.connect`."""
-    if not shared_memory:
-        return None
-    from warpfit.windows import Windows
-
-    path = None if shared_memory is True else shared_memory
-    return Windows(path, config.window_bytes, config.idle_window_bytes)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from warpfit import codec
+from warpfit.config import TransportConfig
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit.info import LocalTransport
@@ -212,7 +213,7 @@ class Windows:
 
     def wants(self, size: int) -> bool:
         """Whether a matrix should cross in a window: it is large, and nothing failed just now."""
-        return size >= self._least_bytes and time.monotonic() >= self._not_before
+        return size >= max(1, self._least_bytes) and time.monotonic() >= self._not_before
 
     @property
     def is_introduced(self) -> bool:
@@ -286,6 +287,14 @@ class Windows:
         if local is None:
             return None  # forgotten meanwhile
         return Window(_rounded(size), self._path or local.socket, local.ticket)
+
+
+def open_windows(shared_memory: bool | str | Path, config: TransportConfig) -> Windows | None:
+    """Make the windows of a client that asks for shared memory; see `warpfit.connect`."""
+    if not shared_memory:
+        return None
+    path = None if shared_memory is True else shared_memory
+    return Windows(path, config.window_bytes, config.idle_window_bytes)
 
 
 def _rounded(size: int) -> int:

@@ -166,7 +166,11 @@ class BorrowedWindows:
 
     def lent(self, message: wire.Lent, descriptors: Sequence[int]) -> None:
         """Take a window from the front door."""
-        self._asked.pop(message.number).set_result(Window(descriptors[0], message.size))
+        answer = self._asked.pop(message.number)
+        if descriptors:
+            answer.set_result(Window(descriptors[0], message.size))
+        else:  # the system drops descriptors beyond this process's limit
+            answer.set_exception(UnavailableError("too many open files", "TOO_MANY_FILES"))
 
     def not_lent(self, message: wire.NotLent) -> None:
         """Take the front door's refusal."""

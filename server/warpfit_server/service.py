@@ -82,6 +82,7 @@ class EvaluateService:
         self._lanes = lanes
         self._admission = admission
         self._chunk_bytes = chunk_bytes
+        self._messages = MessageSink(chunk_bytes)
 
     def handlers(self) -> dict[str, Any]:
         """Handlers by method name."""
@@ -106,7 +107,7 @@ class EvaluateService:
             work = self._admission.evaluation(tenant, evaluation, layout, size)
             charge = held.enter_context(work)
             requests.asks_for(evaluation, layout)
-            sink = self._sink(request, evaluation.matrix_bytes(layout), tenant, held)
+            sink = self._sink(request, evaluation, layout, tenant, held)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             charge.run = run = self._lanes.start(evaluation, layout, context.is_active, tenant)
@@ -137,13 +138,20 @@ class EvaluateService:
             _end_with_call(run, context, held)
             yield from _fit_answer(run, decode)
 
-    def _sink(self, request: pb.EvaluateRequest, needed: int, tenant: str, held: ExitStack) -> Sink:
+    def _sink(
+        self,
+        request: pb.EvaluateRequest,
+        evaluation: Evaluation,
+        layout: Layout,
+        tenant: str,
+        held: ExitStack,
+    ) -> Sink:
         """Choose where the matrices go; a window is held as long as the call lasts."""
         piece = codec.evaluation_piece(request)
         if piece is None:
-            return MessageSink(self._chunk_bytes)
+            return self._messages
         window = held.enter_context(self._windows.borrow(piece.window, tenant))
-        return WindowSink(Region(window, piece, needed, "window"))
+        return WindowSink(Region(window, piece, evaluation.matrix_bytes(layout), "window"))
 
     def _answer(self, run: Run, sink: Sink, start: bytes, decode: int) -> Iterator[bytes]:
         frame = run.frame
