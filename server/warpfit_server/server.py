@@ -51,7 +51,13 @@ class Server:
             self._local,
         )
         self._operations = Operations(
-            config, self.supervisor, self._datasets, self._doors, recorder, SERVICE_NAME
+            config,
+            self.supervisor,
+            self._datasets,
+            self._doors,
+            recorder,
+            windows,
+            SERVICE_NAME,
         )
         check_free(config.host, config.port)
         handlers = self._operations.observer.observed(guard.protect(service.handlers()))
