@@ -40,6 +40,7 @@ _STEPS: Final = 8
 class Window:
     """A memory file that the server has open, too; `close` ends that."""
 
+    _descriptor = -1
     step: Final = 4 << 20
     """Bytes of an upload that the server is told about at a time."""
 
@@ -61,10 +62,11 @@ class Window:
         import fcntl  # only there, too
 
         self.size = size
-        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._map: mmap.mmap | None = None
         self._view = memoryview(b"")
+        self._lock = threading.Lock()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.truncate(self._descriptor, size)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -105,9 +107,10 @@ class Window:
 
         """
         try:
-            while data:
-                written = os.pwrite(self._descriptor, data, offset)
-                data, offset = data[written:], offset + written
+            with self._lock:  # gRPC's thread may be here when the call is over and `close` comes
+                while data:
+                    written = os.pwrite(self._descriptor, data, offset)
+                    data, offset = data[written:], offset + written
         except OSError as error:
             raise ResourceExhaustedError(
                 f"there is no shared memory here: {error}", "MEMORY", "Upload fewer rows at once"
@@ -140,14 +143,19 @@ class Window:
     def close(self) -> None:
         """Let the server forget it; the memory goes when nobody uses it any more."""
         self._connection.close()
-        self._view.release()
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # it goes with the last part of the view, then
+        with contextlib.suppress(BufferError):  # the mapping goes with the last part of the view
+            self._view.release()
+            if self._map is not None:
                 self._map.close()
-            self._map = None
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def __del__(self) -> None:
+        """Close a window that nobody closed: the task that borrowed it was cancelled."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self.close()
 
 
 class Loan:

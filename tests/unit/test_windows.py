@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.windows import SEALS, RawWindow, connected, memory_file, open_windows
+from support.windows import (
+    SEALS,
+    RawWindow,
+    client_windows,
+    connected,
+    memory_file,
+    open_windows,
+)
 from warpfit import codec
 from warpfit.errors import (
     InvalidArgumentError,
@@ -22,7 +30,9 @@ from warpfit.errors import (
     UnavailableError,
 )
 from warpfit.windows import Window, Windows
+from warpfit_server import channel as wire
 from warpfit_server.config import Config
+from warpfit_server.door import BorrowedWindows
 from warpfit_server.local import LocalSocket, Tickets
 from warpfit_server.windows import Region, WindowLimits, WindowTable, check_memory_file
 from warpfit_server.windows import Window as Served
@@ -192,6 +202,43 @@ class TestRegion:
         with pytest.raises(InvalidArgumentError) as caught:
             region.write(memoryview(b"a"), 0)
         assert caught.value.reason == "WINDOW_UNUSABLE"
+
+
+class TestBorrowed:
+    """Windows as a further door sees them."""
+
+    def _ask(self, answer):
+        sent = []
+
+        def send(message):
+            sent.append(message)
+            threading.Timer(0.02, answer, [windows, message]).start()
+
+        windows = BorrowedWindows(send)
+        return windows, sent
+
+    def test_one_is_lent_for_each_call(self):
+        windows, sent = self._ask(
+            lambda w, asked: w.lent(wire.Lent(asked.number, PAGE), [memory_file(PAGE)])
+        )
+        before = open_windows()
+        for _ in range(2):
+            with windows.borrow(b"id", "alice") as window:
+                assert window.size == PAGE
+                assert open_windows() == before + 1
+        assert open_windows() == before
+        assert sent == [wire.BorrowWindow(number, b"id", "alice") for number in range(2)]
+
+    def test_refusals_arrive(self):
+        error = InvalidArgumentError("no", "WINDOW_UNKNOWN")
+        windows, _ = self._ask(lambda w, asked: w.not_lent(wire.NotLent(asked.number, error)))
+        with pytest.raises(InvalidArgumentError, match="no"), windows.borrow(b"id", "alice"):
+            pass
+
+    def test_a_descriptor_that_the_system_dropped(self):
+        windows, _ = self._ask(lambda w, asked: w.lent(wire.Lent(asked.number, PAGE), []))
+        with pytest.raises(UnavailableError), windows.borrow(b"id", "alice"):
+            pass
 
 
 class TestSocket:
@@ -420,6 +467,35 @@ class TestClient:
         part = window.view()[:3]
         window.close()
         assert bytes(part) == bytes(3)
+
+    def test_a_window_that_is_lost_is_closed(self, windows, table):
+        before = client_windows()
+        windows.borrow(PAGE, mapped=True)  # by a task that is cancelled meanwhile
+        eventually(lambda: table.usage() == (0, 0))
+        assert client_windows() == before
+
+    def test_no_other_file_is_written_to_when_it_is_closed_under_an_upload(self, local, ticket):
+        for _ in range(5):
+            window = Window(PAGE, local.path, ticket)
+            data = memoryview(bytes([1]) * PAGE)
+            failures = []
+
+            def write(window=window, data=data, failures=failures):
+                try:
+                    while True:
+                        window.write(data, 0)
+                except ResourceExhaustedError:
+                    failures.append(True)
+
+            thread = threading.Thread(target=write)
+            thread.start()
+            window.close()
+            victims = [memory_file(PAGE) for _ in range(20)]
+            thread.join()
+            assert failures
+            for victim in victims:
+                assert not any(os.pread(victim, PAGE, 0))
+                os.close(victim)
 
     @given(st.integers(1, 1 << 40))
     def test_sizes_are_rounded_by_little(self, size):
