@@ -42,7 +42,7 @@ from warpfit_server.segments import SegmentPool
 from warpfit_server.service import SERVICE_NAME, EvaluateService
 from warpfit_server.tenants import tenant_of
 from warpfit_server.tracing import make_tracer
-from warpfit_server.windows import Window
+from warpfit_server.windows import ID_BYTES, Window, unknown_window
 
 _LOG: Final = logging.getLogger("warpfit.door")
 #: A lease that no call uses goes back after this many seconds.
@@ -155,6 +155,8 @@ class BorrowedWindows:
     @contextmanager
     def borrow(self, window: bytes, tenant: str) -> Iterator[Window]:
         """Use a window; see `warpfit_server.windows.Windows`."""
+        if len(window) != ID_BYTES:  # whatever it is, it might not fit a message
+            raise unknown_window()
         number = next(self._numbers)
         answer = self._asked[number] = Future()
         self._send(wire.BorrowWindow(number, window, tenant))

@@ -23,7 +23,8 @@ from warpfit.errors import InvalidArgumentError, PermissionDeniedError, Resource
 from warpfit_server.config import Config
 from warpfit_server.tenants import SHARE
 
-_ID_BYTES: Final = 16
+#: Length of a window's id.
+ID_BYTES: Final = 16
 #: Seals that a window must have: the size that was counted is the size that it keeps.
 _NEEDED_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 #: Bytes that are read from a window at a time.
@@ -202,7 +203,7 @@ class WindowTable:
 
         """
         size = check_memory_file(descriptor)
-        identifier = secrets.token_bytes(_ID_BYTES)
+        identifier = secrets.token_bytes(ID_BYTES)
         with self._lock:
             self._check_room(tenant, size)
             self._entries[identifier] = _Entry(Window(descriptor, size), tenant)

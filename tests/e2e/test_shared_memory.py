@@ -284,7 +284,7 @@ def test_windows_that_are_not_there(baseline, callers, local, small):
     with RawWindow.of(local, 4096) as window:
         gone = window.identifier
     seen = set()
-    for name in (gone, b"", bytes(16), os.urandom(16), os.urandom(5000)):
+    for name in (gone, b"", bytes(16), os.urandom(16), os.urandom(1 << 20)):
         piece = codec.Piece(name, 0, 4096)
         into = codec.evaluation_into(request, piece)
         eventually(lambda into=into: "WINDOW_UNKNOWN" in _outcome(callers[0], into))

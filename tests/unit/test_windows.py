@@ -38,6 +38,7 @@ from warpfit_server.windows import Region, WindowLimits, WindowTable, check_memo
 from warpfit_server.windows import Window as Served
 
 PAGE = 4096
+NAME = bytes(range(16))
 LIMITS = WindowLimits(windows=4, nbytes=10 * PAGE, tenant_windows=3, tenant_nbytes=8 * PAGE)
 
 
@@ -223,21 +224,28 @@ class TestBorrowed:
         )
         before = open_windows()
         for _ in range(2):
-            with windows.borrow(b"id", "alice") as window:
+            with windows.borrow(NAME, "alice") as window:
                 assert window.size == PAGE
                 assert open_windows() == before + 1
         assert open_windows() == before
-        assert sent == [wire.BorrowWindow(number, b"id", "alice") for number in range(2)]
+        assert sent == [wire.BorrowWindow(number, NAME, "alice") for number in range(2)]
 
     def test_refusals_arrive(self):
         error = InvalidArgumentError("no", "WINDOW_UNKNOWN")
         windows, _ = self._ask(lambda w, asked: w.not_lent(wire.NotLent(asked.number, error)))
-        with pytest.raises(InvalidArgumentError, match="no"), windows.borrow(b"id", "alice"):
+        with pytest.raises(InvalidArgumentError, match="no"), windows.borrow(NAME, "alice"):
             pass
+
+    @pytest.mark.parametrize("name", [b"", bytes(15), bytes(1 << 20)])
+    def test_what_is_no_id_is_not_asked_for(self, name):
+        windows, sent = self._ask(lambda w, asked: None)
+        with pytest.raises(InvalidArgumentError, match="no such"), windows.borrow(name, "alice"):
+            pass
+        assert not sent
 
     def test_a_descriptor_that_the_system_dropped(self):
         windows, _ = self._ask(lambda w, asked: w.lent(wire.Lent(asked.number, PAGE), []))
-        with pytest.raises(UnavailableError), windows.borrow(b"id", "alice"):
+        with pytest.raises(UnavailableError), windows.borrow(NAME, "alice"):
             pass
 
 
