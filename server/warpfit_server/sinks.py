@@ -9,8 +9,8 @@ from warpfit import codec
 from warpfit_server.windows import Region
 
 #: Bytes that are written to a window before the client is told, which may then take them while
-#: the next ones are written: a message costs as much as copying some 0.3 MiB.
-_TOLD: Final = 4 << 20
+#: the next ones are written: sending a message takes as long as copying about a megabyte.
+_TOLD: Final = 8 << 20
 
 
 class Sink(Protocol):

@@ -1,7 +1,8 @@
 """What moving matrices costs: the network on loopback against shared memory, and their bounds.
 
 ``python tests/bench/transport.py`` starts a server on loopback and writes results/transport.json.
-A value matrix of 120 MB and an upload of 400 MB cross both ways in turn, in one run. Beside them
+A value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which
+takes the same processors) and an upload of 400 MB cross both ways in turn, in one run. Beside them
 stand the bounds of the machine in the same run: copying memory, writing it to a memory file,
 SHA-256, and a gRPC stream of the same messages between two processes that do nothing else.
 """
@@ -29,6 +30,7 @@ import grpc
 import numpy as np
 import psutil
 
+from support.faults import injected
 from support.results import write_result
 from support.server import ServerProcess
 from warpfit.core import Deadline
@@ -147,8 +149,29 @@ def serve_bare() -> None:
 # ------------------------------------------------------------------------------------- warpfit
 
 
-def answers(clients: dict[str, warpfit.Client], door: psutil.Process) -> dict[str, Any]:
-    """The same value matrix by each client in turn; it must have the same bits."""
+@contextmanager
+def clients_of(**environment: str) -> Iterator[tuple[dict[str, warpfit.Client], psutil.Process]]:
+    """Clients of a server with one door, by transport, and the door's process."""
+    flags = ("--front-doors", "1", "--local-socket", "auto")
+    with (
+        ServerProcess(*flags, **environment) as server,
+        warpfit.connect(server.address) as network,
+        warpfit.connect(server.address, shared_memory=True) as memory,
+    ):
+        yield {"network": network, "shared_memory": memory}, server.family()["front door"]
+
+
+def answers(
+    clients: dict[str, warpfit.Client], door: psutil.Process, *, idle: bool
+) -> dict[str, Any]:
+    """The same value matrix by each client in turn; it must have the same bits.
+
+    Args:
+        clients: by transport.
+        door: the server's front door.
+        idle: whether the engine computes nothing, so that moving is all that there is to do.
+
+    """
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
     expressions = [warpfit.parse(f"x{n % 10 + 1}") for n in range(PROGRAMS)]
     data = next(iter(clients.values())).upload(X)
@@ -164,13 +187,13 @@ def answers(clients: dict[str, warpfit.Client], door: psutil.Process) -> dict[st
                 seconds[name].append(time.perf_counter() - started)
                 work[name].append(cpu_seconds(door) - cpu)
                 engine.append(answer.timings.compute / 1e9)
-            elif not np.array_equal(answer.values, expected):
+            elif not (idle or np.array_equal(answer.values, expected)):
                 raise SystemExit(f"wrong values over {name}")
             del answer
     size = expected.nbytes
     return {
         "bytes": size,
-        "engine_seconds": statistics.median(engine),
+        **({} if idle else {"engine_seconds": statistics.median(engine)}),
         **{name: described(size, seconds[name], work[name]) for name in clients},
     }
 
@@ -218,21 +241,19 @@ def cpu_seconds(door: psutil.Process) -> float:
 
 
 def main() -> None:
-    flags = ("--front-doors", "1", "--local-socket", "auto")
     bounds = memory_bounds(ROWS * PROGRAMS * 4)
     bounds |= stream_bounds(ROWS * PROGRAMS * 4, UPLOAD_ROWS * UPLOAD_VARIABLES * 4)
-    with (
-        ServerProcess(*flags) as server,
-        warpfit.connect(server.address) as network,
-        warpfit.connect(server.address, shared_memory=True) as memory,
-    ):
-        clients = {"network": network, "shared_memory": memory}
-        door = server.family()["front door"]
-        answer, upload = answers(clients, door), uploads(clients, door)
-    for found in (answer, upload):
-        found["speed_up"] = found["shared_memory"]["gb_s"] / found["network"]["gb_s"]
-    content = {"seed": SEED, "bounds": bounds, "answer": answer, "upload": upload}
-    print(write_result("transport", content).read_text())
+    with clients_of(**injected("idle=1")) as (clients, door):
+        moved = answers(clients, door, idle=True)
+    with clients_of() as (clients, door):
+        found = {
+            "answer": moved,
+            "answer_with_cpu_engine": answers(clients, door, idle=False),
+            "upload": uploads(clients, door),
+        }
+    for part in found.values():
+        part["speed_up"] = part["shared_memory"]["gb_s"] / part["network"]["gb_s"]
+    print(write_result("transport", {"seed": SEED, "bounds": bounds, **found}).read_text())
 
 
 if __name__ == "__main__":
