@@ -71,9 +71,9 @@ class Server:
     def __enter__(self) -> Server:
         """Start engine, port and doors; returns when the server is ready."""
         self._operations.open_ports()
-        self.supervisor.start(self._datasets.leased, self._engine_ready)
         if self._local is not None:
             self._local.start()
+        self.supervisor.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
         self._doors.start(self._config.doors - 1, self.port, self._front_door)
         self._sweeper.start()

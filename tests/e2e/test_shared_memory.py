@@ -187,8 +187,8 @@ def test_the_asyncio_client(server, network):
 
 def test_a_new_engine(server, network, clients):
     data = network.upload(X, dtype="float64")
+    server.kill_engine()
     for client in clients[:2]:
-        server.kill_engine()
         np.testing.assert_array_equal(client.evaluate(data, ["x3"])[:, 0], X[:, 2])
 
 
@@ -489,19 +489,24 @@ def test_another_servers_windows(tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("shared_memory", [True, "/nowhere/socket"])
-def test_without_a_socket_the_network_is_used(shared_memory, caplog):
-    flags = () if shared_memory is True else ("--local-socket", "auto")
-    with (
-        ServerProcess(*flags) as server,
-        warpfit.connect(
-            server.address, transport=EverythingInWindows(), shared_memory=shared_memory
-        ) as client,
-    ):
+def assert_the_network_is_used(address: str, shared_memory: bool | str) -> None:
+    with warpfit.connect(
+        address, transport=EverythingInWindows(), shared_memory=shared_memory
+    ) as client:
         data = client.upload(X, dtype="float64")
         np.testing.assert_array_equal(client.evaluate(data, ["x1"])[:, 0], X[:, 0])
         assert not client_windows()
+
+
+def test_without_a_server_at_the_path(server, caplog):
+    assert_the_network_is_used(server.address, "/nowhere/socket")
     assert "the network is used" in caplog.text
+
+
+def test_without_a_socket_of_the_server(caplog):
+    with ServerProcess() as server:
+        assert_the_network_is_used(server.address, shared_memory=True)
+    assert "--local-socket" in caplog.text
 
 
 def test_what_does_not_move_matrices_needs_no_window(server):
