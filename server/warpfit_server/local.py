@@ -32,7 +32,7 @@ from warpfit.errors import (
 )
 from warpfit.info import LocalTransport
 from warpfit_server.config import Config
-from warpfit_server.windows import WindowTable, unknown_ticket
+from warpfit_server.windows import WindowTable
 
 _LOG: Final = logging.getLogger("warpfit.local")
 #: A connection that has opened no window after this many seconds is closed.
@@ -67,7 +67,12 @@ class Tickets:
         """
         mark, name = ticket[:_SHA256_BYTES], ticket[_SHA256_BYTES:]
         if not hmac.compare_digest(mark, hmac.digest(self._secret, name, "sha256")):
-            raise unknown_ticket()
+            raise PermissionDeniedError(
+                "the ticket is not of this server",
+                "TICKET_UNKNOWN",
+                "Ask GetServerInfo for one",
+                "ticket",
+            )
         return name.decode()
 
 

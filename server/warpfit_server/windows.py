@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from warpfit import codec
-from warpfit.errors import InvalidArgumentError, PermissionDeniedError, ResourceExhaustedError
+from warpfit.errors import InvalidArgumentError, ResourceExhaustedError
 from warpfit_server.config import Config
 from warpfit_server.tenants import SHARE
 
@@ -282,14 +282,4 @@ def unknown_window() -> InvalidArgumentError:
         codec.WINDOW_UNKNOWN,
         "Open one (again), or send the request without a window",
         "window",
-    )
-
-
-def unknown_ticket() -> PermissionDeniedError:
-    """Say that a ticket is not one of this server."""
-    return PermissionDeniedError(
-        "the ticket is not of this server",
-        "TICKET_UNKNOWN",
-        "Ask GetServerInfo for one",
-        "ticket",
     )
