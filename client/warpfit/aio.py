@@ -17,7 +17,7 @@ from warpfit.errors import WarpfitError
 from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.security import Security, TlsConfig
-from warpfit.transport import check_address, client_closed, failure, make_stub
+from warpfit.transport import Methods, check_address, client_closed, failure
 from warpfit.windows import Windows, open_windows
 
 T = TypeVar("T")
@@ -49,13 +49,13 @@ class AsyncGrpcTransport:
         self._closed = False
         self._metadata = security.metadata()
         self._channel = security.channel(grpc.aio, address, config.channel_options())
-        self._stub = make_stub(self._channel)
+        self._methods = Methods(self._channel)
 
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
         if self._closed:
             raise client_closed()
-        method = getattr(self._stub, call.method)
+        method = self._methods.of(call)
         rpc = method(call.request, timeout=call.timeout, metadata=self._metadata)
         try:
             if hasattr(rpc, "__aiter__"):

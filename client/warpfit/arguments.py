@@ -15,7 +15,9 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction, as_loss
 from warpfit.progress import Progress
+from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.vectors import Vectors
 
 E = TypeVar("E", bound=StrEnum)
 Rows: TypeAlias = slice | tuple[int, int] | None
@@ -127,6 +129,7 @@ def build_evaluation(
     parameters: Parameters,
     values: bool | None,
     options: EvaluateOptions,
+    recent: RecentTokens | None = None,
 ) -> tuple[Evaluation, bool]:
     """Turn a caller's arguments into an evaluation; the server checks its tokens.
 
@@ -136,6 +139,7 @@ def build_evaluation(
         parameters: see `warpfit.Client.run`.
         values: whether values are wanted; None wants them where no loss is asked for.
         options: what else the caller asked for.
+        recent: the caller's last batches, if it keeps them.
 
     Returns:
         The evaluation, and whether the answer has a leading axis for parameter vectors.
@@ -145,8 +149,10 @@ def build_evaluation(
         ParseError: for the text of an expression.
 
     """
+    single = is_single(expressions)
     programs = as_batch(expressions, data.names)
-    entries = as_entries(parameters, single=is_single(expressions), programs=len(programs))
+    tokens = (recent or RecentTokens()).of(programs)
+    vectors = Vectors.of(len(programs), as_entries(parameters, single, len(programs)))
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
     wishes = {wish: bool(options.get(wish)) for wish in _WISHES}
@@ -154,7 +160,7 @@ def build_evaluation(
         values = loss is None and not any(wishes.values())
     evaluation = Evaluation(
         dataset_id=data.content_id,
-        batch=Batch.of(programs, entries),
+        batch=Batch.joined(tokens, vectors),
         rows=as_row_range(options.get("rows"), data.layout.rows),
         precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
         loss=loss if isinstance(loss, Loss) else None,
@@ -164,7 +170,7 @@ def build_evaluation(
         **wishes,
     )
     evaluation.check_options(data.layout)
-    return evaluation, entries is not None and any(map(_is_table, entries))
+    return evaluation, vectors.tables
 
 
 def is_single(expressions: Any) -> bool:
@@ -177,16 +183,14 @@ def is_single(expressions: Any) -> bool:
 def as_batch(expressions: Any, names: tuple[str, ...]) -> list[Program]:
     """Convert one expression or several."""
     batch = [expressions] if is_single(expressions) else list(expressions)
-    if all(isinstance(expression, Program) for expression in batch):
+    if set(map(type, batch)) == {Program}:
         return batch
     from warpfit.frontends import as_programs
 
     return list(as_programs(batch, names))
 
 
-def as_entries(
-    parameters: Parameters, *, single: bool, programs: int
-) -> Sequence[ArrayLike] | None:
+def as_entries(parameters: Parameters, single: bool, programs: int) -> Sequence[ArrayLike] | None:
     """One entry for each program; a single expression's vector may stand alone."""
     if parameters is None:
         return None
@@ -194,10 +198,6 @@ def as_entries(
     bare = programs == 1 and all(np.ndim(entry) == 0 for entry in entries)
     whole: list[Any] = [parameters]
     return whole if single or bare else entries
-
-
-def _is_table(entry: ArrayLike) -> bool:
-    return (entry.ndim if isinstance(entry, np.ndarray) else np.ndim(entry)) == 2
 
 
 def as_row_range(rows: Rows, count: int) -> tuple[int, int] | None:

@@ -11,8 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 from warpfit import codec
@@ -25,7 +24,7 @@ from warpfit.arguments import (
 )
 from warpfit.config import ClientConfig, RetryPolicy
 from warpfit.data import Answer, Data, Fit
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
@@ -36,21 +35,26 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.fit_arguments import FitOptions, build_fit
-from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
 from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
-from warpfit.request import Evaluation, Result
+from warpfit.recent import RecentTokens
 from warpfit.windows import Loan, Window, Windows
 
 #: How often one operation uploads a data set again that others' uploads have pushed out.
 _UPLOADS: Final = 3
 T = TypeVar("T")
 C = TypeVar("C", bound="Collector")
+#: Makes request and collector of one attempt, given the window that it may use.
+Attempt: TypeAlias = Callable[["Window | None"], tuple[Any, C]]
 
 
 class Collector(Protocol):
     """Takes the messages of an answer, one by one, while later ones are on their way."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
 
     def add(self, message: Any) -> None:
         """Take the next message."""
@@ -90,6 +94,8 @@ Operation: TypeAlias = Generator[Step, Any, T]
 
 class Single:
     """Collects the only message of a unary answer."""
+
+    is_single = True
 
     def __init__(self) -> None:
         self.message: Any = None
@@ -202,6 +208,8 @@ class Operations:
     config: ClientConfig
     windows: Windows | None = None
     """Of shared memory, if the client uses any."""
+    recent: RecentTokens = field(default_factory=RecentTokens)
+    """Programs that the client has sent before."""
 
     def upload(
         self,
@@ -231,24 +239,36 @@ class Operations:
     ) -> Operation[Answer]:
         """Evaluate; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
-        evaluation, leading_axis = build_evaluation(data, expressions, parameters, values, options)
-        with _pointing_into(evaluation.batch, data.names):
-            result = yield from self._with_data(
-                data, deadline, lambda: self._evaluate(evaluation, data.layout, deadline)
-            )
-        return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
+        evaluation, leading_axis = build_evaluation(
+            data, expressions, parameters, values, options, self.recent
+        )
+        message = codec.evaluation_to_bytes(evaluation)
+        size = evaluation.matrix_bytes(data.layout) if self.windows else 0
+
+        def attempt(window: Window | None) -> tuple[Any, codec.ResultAssembler]:
+            if window is None:
+                return message, codec.ResultAssembler(evaluation)
+            into = codec.evaluation_into(message, window.piece(size))
+            return into, codec.ResultAssembler(evaluation, window.view())
+
+        batch = evaluation.batch
+        answered = yield from self._on_data("Evaluate", attempt, deadline, data, batch, size)
+        return Answer.of(answered.result(), batch, leading_axis=leading_axis)
 
     def optimize(
         self, data: Data, expressions: Any, parameters: Parameters, options: FitOptions
     ) -> Operation[Fit]:
         """Fit; uploads the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
-        request = build_fit(data, expressions, parameters, options)
-        with _pointing_into(request.problem.batch, data.names):
-            result = yield from self._with_data(
-                data, deadline, lambda: self._optimize(request, deadline, options)
-            )
-        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+        request = build_fit(data, expressions, parameters, options, self.recent)
+        batch = request.problem.batch
+        message = codec.fit_to_message(request)
+
+        def attempt(_: Window | None) -> tuple[Any, codec.FitAssembler]:
+            return message, codec.FitAssembler(request, options.get("progress"))
+
+        answered = yield from self._on_data("Optimize", attempt, deadline, data, batch)
+        return Fit.of(answered.result(), batch, all_starts=request.settings.all_starts)
 
     def release(self, data: Data) -> Operation[None]:
         """Give a data set back; one that is not resident needs no release."""
@@ -273,41 +293,28 @@ class Operations:
         if self.windows is not None:
             self.windows.close()
 
-    def _with_data(
-        self, data: Data, deadline: Deadline, use: Callable[[], Operation[T]]
-    ) -> Operation[T]:
+    def _on_data(
+        self,
+        method: str,
+        attempt: Attempt[C],
+        deadline: Deadline,
+        data: Data,
+        batch: Batch,
+        size: int = 0,
+    ) -> Operation[C]:
         """Use a data set; upload it again if it is not there, which under pressure may repeat."""
-        for _ in range(_UPLOADS):
+        uploads = 0
+        while True:
             try:
-                return (yield from use())
+                return (yield from self._moving(method, attempt, deadline, size, mapped=True))
             except DatasetNotFoundError:
+                uploads += 1
+                if uploads > _UPLOADS:
+                    raise
                 yield from self._send(data.dataset, deadline, silent)
-        return (yield from use())
-
-    def _evaluate(
-        self, evaluation: Evaluation, layout: Layout, deadline: Deadline
-    ) -> Operation[Result]:
-        message = codec.evaluation_to_message(evaluation)
-        size = evaluation.matrix_bytes(layout) if self.windows else 0
-
-        def attempt(window: Window | None) -> tuple[Any, codec.ResultAssembler]:
-            if window is None:
-                return message, codec.ResultAssembler(evaluation)
-            into = codec.evaluation_into(message, window.piece(size))
-            return into, codec.ResultAssembler(evaluation, window.view())
-
-        collector = yield from self._moving("Evaluate", attempt, deadline, size, mapped=True)
-        return collector.result()
-
-    def _optimize(
-        self, request: FitRequest, deadline: Deadline, options: FitOptions
-    ) -> Operation[FitResult]:
-        message = codec.fit_to_message(request)
-
-        def attempt() -> tuple[Any, codec.FitAssembler]:
-            return message, codec.FitAssembler(request, options.get("progress"))
-
-        return (yield from self._retried("Optimize", attempt, deadline)).result()
+            except ProgramError as error:
+                _point_into(error, batch, data.names)
+                raise
 
     def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
         total = dataset.layout.nbytes
@@ -325,7 +332,7 @@ class Operations:
     def _moving(
         self,
         method: str,
-        attempt: Callable[[Window | None], tuple[Any, C]],
+        attempt: Attempt[C],
         deadline: Deadline,
         size: int,
         *,
@@ -376,18 +383,13 @@ class Operations:
                 return collector
 
 
-@contextmanager
-def _pointing_into(batch: Batch, names: tuple[str, ...]) -> Iterator[None]:
+def _point_into(error: ProgramError, batch: Batch, names: tuple[str, ...]) -> None:
     """Add the program's text, and the place in it, to an error that names a token."""
-    try:
-        yield
-    except ProgramError as error:
-        index, token = error.expression, error.token
-        if index is not None and token is not None and index < len(batch):
-            from warpfit.printing import locate
+    index, token = error.expression, error.token
+    if index is not None and token is not None and index < len(batch):
+        from warpfit.printing import locate
 
-            error.text, error.position = locate(batch.program(index), token, names)
-        raise
+        error.text, error.position = locate(batch.program(index), token, names)
 
 
 def _prepare(X: Any, y: Any, weights: Any, options: UploadOptions) -> Dataset:

@@ -22,7 +22,9 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, as_loss
+from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Precision, Tier
+from warpfit.vectors import Vectors
 
 #: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
 #: expression; a single expression's entry may stand alone.
@@ -65,7 +67,11 @@ class FitOptions(TypedDict, total=False):
 
 
 def build_fit(
-    data: Data, expressions: Any, parameters: Parameters, options: FitOptions
+    data: Data,
+    expressions: Any,
+    parameters: Parameters,
+    options: FitOptions,
+    recent: RecentTokens | None = None,
 ) -> FitRequest:
     """Turn a caller's arguments into a fit; the server checks its tokens.
 
@@ -75,8 +81,9 @@ def build_fit(
 
     """
     programs, single = as_batch(expressions, data.names), is_single(expressions)
-    entries = as_entries(parameters, single=single, programs=len(programs))
-    batch = Batch.of(programs, entries)
+    tokens = (recent or RecentTokens()).of(programs)
+    vectors = Vectors.of(len(programs), as_entries(parameters, single, len(programs)))
+    batch = Batch.joined(tokens, vectors)
     loss = as_loss(options.get("loss", Loss.MSE))
     problem = Evaluation(
         dataset_id=data.content_id,

@@ -119,21 +119,22 @@ class InProcessServer:
             )
         )
 
-    def _evaluate(self, message: Any) -> Iterator[Any]:
-        evaluation = codec.evaluation_from_message(message)
+    def _evaluate(self, message: bytes) -> Iterator[Any]:
+        evaluation = codec.evaluation_from_bytes(message)
         dataset = self._dataset(evaluation.dataset_id)
         evaluation.check(dataset.layout)
         result = reference_engine.evaluate(evaluation, dataset)
-        start = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
-        yield codec.answer_from_bytes(start)
+        message = codec.result_start(dataset.layout, evaluation.shape(dataset.layout))
         for matrix, jacobian in ((result.values, False), (result.jacobian, True)):
             if matrix is not None and matrix.size:
                 payload = matrix.reshape(-1).data.cast("B")
-                pieces = codec.value_pieces(payload, 0, self._chunk_bytes, jacobian=jacobian)
-                yield from map(codec.answer_from_bytes, pieces)
+                for piece in codec.value_pieces(payload, 0, self._chunk_bytes, jacobian=jacobian):
+                    yield codec.answer_from_bytes(message)
+                    message = piece
         extras = {name: getattr(result, name) for name in codec.EXTRAS}
         present = {name: array for name, array in extras.items() if array is not None}
-        yield codec.answer_from_bytes(codec.result_end(result.losses, Timings(), present))
+        message += codec.result_end(result.losses, Timings(), present)
+        yield codec.answer_from_bytes(message)
 
     def _optimize(self, message: Any) -> Iterator[Any]:
         require_server()

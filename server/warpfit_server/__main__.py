@@ -12,12 +12,14 @@ from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.logs import configure_logging
 from warpfit_server.server import Server
+from warpfit_server.workers import take_short_turns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     config = Config.from_arguments(arguments)
     configure_logging(config.log_level, config.log_format)
+    take_short_turns()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -8,8 +8,6 @@ limits bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,12 +18,14 @@ from warpfit.info import Limits
 from warpfit.request import Evaluation
 from warpfit_server.config import Config
 from warpfit_server.lanes import Run
-from warpfit_server.ledger import Ledger, Shortage, Usage
+from warpfit_server.ledger import Amounts, Ledger, Shortage, Usage
 from warpfit_server.tenants import TenantBook
 
-#: Shortest and longest time after which a call that was refused is asked to come again.
+#: Shortest and longest time for which the place of another call is waited, in seconds.
 _SHORTEST: Final = 0.02
-_LONGEST: Final = 2.0
+_LONGEST: Final = 1.0
+#: One call in flight.
+_CALL: Final = (1, 0, 0)
 #: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
 #: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
 _START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
@@ -71,14 +71,35 @@ class Pace:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Charge:
-    """What one call was estimated to cost."""
+    """What one call takes of memory and engine time; a context manager that holds it."""
 
+    admission: Admission
+    tenant: str
     kind: str
     units: float
+    amount: Amounts
     run: Run | None = None
     """To learn from, once it has finished."""
+
+    def __enter__(self) -> Charge:
+        """Take it.
+
+        Raises:
+            ResourceExhaustedError: if there is too much in flight.
+
+        """
+        admission = self.admission
+        admission.take(self.tenant, self.amount, admission.shared)
+        return self
+
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
+        """Give it back, and learn from the run."""
+        admission = self.admission
+        admission.ledger.give(self.tenant, self.amount)
+        if self.run is not None and self.run.timings is not None:
+            admission.pace.observe(self.kind, self.units, self.run.timings.compute)
 
 
 class Admission:
@@ -97,27 +118,25 @@ class Admission:
         pending = config.pending_bytes
         self.ledger = ledger
         self.pace = Pace()
-        self._book = book
-        self._server = Usage(limits.requests, pending, work)
-        self._shared = Usage(0, int(book.share(pending)), int(book.share(work)))
+        self.limits = book.limits
+        """Limits of a tenant; see `TenantBook.limits`."""
+        self.shared: Amounts = (0, int(book.share(pending)), int(book.share(work)))
+        """What one tenant may take of what all share."""
+        self._server_rate = limits.rate
+        self._server: Amounts = (limits.requests, pending, work)
 
-    def limits(self, tenant: str) -> Limits:
-        """Limits of a tenant.
-
-        Raises:
-            PermissionDeniedError: if the tenant is suspended.
-
-        """
-        return self._book.limits(tenant)
-
-    def check_rate(self, tenant: str) -> None:
+    def check_rate(self, tenant: str, own: float) -> None:
         """Count a call against the rates.
+
+        Args:
+            tenant: whose call it is.
+            own: the tenant's rate.
 
         Raises:
             ResourceExhaustedError: if it comes too soon; says when it may come.
 
         """
-        own, server = self.limits(tenant).rate, self._book.server.rate
+        server = self._server_rate
         if not (own or server):
             return
         delay = self.ledger.wait(tenant, time.monotonic(), own, server)
@@ -130,21 +149,36 @@ class Admission:
                 retry_after=delay,
             )
 
-    @contextmanager
-    def place(self, tenant: str) -> Iterator[None]:
-        """Count a call while it is in flight.
+    def enter(self, tenant: str, limits: Limits) -> None:
+        """Count a call as one in flight until it leaves.
 
         Raises:
             ResourceExhaustedError: if too many are.
 
         """
-        own = Usage(self.limits(tenant).requests)
-        with self._taken(tenant, Usage(calls=1), own):
-            yield
+        self.take(tenant, _CALL, (limits.requests, 0, 0))
 
-    def evaluation(
-        self, tenant: str, evaluation: Evaluation, layout: Layout, size: int
-    ) -> AbstractContextManager[Charge]:
+    def leave(self, tenant: str) -> None:
+        """Count a call no more that has entered."""
+        self.ledger.give(tenant, _CALL)
+
+    def take(self, tenant: str, amount: Amounts, own: Amounts) -> None:
+        """Count what a call takes.
+
+        Args:
+            tenant: whose call it is.
+            amount: what it takes.
+            own: what the tenant may have in flight.
+
+        Raises:
+            ResourceExhaustedError: if more is in flight than may be.
+
+        """
+        shortage = self.ledger.take(tenant, amount, own, self._server)
+        if shortage is not None:
+            raise self._refusal(shortage, amount)
+
+    def evaluation(self, tenant: str, evaluation: Evaluation, layout: Layout, size: int) -> Charge:
         """Count an evaluation's memory and engine time while it waits and runs.
 
         Args:
@@ -153,52 +187,43 @@ class Admission:
             layout: of the data set.
             size: bytes of batch and answer.
 
-        Raises:
-            ResourceExhaustedError: if there is too much of either.
-
         """
         derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
         units = _token_rows(evaluation, layout)
-        return self._work(tenant, size, Charge("derive" if derives else "evaluate", units))
+        return self._charge(tenant, "derive" if derives else "evaluate", units, size)
 
-    def fit(
-        self, tenant: str, request: FitRequest, layout: Layout, size: int
-    ) -> AbstractContextManager[Charge]:
+    def fit(self, tenant: str, request: FitRequest, layout: Layout, size: int) -> Charge:
         """Count a fit as `evaluation` does; most searches end long before they must."""
         passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
         units = _token_rows(request.problem, layout) * passes
-        return self._work(tenant, size, Charge("fit", units))
+        return self._charge(tenant, "fit", units, size)
 
-    @contextmanager
-    def _work(self, tenant: str, size: int, charge: Charge) -> Iterator[Charge]:
-        nanoseconds = self.pace.estimate(charge.kind, charge.units)
-        with self._taken(tenant, Usage(size=size, work=nanoseconds), self._shared):
-            yield charge
-        if charge.run is not None and charge.run.timings is not None:
-            self.pace.observe(charge.kind, charge.units, charge.run.timings.compute)
+    def _charge(self, tenant: str, kind: str, units: float, size: int) -> Charge:
+        work = self.pace.estimate(kind, units)
+        return Charge(self, tenant, kind, units, (0, size, work))
 
-    @contextmanager
-    def _taken(self, tenant: str, amount: Usage, own: Usage) -> Iterator[None]:
-        shortage = self.ledger.take(tenant, amount, own, self._server)
-        if shortage is not None:
-            raise self._refusal(shortage, amount)
-        try:
-            yield
-        finally:
-            self.ledger.give(tenant, amount)
-
-    def _refusal(self, shortage: Shortage, amount: Usage) -> ResourceExhaustedError:
+    def _refusal(self, shortage: Shortage, amount: Amounts) -> ResourceExhaustedError:
         reason, what, flag = _MEASURES[shortage.measure]
         whose = "of this tenant " if shortage.of_tenant else ""
-        queued = self.ledger.used().work / 1e9
         return ResourceExhaustedError(
             f"{shortage.used} {what} {whose}and the limit is {shortage.limit}",
             reason,
             f"Retry with back-off, or start the server with a higher {flag}",
-            needed=shortage.used + getattr(amount, shortage.measure),
+            needed=shortage.used + getattr(Usage(*amount), shortage.measure),
             available=shortage.limit,
-            retry_after=min(_LONGEST, max(_SHORTEST, queued)),
+            retry_after=self._turn(),
         )
+
+    def _turn(self) -> float:
+        """Seconds until a call that is refused now should come again.
+
+        The first comes when the call that runs is expected to have ended, each later one when a
+        further one has, so that not all of them come for the same place.
+        """
+        used = self.ledger.used()
+        each = used.work / 1e9 / max(1, used.calls)
+        each = min(_LONGEST, max(_SHORTEST, each))
+        return self.ledger.turn(time.monotonic(), each, each)
 
 
 def _token_rows(evaluation: Evaluation, layout: Layout) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,43 +40,53 @@ class _Entry:
 
 
 class TokenFile:
-    """The tokens of a file."""
+    """The tokens of a file.
+
+    A token that was right before is found by its digest; whatever is new is compared with all
+    entries, so that the time which that takes says nothing of how near a wrong one comes.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._watch = Watch([self._path])
         self._lock = threading.Lock()
         self._entries = self._read()
+        self._known: dict[bytes, _Entry] = {}
 
     def tenant(self, token: str) -> str:
-        """Return whose token it is; takes as long for a wrong one as for a right one.
+        """Return whose token it is.
 
         Raises:
             UnauthenticatedError: if it is unknown or has expired.
 
         """
-        self._refresh()
-        digest = token_digest(token)
+        if self._watch.changed():
+            self._read_again()
+        known, digest = self._known, token_digest(token)
+        entry = known.get(digest)
+        if entry is None:
+            entry = known[digest] = self._find(digest)
+        if entry.until is not None and datetime.now(UTC) >= entry.until:
+            raise _refused(f"the token was valid until {entry.until.isoformat()}", "TOKEN_EXPIRED")
+        return entry.tenant
+
+    def _find(self, digest: bytes) -> _Entry:
         found = _NO_MATCH
         entries = self._entries
         for index, entry in enumerate(entries):  # all of them, whichever matches
             found = index if hmac.compare_digest(entry.digest, digest) else found
         if found == _NO_MATCH:
             raise _refused("the token is not known to this server", "TOKEN_UNKNOWN")
-        entry = entries[found]
-        if entry.until is not None and datetime.now(UTC) >= entry.until:
-            raise _refused(f"the token was valid until {entry.until.isoformat()}", "TOKEN_EXPIRED")
-        return entry.tenant
+        return entries[found]
 
-    def _refresh(self) -> None:
-        if not self._watch.changed():
-            return
+    def _read_again(self) -> None:
         with self._lock:
             try:
                 self._entries = self._read()
             except InvalidArgumentError as error:
                 _LOG.error("the old tokens stay valid: %s", error)
             else:
+                self._known = {}  # after the entries: what a call adds late goes with the old one
                 _LOG.info("%d tokens were read again", len(self._entries))
 
     def _read(self) -> list[_Entry]:
@@ -127,28 +137,30 @@ class Authenticator:
         self._certificates = certificates
         self._trusts_doors = trusts_doors
 
-    def is_forwarded(self, context: Any) -> bool:
-        """Tell whether one of the server's doors passes this call on."""
-        return self._trusts_doors and bool(context.peer().startswith("unix:"))
+    def caller(self, context: Any, metadata: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the tenant of a call, and whether one of the server's doors passes it on.
 
-    def tenant(self, context: Any) -> str:
-        """Return the tenant of a call.
+        Args:
+            context: of the call.
+            metadata: that came with it, by name.
 
         Raises:
             UnauthenticatedError: without valid credentials.
 
         """
-        if self.is_forwarded(context):
-            return str(_metadata(context, FORWARDED_METADATA_KEY, b"").decode())
+        if self._trusts_doors:
+            tenant = metadata.get(FORWARDED_METADATA_KEY)
+            if tenant is not None and context.peer().startswith("unix:"):
+                return tenant.decode(), True
         if self._tokens is not None:
-            return self._tokens.tenant(_bearer(context))
+            return self._tokens.tenant(_bearer(metadata)), False
         if self._certificates:
-            return _common_name(context)
-        return ANONYMOUS
+            return _common_name(context), False
+        return ANONYMOUS, False
 
 
-def _bearer(context: Any) -> str:
-    value = _metadata(context, TOKEN_METADATA_KEY, "")
+def _bearer(metadata: Mapping[str, Any]) -> str:
+    value = metadata.get(TOKEN_METADATA_KEY, "")
     if not value.lower().startswith(_SCHEME):
         raise _refused("the call carries no token", "TOKEN_MISSING")
     return str(value[len(_SCHEME) :].strip())
@@ -159,10 +171,6 @@ def _common_name(context: Any) -> str:
     if not names or not names[0]:
         raise _refused("the client certificate has no common name", "CERTIFICATE_WITHOUT_NAME")
     return str(names[0].decode("utf-8", errors="backslashreplace"))
-
-
-def _metadata(context: Any, wanted: str, default: Any) -> Any:
-    return next((value for key, value in context.invocation_metadata() if key == wanted), default)
 
 
 def _refused(message: str, reason: str) -> UnauthenticatedError:

@@ -14,9 +14,10 @@ import select
 import socket
 import struct
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
@@ -30,6 +31,7 @@ from warpfit_server.measurements import Delta
 _PACKET_BYTES: Final = 128 << 10
 #: Most descriptors that travel with a message; the kernel's own limit is 253.
 MOST_DESCRIPTORS: Final = 64
+_ABOUT_BYTES: Final = socket.CMSG_LEN(MOST_DESCRIPTORS * array("i").itemsize)
 
 
 # ------------------------------------------------------------------------ front door -> engine
@@ -82,6 +84,32 @@ class Evaluate:
     """For the engine's log lines."""
     urgent: bool = False
     """Whether it runs at once, beside the evaluations that are running: a probe."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle flat: this is sent for every call, and dataclasses and enums take long."""
+        return _evaluate, (
+            *(self.size, self.keep, self.frame, self.dataset_id, self.rows),
+            *(self.precision.value, self.loss and self.loss.value, self.tier.value),
+            *(self.submitted, self.custom_loss, self.wishes, self.tenant, self.request_id),
+            self.urgent,
+        )
+
+
+def _evaluate(
+    size: int,
+    keep: bool,
+    frame: Frame,
+    dataset_id: bytes,
+    rows: tuple[int, int],
+    precision: str,
+    loss: str | None,
+    tier: str,
+    *rest: Any,
+) -> Evaluate:
+    return Evaluate(
+        *(size, keep, frame, dataset_id, rows, Precision(precision)),
+        *(Loss(loss) if loss else None, Tier(tier), *rest),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +193,18 @@ class Finished:
 
     timings: Timings = field(default_factory=Timings)
     error: WarpfitError | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle flat, as `Evaluate`."""
+        t = self.timings
+        stages = (t.decode, t.queue, t.copy_in, t.compute, t.copy_out)
+        return _finished, (self.error, t.tier.value, t.cache_hits, *stages)
+
+
+def _finished(error: WarpfitError | None, tier: str, cache_hits: int, *stages: int) -> Finished:
+    decode, queue, copy_in, compute, copy_out = stages
+    timings = Timings(decode, queue, copy_in, compute, copy_out, Tier(tier), cache_hits)
+    return Finished(timings, error)
 
 
 # -------------------------------------------------------------------- further door -> front door
@@ -293,6 +333,8 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._lock = threading.Lock()
+        self._packet = bytearray(_PACKET_BYTES)
+        self._space = memoryview(self._packet)
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -315,7 +357,10 @@ class Channel:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             with self._lock:
-                socket.send_fds(self._socket, [data], list(descriptors))
+                if descriptors:
+                    socket.send_fds(self._socket, [data], list(descriptors))
+                else:
+                    self._socket.send(data)
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
@@ -328,20 +373,21 @@ class Channel:
 
         """
         try:
-            data, descriptors, flags, _ = socket.recv_fds(
-                self._socket, _PACKET_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            size, about, flags, _ = self._socket.recvmsg_into(
+                [self._space], _ABOUT_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             raise
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
-        if not data:
+        descriptors = _descriptors(about) if about else []
+        if not size:
             raise ChannelClosedError("end of stream")
         if flags & socket.MSG_TRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ChannelClosedError("a message is longer than a packet")
-        message: Message = pickle.loads(data)
+        message: Message = pickle.loads(self._space[:size])
         return message, descriptors
 
     def is_abandoned(self) -> bool:
@@ -355,3 +401,12 @@ class Channel:
         with contextlib.suppress(OSError):  # the other end may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _descriptors(about: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """File descriptors that came with a packet."""
+    found = array("i")
+    for level, kind, data in about:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)

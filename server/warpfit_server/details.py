@@ -1,19 +1,55 @@
-"""Errors as google.rpc.Status, the form that general gRPC tools read."""
+"""Errors as statuses of calls: warpfit's own detail, and google.rpc.Status for general tools."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from warpfit.errors import InvalidArgumentError, ResourceExhaustedError, WarpfitError
+from warpfit.codec import ERROR_METADATA_KEY, error_to_detail
+from warpfit.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    WarpfitError,
+)
 
+_LOG: Final = logging.getLogger("warpfit.service")
 #: Name of the trailing metadata entry, fixed by gRPC's richer error model.
 STATUS_METADATA_KEY: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "warpfit"
 _FACTS: Final = ("field", "expression", "token", "needed", "available")
+
+
+def fail(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
+    """Give a call the status of an error, unless it has one already.
+
+    Args:
+        context: of the call.
+        error: what its handler raised.
+        trailing: metadata that go along with those of the error.
+
+    """
+    if context.code() is not None:
+        return
+    if isinstance(error, grpc.RpcError) and not context.is_active():
+        _LOG.debug("the client went away")
+        return
+    if not isinstance(error, WarpfitError):
+        _LOG.error("call failed", exc_info=error)
+        error = InternalError("the server failed on this call", "INTERNAL", "Report it as a bug")
+    context.set_trailing_metadata(
+        (
+            *trailing,
+            (ERROR_METADATA_KEY, error_to_detail(error)),
+            (STATUS_METADATA_KEY, status_details(error)),
+        )
+    )
+    context.set_code(grpc.StatusCode[error.status])
+    context.set_details(str(error))
 
 
 def status_details(error: WarpfitError) -> bytes:

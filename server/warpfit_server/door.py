@@ -43,6 +43,7 @@ from warpfit_server.service import SERVICE_NAME, EvaluateService
 from warpfit_server.tenants import tenant_of
 from warpfit_server.tracing import make_tracer
 from warpfit_server.windows import ID_BYTES, Window, unknown_window
+from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.door")
 #: A lease that no call uses goes back after this many seconds.
@@ -231,11 +232,12 @@ class Door:
         )
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
-        # The front door observes what is passed on to it.
-        observed = Observer(self._recorder, self._tracer).observed(
-            guard.protect(service.handlers())
-        )
-        handlers = {**guard.protect(Forwarder(front_door).handlers()), **observed}
+        observer = Observer(self._recorder, self._tracer)
+        forwarded = Forwarder(front_door).handlers()
+        handlers = {
+            **guard.protect(forwarded, observer, passes_on=True),
+            **guard.protect(service.handlers(), observer),
+        }
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
         self._health = Health(SERVICE_NAME)
         self._health.add_to(self._grpc)
@@ -288,6 +290,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, port, front_door, table, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
+    take_short_turns()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
         ledger = Ledger(int(table), config.doors, int(number))

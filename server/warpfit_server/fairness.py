@@ -13,13 +13,11 @@ A tenant that comes back keeps a bounded part of what it did not use; a new one 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from typing import Final
+from typing import Final, Self
 
 #: Places beyond those of the engine, for tenants that have nothing running.
 _EXTRA: Final = 4
@@ -35,14 +33,29 @@ _REMEMBERED: Final = 1000
 
 
 class Turn:
-    """One evaluation's place in the engine."""
+    """One evaluation's place in the engine, held inside a ``with`` block."""
 
     def __init__(self, gate: FairGate, tenant: str) -> None:
         self._gate = gate
         self._tenant = tenant
-        self._started = time.perf_counter()
+        self._started = 0.0
+        self._token: contextvars.Token[Turn] | None = None
         self.charged = False
         """Whether the engine reports the time itself."""
+
+    def __enter__(self) -> Self:
+        """Wait for the place."""
+        self._gate.enter(self._tenant)
+        self._started = time.perf_counter()
+        self._token = _TURN.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave it, charged with the whole time if the engine has not reported it."""
+        assert self._token is not None
+        _TURN.reset(self._token)
+        unreported = 0.0 if self.charged else time.perf_counter() - self._started
+        self._gate.leave(self._tenant, unreported)
 
     def charge(self, seconds: float) -> None:
         """Add time that a thread has worked."""
@@ -56,11 +69,6 @@ class Turn:
     def pause(self) -> None:
         """Wait until no other tenant should go first, but not for ever."""
         self._gate.pause(self._tenant)
-
-    def end(self) -> None:
-        """Charge the whole time, if the engine has not reported it."""
-        if not self.charged:
-            self.charge(time.perf_counter() - self._started)
 
 
 class FairGate:
@@ -81,20 +89,29 @@ class FairGate:
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
 
-    @contextlib.contextmanager
-    def turn(self, tenant: str) -> Iterator[Turn]:
-        """Wait for a place and hold it inside the ``with`` block."""
+    def turn(self, tenant: str) -> Turn:
+        """Make a turn, to be waited for and held in a ``with`` block."""
+        return Turn(self, tenant)
+
+    def enter(self, tenant: str) -> None:
+        """Wait for a place and take it."""
         ticket = self._enter(tenant)
         if ticket is not None:
             ticket.wait()
-        turn = Turn(self, tenant)
-        token = _TURN.set(turn)
-        try:
-            yield turn
-        finally:
-            _TURN.reset(token)
-            turn.end()
-            self._leave(tenant)
+
+    def leave(self, tenant: str, seconds: float) -> None:
+        """Charge a tenant and give its place back."""
+        with self._lock:
+            self._charges[tenant] += seconds
+            self._note_level()
+            self._total -= 1
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
+            if self._waiting:
+                self._serve()
+            if self._running:
+                self._moved.notify_all()
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Charge a tenant at work."""
@@ -132,16 +149,6 @@ class FairGate:
             self._waiting.setdefault(tenant, deque()).append(ticket)
             self._serve()
             return ticket
-
-    def _leave(self, tenant: str) -> None:
-        with self._lock:
-            self._note_level()
-            self._total -= 1
-            self._running[tenant] -= 1
-            if not self._running[tenant]:
-                del self._running[tenant]
-            self._serve()
-            self._moved.notify_all()
 
     def _serve(self) -> None:
         """Give places to those who wait, the least charged tenant first."""

@@ -18,7 +18,7 @@ from warpfit.request import Evaluation
 from warpfit_server.segments import Segment
 
 _ALIGNMENT: Final = 64
-
+_F8, _U4, _U1 = (np.dtype(name) for name in ("<f8", "<u4", "u1"))
 
 #: Arrays of a fit's result with one number for each program and vector.
 FIT_CELLS: Final[Mapping[str, str]] = MappingProxyType(
@@ -122,11 +122,18 @@ class Frame:
         """Size of the Jacobian matrix."""
         return self.jacobian * self.parameters * self.rows * self.dtype.itemsize
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle flat: one comes with every call."""
+        return _frame, (
+            *(self.tokens, self.programs, self.parameters, self.vectors, self.rows),
+            *(self.dtype.str, self.values, self.losses, self.jacobian, self.extras),
+        )
+
     def _sizes(self) -> tuple[int, ...]:
         losses = self.losses * self.programs * self.vectors
         words = self.programs * 4
         head = (1, self.tokens * 8, self.parameters * 8, words, words, self.tokens)
-        extras = (extra.nbytes for extra in self.extras)
+        extras = [extra.nbytes for extra in self.extras]
         return (*head, losses * 8, *extras, self.value_bytes, self.jacobian_bytes)
 
     def _offsets(self) -> list[int]:
@@ -139,11 +146,11 @@ class Frame:
         """View of the batch in the segment."""
         offsets = self._offsets()
         return Batch(
-            values=segment.array("<f8", (self.tokens,), offsets[1]),
-            parameters=segment.array("<f8", (self.parameters,), offsets[2]),
-            lengths=segment.array("<u4", (self.programs,), offsets[3]),
-            parameter_counts=segment.array("<u4", (self.programs,), offsets[4]),
-            codes=segment.array("u1", (self.tokens,), offsets[5]),
+            values=segment.array(_F8, (self.tokens,), offsets[1]),
+            parameters=segment.array(_F8, (self.parameters,), offsets[2]),
+            lengths=segment.array(_U4, (self.programs,), offsets[3]),
+            parameter_counts=segment.array(_U4, (self.programs,), offsets[4]),
+            codes=segment.array(_U1, (self.tokens,), offsets[5]),
             vectors=self.vectors,
         )
 
@@ -156,13 +163,13 @@ class Frame:
 
     def flag(self, segment: Segment) -> NDArray[np.uint8]:
         """View of the cancellation flag, [1]."""
-        return segment.array("u1", (1,))
+        return segment.array(_U1, (1,))
 
     def losses_view(self, segment: Segment) -> NDArray[np.float64] | None:
         """View of the losses [programs, K], or None."""
         if not self.losses:
             return None
-        return segment.array("<f8", (self.programs, self.vectors), self._offsets()[6])
+        return segment.array(_F8, (self.programs, self.vectors), self._offsets()[6])
 
     def values_view(self, segment: Segment) -> NDArray[np.generic] | None:
         """View of the value matrix [programs, K, rows], or None."""
@@ -195,6 +202,18 @@ class Frame:
         if found is None:
             raise KeyError(name)
         return found
+
+
+def _frame(
+    tokens: int,
+    programs: int,
+    parameters: int,
+    vectors: int,
+    rows: int,
+    dtype: str,
+    *rest: Any,
+) -> Frame:
+    return Frame(tokens, programs, parameters, vectors, rows, np.dtype(dtype), *rest)
 
 
 def _evaluation_extras(evaluation: Evaluation, layout: Layout) -> tuple[Extra, ...]:

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
-from warpfit.fitting import FitRequest
-from warpfit.ir import Batch
+from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -64,6 +63,49 @@ class _Waiter:
     tenant: str
     lane: Lane | None = None
     served: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What to send once a lane and its segment are known."""
+
+    frame: Frame
+    evaluation: Evaluation
+    layout: Layout
+    tenant: str
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Of a fit, by name."""
+    fit: tuple[FitSettings, float | None] | None = None
+    """Settings of a fit, without arrays, and when it must stop."""
+    submitted: int = field(default_factory=time.monotonic_ns)
+
+    def order(self, size: int, keep: bool, *, urgent: bool) -> wire.Order:
+        """Make the message.
+
+        Args:
+            size: bytes of the segment that comes along, or 0.
+            keep: whether the engine keeps it mapped.
+            urgent: whether to run at once.
+
+        """
+        asked = self.evaluation
+        problem = wire.Evaluate(
+            size=size,
+            keep=keep,
+            frame=self.frame,
+            dataset_id=asked.dataset_id,
+            rows=asked.row_range(self.layout),
+            precision=asked.precision,
+            loss=asked.loss,
+            tier=asked.tier,
+            submitted=self.submitted,
+            custom_loss=asked.custom_loss,
+            wishes=tuple([wish for wish in wire.WISHES if getattr(asked, wish)]),
+            tenant=self.tenant,
+            request_id=current_id(),
+            urgent=urgent,
+        )
+        return problem if self.fit is None else wire.Optimize(problem, *self.fit)
 
 
 class Lanes:
@@ -132,8 +174,7 @@ class Lanes:
 
         """
         frame = Frame.of(evaluation, layout)
-        problem = _order(frame, evaluation, layout, tenant)
-        return self._send(problem, evaluation.batch, {}, lambda order: order, is_wanted)
+        return self._send(_Work(frame, evaluation, layout, tenant), is_wanted)
 
     def start_fit(
         self,
@@ -157,36 +198,22 @@ class Lanes:
         settings = request.settings
         arrays = {name: getattr(settings, name) for name in ("lower", "upper", "fixed")}
         scalars = replace(settings, lower=None, upper=None, fixed=None)
-        return self._send(
-            _order(frame, request.problem, layout, tenant),
-            request.problem.batch,
-            arrays,
-            lambda problem: wire.Optimize(problem, scalars, deadline),
-            is_wanted,
-        )
+        given = {name: array for name, array in arrays.items() if array is not None}
+        work = _Work(frame, request.problem, layout, tenant, given, (scalars, deadline))
+        return self._send(work, is_wanted)
 
-    def _send(
-        self,
-        problem: wire.Evaluate,
-        batch: Batch,
-        arrays: Mapping[str, NDArray[Any] | None],
-        order: Callable[[wire.Evaluate], wire.Order],
-        is_wanted: Callable[[], bool],
-    ) -> Run:
-        """Send the order that is made from ``problem`` once a lane and its segment are known."""
-        frame = problem.frame
-        lane = self._take(is_wanted, problem.tenant)
+    def _send(self, work: _Work, is_wanted: Callable[[], bool]) -> Run:
+        frame = work.frame
+        lane = self._take(is_wanted, work.tenant)
         try:
-            segment = self._provide(lane, frame.nbytes, problem.tenant)
-            frame.write(segment, batch)
-            for name, array in arrays.items():
-                if array is not None:
-                    np.copyto(frame.require(name, segment), array)
+            segment = self._provide(lane, frame.nbytes, work.tenant)
+            frame.write(segment, work.evaluation.batch)
+            for name, array in work.arrays.items():
+                np.copyto(frame.require(name, segment), array)
             keep = segment.size <= _KEPT_BYTES
             fresh = lane.mapped is not segment
-            size = segment.size if fresh else 0
-            problem = replace(problem, size=size, keep=keep, urgent=self._urgent)
-            lane.channel.send(order(problem), [segment.descriptor] if fresh else [])
+            order = work.order(segment.size if fresh else 0, keep, urgent=self._urgent)
+            lane.channel.send(order, [segment.descriptor] if fresh else [])
             lane.mapped = segment if keep else None
         except ChannelClosedError as error:
             self.lost(lane)
@@ -227,8 +254,10 @@ class Lanes:
             self.shut()
 
     def _take(self, is_wanted: Callable[[], bool], tenant: str) -> Lane:
-        waiter = _Waiter(tenant)
         with self._changed:
+            if self._open and not self._waiters and self._may_have(tenant):
+                return self._hand_out(tenant)
+            waiter = _Waiter(tenant)
             self._waiters.append(waiter)
             self._serve()
         wanted = True
@@ -244,16 +273,21 @@ class Lanes:
 
     def _serve(self) -> None:
         """Give idle lanes to those who wait; the lock is held."""
-        while self._open and self._idle:
-            able = [w for w in self._waiters if len(self._idle) > 1 or not self._used[w.tenant]]
-            if not able:
-                return
+        while self._open and (able := [w for w in self._waiters if self._may_have(w.tenant)]):
             waiter = min(able, key=lambda w: self._used[w.tenant])
             self._waiters.remove(waiter)
-            self._used[waiter.tenant] += 1
-            waiter.lane = self._pick(waiter.tenant)
-            waiter.lane.tenant = waiter.tenant
+            waiter.lane = self._hand_out(waiter.tenant)
             waiter.served.set()
+
+    def _may_have(self, tenant: str) -> bool:
+        """Whether a lane is idle, and not the last one for who has others."""
+        return len(self._idle) > 1 or (bool(self._idle) and not self._used[tenant])
+
+    def _hand_out(self, tenant: str) -> Lane:
+        self._used[tenant] += 1
+        lane = self._pick(tenant)
+        lane.tenant = tenant
+        return lane
 
     def _pick(self, tenant: str) -> Lane:
         """Take the idle lane used last, whose memory is in the caches, best by the same tenant."""
@@ -353,25 +387,6 @@ class Run:
             self._lanes.lost(self._lane)
         else:
             self._lanes.put_back(self._lane)
-
-
-def _order(frame: Frame, evaluation: Evaluation, layout: Layout, tenant: str) -> wire.Evaluate:
-    """Describe an evaluation, all but its segment."""
-    return wire.Evaluate(
-        size=0,
-        keep=False,
-        frame=frame,
-        dataset_id=evaluation.dataset_id,
-        rows=evaluation.row_range(layout),
-        precision=evaluation.precision,
-        loss=evaluation.loss,
-        tier=evaluation.tier,
-        submitted=time.monotonic_ns(),
-        custom_loss=evaluation.custom_loss,
-        wishes=tuple(wish for wish in wire.WISHES if getattr(evaluation, wish)),
-        tenant=tenant,
-        request_id=current_id(),
-    )
 
 
 def _ended() -> CancelledError:

@@ -1,12 +1,15 @@
 """What every tenant uses at this moment, counted over all doors together.
 
-The doors of a server share one small table in anonymous memory. A call changes it under a lock
-that the kernel keeps (and takes away from a process that dies), which costs a few microseconds:
-asking the front door would cost a call ten times as much, and dividing the limits among the doors
-would be wrong, because a connection stays with the door that it came to.
+The doors of a server share one small table in anonymous memory: asking the front door would cost a
+call ten times as much, and dividing the limits among the doors would be wrong, because a connection
+stays with the door that it came to.
 
-Each entry holds totals, and beside them every door's part of them, so that what a door held when it
-died can be given back.
+Every tenant has an entry with a column for each door. A door writes its own column alone, so that
+its own threads are all that it must keep out, with an ordinary lock; what is in use is the sum of
+the columns. A door first writes down what a call takes, then looks whether that is too much, and
+takes it back if it is: two doors that take the last place in the same microsecond may both refuse
+it, but never exceed a limit. Rates have no columns: two doors that count a call in the same
+microsecond may count it once. What a door held when it died is its column, which is cleared.
 """
 
 from __future__ import annotations
@@ -16,18 +19,24 @@ import hashlib
 import mmap
 import os
 import threading
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-#: Tenants that are counted at a time; those with nothing in flight make room for others.
-_SLOTS: Final = 1024
+#: Tenants that have an entry of their own; any more share these.
+_SLOTS: Final = 2048
 _WORD: Final = 8
-#: Words of an entry: key, allowance (see `Ledger.wait`), then what is in use.
-_KEY, _ALLOWANCE, _USED = 0, 1, 2
+#: Words of an entry: key, two moments (see `Ledger.wait` and `Ledger.turn`), then the columns:
+#: the calls of each door, the sizes of each door, the work of each door.
+_KEY, _ALLOWANCE, _PROMISE, _USED = 0, 1, 2, 3
+#: Refused calls are asked back within this many seconds after the first of them.
+_SPREAD: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+#: Calls, bytes and nanoseconds, as in `Usage`.
+Amounts = tuple[int, int, int]
+
+
+class Usage(NamedTuple):
     """An amount of each thing that is counted."""
 
     calls: int = 0
@@ -36,20 +45,15 @@ class Usage:
     work: int = 0
     """Estimated time of the engine, in nanoseconds."""
 
-    def words(self) -> tuple[int, int, int]:
-        """The amounts in the order of the table."""
-        return self.calls, self.size, self.work
 
-
-_NAMES: Final = ("calls", "size", "work")
+_NAMES: Final = Usage._fields
 _COUNTS: Final = len(_NAMES)
 _CALLS: Final = 0
 #: Name of the entry with the totals of all tenants, which can be no tenant's.
 _ALL: Final = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(NamedTuple):
     """Why something was not granted."""
 
     measure: str
@@ -74,12 +78,13 @@ class Ledger:
         self.descriptor = descriptor
         """Of the memory, to give to other doors."""
         self._doors = doors
+        self._columns = tuple(_USED + doors * index for index in range(_COUNTS))
         self._door = door
-        self._entry = _USED + _COUNTS * (1 + doors)
+        self._entry = _USED + _COUNTS * doors
         self._map = mmap.mmap(descriptor, size_of(doors))
         self._words = memoryview(self._map).cast("q")
         self._numbers = memoryview(self._map).cast("d")
-        self._lock = _Lock(descriptor if doors > 1 else None)
+        self._lock = threading.Lock()
         self._places: dict[str, int] = {}
 
     @classmethod
@@ -89,7 +94,7 @@ class Ledger:
         os.truncate(descriptor, size_of(doors))
         return cls(descriptor, doors, 0)
 
-    def take(self, tenant: str, amount: Usage, own: Usage, server: Usage) -> Shortage | None:
+    def take(self, tenant: str, amount: Amounts, own: Amounts, server: Amounts) -> Shortage | None:
         """Count an amount, unless that would exceed a limit; return which, or None.
 
         Size and work of a single call may exceed what they like if nothing else is in flight.
@@ -101,24 +106,36 @@ class Ledger:
             server: the server's limits.
 
         """
+        place, words, doors = self._find(tenant), self._words, self._doors
         with self._lock:
-            place = self._find(tenant)
-            shortage = self._short(_ALL, amount, server, of_tenant=False)
-            shortage = shortage or self._short(place, amount, own, of_tenant=True)
-            if shortage is None:
-                self._add(place, amount, 1)
-            return shortage
+            for index, more in enumerate(amount):
+                if not more:
+                    continue
+                start = self._columns[index]
+                mine, first = start + self._door, place + start
+                words[mine] += more
+                words[place + mine] += more
+                for used, most, of_tenant in (
+                    (sum(words[start : start + doors]), server[index], False),
+                    (sum(words[first : first + doors]), own[index], True),
+                ):
+                    if used > most and (used > more or index == _CALLS):
+                        self._subtract(place, amount[: index + 1])
+                        return Shortage(_NAMES[index], of_tenant, used - more, most)
+        return None
 
-    def give(self, tenant: str, amount: Usage) -> None:
+    def give(self, tenant: str, amount: Amounts) -> None:
         """Take back what `take` counted."""
+        place = self._find(tenant)
         with self._lock:
-            self._add(self._find(tenant), amount, -1)
+            self._subtract(place, amount)
 
     def wait(self, tenant: str, now: float, own_rate: float, server_rate: float) -> float:
-        """Count a call against the rates; return 0, or the seconds until it would be allowed.
+        """Count a call against the rates; return 0, or the seconds after which it may come again.
 
         An entry remembers the moment until which its calls have used its rate up; a call is allowed
         while that is less than a second ahead (the generic cell rate algorithm of ITU-T I.371).
+        Calls that are refused are asked back one after the other, as the rate allows (`turn`).
 
         Args:
             tenant: whose call it is.
@@ -127,32 +144,46 @@ class Ledger:
             server_rate: calls a second of all tenants.
 
         """
+        rates = ((self._find(tenant), own_rate), (_ALL, server_rate))
+        limited = [(place, rate) for place, rate in rates if rate > 0]
         with self._lock:
-            rates = ((self._find(tenant), own_rate), (_ALL, server_rate))
-            limited = [(place, rate) for place, rate in rates if rate > 0]
-            delay = max((self._delay(place, rate, now) for place, rate in limited), default=0.0)
-            if delay <= 0:
-                for place, rate in limited:
-                    at = place + _ALLOWANCE
-                    self._numbers[at] = max(self._numbers[at], now) + 1 / rate
-            return max(0.0, delay)
+            delays = [self._delay(place, rate, now) for place, rate in limited]
+            longest = max(delays, default=0.0)
+            if longest > 0:
+                place, rate = limited[delays.index(longest)]
+                return self._turn(place, now, longest, 1 / rate)
+            for place, rate in limited:
+                at = place + _ALLOWANCE
+                self._numbers[at] = max(self._numbers[at], now) + 1 / rate
+        return 0.0
+
+    def turn(self, now: float, first: float, step: float) -> float:
+        """Give a refused call a moment to come again, so that not all come at the same one.
+
+        Args:
+            now: ``time.monotonic()``.
+            first: seconds after which the first of them may come.
+            step: seconds between two of them.
+
+        Returns:
+            Seconds to wait; at most a second more than ``first``: then it begins anew.
+
+        """
+        with self._lock:
+            return self._turn(_ALL, now, first, step)
 
     def used(self, tenant: str | None = None) -> Usage:
         """What is in use, by a tenant or by all."""
-        with self._lock:
-            start = (_ALL if tenant is None else self._find(tenant)) + _USED
-            return Usage(*self._words[start : start + _COUNTS])
+        place = _ALL if tenant is None else self._find(tenant)
+        starts = (place + column for column in self._columns)
+        return Usage(*(sum(self._words[start : start + self._doors]) for start in starts))
 
     def bury(self, door: int) -> None:
         """Give back what a door held that is gone."""
-        with self._lock:
-            for slot in range(_SLOTS + 1):
-                start = slot * self._entry + _USED
-                held = start + _COUNTS * (1 + door)
-                for index in range(_COUNTS):
-                    self._words[held + index] = 0
-                    parts = self._words[start + _COUNTS + index : start + self._entry - _USED]
-                    self._words[start + index] = sum(parts[::_COUNTS])
+        for place in range(0, (_SLOTS + 1) * self._entry, self._entry):
+            for column in self._columns:
+                if self._words[place + column + door]:
+                    self._words[place + column + door] = 0
 
     def close(self) -> None:
         """Let go of the memory; no thread may use it any more."""
@@ -163,81 +194,57 @@ class Ledger:
 
     # ------------------------------------------------------------------------- under the lock
 
-    def _short(
-        self, place: int, amount: Usage, limit: Usage, *, of_tenant: bool
-    ) -> Shortage | None:
-        most = limit.words()
-        for index, more in enumerate(amount.words()):
-            if not more:
-                continue
-            used = self._words[place + _USED + index]
-            if used + more > most[index] and (used or index == _CALLS):
-                return Shortage(_NAMES[index], of_tenant, used, most[index])
-        return None
-
-    def _add(self, place: int, amount: Usage, sign: int) -> None:
-        words, own = self._words, _COUNTS * (1 + self._door)
-        for index, value in enumerate(amount.words(), _USED):
-            if value:
-                change = sign * value
-                words[place + index] += change
-                words[place + own + index] += change
-                words[_ALL + index] += change
-                words[_ALL + own + index] += change
+    def _subtract(self, place: int, amount: Sequence[int]) -> None:
+        words = self._words
+        for less, column in zip(amount, self._columns, strict=False):
+            if less:
+                mine = column + self._door
+                words[place + mine] -= less
+                words[_ALL + mine] -= less
 
     def _delay(self, place: int, rate: float, now: float) -> float:
         burst = max(1.0, 1.0 / rate)
         ahead = max(self._numbers[place + _ALLOWANCE], now) + 1 / rate - now
         return ahead - burst - 1e-9
 
+    def _turn(self, place: int, now: float, first: float, step: float) -> float:
+        at = place + _PROMISE
+        earliest = now + first
+        turn = max(earliest, self._numbers[at] + step)
+        if turn > earliest + _SPREAD:
+            turn = earliest
+        self._numbers[at] = turn
+        return turn - now
+
+    # ------------------------------------------------------------------------- entries
+
     def _find(self, tenant: str) -> int:
-        """Return where a tenant's entry begins, making one if there is none."""
-        key = _key(tenant)
+        """Return where a tenant's entry begins, making one if there is none; it never moves."""
         place = self._places.get(tenant)
-        if place is not None and self._words[place + _KEY] == key:
-            return place
-        place = self._search(key)
-        if self._words[place + _KEY] != key:
-            self._words[place + _KEY] = key
-            self._numbers[place + _ALLOWANCE] = 0.0
-        if len(self._places) > _SLOTS:
-            self._places.clear()
-        self._places[tenant] = place
+        if place is None:
+            place = self._places[tenant] = self._open(_key(tenant))
+            if len(self._places) > _SLOTS:
+                self._places.clear()
         return place
 
-    def _search(self, key: int) -> int:
-        """Find a key's entry, else an empty one, else one whose tenant has nothing in flight."""
-        idle = None
-        for step in range(_SLOTS):
-            place = (1 + (key + step) % _SLOTS) * self._entry
-            if self._words[place + _KEY] in (key, 0):
-                return place
-            if idle is None and not any(self._words[place + _USED : place + _USED + _COUNTS]):
-                idle = place
-        return (1 + key % _SLOTS) * self._entry if idle is None else idle
-
-
-class _Lock:
-    """Keeps out other threads and, if there is a file, other processes that lock it."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-        self._threads = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._threads.acquire()
-        if self._descriptor is not None:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
-        self._threads.release()
+    def _open(self, key: int) -> int:
+        """Find a key's entry, else make an empty one its own, else let it share one."""
+        with self._lock:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX)  # keeps the other doors out
+            try:
+                for step in range(_SLOTS):
+                    place = (1 + (key + step) % _SLOTS) * self._entry
+                    if self._words[place + _KEY] in (key, 0):
+                        self._words[place + _KEY] = key
+                        return place
+            finally:
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+        return (1 + key % _SLOTS) * self._entry
 
 
 def size_of(doors: int) -> int:
     """Bytes of the table for a number of doors."""
-    return _WORD * (_SLOTS + 1) * (_USED + _COUNTS * (1 + doors))
+    return _WORD * (_SLOTS + 1) * (_USED + _COUNTS * doors)
 
 
 def _key(tenant: str) -> int:

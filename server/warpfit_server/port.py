@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
@@ -13,9 +13,26 @@ from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.tls import add_port
 
-#: Threads beyond --max-requests, for short calls and for refusing what is over the limit.
-_SPARE_THREADS: Final = 16
+#: Threads and calls at a time of the health checks, all that does not bring its own threads.
+_HEALTH_THREADS: Final = 4
+_HEALTH_CALLS: Final = 64
 _KEEPALIVE_MS: Final = 20_000
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what it is given where it is given it, on the thread that serves the port.
+
+    gRPC asks for a pool of this type; this one has no threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def submit(self, task: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        """Run a task that waits for nothing."""
+        done: Future[Any] = Future()
+        done.set_result(task(*args, **named))
+        return done
 
 
 def make_server(
@@ -26,16 +43,15 @@ def make_server(
     Args:
         config: limits and sizes.
         service: full name of the service.
-        handlers: its methods by name.
+        handlers: its methods by name; they have threads of their own.
         shared: whether several processes of this user listen on the port, among which the kernel
             deals the connections out.
 
     """
-    threads = 2 * config.max_requests + _SPARE_THREADS
     return grpc.server(
-        ThreadPoolExecutor(threads, "call"),
+        ThreadPoolExecutor(_HEALTH_THREADS, "health"),
         handlers=[grpc.method_handlers_generic_handler(service, dict(handlers))],
-        maximum_concurrent_rpcs=threads,
+        maximum_concurrent_rpcs=_HEALTH_CALLS,
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", -1),

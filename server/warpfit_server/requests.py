@@ -7,12 +7,12 @@ with it to the process that answers it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -23,8 +23,8 @@ from warpfit.codec import REQUEST_ID_KEY
 from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Timings
 from warpfit_server.logs import works_for
-from warpfit_server.measurements import Measured, Recorder
-from warpfit_server.tenants import tenant_of
+from warpfit_server.measurements import Recorder, Sample
+from warpfit_server.tenants import ANONYMOUS
 
 _LOG: Final = logging.getLogger("warpfit.requests")
 #: What a client's own id may look like; anything else is replaced.
@@ -43,10 +43,12 @@ class Request:
     request_id: str
     started: int
     """``time.monotonic_ns()``, as all moments here."""
-    tenant: str = ""
-    """Known when the call has ended: its credentials may be checked while it runs."""
-    trace: dict[str, str] = field(default_factory=dict)
-    """Trace Context of the caller."""
+    tenant: str = ANONYMOUS
+    """Whose call it is, once its credentials have been checked."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """That came with the call."""
+    places: list[str] = field(default_factory=list)
+    """The tenant whose place it has, while it has one."""
     programs: int = 0
     tokens: int = 0
     token_rows: int = 0
@@ -60,6 +62,11 @@ class Request:
     """Nanoseconds since then in which the client or the network was waited for."""
     encode: int = 0
     """Nanoseconds from then to the last message, but for `suspended`."""
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """Trace Context of the caller."""
+        return {key: str(self.metadata[key]) for key in _TRACE_KEYS if key in self.metadata}
 
     @property
     def trailing(self) -> tuple[tuple[str, str], ...]:
@@ -84,6 +91,12 @@ def current_trailing() -> tuple[tuple[str, str], ...]:
     """Trailing metadata of the call that this thread serves."""
     request = _CURRENT.get()
     return () if request is None else request.trailing
+
+
+def serve(request: Request) -> None:
+    """Let this thread serve a call from now on."""
+    _CURRENT.set(request)
+    works_for(request.request_id)
 
 
 def passed_on(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
@@ -125,130 +138,75 @@ class Observer:
     """
 
     def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
+        self.begun = recorder.begin
+        """Counts a call as running."""
         self._recorder = recorder
         self._tracer = tracer
+        self._names = itertools.count()
+        self._prefix = secrets.token_hex(6)
 
-    def observed(self, handlers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the handlers, each call of which is observed."""
-        return {name: self._observed(name, handler) for name, handler in handlers.items()}
+    def arrived(self, method: str, context: grpc.ServicerContext) -> Request:
+        """Take notice of a call, and give it its id."""
+        metadata = dict(context.invocation_metadata())
+        name = metadata.get(REQUEST_ID_KEY)
+        if not isinstance(name, str) or _ID.fullmatch(name) is None:
+            name = f"{self._prefix}{next(self._names):04x}"
+        context.set_trailing_metadata(((REQUEST_ID_KEY, name),))
+        return Request(method, name, time.monotonic_ns(), metadata=metadata)
 
-    def _observed(self, method: str, handler: Any) -> Any:
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream))
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(self._unary(method, handler.stream_unary))
-        return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary))
-
-    def _unary(self, method: str, behaviour: Callable[..., bytes]) -> Callable[..., bytes]:
-        def observed(request: Any, context: grpc.ServicerContext) -> bytes:
-            with self._call(method, context):
-                return behaviour(request, context)
-
-        return observed
-
-    def _stream(
-        self, method: str, behaviour: Callable[..., Iterator[bytes]]
-    ) -> Callable[..., Iterator[bytes]]:
-        def observed(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._call(method, context) as request:
-                for answer in behaviour(message, context):
-                    made = time.monotonic_ns()
-                    if request.finished:
-                        request.encode = made - request.finished - request.suspended
-                    yield answer
-                    if request.finished:
-                        request.suspended += time.monotonic_ns() - made
-
-        return observed
-
-    @contextmanager
-    def _call(self, method: str, context: grpc.ServicerContext) -> Iterator[Request]:
-        request = _begin(method, context)
-        _CURRENT.set(request)
-        works_for(request.request_id)
-        self._recorder.begin()
-        status = None
-        try:
-            yield request
-            status = _status(context, "OK")
-        finally:
-            ended = time.monotonic_ns()
-            request.tenant = tenant_of(context)
-            status = status or _status(context, "UNKNOWN")
-            self._recorder.end(_measured(request, status, ended))
-            _log(request, status, ended)
-            if self._tracer is not None:
-                self._tracer.record(request, status, ended)
-            _CURRENT.set(None)
-            works_for("")
+    def ended(self, request: Request, status: str) -> None:
+        """Measure, log and trace a call that has ended, whether it had begun or was refused."""
+        ended = time.monotonic_ns()
+        self._recorder.end(request, _sample(request, status, ended))
+        level = logging.DEBUG if status in _ORDINARY else logging.INFO
+        if _LOG.isEnabledFor(level):
+            _log(level, request, status, ended)
+        if self._tracer is not None:
+            self._tracer.record(request, status, ended)
 
 
-def _begin(method: str, context: grpc.ServicerContext) -> Request:
-    request_id, trace = "", dict[str, str]()
-    for key, value in context.invocation_metadata():
-        if key == REQUEST_ID_KEY and isinstance(value, str) and _ID.fullmatch(value):
-            request_id = value
-        elif key in _TRACE_KEYS:
-            trace[key] = str(value)
-    request_id = request_id or secrets.token_hex(8)
-    request = Request(method, request_id, time.monotonic_ns(), trace=trace)
-    context.set_trailing_metadata(request.trailing)
-    return request
-
-
-def _status(context: Any, otherwise: str) -> str:
-    """Name of the status with which a call ends; ``otherwise`` if none was set for a live call."""
+def status_of(context: Any) -> str:
+    """Name of the status with which a call is about to end."""
     code = context.code()
     if code is not None and code is not grpc.StatusCode.CANCELLED:
         return str(code.name)
     if code is None and context.is_active():
-        return otherwise
+        return "OK"
     remaining = context.time_remaining()
     return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED"
 
 
-def _measured(request: Request, status: str, ended: int) -> Measured:
-    tenant = (request.tenant,)
-    counts: list[tuple[str, tuple[str, ...], float]] = [
-        ("requests", (request.method, status, request.tenant), 1.0)
-    ]
-    observations = [("request_seconds", (request.method,), (ended - request.started) / 1e9)]
-    if request.received:
-        counts.append(("received_bytes", tenant, request.received))
+def _sample(request: Request, status: str, ended: int) -> Sample:
     timings = request.timings
-    if timings is not None:
-        counts += [
-            ("programs", tenant, request.programs),
-            ("tokens", tenant, request.tokens),
-            ("token_rows", tenant, request.token_rows),
-            ("evaluations", (timings.tier.value,), 1.0),
-            ("compiled_programs", (), timings.cache_hits),
-        ]
-        for stage, nanoseconds in stages(request, timings):
-            observations.append(("stage_seconds", (stage,), nanoseconds / 1e9))
-    return counts, observations
-
-
-def stages(request: Request, timings: Timings) -> tuple[tuple[str, int], ...]:
-    """Name and nanoseconds of each stage of an answered call."""
-    return (
-        ("decode", timings.decode),
-        ("queue", timings.queue),
-        ("copy", timings.copy_in + timings.copy_out),
-        ("kernel", timings.compute),
-        ("encode", request.encode),
+    return Sample(
+        (request.method, status, request.tenant),
+        (ended - request.started) / 1e9,
+        request.received,
+        request.programs,
+        request.tokens,
+        request.token_rows,
+        *(
+            (None, 0, ())
+            if timings is None
+            else (timings.tier.value, timings.cache_hits, stages(request, timings))
+        ),
     )
 
 
-def _log(request: Request, status: str, ended: int) -> None:
-    level = logging.DEBUG if status in _ORDINARY else logging.INFO
-    if _LOG.isEnabledFor(level):
-        seconds = (ended - request.started) / 1e9
-        fields = {"method": request.method, "status": status, "tenant": request.tenant}
-        measured = {"seconds": round(seconds, 6), "programs": request.programs}
-        _LOG.log(
-            level,
-            "%s ended %s after %.3f s",
-            *(request.method, status, seconds),
-            extra={"fields": {**fields, **measured}},
-        )
+def stages(request: Request, timings: Timings) -> tuple[int, ...]:
+    """Nanoseconds of each of `measurements.STAGES` of an answered call."""
+    copy = timings.copy_in + timings.copy_out
+    return timings.decode, timings.queue, copy, timings.compute, request.encode
+
+
+def _log(level: int, request: Request, status: str, ended: int) -> None:
+    works_for(request.request_id)
+    seconds = (ended - request.started) / 1e9
+    fields = {"method": request.method, "status": status, "tenant": request.tenant}
+    measured = {"seconds": round(seconds, 6), "programs": request.programs}
+    _LOG.log(
+        level,
+        "%s ended %s after %.3f s",
+        *(request.method, status, seconds),
+        extra={"fields": {**fields, **measured}},
+    )

@@ -75,11 +75,11 @@ class Segment:
         """View of the segment as an array, C order."""
         # np.frombuffer holds an export of the buffer, so the mapping cannot be closed under the
         # array; np.ndarray(buffer=...) would not.
-        kind = np.dtype(dtype)
         count = math.prod(shape)
         if not count:
-            return np.empty(shape, kind)
-        return np.frombuffer(self._map, kind, count, offset).reshape(shape)
+            return np.empty(shape, dtype)
+        found = np.frombuffer(self._map, dtype, count, offset)
+        return found if len(shape) == 1 else found.reshape(shape)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Copy bytes into the segment without the page faults that a fresh mapping costs."""

@@ -60,7 +60,8 @@ class Server:
             SERVICE_NAME,
         )
         check_free(config.host, config.port)
-        handlers = self._operations.observer.observed(guard.protect(service.handlers()))
+        handlers = guard.protect(service.handlers(), self._operations.observer)
+        self._workers = guard.workers
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.doors > 1)
         self._operations.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
@@ -94,6 +95,7 @@ class Server:
         stopped.wait()
         if self._local is not None:
             self._local.stop()
+        self._workers.close()
         self._operations.stop()
         self.supervisor.stop()
         self._directory.cleanup()

@@ -93,16 +93,16 @@ class EvaluateService:
 
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Evaluate a batch and stream the answer while the engine still computes."""
-        # A call that has ended leaves its place at once, its lane when the engine has stopped.
         tenant = tenant_of(context)
-        with errors_to_status(context), ExitStack() as held, self._admission.place(tenant):
+        with ExitStack() as held:
             arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
             request = codec.parse_message(pb.EvaluateRequest, message)
             evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
             layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
             check_batch(evaluation.batch, limits)
-            evaluation.check(layout)
+            evaluation.check_options(layout)
+            evaluation.batch.check_shapes()  # the engine looks at the tokens
             size = check_result(evaluation, layout, limits) + len(message)
             work = self._admission.evaluation(tenant, evaluation, layout, size)
             charge = held.enter_context(work)
@@ -118,7 +118,7 @@ class EvaluateService:
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Fit a batch; stream progress if asked for, then the result."""
         tenant = tenant_of(context)
-        with errors_to_status(context), ExitStack() as held, self._admission.place(tenant):
+        with ExitStack() as held:
             arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
             request = codec.fit_from_message(codec.parse_message(pb.OptimizeRequest, message))
@@ -215,7 +215,7 @@ class EvaluatorService(EvaluateService):
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
         tenant = tenant_of(context)
-        with errors_to_status(context), self._admission.place(tenant):
+        with errors_to_status(context):
             first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
             layout, content_id = codec.upload_header(first)
             try:

@@ -99,9 +99,15 @@ class TenantBook:
             PermissionDeniedError: if the tenant is suspended.
 
         """
-        self._refresh()
-        limits = self._cache.get(tenant)
-        return limits if limits is not None else self._compute(tenant)
+        if self._path is not None and self._watch.changed():
+            self._read_again(self._path)
+        cache = self._cache  # what is computed late goes with the old one
+        limits = cache.get(tenant)
+        if limits is None:
+            if len(cache) > len(self._sections) + 1000:
+                cache.clear()
+            limits = cache[tenant] = self._compute(tenant)
+        return limits
 
     def share(self, amount: float) -> float:
         """Return what one tenant may take of something that all share."""
@@ -118,17 +124,12 @@ class TenantBook:
         limits = replace(self.server, requests=requests)
         for name, value in asked.items():
             limits = replace(limits, **{name: _narrower(name, value, self.server)})
-        if len(self._cache) > len(self._sections) + 1000:
-            self._cache.clear()
-        self._cache[tenant] = limits
         return limits
 
-    def _refresh(self) -> None:
-        if self._path is None or not self._watch.changed():
-            return
+    def _read_again(self, path: Path) -> None:
         with self._lock:
             try:
-                self._default, self._sections = _read(self._path)
+                self._default, self._sections = _read(path)
             except InvalidArgumentError as error:
                 _LOG.error("the old limits stay in force: %s", error)
             else:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from warpfit.errors import UnavailableError
+from warpfit_server.measurements import STAGES
 from warpfit_server.requests import Request, stages
 
 _SERVICE: Final = "warpfit.v1.Evaluator"
@@ -61,7 +62,7 @@ class SpanTracer:
         """Make a span of each stage, one after the other; the kernel's end is known."""
         if request.timings is None:
             return
-        named = dict(stages(request, request.timings))
+        named = dict(zip(STAGES, stages(request, request.timings), strict=True))
         encode = named.pop("encode")
         start = request.finished - sum(named.values()) + to_wall
         context = self._api.set_span_in_context(parent)

@@ -29,9 +29,8 @@ from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter import Interpreter, Share
-from warpfit_server.engine.cuda.launch import Piece, kernel_arguments
-from warpfit_server.engine.cuda.lower import lower
+from warpfit_server.engine.cuda.interpreter import Interpreter, interpret
+from warpfit_server.engine.cuda.launch import Piece
 from warpfit_server.engine.cuda.resident import upload
 
 MODES = {
@@ -92,28 +91,27 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     interpreter, resident = Interpreter(device), upload(device, dataset)
     with device.stream() as context:
         piece = Piece(0, len(setup.batch), 0, rows)
-        share = Share(resident, evaluation, lower(setup.batch), np.zeros(1, dtype=np.uint8))
-        launch = interpreter.begin(context, [share], piece.jobs)
-        interpreter.start(context, launch, piece, 0)
-        tiles = -(-rows // launch.variant.tile)
-        arguments = kernel_arguments(launch, piece, 0, tiles)
-        arguments["partials"] = context.buffer("partials 0", piece.jobs * tiles * 8)
+        variant = interpreter.variant(resident, evaluation)
+        work = interpreter.work(resident, evaluation, piece)
+        launch = interpreter.begin(context, variant, setup.batch, piece.jobs)
+        partials = context.buffer("partials 0", piece.jobs * work.tiles * 8)
+        addresses = launch.addresses._replace(partials=partials)
 
-        def interpret() -> None:
-            interpreter.interpret(context, launch, arguments)
+        def kernel() -> None:
+            interpret(context, launch, work, addresses, 1, piece)
 
         def whole() -> None:
-            interpreter.evaluate_slots(context, launch)
-            interpreter.start(context, launch, piece, 0)
+            interpreter.evaluate_slots(context, launch, 1)
+            interpreter.start(context, launch, resident, evaluation, piece, 0)
 
-        kernel_seconds = device_time(context, interpret, setup.repeats)
+        kernel_seconds = device_time(context, kernel, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)
     setup.engine.load(dataset)
     host = host_time(setup, evaluation)
     setup.engine.unload(dataset.content_id)
     tokens = len(setup.batch.codes) * rows
     return {
-        "rows_a_thread": launch.variant.rows,
+        "rows_a_thread": variant.rows,
         "interpret_us": round(kernel_seconds * 1e6, 2),
         "evaluation_us": round(whole_seconds * 1e6, 2),
         "host_us": round(host * 1e6, 2),

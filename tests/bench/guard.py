@@ -49,7 +49,7 @@ class Job:
 
 
 #: About 40 ms of two cores; small messages, so that sending them costs little.
-OVERLOAD = Job(programs=100, rows=100_000)
+OVERLOAD = Job(programs=200, rows=100_000)
 VICTIM = Job(programs=100, rows=50_000)
 GREEDY = {
     "the same batches": (16, VICTIM),

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 
 import grpc
@@ -21,6 +22,7 @@ from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
 from warpfit.dataset import Dataset
+from warpfit.scrape import scrape
 from warpfit.security import new_token
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -74,6 +76,7 @@ class TestRate:
     @classmethod
     def server(cls):
         flags = ("--max-rate", str(cls.RATE), "--front-doors", "2", "--threads", "2")
+        flags += ("--metrics-port", "0")
         with ServerProcess(*flags) as process:
             yield process
 
@@ -94,6 +97,26 @@ class TestRate:
         retry = detail_of(refused[0], error_details_pb2.RetryInfo).retry_delay
         assert 0 < retry.ToNanoseconds() <= 1.1e9
         assert detail_of(refused[0], error_details_pb2.ErrorInfo).reason == "RATE_LIMITED"
+
+    def test_every_call_is_counted_once_whichever_door_refuses_it(self, server):
+        statuses = Counter()
+        time.sleep(1.1)  # the full burst is there, and what was before has been counted
+        before = scrape(server.facts["metrics"])
+        with callers(server, 8) as connected:
+            for turn in range(4 * self.RATE):
+                try:
+                    connected[turn % 8].call("GetServerInfo")
+                    statuses["OK"] += 1
+                except grpc.RpcError as error:
+                    statuses[error.code().name] += 1
+        assert statuses["OK"]
+        assert statuses["RESOURCE_EXHAUSTED"]
+        time.sleep(0.8)  # the further door has sent what it has counted
+        after, name = scrape(server.facts["metrics"]), "warpfit_requests_total"
+        for status, count in statuses.items():
+            labels = {"method": "GetServerInfo", "status": status}
+            assert after.total(name, **labels) - before.total(name, **labels) == count
+        assert after.total("warpfit_requests_in_flight") == 0
 
     def test_the_client_waits_as_it_is_told(self, server):
         with warpfit.connect(server.address) as client:

@@ -26,8 +26,20 @@ ADDRESS = "127.0.0.1:50551"
 LOOKED_AT = ("README.md", "client/README.md")
 PROGRAMS = [program for path in READMES for program in programs(path)[path in LOOKED_AT :]]
 SHELL = [snippet for path in READMES for snippet in snippets(path) if snippet.language == "sh"]
-#: Commands of the command line that a test runs as they stand; of the others it checks the flags.
-QUICK = frozenset({"eval", "fit", "info"})
+#: What a test cannot run, by a word of the command, and why; it checks what the command names.
+NOT_RUN = {
+    "pip": "installs from a package index",
+    "docker": "needs a container engine",
+    "helm": "needs a cluster",
+    "full": "takes hours",
+}
+#: What keeps commands short that would go on for minutes, by their first words.
+SHORTER = {
+    "warpfit bench load": ("--seconds", "1", "--ramp", "0.2"),
+    "warpfit bench report": (),
+    "warpfit bench": ("--profile", "tiny", "--engine", "cpu", "--seconds", "5", "--no-peers"),
+    "python client/examples/": ("--generations", "1", "--population", "20"),
+}
 BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
 
 
@@ -85,6 +97,9 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     rows = ["x1,x2,y", *(f"{a},{a * a},{2.0 * a + a * a}" for a in (0.5, 1.0, 1.5, 2.0))]
     (tmp_path / "data.csv").write_text("\n".join(rows) + "\n")
+    for machine in ("gpu", "cpu"):
+        result = ROOT / "tests" / "bench" / "results" / f"bench_{machine}.json"
+        shutil.copy(result, tmp_path / f"{machine}.json")
     return tmp_path
 
 
@@ -94,43 +109,61 @@ def test_shell(snippet: Snippet, server: ServerProcess, checkout: Path):
         check_build(snippet, server, checkout)
         return
     for line in commands(snippet):
-        check_command(line.replace(".venv/bin/", "").replace(ADDRESS, server.address), checkout)
+        line = line.replace(".venv/bin/", "")
+        for address in (ADDRESS, "HOST:PORT"):
+            line = line.replace(address, server.address)
+        check_command(line, checkout)
 
 
 def check_command(line: str, checkout: Path) -> None:
-    """Run a command, or check what it names where running would install or go on for long."""
+    """Run a command, or check what it names where it cannot be run."""
     words = shlex.split(line.rstrip("&"), comments=True)
     if {"docker", "helm"} & set(words):
         check_deployment(words)
     elif "pip" in words:
         check_extras(line)
-    elif is_long(words):
-        depth = 3 if words[1:3] in (["bench", "report"], ["bench", "load"]) else 2
-        check_flags([*words[:depth], "--help"], words, checkout)
+    elif set(NOT_RUN) & set(words):
+        check_flags([*words[:2], "--help"], words, checkout)
+    elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
+        serve(words, checkout)
     else:
-        run(words, checkout)
+        found = (more for start, more in SHORTER.items() if " ".join(words).startswith(start))
+        run([*words, *next(found, ())], checkout)
 
 
-def is_long(words: list[str]) -> bool:
-    """Whether a command runs for minutes or for ever."""
-    if words[0] == "warpfit":
-        return words[1] not in QUICK and "--help" not in words
-    return words[0] == "python" and words[1].startswith("client/examples/")
-
-
-def run(words: list[str], folder: Path) -> str:
-    """Run a command with this interpreter, and with the embedded server on the CPU."""
+def executed(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """A command with this interpreter, and its environment."""
     if words[0] == "warpfit":
         main = "import sys; from warpfit.cli import main; sys.exit(main())"
         words = [sys.executable, "-c", main, *words[1:]]
     elif words[0] == "python":
         words = [sys.executable, *words[1:]]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return words, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def run(words: list[str], folder: Path) -> str:
+    """Run a command to its end."""
+    command, environment = executed(words)
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def serve(words: list[str], folder: Path) -> None:
+    """Start a server on a free port, ask it who it is, and stop it."""
+    command, environment = executed([*words, "--port", "0"])
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            banner = server.stdout.readline()
+            assert "listening on" in banner
+            assert "cpu" in run(["warpfit", "info", banner.split()[3]], folder)
+        finally:
+            server.terminate()
+        assert server.wait(30) == 0
 
 
 def check_deployment(words: list[str]) -> None:

@@ -230,6 +230,11 @@ def small():
     return Dataset.of(X[:50, :2], X[:50, 0], dtype="float64")
 
 
+def into(request: pb.EvaluateRequest, piece: codec.Piece) -> bytes:
+    """Ask for the matrices in a piece of a window."""
+    return codec.evaluation_into(request.SerializeToString(), piece)
+
+
 def refused(caller: Caller, method: str, request) -> tuple[str, str, str]:
     with pytest.raises(grpc.RpcError) as caught:
         caller.send(method, request)
@@ -253,7 +258,7 @@ def test_pieces_that_do_not_fit(baseline, callers, local, small, offset, size, r
     with RawWindow.of(local, 4096) as window:
         piece = codec.Piece(window.identifier, offset, size)
         for caller in callers:
-            status, found, _ = refused(caller, "Evaluate", codec.evaluation_into(request, piece))
+            status, found, _ = refused(caller, "Evaluate", into(request, piece))
             assert (status, found) == ("INVALID_ARGUMENT", reason)
         other = Dataset.of(X[:50, :1] + offset % 7 + size % 5, dtype="float64")
         header = codec.upload_from(other, piece)
@@ -268,7 +273,7 @@ def test_the_right_piece_and_no_other_byte(baseline, callers, local, small):
         piece = codec.Piece(window.identifier, SIZE - 3, SIZE)
         for caller in callers:
             os.pwrite(window.descriptors[0], b"\7" * 3 * SIZE, 0)
-            request = codec.evaluation_into(evaluate_request(small.content_id), piece)
+            request = into(evaluate_request(small.content_id), piece)
             (message,) = map(pb.EvaluateResponse.FromString, caller.send("Evaluate", request))
             assert not message.values
             content = os.pread(window.descriptors[0], 3 * SIZE, 0)
@@ -286,10 +291,10 @@ def test_windows_that_are_not_there(baseline, callers, local, small):
     seen = set()
     for name in (gone, b"", bytes(16), os.urandom(16), os.urandom(1 << 20)):
         piece = codec.Piece(name, 0, 4096)
-        into = codec.evaluation_into(request, piece)
-        eventually(lambda into=into: "WINDOW_UNKNOWN" in _outcome(callers[0], into))
+        request_into = into(request, piece)
+        eventually(lambda r=request_into: "WINDOW_UNKNOWN" in _outcome(callers[0], r))
         for caller in callers:
-            seen.add(refused(caller, "Evaluate", into))
+            seen.add(refused(caller, "Evaluate", request_into))
         seen.add(refused(callers[0], "UploadVariables", [codec.upload_from(Dataset.of(X), piece)]))
     assert {found[:2] for found in seen} == {("INVALID_ARGUMENT", "WINDOW_UNKNOWN")}
     assert len(seen) == 1
@@ -370,7 +375,7 @@ def test_a_file_that_is_sealed_against_writing_in_time(callers, local, small):
     with RawWindow.of(local, 4096) as window:
         fcntl.fcntl(window.descriptors[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
         piece = codec.Piece(window.identifier, 0, 4096)
-        request = codec.evaluation_into(evaluate_request(small.content_id), piece)
+        request = into(evaluate_request(small.content_id), piece)
         for caller in callers:
             assert refused(caller, "Evaluate", request)[:2] == (
                 "INVALID_ARGUMENT",
@@ -383,7 +388,7 @@ def test_a_file_without_memory_gets_it_as_it_is_written(callers, local, network)
     callers[0].call("UploadVariables", dataset)
     with RawWindow.of(local, 1 << 30) as window:
         piece = codec.Piece(window.identifier, 1 << 29, X[:, 0].nbytes)
-        request = codec.evaluation_into(evaluate_request(dataset.content_id), piece)
+        request = into(evaluate_request(dataset.content_id), piece)
         callers[0].send("Evaluate", request)
         got = os.pread(window.descriptors[0], piece.size, piece.offset)
         np.testing.assert_array_equal(np.frombuffer(got), 0.5 * X[:, 0])
@@ -444,8 +449,8 @@ def test_windows_of_a_tenant(tmp_path):
         dataset = Dataset.of(X[:50, :2], dtype="float64")
         window = stack.enter_context(RawWindow.of(locals_["alice"], 4096))
         request = evaluate_request(dataset.content_id)
-        theirs = codec.evaluation_into(request, codec.Piece(window.identifier, 0, 4096))
-        unknown = codec.evaluation_into(request, codec.Piece(bytes(16), 0, 4096))
+        theirs = into(request, codec.Piece(window.identifier, 0, 4096))
+        unknown = into(request, codec.Piece(bytes(16), 0, 4096))
         for _ in range(CLIENTS):
             for name, token in tokens.items():
                 with grpc.insecure_channel(server.address, OWN_CONNECTION) as channel:

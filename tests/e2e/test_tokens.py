@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 import warpfit
-from support.rpcs import DATA, METHODS, OWN_CONNECTION, Caller, X, bearer, explained
+from support.rpcs import DATA, METHODS, OWN_CONNECTION, SERVICE, Caller, X, bearer, explained
 from support.server import ServerProcess
 from warpfit import cli, codec
 from warpfit.dataset import Dataset
@@ -79,6 +80,23 @@ def test_without_a_valid_token(as_tenant, method, metadata, reason):
     for _ in range(CONNECTIONS):
         with as_tenant(metadata=metadata) as caller:
             assert caller.refused(method)[:2] == ("UNAUTHENTICATED", reason)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_message_of_a_call_that_is_refused_is_not_waited_for(as_tenant, method):
+    never = threading.Event()
+
+    def messages():
+        never.wait(30)
+        yield b""
+
+    for _ in range(CONNECTIONS):
+        with as_tenant(metadata=bearer("x" * 43)) as caller:
+            answer = caller.channel.stream_unary(SERVICE + method)
+            with pytest.raises(grpc.RpcError) as caught:
+                answer(messages(), timeout=20, metadata=caller.metadata)
+            assert explained(caught.value)[1] == "TOKEN_UNKNOWN"
+    never.set()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,7 +11,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS, Operator
 from warpfit.reference import evaluate_program
 from warpfit_server.engine.cuda import bytecode
-from warpfit_server.engine.cuda.lower import Lowered
+from warpfit_server.engine.cuda.staging import Staged, stage
 
 
 def cases() -> dict[int, tuple[Operator, int]]:
@@ -25,10 +25,16 @@ def cases() -> dict[int, tuple[Operator, int]]:
     }
 
 
+def lower(batch: Batch, chunk: int = 1 << 30) -> Staged:
+    """Lower a batch into fresh memory full of garbage."""
+    costly = np.zeros(256, dtype=np.bool_)
+    return stage(batch, costly, chunk, lambda size: np.full(size, 0xA5, dtype=np.uint8))
+
+
 class Machine:
     """Runs one program of a lowered batch on float64 columns [variables, rows]."""
 
-    def __init__(self, batch: Batch, lowered: Lowered, columns: NDArray[Any]) -> None:
+    def __init__(self, batch: Batch, lowered: Staged, columns: NDArray[Any]) -> None:
         self._batch = batch
         self._lowered = lowered
         self._columns = columns

@@ -47,7 +47,7 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
         if self.hang:
             context.add_callback(self.cancelled.set)
             self.cancelled.wait(30)
-        yield from self._answer("Evaluate", request, context)
+        yield from self._answer("Evaluate", request.SerializeToString(), context)
 
     def Optimize(self, request, context):
         yield from self._answer("Optimize", request, context)

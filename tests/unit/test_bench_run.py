@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from support.loopback import serve
 from warpfit import codec, testing
-from warpfit.bench import peers, report, results, runner
+from warpfit.bench import measure, peers, report, results, runner
 from warpfit.bench.command import main
 from warpfit.bench.progress import Pace, PlainProgress, progress
 from warpfit.bench.results import Results
 from warpfit.bench.runner import Clock, Plan, Run
-from warpfit.bench.scenarios import TINY
+from warpfit.bench.scenarios import TINY, Scenario
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.info import Device, Limits, ServerInfo
-from warpfit.request import Tier
+from warpfit.request import Tier, Timings
 
 #: As little as a run can be.
 SMALL = replace(
@@ -33,6 +36,7 @@ SMALL = replace(
     workers=(),
     peer_rows=(30,),
     slice_seconds=0.02,
+    least_calls=3,
 )
 MACHINE = {"cpu": "made-up CPU", "cores": 1, "memory_gib": 1.0}
 HEAD = {"schema": 1, "profile": "small", "seed": 5, "machine": MACHINE, "versions": {}}
@@ -179,6 +183,35 @@ def test_slices_get_shorter_towards_the_end():
     assert 0.5 < first < 2
     clock.end = runner.time.monotonic() + 0.1
     assert clock.slice() < first
+
+
+def test_scenarios_that_take_the_time_of_several_come_last(tmp_path):
+    dear, cheap = Scenario(engine="cpu", rows=100_000), Scenario(engine="cpu", rows=100)
+    other = Scenario(engine="cpu", rows=100_000, precision="precise")
+    with progress(io.StringIO()) as told:
+        plan = Plan(profile=SMALL)
+        measured = Run(plan, Results.begin(tmp_path / "a.json", HEAD), told)
+    clock = Clock(SMALL, end=runner.time.monotonic() + 30.0, left=3)
+    assert list(measured._in_time([dear, cheap, other], clock)) == [dear, cheap, other]
+    measured._speeds["cpu", "interpreter", "fast"] = dear.token_rows / 20.0
+    assert list(measured._in_time([dear, cheap, other], clock)) == [cheap, other, dear]
+    clock.end = math.inf
+    assert list(measured._in_time([dear, cheap, other], clock)) == [dear, cheap, other]
+
+
+@pytest.mark.parametrize(
+    ("call_seconds", "least", "timed"),
+    [(0.1, 1, 9), (0.4, 3, 3), (0.9, 1, 3), (1.9, 1, 2), (3.0, 1, 1), (3.0, 2, 2)],
+)
+def test_long_calls_are_timed_less_often(monkeypatch, call_seconds, least, timed):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+
+    def perform(batch):
+        clock.now += call_seconds
+        return measure.Call(1, Timings())
+
+    assert len(measure._timed(perform, itertools.repeat(([], [])), 1.0, least)) == timed
 
 
 def test_the_file_is_never_half_written(tmp_path):

@@ -295,7 +295,10 @@ pieces = st.builds(codec.Piece, st.binary(max_size=20), *[st.integers(0, 2**64 -
 @given(pieces)
 def test_pieces_of_windows_survive(piece):
     request = pb.EvaluateRequest(content_id=bytes(32), values=True)
-    assert codec.evaluation_piece(codec.evaluation_into(request, piece)) == piece
+    into = codec.evaluation_into(request.SerializeToString(), piece)
+    message = pb.EvaluateRequest.FromString(into)
+    assert codec.evaluation_piece(message) == piece
+    assert message.values
     assert codec.evaluation_piece(request) is None
     dataset = Dataset.of(np.ones((3, 2)))
     header = pb.UploadVariablesRequest.FromString(codec.upload_from(dataset, piece))

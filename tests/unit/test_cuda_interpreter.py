@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.bytecode import Machine
+from support.bytecode import Machine, lower
 from support.strategies import programs
 from warpfit.errors import InternalError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
@@ -17,7 +17,6 @@ from warpfit.request import Precision
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.engine.cuda import bytecode
 from warpfit_server.engine.cuda.jump_table import with_jump_table
-from warpfit_server.engine.cuda.lower import lower
 from warpfit_server.engine.cuda.prelude import render
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
 
@@ -37,8 +36,8 @@ def assert_runs_like_the_reference(batch: Batch) -> int:
             program, vector = batch.program(index), batch.program_parameters(index)[0]
             expected = evaluate_program(program, COLUMNS, vector)
             np.testing.assert_array_equal(machine.run(index), expected)
-    assert machine.highest == lowered.levels
-    return lowered.levels
+    assert machine.highest == lowered.extent.levels
+    return lowered.extent.levels
 
 
 @settings(max_examples=60, deadline=None)

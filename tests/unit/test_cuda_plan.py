@@ -6,9 +6,18 @@ import pytest
 
 pytest.importorskip("cachetools")
 
+from warpfit.ir import Batch, Program
 from warpfit.request import Tier
+from warpfit.workload import thesis_mix
 from warpfit_server.engine.cuda.calibrate import fitted, read, write
-from warpfit_server.engine.cuda.plan import STARTING_COSTS, Advice, Cost, Costs, Planner
+from warpfit_server.engine.cuda.plan import (
+    STARTING_COSTS,
+    Advice,
+    Cost,
+    Costs,
+    Planner,
+    fingerprint,
+)
 
 LARGE = 300 * 30 * 1_000_000
 SMALL = 300 * 30 * 100
@@ -91,3 +100,16 @@ def test_a_tier_found_slow_is_no_longer_chosen():
     for _ in range(60):
         planner.observe(Tier.COMPILED, "fast", LARGE, 1.0)
     assert planner.advise("a", "fast", LARGE, 300) is Advice.INTERPRET
+
+
+def test_fingerprints_tell_tokens_apart_and_ignore_parameters():
+    programs, parameters = thesis_mix(1, 50)
+    seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(200)}
+    assert len(seen) == 200
+    batch = Batch.of(programs, parameters)
+    moved = Batch.of(programs, [vector + 1.0 for vector in parameters])
+    assert fingerprint(batch) == fingerprint(moved)
+    x, c = Program.variable(0), Program.constant
+    close = [Program.apply("add", x, c(0.0)), Program.apply("add", x, c(-0.0))]
+    close += [Program.apply("sub", x, c(0.0)), Program.apply("add", c(0.0), x)]
+    assert len({fingerprint(Batch.of([program])) for program in close}) == 4

@@ -38,6 +38,7 @@ def driver():
         noting("record", i64, i64),
         noting("synchronize", i64),
         noting("elapsed", i64, i64, i64),
+        noting("now", i64, i64),
     ]
     notes.keep = functions
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]

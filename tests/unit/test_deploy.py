@@ -20,7 +20,7 @@ from warpfit_server.datasets import Usage
 from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.gpu import GpuUsage
 from warpfit_server.health import Health
-from warpfit_server.measurements import COUNTERS, HISTOGRAMS, Recorder
+from warpfit_server.measurements import COUNTERS, HISTOGRAMS, STAGES, Recorder, Sample
 from warpfit_server.metrics import ServerCollector, Sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +59,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 def exported() -> set[str]:
     """Every series name that a server with a GPU can export."""
     recorder = Recorder()
-    recorder.begin()
-    recorder.end(
-        (
-            [(name, ("x",) * len(family.labels), 1.0) for name, family in COUNTERS.items()],
-            [(name, ("x",) * len(family.labels), 1.0) for name, family in HISTOGRAMS.items()],
-        )
-    )
+    stages = tuple(range(1, 1 + len(STAGES)))
+    recorder.end(1, Sample(("Evaluate", "OK", "x"), 1.0, 1, 1, 1, 1, "tier", 1, stages))
+    totals = recorder.totals()
+    assert {name for name, _ in totals.counts} == set(COUNTERS)
+    assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
     sources = Sources(
         recorder=recorder,
         supervisor=SimpleNamespace(

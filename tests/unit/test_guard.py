@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime, timedelta
 
 import grpc
 import pytest
@@ -94,18 +95,47 @@ class TestTokens:
         )
         assert tokens.tenant(made[3][0]) == "t3"
         assert len(compared) == len(made)
+        for _ in range(2):  # a wrong one is never remembered
+            with pytest.raises(UnauthenticatedError):
+                tokens.tenant("wrong")
+        assert len(compared) == 3 * len(made)
+
+    def test_a_withdrawn_token_is_forgotten(self, tmp_path):
+        made = [new_token("a"), new_token("b")]
+        path = self._file(tmp_path, "\n".join(line for _, line in made))
+        tokens = TokenFile(path)
+        assert [tokens.tenant(token) for token, _ in made * 2] == ["a", "b"] * 2
+        path.write_text(made[1][1])
+        time.sleep(1.05)
+        assert tokens.tenant(made[1][0]) == "b"
+        with pytest.raises(UnauthenticatedError):
+            tokens.tenant(made[0][0])
+
+    def test_a_remembered_token_expires(self, tmp_path):
+        token, line = new_token("a")
+        until = datetime.now(UTC) + timedelta(seconds=0.5)
+        tokens = TokenFile(self._file(tmp_path, f"{line} {until.isoformat()}"))
+        assert tokens.tenant(token) == "a"
+        time.sleep(0.6)
+        with pytest.raises(UnauthenticatedError) as caught:
+            tokens.tenant(token)
+        assert caught.value.reason == "TOKEN_EXPIRED"
 
 
 class TestAuthenticator:
+    def _caller(self, authenticator, context):
+        return authenticator.caller(context, dict(context.invocation_metadata()))
+
     def test_nobody_is_asked(self):
-        assert Authenticator(None, certificates=False).tenant(Context()) == ANONYMOUS
+        authenticator = Authenticator(None, certificates=False)
+        assert self._caller(authenticator, Context()) == (ANONYMOUS, False)
 
     def test_certificates_name_the_tenant(self):
         authenticator = Authenticator(None, certificates=True)
-        assert authenticator.tenant(Context(names=[b"alice"])) == "alice"
+        assert self._caller(authenticator, Context(names=[b"alice"])) == ("alice", False)
         for names in (None, [], [b""]):
             with pytest.raises(UnauthenticatedError):
-                authenticator.tenant(Context(names=names))
+                self._caller(authenticator, Context(names=names))
 
     def test_a_token_wins_over_a_certificate(self, tmp_path):
         token, line = new_token("alice")
@@ -113,17 +143,17 @@ class TestAuthenticator:
         path.write_text(line)
         authenticator = Authenticator(TokenFile(path), certificates=True)
         with pytest.raises(UnauthenticatedError):
-            authenticator.tenant(Context(names=[b"bob"]))
+            self._caller(authenticator, Context(names=[b"bob"]))
         call = Context(names=[b"bob"], authorization=f"bearer {token}")
-        assert authenticator.tenant(call) == "alice"
+        assert self._caller(authenticator, call) == ("alice", False)
 
     def test_only_the_front_door_trusts_only_its_doors(self):
         forwarded = {"warpfit_tenant_bin": "zoë".encode()}
         door = Authenticator(None, certificates=False)
         front_door = Authenticator(None, certificates=False, trusts_doors=True)
-        assert front_door.tenant(Context("unix:", **forwarded)) == "zoë"
-        assert front_door.tenant(Context(**forwarded)) == ANONYMOUS
-        assert door.tenant(Context("unix:", **forwarded)) == ANONYMOUS
+        assert self._caller(front_door, Context("unix:", **forwarded)) == ("zoë", True)
+        assert self._caller(front_door, Context(**forwarded)) == (ANONYMOUS, False)
+        assert self._caller(door, Context("unix:", **forwarded)) == (ANONYMOUS, False)
 
     def test_the_tenant_of_a_call_is_known_afterwards(self):
         context = Context()

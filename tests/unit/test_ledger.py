@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 
@@ -74,22 +75,38 @@ class TestLedger:
         assert pair[0].used("a") == pair[0].used() == Usage(1, 10, 100)
         assert pair[0].used("b") == Usage()
 
-    def test_idle_tenants_make_room(self, monkeypatch):
+    def test_more_tenants_than_entries_share_some(self, monkeypatch):
         monkeypatch.setattr(ledgers, "_SLOTS", 4)
         ledger = Ledger.create(1)
-        ledger.take("kept", Usage(1), ENOUGH, ENOUGH)
         for index in range(50):
-            ledger.take(f"t{index}", Usage(1), ENOUGH, ENOUGH)
+            assert ledger.take(f"t{index}", Usage(1), ENOUGH, ENOUGH) is None
+        assert ledger.used().calls == 50
+        for index in range(50):
             ledger.give(f"t{index}", Usage(1))
-        assert ledger.used("kept").calls == ledger.used().calls == 1
+        assert ledger.used() == Usage()
+        assert {ledger.used(f"t{index}") for index in range(50)} == {Usage()}
         ledger.close()
+
+    def test_doors_agree_on_entries(self, pair):
+        """Whichever door meets a tenant first, and however many there are."""
+        for index in range(90):
+            tenant = f"t{index}"
+            assert pair[index % 2].take(tenant, Usage(1), ENOUGH, ENOUGH) is None
+            assert pair[1 - index % 2].used(tenant) == Usage(1)
+
+    def test_what_is_refused_leaves_nothing_behind(self, pair):
+        little = Usage(1, 10, 10)
+        pair[0].take("a", little, ENOUGH, ENOUGH)
+        shortage = pair[1].take("a", Usage(1, 1, 1), (5, 5, 5), ENOUGH)
+        assert (shortage.measure, shortage.used, shortage.limit) == ("size", 10, 5)
+        assert pair[0].used("a") == pair[0].used() == little
 
     def test_rate_of_all_doors_together(self, pair):
         now = 1000.0
         delays = [pair[turn % 2].wait("a", now, 10.0, 0.0) for turn in range(11)]
         assert delays[:10] == [0.0] * 10
         assert delays[10] == pytest.approx(0.1)
-        assert pair[0].wait("a", now + 0.05, 10.0, 0.0) == pytest.approx(0.05)
+        assert pair[0].wait("a", now + 0.05, 10.0, 0.0) == pytest.approx(0.15), "after the first"
         assert pair[1].wait("a", now + 0.1, 10.0, 0.0) == 0.0
         assert pair[1].wait("b", now, 10.0, 0.0) == 0.0
 
@@ -98,6 +115,22 @@ class TestLedger:
         assert pair[1].wait("b", 5.0, 0.0, 1.0) == pytest.approx(1.0)
         assert pair[0].wait("c", 50.0, 0.25, 0.0) == 0.0
         assert pair[0].wait("c", 50.0, 0.25, 0.0) == pytest.approx(4.0)
+
+    def test_refused_calls_are_asked_back_one_after_the_other(self, pair):
+        now = 1000.0
+        for _ in range(10):
+            assert pair[0].wait("a", now, 10.0, 0.0) == 0
+        delays = [pair[turn % 2].wait("a", now, 10.0, 0.0) for turn in range(30)]
+        assert delays[:10] == pytest.approx([0.1 * turn for turn in range(1, 11)])
+        assert max(delays) < 1.2, "nobody is sent away for long"
+        rounded = [round(delay, 6) for delay in delays]
+        assert max(map(rounded.count, rounded)) <= 3, "and not all for the same moment"
+        assert pair[0].wait("b", now, 10.0, 0.0) == 0
+
+    def test_turns(self, pair):
+        turns = [pair[turn % 2].turn(50.0, 0.2, 0.3) for turn in range(6)]
+        assert turns == pytest.approx([0.2, 0.5, 0.8, 1.1, 0.2, 0.5])
+        assert pair[0].turn(60.0, 0.2, 0.3) == pytest.approx(0.2)
 
     @given(st.floats(0.1, 1e4), st.lists(st.floats(0, 2), min_size=1, max_size=60))
     def test_no_more_calls_than_the_rate_allows(self, rate, gaps):
@@ -151,28 +184,45 @@ class TestAdmission:
 
     def test_places(self):
         admission = self._admission(max_requests=1)
-        with admission.place("a"):
-            with pytest.raises(ResourceExhaustedError) as caught, admission.place("b"):
-                pass
-            assert caught.value.reason == "TOO_MANY_REQUESTS"
-            assert caught.value.retry_after > 0
-            assert "--max-requests" in caught.value.remedy
-        with admission.place("b"):
-            pass
+        admission.enter("a", admission.limits("a"))
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.enter("b", admission.limits("b"))
+        assert caught.value.reason == "TOO_MANY_REQUESTS"
+        assert caught.value.retry_after > 0
+        assert "--max-requests" in caught.value.remedy
+        admission.leave("a")
+        admission.enter("b", admission.limits("b"))
+        admission.leave("b")
         assert admission.ledger.used() == Usage()
+
+    def test_calls_without_a_place_come_back_at_different_moments(self):
+        admission = self._admission(max_requests=2)
+        with ExitStack() as held:
+            for _ in range(2):
+                admission.enter("a", admission.limits("a"))
+                held.enter_context(_charge(admission, rows=10**8))  # 0.03 s each
+            moments = []
+            for _ in range(8):
+                with pytest.raises(ResourceExhaustedError) as caught:
+                    admission.enter("b", admission.limits("b"))
+                moments.append(caught.value.retry_after)
+        gaps = np.diff(sorted(moments))
+        assert gaps.min() > 0.02
+        assert max(moments) < 2
 
     def test_a_call_that_fails_gives_back_what_it_took(self):
         admission = self._admission()
-        with pytest.raises(ValueError, match="x"), admission.place("a"):
+        with pytest.raises(ValueError, match="x"), _charge(admission):
+            assert admission.ledger.used().size == 1
             raise ValueError("x")
         assert admission.ledger.used() == Usage()
 
     def test_rate(self):
         admission = self._admission(max_rate=2.0)
         for _ in range(2):
-            admission.check_rate("a")
+            admission.check_rate("a", 0.0)
         with pytest.raises(ResourceExhaustedError) as caught:
-            admission.check_rate("a")
+            admission.check_rate("a", 0.0)
         assert caught.value.reason == "RATE_LIMITED"
         assert 0 < caught.value.retry_after <= 0.5
 
@@ -186,11 +236,9 @@ class TestAdmission:
 
     def test_the_largest_work_can_be_counted(self):
         admission = self._admission(max_requests=2)
-        batch = Batch.of([parse("p1*x1")], [[0.5]])
-        problem = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False)
-        fit = FitRequest(problem, FitSettings(max_iterations=2**32 - 1))
+        fit = FitRequest(_problem(), FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
-        with admission.fit("a", fit, layout, 1), admission.place("a"):
+        with admission.fit("a", fit, layout, 1):
             assert admission.ledger.used().work == 2**50
         assert admission.ledger.used() == Usage()
 
@@ -200,3 +248,13 @@ class TestAdmission:
             pace.observe("evaluate", 1e5 * (1 + turn % 3), 5e6 * (1 + turn % 2))
         assert 3e8 / 2 < pace.estimate("evaluate", 1e9) < 2 * 3e8
         assert pace.estimate("evaluate", 1e5) == pytest.approx(7.5e6, rel=0.2)
+
+
+def _problem():
+    batch = Batch.of([parse("p1*x1")], [[0.5]])
+    return Evaluation(bytes(32), batch, loss=Loss.MSE, values=False)
+
+
+def _charge(admission, rows=1):
+    layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
+    return admission.evaluation("a", _problem(), layout, 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
 
-import grpc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ from prometheus_client.registry import CollectorRegistry
 from warpfit.errors import UnavailableError
 from warpfit.request import Timings
 from warpfit.scrape import Change, Scrape
-from warpfit_server import gpu, requests
+from warpfit_server import gpu
 from warpfit_server.config import Config
 from warpfit_server.datasets import Usage
 from warpfit_server.doors import _Door
@@ -30,9 +30,9 @@ from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.engine.stuck import EXIT_STUCK, Overseer
 from warpfit_server.gpu import GpuMonitor, GpuUsage
 from warpfit_server.health import Health
-from warpfit_server.measurements import BOUNDS, Delta, Recorder
+from warpfit_server.measurements import BOUNDS, Delta, Recorder, Sample
 from warpfit_server.metrics import ServerCollector, Sources
-from warpfit_server.requests import Observer, Request
+from warpfit_server.requests import Request
 from warpfit_server.supervisor import cause_of_death
 from warpfit_server.tracing import SpanTracer, make_tracer
 from warpfit_server.watchdog import Watchdog
@@ -41,15 +41,16 @@ SECONDS = st.floats(0, 1000, allow_nan=False)
 
 
 class TestMeasurements:
-    @given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS)), st.integers(0, 5))
+    @given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS, st.booleans())), st.integers(0, 5))
     def test_parts_add_up_to_the_whole(self, observed, cut):
         """Whatever is taken out in between and added elsewhere, nothing is lost or doubled."""
         one, front, door = Recorder(), Recorder(), Recorder()
-        for number, (label, seconds) in enumerate(observed):
-            measured = ([("calls", (label,), 1.0)], [("time", (label,), seconds)])
+        for number, (tenant, seconds, answered) in enumerate(observed):
+            engine = (2, 3, 4, "cpu", 1, (1, 2, 3, 4, 5)) if answered else ()
+            sample = Sample(("Evaluate", "OK", tenant), seconds, 10 * (number % 3), *engine)
             for recorder in (one, front if number % 2 else door):
-                recorder.begin()
-                recorder.end(measured)
+                recorder.begin(number)
+                recorder.end(number, sample)
             if number % 6 == cut:
                 front.add(7, door.take())
         front.add(7, door.take())
@@ -58,11 +59,28 @@ class TestMeasurements:
         assert got.buckets.keys() == expected.buckets.keys()
         for series, row in expected.buckets.items():
             assert got.buckets[series] == pytest.approx(row)
+        calls = expected.counts.get(("requests", ("Evaluate", "OK", "a")), 0)
+        assert calls == sum(tenant == "a" for tenant, _, _ in observed)
+        assert got.in_flight == 0
+
+    def test_calls_that_end_in_many_threads_are_all_counted(self):
+        recorder = Recorder()
+
+        def work(thread):
+            for number in range(2000):
+                recorder.begin((thread, number))
+                recorder.end((thread, number), Sample(("Evaluate", "OK", "a"), 0.1))
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        totals = recorder.totals()
+        assert totals.counts == {("requests", ("Evaluate", "OK", "a")): 8000.0}
+        assert totals.in_flight == 0
 
     @given(SECONDS)
     def test_an_observation_falls_into_the_bucket_that_bounds_it(self, seconds):
         delta = Delta()
-        delta.observe("time", (), seconds)
+        delta.observe("time", (), [seconds])
         (row,) = delta.buckets.values()
         (index,) = np.flatnonzero(row[:-1])
         bounds = (*BOUNDS, math.inf)
@@ -71,8 +89,8 @@ class TestMeasurements:
 
     def test_a_message_is_bounded_and_what_is_left_comes_later(self):
         recorder = Recorder()
-        recorder.begin()
-        recorder.end(([("calls", (str(n),), 1.0) for n in range(1200)], []))
+        for number in range(1200):
+            recorder.end(number, Sample(("Evaluate", "OK", str(number)), 0.0))
         sizes = []
         while counts := recorder.take().counts:
             sizes.append(len(counts))
@@ -81,88 +99,12 @@ class TestMeasurements:
 
     def test_calls_of_a_process_that_died_are_not_in_flight(self):
         recorder = Recorder()
-        recorder.begin()
+        recorder.begin("call")
         recorder.add(7, Delta(in_flight=3))
         recorder.add(8, Delta(in_flight=1))
         assert recorder.totals().in_flight == 5
         recorder.forget(7)
         assert recorder.totals().in_flight == 2
-
-
-class Context:
-    """What a handler sees of gRPC."""
-
-    def __init__(self, metadata=(), code=None, active=True, remaining=None):
-        self.metadata, self._code, self._active, self._remaining = metadata, code, active, remaining
-        self.trailing = None
-
-    def invocation_metadata(self):
-        return self.metadata
-
-    def set_trailing_metadata(self, metadata):
-        self.trailing = metadata
-
-    def code(self):
-        return self._code
-
-    def is_active(self):
-        return self._active
-
-    def time_remaining(self):
-        return self._remaining
-
-
-class TestObserver:
-    def observe(self, context, behaviour, tracer=None):
-        recorder = Recorder()
-        handler = grpc.unary_stream_rpc_method_handler(behaviour)
-        observed = Observer(recorder, tracer).observed({"Evaluate": handler})["Evaluate"]
-        with suppress(RuntimeError):
-            list(observed.unary_stream(b"", context))
-        ((_, (_, status, _)),) = [s for s in recorder.totals().counts if s[0] == "requests"]
-        assert recorder.totals().in_flight == 0
-        return status, recorder.totals()
-
-    @pytest.mark.parametrize(
-        ("context", "fails", "status"),
-        [
-            (Context(), False, "OK"),
-            (Context(), True, "UNKNOWN"),
-            (Context(code=grpc.StatusCode.NOT_FOUND), True, "NOT_FOUND"),
-            (Context(active=False), True, "CANCELLED"),
-            (Context(active=False, remaining=0.0), True, "DEADLINE_EXCEEDED"),
-            (Context(code=grpc.StatusCode.CANCELLED, remaining=9.0), True, "CANCELLED"),
-        ],
-    )
-    def test_status(self, context, fails, status):
-        def behaviour(message, context):
-            yield b"1"
-            if fails:
-                raise RuntimeError
-
-        assert self.observe(context, behaviour)[0] == status
-
-    def test_waiting_for_the_network_is_no_encoding(self):
-        def behaviour(message, context):
-            requests.answered(Timings(decode=1, queue=2, copy_in=3, compute=4, copy_out=5))
-            yield b"1"
-            yield b"2"
-
-        recorder = Recorder()
-        handler = grpc.unary_stream_rpc_method_handler(behaviour)
-        observed = Observer(recorder).observed({"Evaluate": handler})["Evaluate"]
-        for _ in observed.unary_stream(b"", Context()):
-            time.sleep(0.05)
-        buckets = recorder.totals().buckets
-        assert buckets["stage_seconds", ("encode",)][-1] < 0.04
-        assert buckets["request_seconds", ("Evaluate",)][-1] > 0.1
-        assert buckets["stage_seconds", ("copy",)][-1] == pytest.approx(8e-9)
-        assert buckets["stage_seconds", ("kernel",)][-1] == pytest.approx(4e-9)
-
-    def test_what_is_passed_on(self):
-        metadata = (("x-request-id", "7"), ("traceparent", "00-1-2-3"), ("authorization", "secret"))
-        passed = requests.passed_on(Context(metadata))
-        assert passed == (("x-request-id", "7"), ("traceparent", "00-1-2-3"))
 
 
 class TestTracing:
@@ -174,7 +116,7 @@ class TestTracing:
         now = time.monotonic_ns()
         request = Request(
             *("Evaluate", "call-1", now - 9_000_000),
-            trace={"traceparent": f"00-{trace}-{parent}-01"},
+            metadata={"traceparent": f"00-{trace}-{parent}-01"},
             timings=Timings(decode=1_000_000, queue=2_000_000, compute=3_000_000),
             finished=now - 1_000_000,
             encode=500_000,
@@ -282,15 +224,24 @@ class TestWatchdog:
 
 class TestOverseer:
     def test_only_what_ignores_its_cancellation_is_overdue(self):
-        overseer = Overseer(30.0)
         flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-        with overseer.oversees(flag), overseer.oversees(other):
-            assert not overseer.overdue(1e9)
-            flag[0] = 1
-            assert not overseer.overdue(1e9 + 1)
-            assert not overseer.overdue(1e9 + 31)
-            assert overseer.overdue(1e9 + 32)
+        flags = {"lane": flag, "other": other}
+        overseer = Overseer(30.0, flags)
+        assert not overseer.overdue(1e9)
+        flag[0] = 1
+        assert not overseer.overdue(1e9 + 1)
+        assert not overseer.overdue(1e9 + 31)
+        assert overseer.overdue(1e9 + 32)
+        del flags["lane"]
         assert not overseer.overdue(1e9 + 100)
+
+    def test_the_next_evaluation_of_a_lane_has_its_own_time(self):
+        flags = {"lane": np.ones(1, np.uint8)}
+        overseer = Overseer(30.0, flags)
+        assert not overseer.overdue(1e9)
+        flags["lane"] = np.ones(1, np.uint8)
+        assert not overseer.overdue(1e9 + 31)
+        assert overseer.overdue(1e9 + 62)
 
 
 @pytest.mark.parametrize(
@@ -394,8 +345,7 @@ class TestScrape:
     def test_quantiles_are_in_the_right_bucket(self, values, share):
         recorder = Recorder()
         for value in values:
-            recorder.begin()
-            recorder.end(([], [("request_seconds", ("Evaluate",), value)]))
+            recorder.end(value, Sample(("Evaluate", "OK", "a"), value))
         (row,) = recorder.totals().buckets.values()
         cumulative = np.cumsum(row[:-1])
         labels = [str(bound) for bound in BOUNDS] + ["+Inf"]

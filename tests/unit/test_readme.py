@@ -24,7 +24,11 @@ def test_every_file_that_it_names_exists():
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu_vs_pyoperon", "fit", "service", "feynman", "import_time", "transport"]
+    "name",
+    [
+        *("cpu_vs_pyoperon", "fit", "service", "call_cost", "feynman", "import_time"),
+        "transport",
+    ],
 )
 def test_result_files_name_machine_and_versions(name):
     result = json.loads((ROOT / "tests" / "bench" / "results" / f"{name}.json").read_text())
@@ -63,6 +67,21 @@ def test_figures_of_transports_are_those_of_the_result_file():
     bounds = {name: rates["gb_s"] for name, rates in result["bounds"].items()}
     for name in ("memory_copy", "memory_file_write", "sha256", "bare_stream_answer"):
         assert f"{bounds[name]:.1f}" in README
+
+
+def test_the_cpu_time_of_a_call_is_that_of_the_result_file():
+    result = json.loads((ROOT / "tests" / "bench" / "results" / "call_cost.json").read_text())
+    client, server = result["client_us"], result["server_us"]
+    for what, microseconds in (
+        ("losses back: CPU time in the client", client["fresh"]),
+        ("the same programs with other parameters", client["repeated"]),
+        (
+            f"of that gRPC, which sends {result['request_bytes'] / 1000:.0f} kB",
+            client["grpc_alone"],
+        ),
+        ("CPU time to decode and check 300 programs", server["all"]),
+    ):
+        assert f"{what} | {microseconds / 1000:.2f} ms |" in README, what
 
 
 def test_figures_of_fits_are_those_of_the_result_file():
@@ -112,5 +131,6 @@ def test_figures_of_the_gpu_are_those_of_the_result_files():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    assert ".venv/bin/python -m pytest" in README
-    assert "python -m pytest" in (ROOT / ".ci" / "run").read_text()
+    command = "python -m pytest -n auto --dist worksteal"
+    assert f".venv/bin/{command}\n" in README
+    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()

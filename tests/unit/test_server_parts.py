@@ -448,10 +448,9 @@ def test_a_fit_keeps_nothing_in_the_memory_of_its_lane():
     """Engines remember arrays of tokens between passes; the segment is used again."""
     from warpfit.ir import Batch
     from warpfit.parse import parse
-    from warpfit_server.engine.process import _out_of_segment
 
     batch = Batch.of([parse("p1*x1 + p2"), parse("x1^2")], [[1.0, 2.0], []])
-    copy = _out_of_segment(batch)
+    copy = batch.copy()
     for name in ("codes", "values", "lengths", "parameter_counts", "parameters"):
         one, other = getattr(copy, name), getattr(batch, name)
         np.testing.assert_array_equal(one, other)

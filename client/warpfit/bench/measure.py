@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +31,7 @@ FIT_ITERATIONS: Final = 10
 AGREEMENT: Final = 0.95
 #: Rows on which answers are compared with the reference.
 CHECKED_ROWS: Final = 200
-_LEAST_CALLS: Final = 3
+_USUAL_CALLS: Final = 3
 _MOST_CALLS: Final = 2_000
 _WARM_UP_CALLS: Final = 2
 
@@ -116,17 +117,17 @@ def call(client: Client, data: Data, scenario: Scenario, batch: Batch) -> Call:
     return Call(time.perf_counter_ns() - started, timings)
 
 
-def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, Any]:
+def measure(session: Session, scenario: Scenario, seconds: float, least: int) -> dict[str, Any]:
     """Measure one client's calls for about ``seconds``.
 
     The first call is told apart: it pays for compiling, and for bringing data to the device. Up to
-    two more warm up. At least three are timed, two if a single one takes all the time.
+    two more warm up. At least three are timed, but only ``least`` where that takes twice as long.
     """
     _, data = session.data(scenario)
     batches = session.batches(scenario)
     programs, parameters = next(batches)
     first = call(session.client, data, scenario, (programs, parameters))
-    timed = _timed(session, scenario, data, batches, seconds)
+    timed = _timed(partial(call, session.client, data, scenario), batches, seconds, least)
     cell = {
         "scenario": scenario.to_json(),
         "tokens": token_count(programs),
@@ -167,19 +168,19 @@ def expected_values(programs: list[Program], given: Table, parameters: Any) -> N
 
 
 def _timed(
-    session: Session, scenario: Scenario, data: Data, batches: Iterator[Batch], seconds: float
+    perform: Callable[[Batch], Call], batches: Iterator[Batch], seconds: float, least: int
 ) -> list[Call]:
     calls: list[Call] = []
     started = time.perf_counter()
     warm_up = 0
     while len(calls) < _MOST_CALLS:
-        made = call(session.client, data, scenario, next(batches))
+        made = perform(next(batches))
         elapsed = time.perf_counter() - started
         if warm_up < _WARM_UP_CALLS and elapsed < seconds / 4:
             warm_up += 1
             continue
         calls.append(made)
-        enough = _LEAST_CALLS if made.wall < seconds * 1e9 else _LEAST_CALLS - 1
+        enough = _USUAL_CALLS if elapsed < 2 * seconds else least
         if elapsed > seconds and len(calls) >= enough:
             break
     return calls

@@ -28,6 +28,10 @@ _SHORTEST_SLICE: Final = 0.08
 _START_SECONDS: Final = 600.0
 #: Of a scenario's time; data, expressions, first call and warm-up take the rest.
 _MEASURED_SHARE: Final = 0.6
+#: Calls of a scenario that is cut as short as can be: the first one, and one that is timed.
+_FEWEST_CALLS: Final = 2
+#: A scenario that would take more than this many others' time is put off.
+_DEAR: Final = 3.0
 #: Of the whole time, for the GPU where there is one: its scenarios are more.
 _FIRST_ENGINE_SHARE: Final = 0.6
 
@@ -60,9 +64,14 @@ class Clock:
         """Whether the time is used up."""
         return time.monotonic() > self.end
 
+    @property
+    def share(self) -> float:
+        """Seconds that each of the scenarios still to measure may take."""
+        return (self.end - time.monotonic()) / max(1, self.left)
+
     def slice(self) -> float:
         """Seconds for the next scenario."""
-        share = (self.end - time.monotonic()) / max(1, self.left)
+        share = self.share
         self.left -= 1
         return min(self.profile.slice_seconds, max(_SHORTEST_SLICE, share * _MEASURED_SHARE))
 
@@ -171,7 +180,7 @@ class Run:
         self._progress.expect(len(wanted))
         most = max((s.workers for s in wanted), default=1)
         with processes(crowd.processes_for(most)) as pool:
-            for scenario in wanted:
+            for scenario in self._in_time(wanted, clock):
                 self._progress.start(scenario.title)
                 why_not = self._obstacle(scenario, clock)
                 seconds = clock.slice()
@@ -182,6 +191,16 @@ class Run:
                     words = self._scenario(session, address, scenario, pool, seconds)
                     self._progress.done(words)
         self._left -= time.monotonic() - begun
+
+    def _in_time(self, wanted: list[Scenario], clock: Clock) -> Iterator[Scenario]:
+        """Yield all scenarios, those last that would take the time of several others."""
+        dear = []
+        for scenario in wanted:
+            if _FEWEST_CALLS * self._predicted(scenario) > _DEAR * clock.share:
+                dear.append(scenario)
+            else:
+                yield scenario
+        yield from dear
 
     def _scenario(
         self,
@@ -213,12 +232,13 @@ class Run:
         pool: Processes,
         seconds: float,
     ) -> dict[str, Any]:
+        least = self._plan.profile.least_calls
         if scenario.kind is Kind.PEER:
-            return rival.measure(session, scenario, seconds)
+            return rival.measure(session, scenario, seconds, least)
         if scenario.kind is Kind.WORKERS:
             seconds = max(seconds, self._plan.profile.slice_seconds)
             return crowd.measure(pool, address, scenario, seconds, session.expressions.seed)
-        return measure.measure(session, scenario, seconds)
+        return measure.measure(session, scenario, seconds, least)
 
     def _failed(self, scenario: Scenario, error: Exception) -> str:
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -82,10 +82,12 @@ class Profile:
 
     name: str
     slice_seconds: float
-    """Time for one scenario; at least three calls are timed whatever they take."""
+    """Time for one scenario. At least three calls are timed within twice this time."""
+    least_calls: int
+    """How many are timed at least, whatever they take."""
     total_seconds: float | None
-    """Time for everything: towards its end slices get shorter, and what does not fit is left out.
-    None for no limit."""
+    """Time for everything: where it is short, slices get shorter, scenarios that take more than
+    their share come last, and what does not fit then is left out. None for no limit."""
     longest_call: float
     """Scenarios whose calls are predicted to take longer are left out, in seconds."""
     rows: tuple[int, ...]
@@ -153,6 +155,7 @@ def _ways(scenario: Scenario, compiles: bool) -> Iterator[Scenario]:
 QUICK: Final = Profile(
     name="quick",
     slice_seconds=0.6,
+    least_calls=1,
     total_seconds=70.0,
     longest_call=3.0,
     rows=(1_000, 10_000, 100_000, 1_000_000),
@@ -168,6 +171,7 @@ FULL: Final = replace(
     QUICK,
     name="full",
     slice_seconds=3.0,
+    least_calls=2,
     total_seconds=None,
     longest_call=60.0,
     expressions=(10, 100, 300, 1_000, 5_000),

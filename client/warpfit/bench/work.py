@@ -103,7 +103,8 @@ def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Progr
     values[variable] = rng.integers(VARIABLES, size=int(variable.sum()))
     values[constant] = np.round(rng.uniform(-5, 5, int(constant.sum())), 3)
     ends = np.cumsum([len(program) for program in programs]).tolist()
-    return [Program(codes[a:b], values[a:b]) for a, b in itertools.pairwise([0, *ends])]
+    # Each token was replaced by one of its kind, so that the programs are as well-formed as before.
+    return [Program._trusted(codes[a:b], values[a:b]) for a, b in itertools.pairwise([0, *ends])]
 
 
 def token_count(programs: Sequence[Program]) -> int:

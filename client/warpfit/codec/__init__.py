@@ -41,7 +41,12 @@ from warpfit.codec.fits import (
     progress_to_bytes,
 )
 from warpfit.codec.framing import parse_message
-from warpfit.codec.requests import evaluation_from_message, evaluation_to_message
+from warpfit.codec.requests import (
+    evaluation_from_bytes,
+    evaluation_from_message,
+    evaluation_to_bytes,
+    evaluation_to_message,
+)
 from warpfit.codec.server import (
     info_from_message,
     info_request,
@@ -81,9 +86,11 @@ __all__ = [
     "dataset_info_from_bytes",
     "error_from_status",
     "error_to_detail",
+    "evaluation_from_bytes",
     "evaluation_from_message",
     "evaluation_into",
     "evaluation_piece",
+    "evaluation_to_bytes",
     "evaluation_to_message",
     "filled_from_bytes",
     "filled_to_bytes",

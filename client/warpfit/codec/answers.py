@@ -12,19 +12,22 @@ from numpy.typing import NDArray
 
 from warpfit import errors
 from warpfit.codec.framing import (
+    F64,
+    TIER_MEMBERS,
     TIERS,
     WIRE_DTYPES,
+    bytes_tag,
     enum_member,
     pack,
     varint,
 )
 from warpfit.dataset import DTYPES, Layout
+from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
-#: Fields ``values`` and ``jacobian`` of EvaluateResponse, wire type 2.
-_VALUES_TAG: Final = bytes([3 << 3 | 2])
-_JACOBIAN_TAG: Final = bytes([7 << 3 | 2])
+_VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
+_JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the wishes of the evaluation that they answer.
 EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -71,10 +74,10 @@ def result_end(
 ) -> bytes:
     """Serialize the last message of an answer: losses [programs, K], timings and `EXTRAS`."""
     message = pb.EvaluateResponse(
-        losses=b"" if losses is None else pack(losses, "<f8"), timings=timings_to_message(timings)
+        losses=b"" if losses is None else pack(losses, F64), timings=timings_to_message(timings)
     )
     for name, array in extras.items():
-        setattr(message, name, pack(array, "<f8"))
+        setattr(message, name, pack(array, F64))
     return message.SerializeToString()
 
 
@@ -99,7 +102,7 @@ def timings_from_message(message: pb.Timings) -> Timings:
         copy_in=message.copy_in,
         compute=message.compute,
         copy_out=message.copy_out,
-        tier=enum_member(TIERS, message.tier, "tier"),
+        tier=enum_member(TIER_MEMBERS, message.tier, "tier"),
         cache_hits=message.cache_hits,
     )
 
@@ -126,6 +129,11 @@ class ResultAssembler:
         self._last: dict[str, NDArray[np.float64]] = {}
         self._timings: Timings | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
+        return not (self._evaluation.values or self._evaluation.jacobian)
+
     def add(self, message: pb.EvaluateResponse) -> None:
         """Take the next message.
 
@@ -136,14 +144,9 @@ class ResultAssembler:
         if message.HasField("header"):
             self._start(message)
         # protobuf copies the bytes each time that one asks
-        for matrix, piece in (
-            (self._values, message.values),
-            (self._jacobian, message.jacobian if self._evaluation.jacobian else b""),
-        ):
-            if piece:
-                if matrix is None:
-                    raise _broken_answer("has value bytes out of order")
-                matrix.fill(piece, message.offset)
+        _fill(self._values, message.values, message.offset)
+        if self._evaluation.jacobian:
+            _fill(self._jacobian, message.jacobian, message.offset)
         is_last = message.HasField("timings")
         if self._window is not None:
             self._take(self._window[: None if is_last else message.written])
@@ -198,17 +201,30 @@ class ResultAssembler:
         cells = len(batch), batch.vectors
         if self._evaluation.loss_function is not None:
             self._last["losses"] = _numbers(message.losses, cells, "losses")
-        shapes = {
-            "gradients": (len(batch.parameters),),
-            "variable_gradients": (*cells, -1),
-            "reductions": (*cells, 5),
-            "scaling": (*cells, 2),
-            "correlations": cells,
-        }
         for name, wish in EXTRAS.items():
             if getattr(self._evaluation, wish):
-                self._last[name] = _numbers(getattr(message, name), shapes[name], name)
+                shape = _extra_shape(name, batch)
+                self._last[name] = _numbers(getattr(message, name), shape, name)
         self._timings = timings_from_message(message.timings)
+
+
+def _extra_shape(name: str, batch: Batch) -> tuple[int, ...]:
+    cells = len(batch), batch.vectors
+    return {
+        "gradients": (len(batch.parameters),),
+        "variable_gradients": (*cells, -1),
+        "reductions": (*cells, 5),
+        "scaling": (*cells, 2),
+        "correlations": cells,
+    }[name]
+
+
+def _fill(matrix: _Matrix | None, piece: bytes, offset: int) -> None:
+    if not piece:
+        return
+    if matrix is None:
+        raise _broken_answer("has value bytes out of order")
+    matrix.fill(piece, offset)
 
 
 class _Matrix:
@@ -236,7 +252,7 @@ class _Matrix:
 
 def _numbers(data: bytes, shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
     try:
-        return np.frombuffer(data, dtype="<f8").reshape(shape)
+        return np.frombuffer(data, dtype=F64).reshape(shape)
     except ValueError as error:
         raise _broken_answer(f"has {len(data)} bytes of {name}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from warpfit import errors
 from warpfit.codec.answers import timings_from_message, timings_to_message
-from warpfit.codec.framing import enum_member, pack
+from warpfit.codec.framing import F64, U8, U32, enum_member, inverted, pack
 from warpfit.codec.requests import evaluation_from_message, evaluation_to_message, unpack
 from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method
 from warpfit.request import Evaluation
@@ -22,19 +22,20 @@ _METHODS: Final = {
     Method.LM: pb.METHOD_LM,
     Method.BFGS: pb.METHOD_BFGS,
 }
+_METHOD_MEMBERS: Final = inverted(_METHODS)
 _TOLERANCES: Final = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
 _SWITCHES: Final = ("all_starts", "standard_errors", "covariance", "partial", "progress")
 #: Arrays of a request, one number for each parameter of each program.
-_BOUNDS: Final = {"lower": "<f8", "upper": "<f8", "fixed": "u1"}
+_BOUNDS: Final[Mapping[str, np.dtype[Any]]] = {"lower": F64, "upper": F64, "fixed": U8}
 #: Arrays of a result.
-_ARRAYS: Final = {
-    "parameters": "<f8",
-    "losses": "<f8",
-    "initial_losses": "<f8",
-    "iterations": "<u4",
-    "evaluations": "<u4",
-    "reasons": "u1",
-    "starts": "<u4",
+_ARRAYS: Final[Mapping[str, np.dtype[Any]]] = {
+    "parameters": F64,
+    "losses": F64,
+    "initial_losses": F64,
+    "iterations": U32,
+    "evaluations": U32,
+    "reasons": U8,
+    "starts": U32,
 }
 _MOST_ITERATIONS: Final = 2**32 - 1
 
@@ -73,7 +74,7 @@ def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
         name: getattr(message, name) if message.HasField(name) else None for name in _TOLERANCES
     }
     settings = FitSettings(
-        method=enum_member(_METHODS, message.method, "method"),
+        method=enum_member(_METHOD_MEMBERS, message.method, "method"),
         max_iterations=message.max_iterations,
         **tolerances,
         **bounds,
@@ -113,7 +114,7 @@ def fit_to_bytes(result: FitResult) -> bytes:
     for name in ("standard_errors", "covariances"):
         array = getattr(result, name)
         if array is not None:
-            setattr(message, name, pack(array, "<f8"))
+            setattr(message, name, pack(array, F64))
     return pb.OptimizeResponse(result=message).SerializeToString()
 
 
@@ -132,6 +133,11 @@ class FitAssembler:
         self._request = request
         self._report = report
         self._result: FitResult | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
+        return not self._request.settings.progress
 
     def add(self, message: pb.OptimizeResponse) -> None:
         """Take the next message.
@@ -175,13 +181,13 @@ class FitAssembler:
         errors_, covariances = message.standard_errors, message.covariances
         return FitResult(
             **arrays,
-            standard_errors=_array(errors_, "<f8", (total,)) if settings.standard_errors else None,
-            covariances=_array(covariances, "<f8", (squares,)) if settings.covariance else None,
+            standard_errors=_array(errors_, F64, (total,)) if settings.standard_errors else None,
+            covariances=_array(covariances, F64, (squares,)) if settings.covariance else None,
             timings=timings_from_message(message.timings),
         )
 
 
-def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _array(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         return np.frombuffer(data, dtype=dtype).reshape(shape)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -16,12 +17,24 @@ from warpfit.v1 import evaluator_pb2 as pb
 K = TypeVar("K")
 M = TypeVar("M", bound=Message)
 
+#: Numbers as they travel, little-endian.
+U8: Final = np.dtype("u1")
+U32: Final = np.dtype("<u4")
+F64: Final = np.dtype("<f8")
 WIRE_DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
 TIERS: Final = {
     Tier.AUTO: pb.TIER_AUTO,
     Tier.INTERPRETER: pb.TIER_INTERPRETER,
     Tier.COMPILED: pb.TIER_COMPILED,
 }
+
+
+def inverted(table: Mapping[K, int]) -> Mapping[int, K]:
+    """Turn a table of an enumeration's codes into one of its members."""
+    return MappingProxyType({code: member for member, code in table.items()})
+
+
+TIER_MEMBERS: Final = inverted(TIERS)
 
 
 def parse_message(cls: type[M], data: bytes) -> M:
@@ -41,22 +54,22 @@ def parse_message(cls: type[M], data: bytes) -> M:
         ) from error
 
 
-def enum_member(table: Mapping[K, int], value: int, field: str) -> K:
+def enum_member(members: Mapping[int, K], value: int, field: str) -> K:
     """Decode an enumeration.
 
     Raises:
         InvalidArgumentError: if the value is not defined.
 
     """
-    for key, code in table.items():
-        if code == value:
-            return key
-    raise InvalidArgumentError(
-        f"{field} {value} is not defined",
-        "BAD_ENUM",
-        f"Use a value from 0 to {max(table.values())}",
-        field,
-    )
+    try:
+        return members[value]
+    except KeyError:
+        raise InvalidArgumentError(
+            f"{field} {value} is not defined",
+            "BAD_ENUM",
+            f"Use a value from 0 to {max(members)}",
+            field,
+        ) from None
 
 
 def read_varint(data: bytes, start: int) -> tuple[int, int]:
@@ -77,6 +90,11 @@ def varint(value: int) -> bytes:
         value >>= 7
     groups.append(value)
     return bytes(groups)
+
+
+def bytes_tag(number: int) -> bytes:
+    """Encode the tag of a field of bytes or of a message (wire type 2); its length follows."""
+    return varint(number << 3 | 2)
 
 
 def pack(array: NDArray[Any], dtype: DTypeLike) -> bytes:

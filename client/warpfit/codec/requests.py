@@ -9,9 +9,17 @@ from numpy.typing import NDArray
 
 from warpfit.codec.datasets import check_content_id
 from warpfit.codec.framing import (
+    F64,
+    TIER_MEMBERS,
     TIERS,
+    U8,
+    U32,
+    bytes_tag,
     enum_member,
+    inverted,
     pack,
+    parse_message,
+    varint,
 )
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch, Program
@@ -36,40 +44,64 @@ _CLOSINGS: Final = {
     Closing.RELATIVE: pb.CLOSING_RELATIVE,
     Closing.SCORE: pb.CLOSING_SCORE,
 }
+_PRECISION_MEMBERS: Final = inverted(_PRECISIONS)
+_LOSS_MEMBERS: Final = inverted(_LOSSES)
+_CLOSING_MEMBERS: Final = inverted(_CLOSINGS)
 #: Wishes that are a bool in the message and in the evaluation, by the same name.
 _WISHES: Final = (
     *("gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
+_PROGRAMS_TAG: Final = bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
+#: Arrays of a batch: name, tag of the field and type of the numbers.
+_ARRAYS: Final = (
+    ("codes", bytes_tag(pb.Programs.CODES_FIELD_NUMBER), U8),
+    ("values", bytes_tag(pb.Programs.VALUES_FIELD_NUMBER), F64),
+    ("lengths", bytes_tag(pb.Programs.LENGTHS_FIELD_NUMBER), U32),
+    ("parameter_counts", bytes_tag(pb.Programs.PARAMETER_COUNTS_FIELD_NUMBER), U32),
+    ("parameters", bytes_tag(pb.Programs.PARAMETERS_FIELD_NUMBER), F64),
+)
 
 
-def evaluation_to_message(evaluation: Evaluation) -> pb.EvaluateRequest:
-    """Encode an evaluation."""
-    batch = evaluation.batch
+def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
+    """Serialize an evaluation.
+
+    The batch is framed by hand and appended, because protobuf would copy it three times more.
+    """
+    wishes = {wish: True for wish in _WISHES if getattr(evaluation, wish)}
     message = pb.EvaluateRequest(
         content_id=evaluation.dataset_id,
-        programs=pb.Programs(
-            codes=pack(batch.codes, "u1"),
-            values=pack(batch.values, "<f8"),
-            lengths=pack(batch.lengths, "<u4"),
-            parameter_counts=pack(batch.parameter_counts, "<u4"),
-            parameters=pack(batch.parameters, "<f8"),
-            vectors=batch.vectors,
-        ),
         precision=_PRECISIONS[evaluation.precision],
         values=evaluation.values,
         loss=_LOSSES[evaluation.loss],
         tier=TIERS[evaluation.tier],
-        **{wish: getattr(evaluation, wish) for wish in _WISHES},
+        **wishes,  # type: ignore[arg-type]
     )
     custom = evaluation.custom_loss
     if custom is not None:
-        message.loss_function.codes = pack(custom.row.codes, "u1")
-        message.loss_function.values = pack(custom.row.values, "<f8")
+        message.loss_function.codes = pack(custom.row.codes, U8)
+        message.loss_function.values = pack(custom.row.values, F64)
         message.loss_function.closing = _CLOSINGS[custom.closing]
     if evaluation.rows is not None:
         message.rows.start, message.rows.stop = evaluation.rows
-    return message
+    pieces = _programs(evaluation.batch)
+    size = sum(map(len, pieces))
+    return b"".join((message.SerializeToString(), _PROGRAMS_TAG, varint(size), *pieces))
+
+
+def _programs(batch: Batch) -> list[bytes | memoryview]:
+    """Serialize a batch, in pieces to be joined."""
+    pieces: list[bytes | memoryview] = [pb.Programs(vectors=batch.vectors).SerializeToString()]
+    for name, tag, dtype in _ARRAYS:
+        array = np.ascontiguousarray(getattr(batch, name), dtype=dtype)
+        if array.nbytes:
+            pieces += (tag, varint(array.nbytes), array.data.cast("B"))
+    return pieces
+
+
+def evaluation_to_message(evaluation: Evaluation) -> pb.EvaluateRequest:
+    """Encode an evaluation as a message, to be part of another one."""
+    return pb.EvaluateRequest.FromString(evaluation_to_bytes(evaluation))
 
 
 def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
@@ -81,24 +113,34 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
     """
     programs = message.programs
     batch = Batch(
-        codes=unpack(programs.codes, "u1", "programs.codes"),
-        values=unpack(programs.values, "<f8", "programs.values"),
-        lengths=unpack(programs.lengths, "<u4", "programs.lengths"),
-        parameter_counts=unpack(programs.parameter_counts, "<u4", "programs.parameter_counts"),
-        parameters=unpack(programs.parameters, "<f8", "programs.parameters"),
+        codes=unpack(programs.codes, U8, "programs.codes"),
+        values=unpack(programs.values, F64, "programs.values"),
+        lengths=unpack(programs.lengths, U32, "programs.lengths"),
+        parameter_counts=unpack(programs.parameter_counts, U32, "programs.parameter_counts"),
+        parameters=unpack(programs.parameters, F64, "programs.parameters"),
         vectors=programs.vectors or 1,
     )
     return Evaluation(
         dataset_id=check_content_id(message.content_id),
         batch=batch,
         rows=(message.rows.start, message.rows.stop) if message.HasField("rows") else None,
-        precision=enum_member(_PRECISIONS, message.precision, "precision"),
-        loss=enum_member(_LOSSES, message.loss, "loss"),
+        precision=enum_member(_PRECISION_MEMBERS, message.precision, "precision"),
+        loss=enum_member(_LOSS_MEMBERS, message.loss, "loss"),
         values=message.values,
-        tier=enum_member(TIERS, message.tier, "tier"),
+        tier=enum_member(TIER_MEMBERS, message.tier, "tier"),
         custom_loss=_custom_loss(message),
         **{wish: getattr(message, wish) for wish in _WISHES},
     )
+
+
+def evaluation_from_bytes(data: bytes) -> Evaluation:
+    """Parse and decode an evaluation; `Evaluation.check` must follow.
+
+    Raises:
+        InvalidArgumentError: if the bytes are no such message, or a field cannot be decoded.
+
+    """
+    return evaluation_from_message(parse_message(pb.EvaluateRequest, data))
 
 
 def _custom_loss(message: pb.EvaluateRequest) -> LossFunction | None:
@@ -106,20 +148,20 @@ def _custom_loss(message: pb.EvaluateRequest) -> LossFunction | None:
         return None
     custom = message.loss_function
     row = Program(
-        unpack(custom.codes, "u1", "loss_function.codes"),
-        unpack(custom.values, "<f8", "loss_function.values"),
+        unpack(custom.codes, U8, "loss_function.codes"),
+        unpack(custom.values, F64, "loss_function.values"),
     )
-    return LossFunction(row, enum_member(_CLOSINGS, custom.closing, "loss_function.closing"))
+    return LossFunction(row, enum_member(_CLOSING_MEMBERS, custom.closing, "loss_function.closing"))
 
 
-def unpack(data: bytes, dtype: str, field: str) -> NDArray[Any]:
+def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     """Unpack little-endian numbers without copying.
 
     Raises:
         InvalidArgumentError: if the bytes are no whole number of them.
 
     """
-    size = np.dtype(dtype).itemsize
+    size = dtype.itemsize
     if len(data) % size:
         raise InvalidArgumentError(
             f"{field} has {len(data)} bytes, not a multiple of {size}",

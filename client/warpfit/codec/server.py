@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from warpfit import info
-from warpfit.codec.framing import (
-    TIERS,
-    enum_member,
-)
+from warpfit.codec.framing import TIER_MEMBERS, TIERS, enum_member
 from warpfit.info import ServerInfo
 from warpfit.ops import OPERATORS
 from warpfit.v1 import evaluator_pb2 as pb
@@ -56,7 +53,7 @@ def info_from_message(message: pb.ServerInfo) -> ServerInfo:
                 memory=device.memory,
                 compute_capability=device.compute_capability,
                 driver=device.driver,
-                tiers=tuple(enum_member(TIERS, tier, "tiers") for tier in device.tiers),
+                tiers=tuple(enum_member(TIER_MEMBERS, tier, "tiers") for tier in device.tiers),
             )
             for device in message.devices
         ),

@@ -28,12 +28,9 @@ class Piece:
     size: int
 
 
-def evaluation_into(message: pb.EvaluateRequest, piece: Piece) -> pb.EvaluateRequest:
-    """Copy a request, asking for the matrices in a piece of a window."""
-    copy = pb.EvaluateRequest()
-    copy.CopyFrom(message)
-    copy.window.CopyFrom(_to_message(piece))
-    return copy
+def evaluation_into(message: bytes, piece: Piece) -> bytes:
+    """Ask in a serialized evaluation for the matrices in a piece of a window."""
+    return message + pb.EvaluateRequest(window=_to_message(piece)).SerializeToString()
 
 
 def evaluation_piece(message: pb.EvaluateRequest) -> Piece | None:

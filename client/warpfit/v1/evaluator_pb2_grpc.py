@@ -103,7 +103,8 @@ class EvaluatorServicer(object):
     def Evaluate(self, request, context):
         """Evaluate programs over a data set. The answer is a stream of one or more messages: the first
         carries `header`; each may carry a piece of `values`; the last carries `timings` and, if asked
-        for, `losses`. A small answer is one message that carries all of them.
+        for, `losses`. Without values and Jacobian the answer is one message that carries all that was
+        asked for, so that a client may call the method as a unary one.
 
         INVALID_ARGUMENT: BAD_DATASET_ID, EMPTY_BATCH, EMPTY_PROGRAM, LENGTH_MISMATCH,
         UNKNOWN_OPERATOR, BAD_INDEX, VARIABLE_OUT_OF_RANGE, PARAMETER_OUT_OF_RANGE,
@@ -122,7 +123,7 @@ class EvaluatorServicer(object):
     def Optimize(self, request, context):
         """Fit the parameters of programs: a local search from each start vector, all of them at once.
         The answer is a stream: while the searches run, messages with `progress` if asked for; the
-        last message carries `result`. A search that cannot start (loss or derivatives are not finite)
+        last message, without `progress` the only one, carries `result`. A search that cannot start (loss or derivatives are not finite)
         fails alone, with its reason; no result has a higher loss than its start. The same request
         gives the same answer.
 

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, InternalError, WarpfitError
 from warpfit.fitting import FitProgress, FitRequest
-from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -33,6 +32,7 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
 from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
@@ -44,6 +44,10 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _PROGRESS_SECONDS: Final = 0.1
 #: Work whose door has died ends after at most this time.
 _ABANDONED_SECONDS: Final = 0.2
+#: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for
+#: a moment, to take, answer or refuse a call. With less than this Linux lets it wait for
+#: milliseconds.
+_NICE: Final = 3
 
 
 class EngineProcess:
@@ -64,12 +68,15 @@ class EngineProcess:
         self._chunk_bytes = chunk_bytes
         self._gate = FairGate(engine.concurrency)
         self._busy: dict[Channel, NDArray[np.uint8]] = {}  # cancellation flags of lanes at work
-        self._overseer = Overseer(stuck_seconds)
+        self._overseer = Overseer(stuck_seconds, self._busy)
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
         devices = tuple(self._engine.devices())
+        if self._engine.name == "cpu":
+            os.nice(_NICE)  # inherited by the threads that compute, which have not begun yet
         threading.Thread(target=self._cancel_abandoned, name="abandoned", daemon=True).start()
+        self._overseer.start()
         self._channel.send(wire.Ready(self._engine.name, devices, self._engine.concurrency))
         while True:
             message, descriptors = self._channel.receive()
@@ -106,11 +113,11 @@ class EngineProcess:
                     segment = Segment(0, descriptors[0], problem.size)
                 if segment is None:
                     raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
-                self._busy[lane] = problem.frame.flag(segment)
+                cancelled = self._busy[lane] = problem.frame.flag(segment)
                 try:
                     turn = nullcontext() if problem.urgent else self._gate.turn(problem.tenant)
                     with turn:
-                        finished = self._perform(message, problem, segment, lane)
+                        finished = self._perform(message, problem, segment, lane, cancelled)
                 finally:
                     del self._busy[lane]
                 if not problem.keep:
@@ -145,20 +152,23 @@ class EngineProcess:
         self._channel.send(wire.Loaded(message.content_id, error))
 
     def _perform(
-        self, message: wire.Order, problem: wire.Evaluate, segment: Segment, lane: Channel
+        self,
+        message: wire.Order,
+        problem: wire.Evaluate,
+        segment: Segment,
+        lane: Channel,
+        cancelled: NDArray[np.uint8],
     ) -> wire.Finished:
         """Do one piece of work; return what to tell the front door."""
         started = time.monotonic_ns()
         works_for(problem.request_id)
-        cancelled = problem.frame.flag(segment)
         try:
             if cancelled[0]:
                 raise CancelledError("cancelled before it ran", "CANCELLED")
-            with self._overseer.oversees(cancelled):
-                if isinstance(message, wire.Optimize):
-                    timings = self._optimize(message, segment, lane)
-                else:
-                    timings = self._evaluate(message, segment, lane)
+            if isinstance(message, wire.Optimize):
+                timings = self._optimize(message, segment, lane)
+            else:
+                timings = self._evaluate(message, segment, lane, cancelled)
         except WarpfitError as error:
             return wire.Finished(error=error)
         except EngineBrokenError:
@@ -173,13 +183,24 @@ class EngineProcess:
             )
         return wire.Finished(replace(timings, queue=started - problem.submitted))
 
-    def _evaluate(self, message: wire.Evaluate, segment: Segment, lane: Channel) -> Timings:
+    def _evaluate(
+        self,
+        message: wire.Evaluate,
+        segment: Segment,
+        lane: Channel,
+        cancelled: NDArray[np.uint8],
+    ) -> Timings:
         frame = message.frame
         asked = _evaluation(message, segment)
+        dataset = self._dataset(asked.dataset_id)
+        check_sound(asked.batch, dataset.layout.variables)
+        if frame.is_small and asked.custom_loss is None:  # the engine does all of it
+            outputs = Outputs(None, frame.losses_view(segment), cancelled, _nobody_waits)
+            return self._engine.evaluate(asked, outputs)
         outputs = Outputs(
             values=frame.values_view(segment),
             losses=frame.losses_view(segment),
-            cancelled=frame.flag(segment),
+            cancelled=cancelled,
             ready=self._progress(message, lane),
             gradients=frame.extra("gradients", segment),
             jacobian=frame.jacobian_view(segment),
@@ -190,7 +211,7 @@ class EngineProcess:
         timings = self._engine.evaluate(evaluation, share)
         finish(
             asked,
-            self._dataset(asked.dataset_id),
+            dataset,
             outputs,
             share.moments,
             frame.extra("scaling", segment),
@@ -207,7 +228,7 @@ class EngineProcess:
         bounds: Any = {name: frame.extra(name, segment) for name in ("lower", "upper", "fixed")}
         evaluation = _evaluation(problem, segment)
         # An engine keeps what it has made of these arrays, and with it their memory.
-        evaluation = replace(evaluation, batch=_out_of_segment(evaluation.batch))
+        evaluation = replace(evaluation, batch=evaluation.batch.copy())
         request = FitRequest(evaluation, replace(message.settings, **bounds))
         result = optimize(
             request,
@@ -248,6 +269,10 @@ class EngineProcess:
         return ready
 
 
+def _nobody_waits(programs: int) -> None:
+    """Take notice that values are final, of which there are none."""
+
+
 def _fit_progress(message: wire.Optimize, lane: Channel) -> Callable[[FitProgress], None] | None:
     """Report progress a few times a second, if it is asked for."""
     if not message.settings.progress:
@@ -266,22 +291,16 @@ def _fit_progress(message: wire.Optimize, lane: Channel) -> Callable[[FitProgres
 def _evaluation(message: wire.Evaluate, segment: Segment) -> Evaluation:
     wishes: Any = dict.fromkeys(message.wishes, True)
     return Evaluation(
-        dataset_id=message.dataset_id,
-        batch=message.frame.batch(segment),
-        rows=message.rows,
-        precision=message.precision,
-        loss=message.loss,
-        values=message.frame.values,
-        tier=message.tier,
+        message.dataset_id,
+        message.frame.batch(segment),
+        message.rows,
+        message.precision,
+        message.loss,
+        message.frame.values,
+        message.tier,
         custom_loss=message.custom_loss,
         **wishes,
     )
-
-
-def _out_of_segment(batch: Batch) -> Batch:
-    """Copy a batch out of the memory that the lane uses again."""
-    names = ("codes", "values", "lengths", "parameter_counts", "parameters")
-    return replace(batch, **{name: getattr(batch, name).copy() for name in names})
 
 
 def main(arguments: Sequence[str]) -> None:

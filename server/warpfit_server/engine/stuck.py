@@ -11,9 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,36 +29,26 @@ class Overseer:
 
     Args:
         patience: seconds that an evaluation may take to stop.
+        flags: the cancellation flags of all evaluations at work, each an array of its own; other
+            threads change it.
 
     """
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, flags: Mapping[Any, NDArray[np.uint8]]) -> None:
         self._patience = patience
-        self._flags: dict[int, NDArray[np.uint8]] = {}
-        self._since: dict[int, float] = {}
-        self._lock = threading.Lock()
-        threading.Thread(target=self._watch, name="overseer", daemon=True).start()
+        self._flags = flags
+        self._since: dict[int, tuple[NDArray[np.uint8], float]] = {}
 
-    @contextmanager
-    def oversees(self, cancelled: NDArray[np.uint8]) -> Iterator[None]:
-        """Watch the flag of the evaluation inside the ``with`` block."""
-        key = id(cancelled)
-        with self._lock:
-            self._flags[key] = cancelled
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._flags[key]
-                self._since.pop(key, None)
+    def start(self) -> None:
+        """Begin to look."""
+        threading.Thread(target=self._watch, name="overseer", daemon=True).start()
 
     def overdue(self, now: float) -> bool:
         """Note which evaluations are cancelled; tell whether one has been for too long."""
-        with self._lock:
-            for key, flag in self._flags.items():
-                if flag[0]:
-                    self._since.setdefault(key, now)
-            return any(now - since > self._patience for since in self._since.values())
+        set_now = [flag for flag in list(self._flags.values()) if flag[0]]
+        # The flags are kept, so that no other evaluation's can have the same id meanwhile.
+        self._since = {id(flag): self._since.get(id(flag), (flag, now)) for flag in set_now}
+        return any(now - since > self._patience for _, since in self._since.values())
 
     def _watch(self) -> None:
         while not self.overdue(time.monotonic()):

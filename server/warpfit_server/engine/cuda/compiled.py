@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -23,8 +23,9 @@ from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.layout import GridLayout, best_layout, shared_out
 from warpfit_server.engine.cuda.library import Mode
+from warpfit_server.engine.cuda.plan import fingerprint
 from warpfit_server.engine.cuda.ptx import Output, sum_count
-from warpfit_server.engine.cuda.replay import Replay, Work, load_sum_module
+from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.shapes import LiftedBatch, Shape, lift
 
@@ -40,6 +41,8 @@ MAX_PARAMETERS: Final = 64
 _MOST_SUMS: Final = 24
 #: Most expressions of a batch that get a kernel each.
 _SINGLE: Final = 4
+#: Layouts of a batch's blocks that are remembered.
+_REMEMBERED_BLOCKS: Final = 64
 #: Times that missing kernels are made before the cache is called too small for them.
 _ATTEMPTS: Final = 3
 
@@ -62,6 +65,8 @@ class CompiledTuning:
 class Prepared:
     """An evaluation cut into kernels."""
 
+    batch: Batch
+    """The batch that it was made for, without its parameters."""
     lifted: LiftedBatch
     mode: Mode
     output: Output
@@ -73,6 +78,36 @@ class Prepared:
     """Index of each expression's first sum, and the total; [programs + 1]."""
     shares: NDArray[np.float64]
     """Share of each kernel in the work of a row; [kernels]."""
+    name: bytes
+    """Hash of the keys."""
+    _blocks: LRUCache[tuple[int, int], tuple[int, ...]] = field(
+        default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS)
+    )
+
+    def is_of(self, batch: Batch) -> bool:
+        """Tell whether a batch is the same, parameters aside."""
+        own = self.batch
+        return (
+            np.array_equal(own.lengths, batch.lengths)
+            and np.array_equal(own.parameter_counts, batch.parameter_counts)
+            and np.array_equal(own.codes, batch.codes)
+            and np.array_equal(own.values.view(np.uint64), batch.values.view(np.uint64))
+        )
+
+    def blocks(self, vectors: int, most: int, total: int) -> tuple[int, ...]:
+        """Blocks of each kernel: by its share of the work.
+
+        Args:
+            vectors: parameter vectors.
+            most: most blocks of a kernel.
+            total: blocks of all kernels and vectors that the device should have.
+
+        """
+        known = self._blocks.get((vectors, most))
+        if known is None:
+            shared = shared_out(max(1, total // vectors), self.shares)
+            known = self._blocks[vectors, most] = tuple(np.clip(shared, 1, most).tolist())
+        return known
 
 
 class CompiledTier:
@@ -109,6 +144,10 @@ class CompiledTier:
     def ready(self, resident: ResidentDataset, evaluation: Evaluation) -> bool:
         """Tell whether every kernel is loaded, so that `evaluate` answers at once."""
         prepared = self.prepare(resident, evaluation)
+        identity = self._identity(prepared, resident, evaluation)
+        with self._lock:
+            if self._replays.get(identity):  # which holds its kernels
+                return True
         return all(key in self._kernels.cache for key in prepared.keys)
 
     def request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
@@ -134,13 +173,13 @@ class CompiledTier:
             )
         started = time.perf_counter_ns()
         prepared = self.prepare(resident, evaluation)
-        hits = all(key in self._kernels.cache for key in prepared.keys)
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        chunk = self._chunk(prepared, evaluation)
-        replay = self._take(prepared, evaluation, min(chunk, stop - start))
+        identity = self._identity(prepared, resident, evaluation)
+        replay = self._idle(identity)
+        hits = replay is not None or all(key in self._kernels.cache for key in prepared.keys)
+        replay = replay or self._capture(identity, prepared)
         try:
             queued = time.perf_counter_ns()
-            computed = self._run(replay, chunk, prepared, resident, evaluation, outputs)
+            computed = self._run(replay, prepared, resident, evaluation, outputs)
         finally:
             self._give(replay)
         return Timings(
@@ -167,11 +206,19 @@ class CompiledTier:
         fresh set of single kernels never pays: capturing their graph (2 ms for 300) costs more
         than interpreting, and fused kernels are 2 to 5 times faster once a batch repeats.
         """
-        layout = resident.dataset.layout
+        identity = _identity(resident, evaluation)
+        with self._lock:
+            known = self._prepared.get(identity)
+        if known is None or not known.is_of(evaluation.batch):
+            known = self._cut_evaluation(resident, evaluation)
+            with self._lock:
+                self._prepared[identity] = known
+        return known
+
+    def _cut_evaluation(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared:
+        layout, batch = resident.dataset.layout, evaluation.batch
         mode = Mode.of(layout.dtype, evaluation.precision)
-        grid = self._tuning.layout or best_layout(
-            mode, evaluation.batch.codes, gradient=evaluation.gradient
-        )
+        grid = self._tuning.layout or best_layout(mode, batch.codes, gradient=evaluation.gradient)
         output = Output(
             values=evaluation.values,
             loss=_sum_kind(evaluation.loss),
@@ -180,20 +227,14 @@ class CompiledTier:
             threads=grid.threads,
             rows=min(grid.rows, 16 // mode.dtype.itemsize),
         )
-        identity = (_digest(evaluation.batch), mode, output)
-        with self._lock:
-            known = self._prepared.get(identity)
-        if known is not None:
-            return known
-        grid = grid if len(evaluation.batch) > _SINGLE else replace(grid, group_size=1)
-        lifted = lift(evaluation.batch)
+        grid = grid if len(batch) > _SINGLE else replace(grid, group_size=1)
+        lifted = lift(batch)
         lifted = lifted.with_derivatives() if output.gradient else lifted
-        prepared = self._cut(lifted, mode, output, grid)
-        with self._lock:
-            self._prepared[identity] = prepared
-        return prepared
+        return self._cut(batch, lifted, mode, output, grid)
 
-    def _cut(self, lifted: LiftedBatch, mode: Mode, output: Output, grid: GridLayout) -> Prepared:
+    def _cut(
+        self, batch: Batch, lifted: LiftedBatch, mode: Mode, output: Output, grid: GridLayout
+    ) -> Prepared:
         counts = [sum_count(output, shape) for shape in lifted.shapes]
         firsts = tuple(self._firsts(lifted.shapes, counts, grid.group_size))
         bounds = (*firsts, len(lifted.shapes))
@@ -203,7 +244,19 @@ class CompiledTier:
         )
         work = np.add.reduceat(self._kernels.work(mode, lifted.shapes), firsts)
         starts = np.concatenate([[0], np.cumsum(counts)])
-        return Prepared(lifted, mode, output, grid, keys, firsts, starts, work / work.sum())
+        name = hashlib.blake2b("\0".join(key.text for key in keys).encode(), digest_size=16)
+        return Prepared(
+            batch=batch.without_parameters(),
+            lifted=lifted,
+            mode=mode,
+            output=output,
+            layout=grid,
+            keys=keys,
+            firsts=firsts,
+            sum_starts=starts,
+            shares=work / work.sum(),
+            name=name.digest(),
+        )
 
     def _firsts(self, shapes: Sequence[Shape], counts: Sequence[int], size: int) -> list[int]:
         """Cut consecutive expressions into groups, bounded in number, tokens and sums."""
@@ -219,31 +272,38 @@ class CompiledTier:
             sums += count
         return firsts
 
-    def _take(self, prepared: Prepared, evaluation: Evaluation, rows: int) -> Replay:
-        """Take an idle captured graph for these kernels, or capture one."""
-        blocks = self._blocks(prepared, evaluation.batch.vectors, rows)
-        identity = (prepared.keys, evaluation.batch.vectors, blocks)
+    def _identity(
+        self, prepared: Prepared, resident: ResidentDataset, evaluation: Evaluation
+    ) -> Identity:
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        rows = min(self._chunk(prepared, evaluation), stop - start)
+        # A kernel has at most one block a tile of rows.
+        most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
+        total = prepared.layout.blocks * self._device.multiprocessors
+        vectors = evaluation.batch.vectors
+        return prepared.name, vectors, prepared.blocks(vectors, most, total)
+
+    def _idle(self, identity: Identity) -> Replay | None:
+        """Take an idle captured graph."""
         with self._lock:
             idle = self._replays.get(identity)
-            if idle:
-                return idle.pop()
+            return idle.pop() if idle else None
+
+    def _capture(self, identity: Identity, prepared: Prepared) -> Replay:
+        """Capture a graph, for which its kernels may have to be made."""
+        _, vectors, blocks = identity
         kernels = self._leased(prepared.keys)
+        work = Work(
+            firsts=prepared.firsts,
+            slot_starts=prepared.lifted.slot_starts,
+            sum_starts=prepared.sum_starts,
+            vectors=vectors,
+            dtype=prepared.mode.dtype,
+            blocks=blocks,
+            threads=prepared.output.threads,
+        )
         try:
-            return Replay(
-                self._device,
-                identity,
-                kernels,
-                self._sum_module,
-                Work(
-                    firsts=prepared.firsts,
-                    slot_starts=prepared.lifted.slot_starts,
-                    sum_starts=prepared.sum_starts,
-                    vectors=evaluation.batch.vectors,
-                    dtype=prepared.mode.dtype,
-                    blocks=blocks,
-                    threads=prepared.output.threads,
-                ),
-            )
+            return Replay(self._device, identity, prepared.keys, kernels, self._sum_module, work)
         except BaseException:
             self._kernels.release(prepared.keys)
             raise
@@ -295,12 +355,11 @@ class CompiledTier:
             self._drop(old)
 
     def _drop(self, replay: Replay) -> None:
-        self._kernels.release(replay.identity[0])
+        self._kernels.release(replay.keys)
 
     def _run(
         self,
         replay: Replay,
-        chunk: int,
         prepared: Prepared,
         resident: ResidentDataset,
         evaluation: Evaluation,
@@ -309,6 +368,7 @@ class CompiledTier:
         """Launch for one chunk of rows after the other; return the nanoseconds of device time."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
+        chunk = self._chunk(prepared, evaluation)
         slots = prepared.lifted.slot_values(evaluation.batch)
         sums = np.zeros(int(prepared.sum_starts[-1]) * vectors)
         computed = 0
@@ -351,12 +411,6 @@ class CompiledTier:
         rows = self._tuning.chunk_bytes // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE
         return max(rows, ROW_MULTIPLE)
 
-    def _blocks(self, prepared: Prepared, vectors: int, rows: int) -> tuple[int, ...]:
-        """Blocks of each kernel: by its share of the work, at most one a tile of rows."""
-        most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
-        total = max(1, prepared.layout.blocks * self._device.multiprocessors // vectors)
-        return tuple(np.clip(shared_out(total, prepared.shares), 1, most).tolist())
-
 
 def _fill_gradients(
     prepared: Prepared,
@@ -375,12 +429,11 @@ def _fill_gradients(
     gradients[places] = scale * np.delete(sums, prepared.sum_starts[:-1], axis=0)
 
 
-def _digest(batch: Batch) -> bytes:
-    """Hash of all that `lift` reads; parameters are not among it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (batch.codes, batch.values, batch.lengths, batch.parameter_counts):
-        digest.update(np.ascontiguousarray(part).data)
-    return digest.digest()
+def _identity(resident: ResidentDataset, evaluation: Evaluation) -> Hashable:
+    """Tell what kernels depend on; batches that share it may still differ, see `is_of`."""
+    layout = resident.dataset.layout
+    wanted = (evaluation.precision, evaluation.values, evaluation.loss, evaluation.gradient)
+    return (fingerprint(evaluation.batch), layout.dtype.str, layout.has_weights, *wanted)
 
 
 def _sum_kind(loss: Loss | None) -> str:

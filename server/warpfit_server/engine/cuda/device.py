@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -30,6 +30,7 @@ _RESERVED_BYTES: Final = 1024
 _DYNAMIC_SHARED_SIZE: Final = 8
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
+Kept = TypeVar("Kept")
 
 
 def default_cache_directory() -> Path:
@@ -173,20 +174,22 @@ class CudaDevice:
         module.load(cached_cubin(self.cache_directory, key, build))
         return module
 
-    @contextmanager
-    def stream(self) -> Iterator[StreamContext]:
-        """Lend a stream with its buffers to the calling thread; made as needed, then reused."""
+    def stream(self) -> _Loan:
+        """Lend a stream with its buffers to a thread; made as needed, then reused."""
+        return _Loan(self)
+
+    def take(self) -> StreamContext:
+        """Take an idle stream; for `stream`."""
         self.use()
         with self._lock:
             context = self._idle.pop() if self._idle else None
-        context = context or StreamContext(self)
-        try:
-            with context.stream:
-                yield context
-        finally:
-            context.settle()
-            with self._lock:
-                self._idle.append(context)
+        return context or StreamContext(self)
+
+    def give(self, context: StreamContext) -> None:
+        """Give a stream back, once it has done everything; for `stream`."""
+        context.settle()
+        with self._lock:
+            self._idle.append(context)
 
     def close(self) -> None:
         """Free all memory that no data set holds."""
@@ -194,6 +197,22 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
+
+
+class _Loan:
+    """A stream that is the calling thread's, and CuPy's current one, inside a ``with`` block."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> StreamContext:
+        self._context = self._device.take()
+        self._context.stream.__enter__()
+        return self._context
+
+    def __exit__(self, *error: object) -> None:
+        self._context.stream.__exit__(*error)
+        self._device.give(self._context)
 
 
 @dataclass(slots=True)
@@ -217,6 +236,14 @@ class StreamContext:
         self._pinned: dict[str, Any] = {}
         self._submission: Submission | None = None
         self._settled = False
+        self.handle = int(self.stream.ptr)
+        """What the driver knows the stream by."""
+        self._kept: dict[Callable[[], Any], Any] = {}
+
+    @property
+    def functions(self) -> NDArray[np.int64]:
+        """For `Submission`."""
+        return self._device.functions
 
     def buffer(self, name: str, size: int) -> int:
         """Address of at least ``size`` bytes of device memory; contents do not survive growth.
@@ -242,6 +269,13 @@ class StreamContext:
             held = self._pinned[name] = np.frombuffer(memory, np.uint8, max(size, 1))
         return held[:size]
 
+    def keep(self, make: Callable[[], Kept]) -> Kept:
+        """What ``make`` makes, once for this stream."""
+        if make not in self._kept:
+            self._kept[make] = make()
+        kept: Kept = self._kept[make]
+        return kept
+
     def release(self) -> None:
         """Drop the device buffers; the stream must be idle."""
         self._buffers.clear()
@@ -252,13 +286,25 @@ class StreamContext:
 
         Uploads, downloads, launches and marks only; see `Submission`.
         """
-        submission = self._submission = Submission(self._device.functions, int(self.stream.ptr))
+        submission = self._submission = Submission(self.functions, self.handle)
         try:
             yield
-            start, end = (self._event(name) for name in (elapsed.start, elapsed.end))
+            start, end = (self.event(name) for name in (elapsed.start, elapsed.end))
             status, elapsed.nanoseconds = submission.run(start, end)
         finally:
             self._submission = None
+        self.settled(status)
+
+    def settled(self, status: int) -> None:
+        """Take notice that work has been submitted and awaited by compiled code.
+
+        Args:
+            status: of the driver.
+
+        Raises:
+            CUDADriverError: if it is not 0.
+
+        """
         if status:
             raise self._cuda.driver.CUDADriverError(status)
         self._settled = True
@@ -330,13 +376,14 @@ class StreamContext:
 
     def mark(self, name: str) -> None:
         """Record the event ``name`` at the current end of the stream."""
-        event = self._event(name)
+        event = self.event(name)
         if self._submission is not None:
             self._submission.record(event)
         else:
             event.record(self.stream)
 
-    def _event(self, name: str) -> Any:
+    def event(self, name: str) -> Any:
+        """Return the event of a name, which may not have been marked yet."""
         if name not in self._events:
             self._events[name] = self._cuda.Event()
         return self._events[name]

@@ -10,9 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
-from warpfit.ir import Batch, Program
+from warpfit.ir import Program
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Device, EngineBrokenError, Linearisation, Outputs
 from warpfit_server.engine.cuda.calibrate import Calibration
@@ -31,7 +30,14 @@ from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
-from warpfit_server.engine.cuda.plan import GRADIENT, STARTING_COSTS, Advice, Costs, Planner
+from warpfit_server.engine.cuda.plan import (
+    GRADIENT,
+    STARTING_COSTS,
+    Advice,
+    Costs,
+    Planner,
+    fingerprint,
+)
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -127,10 +133,12 @@ class CudaEngine:
 
         """
         resident = self._resident(evaluation.dataset_id)
-        with self._errors():
+        try:
             if not _has_two_tiers(evaluation):
                 return self._derivatives.evaluate(resident, evaluation, outputs)
             return self._evaluate(resident, evaluation, outputs)
+        except self._device.errors as error:
+            raise self._explained(error) from error
 
     def linearise(
         self,
@@ -142,10 +150,12 @@ class CudaEngine:
     ) -> Linearisation:
         """Compute losses, gradients and curvatures in one pass; see `base.Engine`."""
         resident = self._resident(evaluation.dataset_id)
-        with self._errors():
+        try:
             return self._derivatives.linearise(
                 resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
             )
+        except self._device.errors as error:
+            raise self._explained(error) from error
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches of compiled kernels; see `base.COUNTERS`."""
@@ -201,15 +211,11 @@ class CudaEngine:
             )
         return resident
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _explained(self, error: Exception) -> Exception:
         """Tell errors of the device that only say that memory is short from those that break it."""
-        try:
-            yield
-        except self._device.errors as error:
-            if self._device.is_out_of_memory(error):
-                raise self._device.out_of_memory() from error
-            raise EngineBrokenError(str(error)) from error
+        if self._device.is_out_of_memory(error):
+            return self._device.out_of_memory()
+        return EngineBrokenError(str(error))
 
     def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Tier:
         """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
@@ -220,7 +226,9 @@ class CudaEngine:
             _identity(evaluation), mode, token_rows, len(evaluation.batch)
         )
         if advice is Advice.INTERPRET_AND_COMPILE:
-            self._background.submit(self._compiled.request_compile, resident, _detached(evaluation))
+            # The memory of the batch is used again after the answer.
+            detached = replace(evaluation, batch=evaluation.batch.without_parameters())
+            self._background.submit(self._compiled.request_compile, resident, detached)
         if advice is Advice.COMPILED_IF_READY and self._compiled.ready(resident, evaluation):
             return Tier.COMPILED
         return Tier.INTERPRETER
@@ -240,10 +248,8 @@ def _has_two_tiers(evaluation: Evaluation) -> bool:
 
 def _identity(evaluation: Evaluation) -> Hashable:
     """Tell repeated batches; a collision only compiles something early or late."""
-    batch = evaluation.batch
-    tokens = hash((batch.codes.tobytes(), batch.values.tobytes()))
     wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
-    return (tokens, evaluation.dataset_id, evaluation.rows, *wanted)
+    return (fingerprint(evaluation.batch), evaluation.dataset_id, evaluation.rows, *wanted)
 
 
 def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
@@ -256,19 +262,3 @@ def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
     if layout.dtype.itemsize == 8:
         mode = "float64"
     return mode + GRADIENT * evaluation.gradient, token_rows
-
-
-def _detached(evaluation: Evaluation) -> Evaluation:
-    """Copy the batch out of the shared memory, which is used again after the answer."""
-    batch = evaluation.batch
-    return replace(
-        evaluation,
-        batch=Batch(
-            codes=batch.codes.copy(),
-            values=batch.values.copy(),
-            lengths=batch.lengths.copy(),
-            parameter_counts=batch.parameter_counts.copy(),
-            parameters=np.empty(0),
-            vectors=batch.vectors,
-        ),
-    )

@@ -4,51 +4,47 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
-from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
-from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
-from warpfit_server.engine.cuda.gather import Gather
+from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.launch import (
+    ARGUMENTS,
     SLOT_ARGUMENTS,
+    SLOT_THREADS,
+    SUM_THREADS,
+    Addresses,
     Kernels,
-    Launch,
     Piece,
-    kernel_arguments,
+    Work,
+    tell_interpreter,
+    tell_slots,
     tiles_of,
 )
-from warpfit_server.engine.cuda.lower import Lowered, ThreadMemory, lower
-from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
-from warpfit_server.engine.cuda.source import (
-    SCRATCH_LEVELS,
-    Variant,
-    costly_codes,
-    interpreter_source,
-)
-from warpfit_server.engine.cuda.staging import stage
+from warpfit_server.engine.cuda.one_launch import Outcome, sums_in_one_launch
+from warpfit_server.engine.cuda.resident import ResidentDataset
+from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
+from warpfit_server.engine.cuda.staging import Staged, stage
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 32
 _MOST_BYTES_FAST: Final = 64
-#: Shared memory of a block that every device grants without asking, less the job counter.
-_SHARED_BYTES: Final = 48 * 1024 - 16
-#: Most evaluations of one launch, and most bytes of partial sums of one that shares a launch.
-_MOST_TOGETHER: Final = 8
-_MOST_SHARED_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class Tuning:
 
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
     """A launched piece: the event that ends it, and where its results arrive."""
 
     piece: Piece
@@ -77,26 +73,17 @@ class _Flight:
     sums: NDArray[np.float64] | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Share:
-    """One evaluation of a launch, and what comes of it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """What all launches of one evaluation share."""
 
-    resident: ResidentDataset
-    evaluation: Evaluation
-    lowered: Lowered
-    cancelled: NDArray[np.uint8]
-    sums: NDArray[np.float64] | None = None
-    """Sums of the loss terms of each job, unless the evaluation was cancelled."""
-    launched: int = 0
-    """``time.perf_counter_ns()`` when the launch had been made."""
-    computed: int = 0
-    """Nanoseconds of the launch on the device."""
+    kernels: Kernels
+    staged: Staged
+    addresses: Addresses
 
 
 class Interpreter:
     """Evaluates batches by one kernel that reads instructions.
-
-    Losses of small batches that wait at the same time are computed by one launch (see `Gather`).
 
     A job is one program with one parameter vector; jobs are numbered in wire order,
     ``program * K + vector``. The kernel is compiled for the data type, the precision and the rows
@@ -108,58 +95,29 @@ class Interpreter:
         self._tuning = tuning or Tuning()
         self._kernels: dict[Variant, Kernels] = {}
         self._lock = threading.Lock()
-        self._memory = ThreadMemory()
-        self._gather = Gather(self._together, _MOST_TOGETHER)
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Timings:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
         started = time.perf_counter_ns()
-        share = Share(
-            resident, evaluation, lower(evaluation.batch, self._memory), outputs.cancelled
-        )
+        if outputs.cancelled[0]:
+            raise CancelledError("the evaluation was cancelled", "CANCELLED")
         variant = self.variant(resident, evaluation)
         pieces = list(self._pieces(resident, evaluation, variant))
         if len(pieces) == 1 and not evaluation.values:
-            self._gather.run(_company(share, variant, pieces[0]), share)
+            outcome = self._in_one_launch(resident, evaluation, variant)
         else:
-            self._alone(share, pieces, outputs)
-        if share.sums is None:
-            raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            outcome = self._in_pieces(resident, evaluation, variant, pieces, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
-            start, stop = evaluation.row_range(resident.dataset.layout)
-            outputs.losses[...] = resident.losses(
-                evaluation.loss, share.sums.reshape(outputs.losses.shape), start, stop
-            )
+            rows = evaluation.row_range(resident.dataset.layout)
+            sums = outcome.sums.reshape(outputs.losses.shape)
+            outputs.losses[...] = resident.losses(evaluation.loss, sums, *rows)
         return Timings(
-            copy_in=share.launched - started,
-            compute=share.computed,
-            copy_out=max(0, time.perf_counter_ns() - share.launched - share.computed),
+            copy_in=outcome.launched - started,
+            compute=outcome.computed,
+            copy_out=max(0, time.perf_counter_ns() - outcome.launched - outcome.computed),
             tier=Tier.INTERPRETER,
-        )
-
-    def begin(self, context: StreamContext, shares: Sequence[Share], chunk: int) -> Launch:
-        """Upload lowered batches as one, for launches of ``chunk`` jobs each."""
-        first = shares[0]
-        variant = self.variant(first.resident, first.evaluation)
-        kernels = self.prepare(variant)
-        batches = [share.evaluation.batch for share in shares]
-        costly = any(bool(kernels.costly[batch.codes].any()) for batch in batches)
-        levels = max(share.lowered.levels for share in shares)
-        lowered = [share.lowered for share in shares]
-        slots = sum(len(one.slots) for one in lowered)
-        addresses = stage(context, batches, lowered, chunk)
-        size = max(1, slots * batches[0].vectors) * variant.dtype.itemsize
-        addresses["slots"] = addresses["slot_results"] = context.buffer("slots", size)
-        return Launch(
-            first.resident,
-            first.evaluation,
-            variant,
-            kernels,
-            slots,
-            addresses,
-            levels + (SCRATCH_LEVELS if costly else 0),
         )
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
@@ -194,6 +152,7 @@ class Interpreter:
             if variant not in self._kernels:
                 module = self._load(variant)
                 self._kernels[variant] = Kernels(
+                    variant=variant,
                     interpret=module.get_function("interpret"),
                     evaluate_slots=module.get_function("evaluate_slots"),
                     sum_partials=module.get_function("sum_partials"),
@@ -239,117 +198,136 @@ class Interpreter:
                     min(row + rows, stop),
                 )
 
-    def evaluate_slots(self, context: StreamContext, launch: Launch) -> None:
-        """Compute the row-invariant subtrees of all programs."""
-        count, vectors = launch.slots, launch.evaluation.batch.vectors
-        if not count:
-            return
-        arguments = np.zeros((), dtype=SLOT_ARGUMENTS)
-        for name in ("codes", "values", "parameters", "slots", "results"):
-            arguments[name] = launch.addresses[f"slot_{name}"]
-        arguments["count"], arguments["vectors"] = count, vectors
-        grid = (-(-count // 4), -(-vectors // 32), 1)
-        context.launch(launch.kernels.evaluate_slots, grid, (32, 4, 1), [arguments])
+    def work(self, resident: ResidentDataset, evaluation: Evaluation, piece: Piece) -> Work:
+        """Describe the work of one launch."""
+        variant = self.variant(resident, evaluation)
+        warps = self._tuning.warps or (2 if variant.fast else 1)
+        shares = (warps, self._tuning.jobs_per_warp, self._device.multiprocessors)
+        return Work.of(resident, (piece.start, piece.stop), evaluation.loss, variant, shares)
 
-    def _together(self, shares: Sequence[Share]) -> None:
-        """Compute the losses of one or more evaluations, of the same company, by one launch."""
-        shares = [share for share in shares if not share.cancelled[0]]
-        if not shares:
-            return
-        jobs = [len(share.evaluation.batch) * share.evaluation.batch.vectors for share in shares]
-        start, stop = shares[0].evaluation.row_range(shares[0].resident.dataset.layout)
-        elapsed = Elapsed("start", "computed")
+    def _in_one_launch(
+        self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
+    ) -> Outcome:
+        kernels = self.prepare(variant)
+        rows = evaluation.row_range(resident.dataset.layout)
+        work = self.work(resident, evaluation, Piece(0, 0, *rows))
         with self._device.stream() as context:
-            with context.in_one_go(elapsed):
-                launch = self.begin(context, shares, sum(jobs))
-                context.mark("start")
-                self.evaluate_slots(context, launch)
-                flight = self.start(context, launch, Piece(0, sum(jobs), start, stop), 0)
-                launched = time.perf_counter_ns()
-            assert flight.sums is not None  # a company asks for losses
-            sums = np.split(flight.sums.copy(), np.cumsum(jobs)[:-1])
-        for share, part in zip(shares, sums, strict=True):
-            share.sums, share.launched, share.computed = part, launched, elapsed.nanoseconds
+            outcome = sums_in_one_launch(context, kernels, work, evaluation.batch)
+            return outcome._replace(sums=outcome.sums.copy())
 
-    def _alone(self, share: Share, pieces: list[Piece], outputs: Outputs) -> None:
+    def _in_pieces(
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        variant: Variant,
+        pieces: list[Piece],
+        outputs: Outputs,
+    ) -> Outcome:
         """Launch piece after piece, taking one piece's results in while the next is computed."""
-        programs, vectors, _ = share.evaluation.shape(share.resident.dataset.layout)
+        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         sums = np.zeros(programs * vectors)
+        landing = Landing(resident, evaluation, outputs, sums)
         with self._device.stream() as context:
-            launch = self.begin(context, [share], pieces[0].jobs)
+            launch = self.begin(context, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")
-            self.evaluate_slots(context, launch)
-            share.launched = time.perf_counter_ns()
-            flying: _Flight | None = None
+            self.evaluate_slots(context, launch, vectors)
+            launched = time.perf_counter_ns()
+            flying: Flight | None = None
             for number, piece in enumerate(pieces):
                 if outputs.cancelled[0]:
-                    return
-                flight = self.start(context, launch, piece, number % 2)
+                    raise CancelledError("the evaluation was cancelled", "CANCELLED")
+                flight = self.start(context, launch, resident, evaluation, piece, number % 2)
                 if flying is not None:
-                    _land(context, launch, flying, outputs, sums)
+                    landing.take(context, flying)
                 flying = flight
             if flying is not None:
-                _land(context, launch, flying, outputs, sums)
-            share.sums, share.computed = sums, context.nanoseconds("start", "computed")
+                landing.take(context, flying)
+            return Outcome(sums, launched, context.nanoseconds("start", "computed"))
 
-    def start(self, context: StreamContext, launch: Launch, piece: Piece, side: int) -> _Flight:
+    def begin(self, context: StreamContext, variant: Variant, batch: Batch, chunk: int) -> Launch:
+        """Lower a batch and upload it, for launches of ``chunk`` jobs each."""
+        kernels = self.prepare(variant)
+        staged = stage(batch, kernels.costly, chunk, partial(context.pinned, "batch"))
+        address = context.buffer("batch", len(staged.memory))
+        context.upload(address, staged.used)
+        size = staged.extent.slots * batch.vectors * variant.dtype.itemsize
+        slots = context.buffer("slots", max(1, size))
+        return Launch(kernels, staged, Addresses(address, slots, 0, 0))
+
+    def evaluate_slots(self, context: StreamContext, launch: Launch, vectors: int) -> None:
+        """Compute the row-invariant subtrees of all programs."""
+        count = launch.staged.extent.slots
+        if count:
+            told = np.zeros(1, dtype=SLOT_ARGUMENTS)
+            grid = tell_slots(told, launch.addresses, launch.staged.parts, count, vectors)
+            context.launch(launch.kernels.evaluate_slots, (*grid, 1), (*SLOT_THREADS, 1), [told[0]])
+
+    def start(
+        self,
+        context: StreamContext,
+        launch: Launch,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        piece: Piece,
+        side: int,
+    ) -> Flight:
         """Launch one piece and the copies of its results; the two sides alternate."""
-        dtype = launch.variant.dtype
-        aligned = piece.start // ROW_MULTIPLE * ROW_MULTIPLE
-        tiles = tiles_of(piece.start, piece.stop, launch.variant)
-        pitch = tiles * launch.variant.tile * dtype.itemsize
-        arguments = kernel_arguments(launch, piece, aligned, tiles)
+        dtype = launch.kernels.variant.dtype
+        work = self.work(resident, evaluation, piece)
+        pitch = work.tiles * launch.kernels.variant.tile * dtype.itemsize
         partials = values = 0
-        if launch.evaluation.loss is not None:
-            partials = context.buffer(f"partials {side}", piece.jobs * tiles * 8)
-            arguments["partials"] = partials
-        if launch.evaluation.values:
+        if evaluation.loss is not None:
+            partials = context.buffer(f"partials {side}", piece.jobs * work.tiles * 8)
+        if evaluation.values:
             values = context.buffer(f"values {side}", piece.jobs * pitch)
-            arguments["values"] = values
-        self.interpret(context, launch, arguments)
-        flight = _Flight(piece, f"piece {side}")
+        addresses = launch.addresses._replace(values=values, partials=partials)
+        interpret(context, launch, work, addresses, evaluation.batch.vectors, piece)
+        flight = Flight(piece, f"piece {side}")
         if partials:
-            flight.sums = self._sum(context, launch, piece.jobs, tiles, side)
+            flight.sums = _add_up(context, launch, work, addresses, piece, side)
         context.mark("computed")
         if values:
-            skipped = (piece.start - aligned) * dtype.itemsize
             flight.values = _staged(context, f"values {side}", piece, dtype)
+            skipped = work.first_row * dtype.itemsize
             context.download_rows(flight.values, values + skipped, pitch)
         context.mark(flight.event)
         return flight
 
-    def interpret(
-        self, context: StreamContext, launch: Launch, arguments: NDArray[np.void]
-    ) -> None:
-        """Launch the interpreter: a block for each tile of rows and group of jobs."""
-        level_bytes = launch.variant.tile * launch.variant.dtype.itemsize
-        levels = launch.levels
-        wanted = self._tuning.warps or (2 if launch.variant.fast else 1)
-        warps = min(wanted, _SHARED_BYTES // max(1, levels * level_bytes))
-        jobs, tiles = int(arguments["jobs"]), int(arguments["tiles"])
-        resident_warps = 32 * self._device.multiprocessors
-        rounds = min(self._tuning.jobs_per_warp, max(1, jobs * tiles // resident_warps))
-        group = max(warps * rounds, -(-jobs // 0xFFFF))
-        arguments["jobs_per_block"] = group
-        context.launch(
-            launch.kernels.interpret,
-            (tiles, -(-jobs // group), 1),
-            (32 * warps, 1, 1),
-            [arguments],
-            16 + warps * levels * level_bytes,
-        )
 
-    def _sum(
-        self, context: StreamContext, launch: Launch, jobs: int, tiles: int, side: int
-    ) -> NDArray[np.float64]:
-        """Add the partial sums of each job up; return where the sums will arrive."""
-        partials = context.buffer(f"partials {side}", jobs * tiles * 8)
-        sums = context.buffer(f"sums {side}", jobs * 8)
-        arguments = [np.array(partials, "u8"), np.array(sums, "u8"), np.array(tiles, "i4")]
-        context.launch(launch.kernels.sum_partials, (jobs, 1, 1), (128, 1, 1), arguments)
-        staged = context.pinned(f"sums {side}", jobs * 8).view(np.float64)
-        context.download(staged, sums)
-        return staged
+def interpret(
+    context: StreamContext,
+    launch: Launch,
+    work: Work,
+    addresses: Addresses,
+    vectors: int,
+    piece: Piece,
+) -> None:
+    """Launch the interpreter: a block for each tile of rows and group of jobs."""
+    told = np.zeros(1, dtype=ARGUMENTS)
+    staged = launch.staged
+    groups, warps, shared = tell_interpreter(
+        *(told, work, addresses, staged.parts, staged.extent, vectors),
+        (piece.first_job, piece.jobs),
+    )
+    context.launch(
+        launch.kernels.interpret, (work.tiles, groups, 1), (32 * warps, 1, 1), [told[0]], shared
+    )
+
+
+def _add_up(
+    context: StreamContext,
+    launch: Launch,
+    work: Work,
+    addresses: Addresses,
+    piece: Piece,
+    side: int,
+) -> NDArray[np.float64]:
+    """Add the partial sums of each job up; return where the sums will arrive."""
+    sums = context.pinned(f"sums {side}", piece.jobs * 8).view(np.float64)
+    numbers = (addresses.partials, sums.ctypes.data, work.tiles)
+    arguments = [np.array(number, dtype=np.int64) for number in numbers]
+    context.launch(launch.kernels.sum_partials, (piece.jobs, 1, 1), (SUM_THREADS, 1, 1), arguments)
+    return sums
 
 
 def interpreter_cubin(variant: Variant, architecture: int) -> bytes:
@@ -358,40 +336,31 @@ def interpreter_cubin(variant: Variant, architecture: int) -> bytes:
     return link(with_jump_table(ptx, CASES), architecture)
 
 
-def _land(
-    context: StreamContext,
-    launch: Launch,
-    flight: _Flight,
-    outputs: Outputs,
-    sums: NDArray[np.float64],
-) -> None:
-    """Wait for a piece and take its results to where they belong."""
-    context.wait(flight.event)
-    piece = flight.piece
-    jobs = slice(piece.first_job, piece.first_job + piece.jobs)
-    if flight.sums is not None:
-        sums[jobs] += flight.sums
-    if flight.values is not None and outputs.values is not None:
-        first, stop = launch.evaluation.row_range(launch.resident.dataset.layout)
-        rows = slice(piece.start - first, piece.stop - first)
-        outputs.values.reshape(len(sums), -1)[jobs, rows] = flight.values
-        if piece.stop == stop:
-            outputs.ready(jobs.stop // launch.evaluation.batch.vectors)
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """Takes the results of pieces to where they belong."""
+
+    resident: ResidentDataset
+    evaluation: Evaluation
+    outputs: Outputs
+    sums: NDArray[np.float64]
+
+    def take(self, context: StreamContext, flight: Flight) -> None:
+        """Wait for a piece and take its results."""
+        context.wait(flight.event)
+        piece, outputs = flight.piece, self.outputs
+        jobs = slice(piece.first_job, piece.first_job + piece.jobs)
+        if flight.sums is not None:
+            self.sums[jobs] += flight.sums
+        if flight.values is not None and outputs.values is not None:
+            first, stop = self.evaluation.row_range(self.resident.dataset.layout)
+            rows = slice(piece.start - first, piece.stop - first)
+            outputs.values.reshape(len(self.sums), -1)[jobs, rows] = flight.values
+            if piece.stop == stop:
+                outputs.ready(jobs.stop // self.evaluation.batch.vectors)
 
 
 def _staged(context: StreamContext, name: str, piece: Piece, dtype: np.dtype[Any]) -> NDArray[Any]:
     shape = (piece.jobs, piece.stop - piece.start)
     staging = context.pinned(name, shape[0] * shape[1] * dtype.itemsize)
     return staging.view(dtype).reshape(shape)
-
-
-def _company(share: Share, variant: Variant, piece: Piece) -> Hashable:
-    """Tell evaluations that one launch can compute; one that is large goes alone."""
-    evaluation = share.evaluation
-    if piece.jobs * tiles_of(piece.start, piece.stop, variant) * 8 > _MOST_SHARED_BYTES:
-        return share  # equal to no other
-    absolute = evaluation.loss is Loss.MAE
-    return (
-        *(evaluation.dataset_id, id(share.resident), variant, absolute),
-        *(evaluation.batch.vectors, piece.start, piece.stop),
-    )

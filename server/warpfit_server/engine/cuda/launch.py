@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Loss
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
-from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.cuda.source import SCRATCH_LEVELS, Variant
+from warpfit_server.engine.cuda.staging import Extent, Parts
 
 #: Field by field the structs of interpreter.cu.
-_ARGUMENTS: Final = np.dtype(
+ARGUMENTS: Final = np.dtype(
     [
         *((name, np.uint64) for name in ("instructions", "programs", "order", "slots")),
         *((name, np.uint64) for name in ("variables", "target", "weights", "values", "partials")),
@@ -29,33 +31,29 @@ SLOT_ARGUMENTS: Final = np.dtype(
         *((name, np.int32) for name in ("count", "vectors")),
     ]
 )
+#: Shared memory of a block that every device grants without asking, less the job counter.
+_COUNTER_BYTES: Final = 16
+_SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
+#: Most groups of jobs: the limit of a grid's second dimension.
+_MOST_GROUPS: Final = 0xFFFF
+#: Warps that a multiprocessor runs at a time.
+_RESIDENT_WARPS: Final = 32
+#: Threads of a block that adds partial sums up, and of one that computes row-invariant subtrees.
+SUM_THREADS: Final = 128
+SLOT_THREADS: Final = (32, 4)
+_compiled = numba.njit(cache=True, nogil=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The loaded kernels of one variant."""
 
+    variant: Variant
     interpret: Any
     evaluate_slots: Any
     sum_partials: Any
     costly: NDArray[np.bool_]
     """Whether an operator needs scratch levels, by wire code."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """Everything that the launches of one evaluation share."""
-
-    resident: ResidentDataset
-    evaluation: Evaluation
-    variant: Variant
-    kernels: Kernels
-    slots: int
-    """Row-invariant subtrees."""
-    addresses: dict[str, int]
-    """Device address of each array that the kernels read."""
-    levels: int
-    """Stack levels that a warp needs, with scratch if any operator asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +66,160 @@ class Piece:
     stop: int
 
 
+class Work(NamedTuple):
+    """Rows of a data set, and how the device shares the work on them out; integers."""
+
+    variables: int
+    """Address of the first variable at the first row of the first tile, likewise the next two."""
+    target: int
+    """0: no losses."""
+    weights: int
+    stride: int
+    """Bytes between variables."""
+    first_row: int
+    """Rows of the first tile to leave out."""
+    end_row: int
+    """End of the rows, counted from the first row of the first tile."""
+    tiles: int
+    absolute: int
+    """1 for losses of |f - y|, 0 for (f - y)^2."""
+    level_bytes: int
+    """Shared memory of one stack level of a warp."""
+    warps: int
+    """Warps of a block, as far as shared memory allows."""
+    rounds: int
+    """Programs that a warp runs one after the other when there are plenty."""
+    resident_warps: int
+    """Warps that the device runs at a time."""
+
+    @classmethod
+    def of(
+        cls,
+        resident: ResidentDataset,
+        rows: tuple[int, int],
+        loss: Loss | None,
+        variant: Variant,
+        shares: tuple[int, int, int],
+    ) -> Work:
+        """Describe the work on a range of rows.
+
+        Args:
+            resident: the data set.
+            rows: start and stop.
+            loss: that is wanted.
+            variant: of the kernel.
+            shares: warps of a block, rounds, multiprocessors.
+
+        """
+        start, stop = rows
+        aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
+        itemsize = variant.dtype.itemsize
+        warps, rounds, multiprocessors = shares
+        return cls(
+            variables=resident.address(0, aligned),
+            target=0 if loss is None else resident.target_address(aligned),
+            weights=0 if loss is None else resident.weights_address(aligned),
+            stride=resident.stride * itemsize,
+            first_row=start - aligned,
+            end_row=stop - aligned,
+            tiles=tiles_of(start, stop, variant),
+            absolute=int(loss is Loss.MAE),
+            level_bytes=variant.tile * itemsize,
+            warps=warps,
+            rounds=rounds,
+            resident_warps=_RESIDENT_WARPS * multiprocessors,
+        )
+
+
+class Addresses(NamedTuple):
+    """Device memory of one evaluation; integers."""
+
+    batch: int
+    """Where the staged batch was copied to."""
+    slots: int
+    """For values of row-invariant subtrees."""
+    values: int
+    """For values; 0: none are wanted."""
+    partials: int
+    """For partial sums; 0: no losses are wanted."""
+
+
 def tiles_of(start: int, stop: int, variant: Variant) -> int:
     """Tiles that cover a range of rows, from an aligned row on."""
     return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
 
 
-def kernel_arguments(launch: Launch, piece: Piece, aligned: int, tiles: int) -> NDArray[np.void]:
-    """Arguments of `Interpreter.interpret` for one piece, without where results go."""
-    resident = launch.resident
-    arguments = np.zeros((), dtype=_ARGUMENTS)
-    for name in ("instructions", "programs", "order", "slots"):
-        arguments[name] = launch.addresses[name]
-    arguments["variables"] = resident.address(0, aligned)
-    if launch.evaluation.loss is not None:
-        arguments["target"] = resident.target_address(aligned)
-        arguments["weights"] = resident.weights_address(aligned)
-        arguments["absolute"] = launch.evaluation.loss is Loss.MAE
-    arguments["stride"] = resident.stride * launch.variant.dtype.itemsize
-    arguments["slot_count"] = launch.slots
-    arguments["first_row"] = piece.start - aligned
-    arguments["end_row"] = piece.stop - aligned
-    arguments["tiles"], arguments["jobs"] = tiles, piece.jobs
-    arguments["first_job"] = piece.first_job
-    arguments["vectors"] = launch.evaluation.batch.vectors
-    arguments["levels"] = launch.levels
-    return arguments
+@_compiled  # type: ignore[untyped-decorator]
+def tell_slots(
+    told: NDArray[np.void], addresses: Addresses, parts: Parts, count: int, vectors: int
+) -> tuple[int, int]:
+    """Write the arguments of ``evaluate_slots``; return its grid.
+
+    Args:
+        told: to fill; `SLOT_ARGUMENTS` [1].
+        addresses: of the evaluation.
+        parts: of the staged batch.
+        count: slots.
+        vectors: parameter vectors.
+
+    """
+    one = told[0]
+    one.codes = addresses.batch + parts.codes
+    one.values = addresses.batch + parts.values
+    one.parameters = addresses.batch + parts.parameters
+    one.slots = addresses.batch + parts.slots
+    one.results = addresses.slots
+    one.count = count
+    one.vectors = vectors
+    return -(-count // SLOT_THREADS[1]), -(-vectors // SLOT_THREADS[0])
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def tell_interpreter(
+    told: NDArray[np.void],
+    work: Work,
+    addresses: Addresses,
+    parts: Parts,
+    extent: Extent,
+    vectors: int,
+    jobs: tuple[int, int],
+) -> tuple[int, int, int]:
+    """Write the arguments of ``interpret``; return groups of jobs, warps and shared memory.
+
+    A block takes one tile and one group. Its shared memory is in bytes.
+
+    Args:
+        told: to fill; `ARGUMENTS` [1].
+        work: rows and layout.
+        addresses: of the evaluation.
+        parts: of the staged batch.
+        extent: of the staged batch.
+        vectors: parameter vectors.
+        jobs: the first one and how many.
+
+    """
+    levels = extent.levels + (SCRATCH_LEVELS if extent.costly else 0)
+    warps = min(work.warps, _SHARED_BYTES // max(1, levels * work.level_bytes))
+    rounds = min(work.rounds, max(1, jobs[1] * work.tiles // work.resident_warps))
+    group = max(warps * rounds, -(-jobs[1] // _MOST_GROUPS))
+    one = told[0]
+    one.instructions = addresses.batch + parts.instructions
+    one.programs = addresses.batch + parts.programs
+    one.order = addresses.batch + parts.order
+    one.slots = addresses.slots
+    one.variables = work.variables
+    one.target = work.target
+    one.weights = work.weights
+    one.values = addresses.values
+    one.partials = addresses.partials
+    one.slot_count = extent.slots
+    one.stride = work.stride
+    one.first_row = work.first_row
+    one.end_row = work.end_row
+    one.tiles = work.tiles
+    one.first_job, one.jobs = jobs
+    one.jobs_per_block = group
+    one.vectors = vectors
+    one.levels = levels
+    one.absolute = work.absolute
+    return -(-jobs[1] // group), warps, _COUNTER_BYTES + warps * levels * work.level_bytes

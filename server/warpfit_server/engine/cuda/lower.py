@@ -13,10 +13,7 @@ The loops are compiled by Numba and run without the interpreter lock.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -48,52 +45,45 @@ _HEIGHT, _FIRST, _LAST, _NEED, _HEAD, _TAIL, _FIELDS = range(7)
 #: Counters: instructions of the program so far, slots so far, first slot of the program.
 _NODES, _SLOTS, _FIRST_SLOT, _COUNTERS = range(4)
 
-#: Gives a buffer of a name and a size in bytes, uint8 [size].
-Memory = Callable[[str, int], NDArray[np.uint8]]
+
+class Tokens(NamedTuple):
+    """A batch as compiled code takes it; see `Batch`."""
+
+    codes: NDArray[np.uint8]
+    values: NDArray[np.float64]
+    lengths: NDArray[np.uint32]
+    parameter_counts: NDArray[np.uint32]
+    parameters: NDArray[np.float64]
+    vectors: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Tokens:
+        """View a batch, always as read-only, so that compiled code is made for one kind of it."""
+        return cls(
+            codes=_read_only(batch.codes),
+            values=_read_only(batch.values),
+            lengths=_read_only(batch.lengths),
+            parameter_counts=_read_only(batch.parameter_counts),
+            parameters=_read_only(batch.parameters),
+            vectors=batch.vectors,
+        )
 
 
-def _fresh(_: str, size: int) -> NDArray[np.uint8]:
-    return np.empty(size, dtype=np.uint8)
+def _read_only(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
-class ThreadMemory(threading.local):
-    """Gives each thread buffers of its own, used again from batch to batch."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, NDArray[np.uint8]] = {}
-
-    def __call__(self, name: str, size: int) -> NDArray[np.uint8]:
-        """Give the calling thread's buffer of a name, uint8 [size]."""
-        held = self._buffers.get(name)
-        if held is None or len(held) < size:
-            held = self._buffers[name] = np.empty(size + size // 4, dtype=np.uint8)
-        return held[:size]
+#: Instructions behind the last one that the kernel reads, and does not run.
+READ_AHEAD: Final = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lowered:
-    """What the interpreter runs."""
-
-    instructions: NDArray[np.uint32]
-    """[instructions + 1, 2]; the last one pads the kernel's read ahead."""
-    programs: NDArray[np.uint32]
-    """First instruction, number of instructions, first slot, 0; [programs, 4]."""
-    slots: NDArray[np.uint32]
-    """First token, end token, first parameter value, parameters of the program; [slots, 4]."""
-    levels: int
-    """Stack levels that the deepest program needs below the top."""
-
-
-def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
-    """Lower a checked batch.
-
-    Args:
-        batch: the programs.
-        memory: gives the named buffers, uint8 [size], that the result lies in; memory that has
-            been used before saves the page faults of fresh memory.
+def check_length(batch: Batch) -> int:
+    """Return the length of the longest program.
 
     Raises:
-        ResourceExhaustedError: if a program or a variable's index is too large to encode.
+        ResourceExhaustedError: if it is too long to encode.
 
     """
     longest = int(batch.lengths.max())
@@ -105,23 +95,16 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
             needed=longest,
             available=INDEX_LIMIT - 1,
         )
-    tokens = len(batch.codes)
-    instructions = memory("instructions", (tokens + 1) * 8).view(np.uint64)
-    programs = memory("programs", len(batch) * 16).view(np.uint32).reshape(-1, 4)
-    slots = memory("slots", tokens * 16).view(np.uint32).reshape(-1, 4)
-    written, slot_count, levels = _lower(
-        _read_only(batch.codes),
-        _read_only(batch.values),
-        _read_only(batch.lengths),
-        _read_only(batch.parameter_counts),
-        batch.vectors,
-        longest,
-        ARITIES,
-        _LABELS,
-        instructions,
-        programs,
-        slots,
-    )
+    return longest
+
+
+def check_levels(levels: int) -> None:
+    """Refuse a batch that `lower_into` could not encode.
+
+    Raises:
+        ResourceExhaustedError: if a variable's index is too large.
+
+    """
     if levels < 0:
         raise ResourceExhaustedError(
             "a variable's index is larger than the interpreter can encode",
@@ -129,84 +112,107 @@ def lower(batch: Batch, memory: Memory = _fresh) -> Lowered:
             f"Use the first {INDEX_LIMIT} variables",
             available=INDEX_LIMIT,
         )
-    instructions[written] = 0
-    words = instructions[: written + 1].view(np.uint32).reshape(-1, 2)
-    return Lowered(words, programs, slots[:slot_count], levels)
-
-
-def _read_only(array: Any) -> Any:
-    """View an array so that compiled code is made for one kind of it, not for each."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _lower(
-    codes: NDArray[np.uint8],
-    values: NDArray[np.float64],
-    lengths: NDArray[np.uint32],
-    parameter_counts: NDArray[np.uint32],
-    vectors: int,
+def lower_into(
+    tokens: Tokens,
     longest: int,
-    arities: NDArray[np.int8],
-    operator_labels: NDArray[np.int64],
-    out: NDArray[np.uint64],
+    instructions: NDArray[np.uint64],
     programs: NDArray[np.uint32],
     slots: NDArray[np.uint32],
 ) -> tuple[int, int, int]:
-    """Fill the outputs; return instructions, slots and levels (-1: an index does not fit)."""
+    """Lower a checked batch; compiled code alone can call this.
+
+    Args:
+        tokens: the batch.
+        longest: length of its longest program.
+        instructions: to fill; [tokens + READ_AHEAD].
+        programs: to fill with first instruction, number of instructions, first slot, 0;
+            [programs, 4].
+        slots: to fill with first token, end token, first parameter value, parameters of the
+            program; [at most tokens, 4].
+
+    Returns:
+        Instructions, slots, and stack levels that the deepest program needs below the top, or -1
+        if the index of a variable is too large.
+
+    """
     stack = np.empty((longest + 1, _FIELDS), dtype=np.int64)
     nodes = np.empty((longest + 3, 2), dtype=np.int64)
     state = np.zeros(_COUNTERS, dtype=np.int64)
     start, written, parameter, levels = 0, 0, 0, 0
-    for program in range(len(lengths)):
-        stop = start + int(lengths[program])
-        count = int(parameter_counts[program])
-        first_slot = state[_SLOTS]
-        state[_NODES], state[_FIRST_SLOT] = 0, first_slot
-        top = 0
-        for token in range(start, stop):
-            arity = arities[codes[token]]
-            top -= arity
-            if arity == 0:
-                variable = codes[token] == VARIABLE
-                if variable and values[token] >= INDEX_LIMIT:
-                    return 0, 0, -1
-                stack[top, _HEIGHT] = 0 if variable else 1
-                stack[top, _FIRST] = int(values[token]) if variable else token
-                stack[top, _LAST] = token
-                stack[top, _HEAD] = -1
-                stack[top, _NEED] = 0
-            elif _is_row_invariant(stack, top, arity):
-                stack[top, _LAST] = token
-            else:
-                label = operator_labels[codes[token]]
-                if arity == 1:
-                    _emit_unary(label, stack, top, nodes, slots, state)
-                elif arity == 2:
-                    _emit_binary(label, stack, top, nodes, slots, state)
-                else:
-                    _emit_ternary(label, stack, top, nodes, slots, state)
-            top += 1
-        if stack[0, _HEAD] < 0:
-            _load(stack, 0, nodes, slots, state)
-        node = stack[0, _HEAD]
+    for program in range(len(tokens.lengths)):
+        stop = start + int(tokens.lengths[program])
+        count = int(tokens.parameter_counts[program])
+        state[_NODES], state[_FIRST_SLOT] = 0, state[_SLOTS]
+        if not _lower_program(tokens, start, stop, stack, nodes, slots, state):
+            return 0, 0, -1
         programs[program, 0] = written
-        while node >= 0:
-            out[written] = nodes[node, 0]
-            node = nodes[node, 1]
-            written += 1
-        programs[program, 1] = written - programs[program, 0]
-        programs[program, 2] = first_slot
+        programs[program, 2] = state[_FIRST_SLOT]
         programs[program, 3] = 0
-        for slot in range(first_slot, state[_SLOTS]):
+        written = _write(stack[0, _HEAD], nodes, instructions, written)
+        programs[program, 1] = written - programs[program, 0]
+        for slot in range(state[_FIRST_SLOT], state[_SLOTS]):
             slots[slot, 2] = parameter
             slots[slot, 3] = count
         levels = max(levels, stack[0, _NEED])
         start = stop
-        parameter += count * vectors
+        parameter += count * tokens.vectors
+    for place in range(written, written + READ_AHEAD):
+        instructions[place] = 0
     return written, state[_SLOTS], levels
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _lower_program(
+    tokens: Tokens,
+    start: int,
+    stop: int,
+    stack: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    slots: NDArray[np.uint32],
+    state: NDArray[np.int64],
+) -> bool:
+    """Make the list of a program's instructions; False if a variable's index is too large."""
+    top = 0
+    for token in range(start, stop):
+        code = tokens.codes[token]
+        arity = ARITIES[code]
+        top -= arity
+        if arity == 0:
+            variable = code == VARIABLE
+            if variable and tokens.values[token] >= INDEX_LIMIT:
+                return False
+            stack[top, _HEIGHT] = 0 if variable else 1
+            stack[top, _FIRST] = int(tokens.values[token]) if variable else token
+            stack[top, _LAST] = token
+            stack[top, _HEAD] = -1
+            stack[top, _NEED] = 0
+        elif _is_row_invariant(stack, top, arity):
+            stack[top, _LAST] = token
+        elif arity == 1:
+            _emit_unary(_LABELS[code], stack, top, nodes, slots, state)
+        elif arity == 2:
+            _emit_binary(_LABELS[code], stack, top, nodes, slots, state)
+        else:
+            _emit_ternary(_LABELS[code], stack, top, nodes, slots, state)
+        top += 1
+    if stack[0, _HEAD] < 0:
+        _load(stack, 0, nodes, slots, state)
+    return True
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _write(
+    node: int, nodes: NDArray[np.int64], instructions: NDArray[np.uint64], place: int
+) -> int:
+    """Write a list of instructions from a place on; return where it ends."""
+    while node >= 0:
+        instructions[place] = nodes[node, 0]
+        node = nodes[node, 1]
+        place += 1
+    return place
 
 
 @_compiled  # type: ignore[untyped-decorator]

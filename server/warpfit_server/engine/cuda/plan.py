@@ -21,8 +21,12 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final
 
+import numba
+import numpy as np
 from cachetools import LRUCache
+from numpy.typing import NDArray
 
+from warpfit.ir import Batch
 from warpfit.request import Tier
 
 #: Batches whose repetitions are counted.
@@ -160,3 +164,24 @@ class Planner:
         with self._lock:
             cost = self.costs[tier, mode]
             self.costs[tier, mode] = cost.corrected(token_rows, seconds)
+
+
+def fingerprint(batch: Batch) -> int:
+    """Number that tells batches of other tokens apart; other parameters make no difference.
+
+    It says whether a batch has probably been seen before, which is all that a plan needs. The
+    mixing is that of FNV-1a (Fowler, Noll and Vo 1991) on words of 64 bits, without the
+    interpreter lock.
+    """
+    return int(_fingerprint(batch.codes, batch.values.view(np.uint64)))
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _fingerprint(codes: NDArray[np.uint8], words: NDArray[np.uint64]) -> int:
+    mixed = np.uint64(14695981039346656037)
+    for index in range(len(codes)):
+        mixed = (mixed ^ words[index]) * np.uint64(1099511628211)
+        mixed = (mixed ^ (mixed >> np.uint64(32)) ^ np.uint64(codes[index])) * np.uint64(
+            1099511628211
+        )
+    return int(mixed >> np.uint64(1))

@@ -37,8 +37,8 @@ extern "C" __global__ void sum_partials(
 }
 """
 
-#: Kernels, number of parameter vectors, blocks of each kernel.
-Identity = tuple[tuple[KernelKey, ...], int, tuple[int, ...]]
+#: Hash of the kernels' keys, number of parameter vectors, blocks of each kernel.
+Identity = tuple[bytes, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,11 +80,14 @@ class Replay:
         self,
         device: CudaDevice,
         identity: Identity,
+        keys: Sequence[KernelKey],
         kernels: Sequence[Kernel],
         sum_module: Any,
         work: Work,
     ) -> None:
         self.identity = identity
+        self.keys = keys
+        """Of the kernels, which are in use as long as this lives."""
         self._device = device
         self._work = work
         self._kernels = tuple(kernels)

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -89,15 +90,43 @@ class LiftedBatch:
             batch: the lifted batch, or one of the same shapes with other numbers.
 
         """
-        vectors = np.arange(batch.vectors)[:, np.newaxis]
-        values = np.broadcast_to(batch.values[self._tokens], (batch.vectors, len(self._tokens)))
-        if not self._from_parameter.any():
-            return np.array(values)
-        counts = batch.parameter_counts.astype(np.int64)[self._programs]
-        index = np.where(self._from_parameter, batch.values[self._tokens], 0.0).astype(np.int64)
-        places = batch.parameter_starts[:-1][self._programs] + vectors * counts + index
-        places = np.where(self._from_parameter, places, 0)
-        return np.where(self._from_parameter, batch.parameters[places], values)
+        values = np.empty((batch.vectors, len(self._tokens)))
+        _fill_slots(
+            batch.values,
+            batch.parameter_counts,
+            batch.parameters,
+            self._tokens,
+            self._programs,
+            self._from_parameter,
+            values,
+        )
+        return values
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _fill_slots(
+    values: NDArray[np.float64],
+    parameter_counts: NDArray[np.uint32],
+    parameters: NDArray[np.float64],
+    tokens: NDArray[np.int64],
+    programs: NDArray[np.int64],
+    from_parameter: NDArray[np.bool_],
+    slots: NDArray[np.float64],
+) -> None:
+    """Fill slots [K, slots] from constants and parameters."""
+    vectors = len(slots)
+    program, start = 0, 0  # first parameter value of the program
+    for slot in range(len(tokens)):
+        while program < programs[slot]:
+            start += int(parameter_counts[program]) * vectors
+            program += 1
+        value = values[tokens[slot]]
+        for vector in range(vectors):
+            if from_parameter[slot]:
+                place = start + vector * int(parameter_counts[program]) + int(value)
+                slots[vector, slot] = parameters[place]
+            else:
+                slots[vector, slot] = value
 
 
 def lift(batch: Batch) -> LiftedBatch:

@@ -1,83 +1,200 @@
-"""Lowered batches on their way to the device, one behind the other in one copy."""
+"""A batch on its way to the device: lowered into one piece of memory, for one copy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
-from warpfit_server.engine.cuda.device import StreamContext
-from warpfit_server.engine.cuda.lower import Lowered
+from warpfit_server.engine.cuda.lower import (
+    READ_AHEAD,
+    Tokens,
+    check_length,
+    check_levels,
+    lower_into,
+)
 
-_ALIGNMENT: Final = 256
+_ALIGNMENT: Final = 64
+_compiled = numba.njit(cache=True, nogil=True)
+
+
+def most_slots(batch: Batch) -> int:
+    """Most row-invariant subtrees: the leaves, if every operator had the most operands, three."""
+    return (2 * len(batch.codes) + len(batch)) // 3
+
+
+class Parts(NamedTuple):
+    """Where each part of a staged batch begins, in bytes.
+
+    The lowering fills ``instructions`` and ``slots`` as far as it needs them.
+    """
+
+    programs: int
+    order: int
+    """Job numbers, uint32 [jobs]."""
+    values: int
+    parameters: int
+    codes: int
+    instructions: int
+    slots: int
+    end: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Parts:
+        """Lay a batch out."""
+        tokens, programs, slots = len(batch.codes), len(batch), most_slots(batch)
+        places = [0]
+        for size in (
+            *(programs * 16, programs * batch.vectors * 4),
+            *(tokens * 8, len(batch.parameters) * 8, tokens),
+            *((tokens + READ_AHEAD) * 8, slots * 16),
+        ):
+            places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        return cls(*places)
+
+
+class Extent(NamedTuple):
+    """What the lowering has made of a batch."""
+
+    instructions: int
+    slots: int
+    """Row-invariant subtrees."""
+    levels: int
+    """Stack levels that the deepest program needs below the top; -1: an index is too large."""
+    costly: bool
+    """Whether an operator needs scratch levels."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """A batch in the memory that goes to the device."""
+
+    memory: NDArray[np.uint8]
+    parts: Parts
+    extent: Extent
+
+    @property
+    def used(self) -> NDArray[np.uint8]:
+        """What must be copied."""
+        return self.memory[: self.parts.slots + 16 * self.extent.slots]
+
+    @property
+    def instructions(self) -> NDArray[np.uint32]:
+        """[instructions + READ_AHEAD, 2]."""
+        count = self.extent.instructions + READ_AHEAD
+        return self._part(self.parts.instructions, 8 * count).reshape(-1, 2)
+
+    @property
+    def programs(self) -> NDArray[np.uint32]:
+        """First instruction, number of instructions, first slot, 0; [programs, 4]."""
+        return self._part(self.parts.programs, self.parts.order).reshape(-1, 4)
+
+    @property
+    def order(self) -> NDArray[np.uint32]:
+        """Job numbers, and what pads them."""
+        return self._part(self.parts.order, self.parts.values - self.parts.order)
+
+    @property
+    def slots(self) -> NDArray[np.uint32]:
+        """First token, end token, first parameter value, parameters of the program; [slots, 4]."""
+        return self._part(self.parts.slots, 16 * self.extent.slots).reshape(-1, 4)
+
+    def _part(self, start: int, size: int) -> NDArray[np.uint32]:
+        return self.memory[start : start + size].view(np.uint32)
 
 
 def stage(
-    context: StreamContext, batches: Sequence[Batch], lowered: Sequence[Lowered], chunk: int
-) -> dict[str, int]:
-    """Copy lowered batches to the device; return the address of each part.
+    batch: Batch,
+    costly: NDArray[np.bool_],
+    chunk: int,
+    allocate: Callable[[int], NDArray[np.uint8]],
+) -> Staged:
+    """Lower a checked batch.
 
-    Each launch takes ``chunk`` jobs in turn.
+    Args:
+        batch: the programs.
+        costly: whether an operator needs scratch levels, by wire code; [256].
+        chunk: jobs of each launch.
+        allocate: gives memory of a number of bytes, uint8.
 
-    The parts are those that the kernels know: ``instructions``, ``programs``, ``order`` (job
-    numbers), and ``slot_slots``, ``slot_codes``, ``slot_values``, ``slot_parameters``. Indices into
-    them count from the start of the first batch.
+    Raises:
+        ResourceExhaustedError: if a program or a variable's index is too large to encode.
+
     """
-    parts: dict[str, list[NDArray[Any]]] = {
-        "instructions": [one.instructions for one in lowered],
-        "programs": [one.programs for one in lowered],
-        "order": [_order(lowered, batches[0].vectors, chunk)],
-        "slot_slots": [one.slots for one in lowered],
-        "slot_codes": [batch.codes for batch in batches],
-        "slot_values": [batch.values for batch in batches],
-        "slot_parameters": [batch.parameters for batch in batches],
-    }
-    offsets = [0]
-    for pieces in parts.values():
-        size = sum(piece.nbytes for piece in pieces)
-        offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-    staging = context.pinned("batch", offsets[-1])
-    for pieces, offset in zip(parts.values(), offsets, strict=False):
-        _copy(pieces, staging[offset:])
-    places = dict(zip(parts, offsets, strict=False))
-    if len(batches) > 1:
-        _relocate(batches, lowered, staging[places["programs"] :], staging[places["slot_slots"] :])
-    base = context.buffer("batch", offsets[-1])
-    context.upload(base, staging)
-    return {name: base + offset for name, offset in places.items()}
+    longest, parts = check_length(batch), Parts.of(batch)
+    memory = allocate(parts.end)
+    extent = Extent(*stage_into(Tokens.of(batch), longest, costly, chunk, parts, memory))
+    check_levels(extent.levels)
+    return Staged(memory, parts, extent)
 
 
-def _copy(pieces: Sequence[NDArray[Any]], target: NDArray[np.uint8]) -> None:
-    place = 0
-    for piece in pieces:
-        target[place : place + piece.nbytes] = piece.reshape(-1).view(np.uint8)
-        place += piece.nbytes
+@_compiled  # type: ignore[untyped-decorator]
+def stage_into(
+    tokens: Tokens,
+    longest: int,
+    costly: NDArray[np.bool_],
+    chunk: int,
+    parts: Parts,
+    memory: NDArray[np.uint8],
+) -> tuple[int, int, int, bool]:
+    """Lower a batch into memory laid out as ``parts``; return the fields of `Extent`."""
+    programs = memory[parts.programs : 16 * len(tokens.lengths)].view(np.uint32).reshape(-1, 4)
+    instructions, slots, levels = lower_into(
+        tokens,
+        longest,
+        memory[parts.instructions : parts.slots].view(np.uint64),
+        programs,
+        memory[parts.slots : parts.end].view(np.uint32).reshape(-1, 4),
+    )
+    if levels < 0:
+        return 0, 0, levels, False
+    _copy(tokens.values, memory[parts.values : parts.parameters].view(np.float64))
+    _copy(tokens.parameters, memory[parts.parameters : parts.codes].view(np.float64))
+    _copy(tokens.codes, memory[parts.codes : parts.instructions])
+    jobs = len(programs) * tokens.vectors
+    order = memory[parts.order : parts.values].view(np.uint32)
+    for first in range(0, jobs, chunk):
+        last = min(first + chunk, jobs)
+        _longest_first(programs, tokens.vectors, longest, first, order[first:last])
+    return instructions, slots, levels, _is_any(costly, tokens.codes)
 
 
-def _relocate(
-    batches: Sequence[Batch],
-    lowered: Sequence[Lowered],
-    programs: NDArray[np.uint8],
-    slots: NDArray[np.uint8],
+@_compiled  # type: ignore[untyped-decorator]
+def _copy(source: NDArray[Any], target: NDArray[Any]) -> None:
+    for index in range(len(source)):
+        target[index] = source[index]
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _longest_first(
+    programs: NDArray[np.uint32],
+    vectors: int,
+    longest: int,
+    first: int,
+    order: NDArray[np.uint32],
 ) -> None:
-    """Shift the indices of each batch by what lies in front of it, in the staged copies."""
-    shift = np.zeros(4, dtype=np.uint32)  # instructions, slots, tokens, parameters
-    for batch, one in zip(batches, lowered, strict=True):
-        own_programs = programs[: one.programs.nbytes].view(np.uint32).reshape(-1, 4)
-        own_slots = slots[: one.slots.nbytes].view(np.uint32).reshape(-1, 4)
-        programs, slots = programs[one.programs.nbytes :], slots[one.slots.nbytes :]
-        own_programs[:, [0, 2]] += shift[:2]
-        own_slots[:, :3] += shift[[2, 2, 3]]
-        own = (len(one.instructions), len(one.slots), len(batch.codes), len(batch.parameters))
-        shift += np.array(own, dtype=np.uint32)
+    """Number jobs from ``first`` on by falling length: the short ones fill the gaps in the end."""
+    places = np.zeros(longest + 3, dtype=np.int64)  # where the jobs of a length begin
+    for job in range(first, first + len(order)):
+        places[longest + 1 - programs[job // vectors, 1]] += 1
+    place = 0
+    for rank in range(len(places)):
+        place, places[rank] = place + places[rank], place
+    for job in range(first, first + len(order)):
+        rank = longest + 1 - programs[job // vectors, 1]
+        order[places[rank]] = job
+        places[rank] += 1
 
 
-def _order(lowered: Sequence[Lowered], vectors: int, chunk: int) -> NDArray[np.uint32]:
-    """Job numbers, the longest first within each chunk: the short ones fill the gaps."""
-    cost = np.concatenate([one.programs[:, 1] for one in lowered]).repeat(vectors).astype(np.int64)
-    if chunk >= len(cost):
-        return np.argsort(-cost, kind="stable").astype(np.uint32)
-    return np.lexsort((-cost, np.arange(len(cost)) // chunk)).astype(np.uint32)
+@_compiled  # type: ignore[untyped-decorator]
+def _is_any(flags: NDArray[np.bool_], codes: NDArray[np.uint8]) -> bool:
+    """Whether a code is flagged."""
+    index = 0
+    while index < len(codes) and not flags[codes[index]]:
+        index += 1
+    return index < len(codes)

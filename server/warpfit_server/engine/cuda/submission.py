@@ -9,6 +9,7 @@ passed them all.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -29,21 +30,23 @@ _FUNCTIONS: Final = (
     "cuStreamSynchronize",
     "cuEventElapsedTime",
 )
-_UPLOAD, _DOWNLOAD, _LAUNCH, _RECORD, _SYNCHRONIZE, _ELAPSED = range(len(_FUNCTIONS))
+#: Kinds of step: the driver's functions, then reading the clock of ``time.perf_counter``.
+UPLOAD, DOWNLOAD, LAUNCH, RECORD, SYNCHRONIZE, ELAPSED, NOW = range(len(_FUNCTIONS) + 1)
 #: Numbers of a step: its kind, then the function's arguments.
-_WIDTH: Final = 12
+WIDTH: Final = 12
 
 
 def driver_functions() -> NDArray[np.int64]:
-    """Addresses of the driver's functions.
+    """Addresses of the functions of all kinds of step.
 
     Raises:
         OSError: if there is no driver.
 
     """
-    library = ctypes.CDLL("libcuda.so.1")
-    found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-    return np.array(found, dtype=np.int64)
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = [getattr(driver, name) for name in _FUNCTIONS]
+    found.append(ctypes.CDLL(None).clock_gettime)
+    return np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], dtype=np.int64)
 
 
 class Submission:
@@ -65,12 +68,12 @@ class Submission:
     def upload(self, address: int, source: NDArray[Any]) -> None:
         """Copy page-locked host memory to the device."""
         self._kept.append(source)
-        self._add(_UPLOAD, address, source.ctypes.data, source.nbytes, self._stream)
+        self._add(UPLOAD, address, source.ctypes.data, source.nbytes, self._stream)
 
     def download(self, target: NDArray[Any], address: int) -> None:
         """Copy device memory to page-locked host memory."""
         self._kept.append(target)
-        self._add(_DOWNLOAD, target.ctypes.data, address, target.nbytes, self._stream)
+        self._add(DOWNLOAD, target.ctypes.data, address, target.nbytes, self._stream)
 
     def launch(
         self,
@@ -92,11 +95,11 @@ class Submission:
         """
         places = np.array([argument.ctypes.data for argument in arguments], dtype=np.int64)
         self._kept += [places, *arguments]
-        self._add(_LAUNCH, function.ptr, *grid, *block, shared, self._stream, places.ctypes.data)
+        self._add(LAUNCH, function.ptr, *grid, *block, shared, self._stream, places.ctypes.data)
 
     def record(self, event: Any) -> None:
         """Record a CuPy event."""
-        self._add(_RECORD, event.ptr, self._stream)
+        self._add(RECORD, event.ptr, self._stream)
 
     def run(self, start: Any, end: Any) -> tuple[int, int]:
         """Carry the steps out and wait for their end.
@@ -109,15 +112,15 @@ class Submission:
             The driver's status, 0 for success, and the nanoseconds between the two events.
 
         """
-        self._add(_SYNCHRONIZE, self._stream)
-        self._add(_ELAPSED, self._elapsed.ctypes.data, start.ptr, end.ptr)
-        status = int(_carry_out(self._functions, np.array(self._steps, dtype=np.int64)))
+        self._add(SYNCHRONIZE, self._stream)
+        self._add(ELAPSED, self._elapsed.ctypes.data, start.ptr, end.ptr)
+        status = int(carry_out(self._functions, np.array(self._steps, dtype=np.int64)))
         self._steps.clear()
         self._kept.clear()
         return status, int(self._elapsed[0] * 1e6)
 
     def _add(self, *numbers: int) -> None:
-        self._steps.append((*numbers, *(0,) * (_WIDTH - len(numbers))))
+        self._steps.append((*numbers, *(0,) * (WIDTH - len(numbers))))
 
 
 def _calling(*widths: int) -> Any:
@@ -147,20 +150,28 @@ _call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _carry_out(functions: Any, steps: Any) -> int:
-    """Do one step after the other; return the first status that is not 0."""
+def carry_out(functions: Any, steps: Any) -> int:
+    """Do one step after the other; return the first status that is not 0.
+
+    Args:
+        functions: from `driver_functions`.
+        steps: to do, each its kind and the arguments of its function; [steps, WIDTH].
+
+    """
     for number in range(len(steps)):
         s = steps[number]
         address = functions[s[0]]
-        if s[0] == _LAUNCH:
+        if s[0] == LAUNCH:
             status = _call_launch(
                 address, (s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
             )
-        elif s[0] == _RECORD:
+        elif s[0] == RECORD:
             status = _call_2(address, (s[1], s[2]))
-        elif s[0] == _SYNCHRONIZE:
+        elif s[0] == NOW:
+            status = _call_2(address, (time.CLOCK_MONOTONIC, s[1]))
+        elif s[0] == SYNCHRONIZE:
             status = _call_1(address, (s[1],))
-        elif s[0] == _ELAPSED:
+        elif s[0] == ELAPSED:
             status = _call_3(address, (s[1], s[2], s[3]))
         else:
             status = _call_4(address, (s[1], s[2], s[3], s[4]))

@@ -1,0 +1,194 @@
+"""Whether programs are well-formed: a fast test that passes those that are, and the exact checks.
+
+Programs come as in a `warpfit.ir.Batch`: ``codes`` uint8 [tokens] and ``values`` float64 [tokens]
+of all programs one after the other, ``starts`` int64 [programs + 1] with the index of each one's
+first token and the total, ``counts`` [programs] with the length of each one's parameter vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import ProgramError
+from warpfit.ops import ARITIES, BY_CODE, PARAMETER, VARIABLE
+
+Codes = NDArray[np.uint8]
+Values = NDArray[np.float64]
+Starts = NDArray[np.int64]
+#: Indices of variables and parameters are below this.
+INDEX_LIMIT: Final = 2**31
+_INDEX_LIMIT_BITS: Final = np.float64(INDEX_LIMIT).view(np.uint64)
+
+
+def _height_changes() -> NDArray[np.int64]:
+    changes = np.where(ARITIES < 0, np.iinfo(np.int64).min // 2, 1 - ARITIES.astype(np.int64))
+    changes.setflags(write=False)
+    return changes
+
+
+#: What each code adds to the height of the stack, int64 [256]. One that is no token code takes
+#: more than any program can have put there.
+_HEIGHT_CHANGES: Final = _height_changes()
+
+
+def is_sound(
+    codes: Codes,
+    values: Values,
+    starts: Starts,
+    lengths: NDArray[Any],
+    variables: int = INDEX_LIMIT,
+    counts: NDArray[Any] | None = None,
+) -> bool:
+    """Tell, in few passes, whether `check_structure` and `check_indices` would pass.
+
+    A negative zero as an index is right, but not worth a pass: the answer is False.
+
+    Args:
+        codes: token codes.
+        values: token values.
+        starts: where programs begin.
+        lengths: tokens of each program, [programs].
+        variables: number of variables of the data set.
+        counts: length of each parameter vector; None allows any index.
+
+    """
+    if not lengths.all() or not _stacks_balance(codes, starts):
+        return False
+    # As bits, numbers from 0 are ordered like whole numbers, below all negative ones and NaN.
+    bits, bound = values.view(np.uint64), np.float64(variables).view(np.uint64)
+    bounds: Any = _INDEX_LIMIT_BITS
+    if counts is not None:
+        bounds = np.repeat(counts.astype(np.float64).view(np.uint64), lengths)
+    is_variable, is_parameter = codes == VARIABLE, codes == PARAMETER
+    fits = is_variable & (bits < bound)
+    fits |= is_parameter & (bits < bounds)
+    with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
+        fits &= np.floor(values) == values
+    is_variable |= is_parameter
+    return bool((fits == is_variable).all())
+
+
+def _stacks_balance(codes: Codes, starts: Starts) -> bool:
+    """Tell whether every operator finds its operands and one value is left of each program."""
+    height = _HEIGHT_CHANGES.take(codes)
+    # Each program but the first begins by dropping the value of the one before, so that heights
+    # are its own, up to the first program that leaves another number of values.
+    height[starts[1:-1]] -= 1
+    np.add.accumulate(height, out=height)
+    return bool(height.min() >= 1 and (height[starts[1:] - 1] == 1).all())
+
+
+def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
+    """Check codes, indices and stack discipline.
+
+    Raises:
+        ProgramError: for the first bad token.
+
+    """
+    lengths = np.diff(starts)
+    if not lengths.all():
+        raise ProgramError(
+            "the program is empty",
+            "EMPTY_PROGRAM",
+            "Send at least one token for each expression",
+            "lengths",
+            int(np.argmin(lengths)),
+        )
+    refuse = _Refusal(values, starts)
+    refuse(
+        ARITIES[codes] < 0,
+        "UNKNOWN_OPERATOR",
+        lambda _, token: f"code {codes[token]} is no token code",
+        "GetServerInfo lists the operators that this server knows",
+    )
+    with np.errstate(invalid="ignore"):
+        index = (values >= 0) & (values < INDEX_LIMIT) & (values == np.floor(values))
+    refuse(
+        ((codes == VARIABLE) | (codes == PARAMETER)) & ~index,
+        "BAD_INDEX",
+        lambda value, _: f"{value} is not an index",
+        "Variables and parameters carry a whole number from 0",
+    )
+    _check_stacks(codes, starts, refuse)
+
+
+def _check_stacks(codes: Codes, starts: Starts, refuse: _Refusal) -> None:
+    change = _HEIGHT_CHANGES[codes]
+    height = np.cumsum(change)
+    first, last = starts[:-1], starts[1:] - 1
+    height -= np.repeat(height[first] - change[first], np.diff(starts))
+    refuse(
+        height < 1,
+        "STACK_UNDERFLOW",
+        lambda _, token: f"operator {BY_CODE[int(codes[token])].name} lacks operands",
+        "In postfix, operands stand before their operator",
+    )
+    left = np.zeros(len(height), dtype=bool)
+    left[last] = height[last] != 1
+    refuse(
+        left,
+        "STACK_LEFTOVERS",
+        lambda _, token: f"{height[token]} values are left at the end, not one",
+        "Combine them with operators, or send them as separate programs",
+    )
+
+
+def check_indices(
+    codes: Codes, values: Values, starts: Starts, variables: int, counts: NDArray[Any]
+) -> None:
+    """Check the indices of variables and parameters against what there is of them.
+
+    Raises:
+        ProgramError: for the first token whose index is out of range.
+
+    """
+    refuse = _Refusal(values, starts)
+    refuse(
+        (codes == VARIABLE) & (values >= variables),
+        "VARIABLE_OUT_OF_RANGE",
+        lambda value, _: (
+            f"variable index {value:.0f} is out of range: the data set has {variables} variables"
+        ),
+        f"Use indices 0 to {variables - 1}",
+    )
+    bounds = np.repeat(counts, np.diff(starts))
+    refuse(
+        (codes == PARAMETER) & (values >= bounds),
+        "PARAMETER_OUT_OF_RANGE",
+        lambda value, token: (
+            f"parameter index {value:.0f} is out of range: {bounds[token]} parameters were given"
+        ),
+        "Give a longer parameter vector for this expression",
+    )
+
+
+class _Refusal:
+    """Raises ProgramError for the first token that is bad, if any is."""
+
+    def __init__(self, values: Values, starts: Starts) -> None:
+        self._values = values
+        self._starts = starts
+
+    def __call__(
+        self,
+        bad: NDArray[np.bool_],
+        reason: str,
+        message: Callable[[float, int], str],
+        remedy: str,
+    ) -> None:
+        token = int(bad.argmax())
+        if not bad[token]:
+            return
+        expression = int(np.searchsorted(self._starts, token, side="right")) - 1
+        raise ProgramError(
+            message(float(self._values[token]), token),
+            reason,
+            remedy,
+            "programs",
+            expression,
+            token - int(self._starts[expression]),
+        )

@@ -1,0 +1,93 @@
+"""Parameter vectors of a batch, as callers give them and as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from warpfit.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vectors:
+    """The parameter vectors of all programs of a batch, flat."""
+
+    counts: NDArray[np.uint32]
+    """Length of each program's vector; [programs]."""
+    numbers: NDArray[np.float64]
+    """For each program in turn its K vectors, C order [K, count]; flat."""
+    count: int = 1
+    """K, the number of vectors for each program."""
+    tables: bool = False
+    """Whether a caller gave a table [K, n] for a program, so that answers have an axis of K."""
+
+    @classmethod
+    def of(cls, programs: int, entries: Sequence[ArrayLike] | None) -> Vectors:
+        """Take one vector [n] or K vectors [K, n] for each program; None gives none to any.
+
+        Raises:
+            InvalidArgumentError: if the number of entries is not the number of programs, if K
+                differs between programs, or if an entry is no array of numbers.
+
+        """
+        if entries is None:
+            return cls(np.zeros(programs, dtype=np.uint32), np.empty(0))
+        if len(entries) != programs:
+            raise InvalidArgumentError(
+                f"{len(entries)} parameter entries for {programs} programs",
+                "LENGTH_MISMATCH",
+                "Give one vector [n] or K vectors [K, n] for each program, [] where it has none",
+                "parameters",
+            )
+        return _one_vector_each(entries) or _converted(entries)
+
+
+def _one_vector_each(entries: Sequence[ArrayLike]) -> Vectors | None:
+    """Join the vectors of the common case in one step; None if it is not this case."""
+    try:
+        numbers = np.concatenate(entries, dtype=np.float64)
+        counts = np.fromiter(map(len, entries), np.uint32, len(entries))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    if numbers.ndim != 1 or counts.sum() != len(numbers):
+        return None
+    return Vectors(counts, numbers)
+
+
+def _converted(entries: Sequence[ArrayLike]) -> Vectors:
+    arrays = [_array(index, entry) for index, entry in enumerate(entries)]
+    dimensions = {array.ndim for array in arrays}
+    if dimensions == {1}:
+        return Vectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
+    vectors = {array.shape[0] for array in arrays if array.ndim == 2}
+    if len(vectors) != 1 or not dimensions <= {1, 2}:
+        raise InvalidArgumentError(
+            f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
+            "VECTOR_MISMATCH",
+            "Give each program one vector [n], or the same number K of vectors [K, n]",
+            "parameters",
+        )
+    k = vectors.pop()
+    blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
+    return Vectors(
+        np.array([block.shape[1] for block in blocks], np.uint32),
+        np.concatenate([block.ravel() for block in blocks]),
+        k,
+        tables=True,
+    )
+
+
+def _array(index: int, entry: ArrayLike) -> NDArray[np.float64]:
+    try:
+        return np.asarray(entry, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"the parameters of an expression are no array of numbers: {error}",
+            "NOT_NUMBERS",
+            "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters",
+            "parameters",
+            expression=index,
+        ) from error

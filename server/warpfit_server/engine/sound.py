@@ -1,0 +1,75 @@
+"""The check that stands before every engine: that the tokens of a batch are programs.
+
+A front door passes tokens on as they come, because looking at each one takes Python's time, of
+which it has least. Compiled code looks at them here, without the interpreter lock; only if it finds
+something wrong, the exact check says what.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InternalError
+from warpfit.ir import Batch
+from warpfit.ops import ARITIES, PARAMETER, VARIABLE
+from warpfit.tokens import INDEX_LIMIT
+
+
+def check_sound(batch: Batch, variables: int) -> None:
+    """Check every token against the operator table and the data set.
+
+    Args:
+        batch: whose arrays fit together, see `Batch.check_shapes`.
+        variables: of the data set.
+
+    Raises:
+        ProgramError: for the first bad token.
+
+    """
+    if is_sound(batch, variables):
+        return
+    batch.check(variables)
+    raise InternalError("two checks of a batch disagree", "ENGINE_FAILURE", "Report it as a bug")
+
+
+def is_sound(batch: Batch, variables: int) -> bool:
+    """Tell whether `Batch.check` would pass, for a batch whose arrays fit together."""
+    return bool(
+        _is_sound(
+            batch.codes,
+            batch.values,
+            batch.lengths,
+            batch.parameter_counts,
+            float(min(variables, INDEX_LIMIT)),
+        )
+    )
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _is_sound(
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float64],
+    lengths: NDArray[np.uint32],
+    counts: NDArray[np.uint32],
+    variables: float,
+) -> bool:
+    start = 0
+    for program in range(len(lengths)):
+        stop = start + int(lengths[program])
+        parameters = min(float(counts[program]), float(INDEX_LIMIT))
+        height, lowest, sound = 0, 1, True
+        for token in range(start, stop):  # without branches, which random tokens make dear
+            code, value = codes[token], values[token]
+            arity = ARITIES[code]
+            height += 1 - arity
+            lowest = min(lowest, height)
+            is_variable, is_parameter = code == VARIABLE, code == PARAMETER
+            bound = variables if is_variable else parameters
+            fits = (value >= 0.0) & (value < bound) & (np.floor(value) == value)
+            sound &= (arity >= 0) & (fits | ~(is_variable | is_parameter))
+        if stop == start or height != 1 or lowest < 1 or not sound:
+            return False
+        start = stop
+    return True

@@ -1,0 +1,194 @@
+"""What one small call costs the client's thread and the server's decoder, in CPU time.
+
+``python tests/bench/call_cost.py`` writes results/call_cost.json: 300 programs of the thesis mix
+with their parameters, losses as the answer, which another process on loopback gives without
+computing anything. The floor is the same call by gRPC alone: the same bytes, nothing encoded or
+decoded. Thread time is compared, because the clock depends on who else uses the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc.experimental import ChannelOptions
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import warpfit
+from support.results import write_result
+from warpfit import codec
+from warpfit.arguments import build_evaluation
+from warpfit.data import Answer, Data
+from warpfit.dataset import Dataset
+from warpfit.info import Limits
+from warpfit.recent import RecentTokens
+from warpfit.request import Evaluation, Timings
+from warpfit.v1 import evaluator_pb2 as pb
+from warpfit.workload import thesis_mix
+from warpfit_server.limits import check_batch
+
+SEED = 20261121
+BATCHES = 40
+ROUNDS = 25
+OPTIONS = {"loss": "mse", "precision": "fast"}
+METHOD = "/warpfit.v1.Evaluator/Evaluate"
+
+
+def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float]:
+    """Thread time of one call of each action, median of rounds in which they take turns."""
+    rounds: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(ROUNDS):
+        for name, action in actions.items():
+            started = time.thread_time_ns()
+            for turn in range(BATCHES):
+                action(turn)
+            rounds[name].append((time.thread_time_ns() - started) / BATCHES / 1e3)
+    return {name: round(statistics.median(times), 1) for name, times in rounds.items()}
+
+
+def answer_bytes(data: Data) -> bytes:
+    """An answer with 300 losses, in one message."""
+    timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
+    losses = np.random.default_rng(SEED).uniform(size=(300, 1))
+    return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(losses, timings)
+
+
+def stage_costs(data: Data, batches: list[Any], answer: bytes) -> dict[str, float]:
+    """Stages of one call: programs that were never sent, or the same with new parameters."""
+    built: dict[int, Evaluation] = {}
+    recent = RecentTokens()
+
+    def build(turn: int) -> None:
+        built[turn] = build_evaluation(data, *batches[turn], None, OPTIONS, recent)[0]
+
+    def rebuild(turn: int) -> None:
+        build_evaluation(data, *batches[0], None, OPTIONS, recent)
+
+    def decode(turn: int) -> None:
+        assembler = codec.ResultAssembler(built[turn])
+        assembler.add(codec.answer_from_bytes(answer))
+        Answer.of(assembler.result(), built[turn].batch, leading_axis=False)
+
+    return microseconds(
+        {
+            "build_fresh": build,
+            "build_repeated": rebuild,
+            "encode": lambda turn: codec.evaluation_to_bytes(built[turn]),
+            "decode_answer": decode,
+        }
+    )
+
+
+def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
+    """Stages of the server's decoder."""
+    requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
+    evaluations = [codec.evaluation_from_message(request) for request in requests]
+    limits = Limits()
+
+    def whole(turn: int) -> None:
+        request = codec.parse_message(pb.EvaluateRequest, messages[turn])
+        evaluation = codec.evaluation_from_message(request)
+        check_batch(evaluation.batch, limits)
+        evaluation.check(data.layout)
+
+    return microseconds(
+        {
+            "parse": lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn]),
+            "unpack": lambda turn: codec.evaluation_from_message(requests[turn]),
+            "limits": lambda turn: check_batch(evaluations[turn].batch, limits),
+            "check": lambda turn: evaluations[turn].check(data.layout),
+            "all": whole,
+        }
+    )
+
+
+def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
+    """Whole calls of the blocking client, and gRPC's own."""
+    reading = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
+    with (
+        unary_server() as address,
+        warpfit.connect(address) as client,
+        grpc.insecure_channel(address, reading) as channel,
+    ):
+        method = channel.unary_stream(METHOD)
+        return microseconds(
+            {
+                "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
+                "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
+                "grpc_alone": lambda turn: list(method(messages[turn])),
+            }
+        )
+
+
+@contextmanager
+def unary_server() -> Iterator[str]:
+    """Another process that answers every Evaluate with the same bytes."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__)), "serve"],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield f"127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.communicate(timeout=30)
+
+
+def serve() -> None:
+    """Be that process until standard input ends."""
+    answer = answer_bytes(Data(data_set()))
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler = grpc.unary_stream_rpc_method_handler(lambda _request, _context: iter((answer,)))
+    _, service, method = METHOD.split("/")
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    server.start()
+    sys.stdin.read()
+    server.stop(None)
+
+
+def data_set() -> Dataset:
+    """A data set of the right shape; only its layout matters."""
+    return Dataset.of(np.ones((100_000, 10), dtype=np.float32), np.ones(100_000))
+
+
+def main() -> None:
+    data = Data(data_set())
+    data.content_id  # noqa: B018 (hashed once, before anything is measured)
+    batches = [thesis_mix(SEED + turn) for turn in range(BATCHES)]
+    messages = [
+        codec.evaluation_to_bytes(build_evaluation(data, *batch, None, OPTIONS)[0])
+        for batch in batches
+    ]
+    content = {
+        "seed": SEED,
+        "request_bytes": round(statistics.mean(map(len, messages))),
+        "client_us": {
+            **call_costs(data, batches, messages),
+            **stage_costs(data, batches, answer_bytes(data)),
+        },
+        "server_us": server_costs(data, messages),
+    }
+    if sys.argv[1:] == ["print"]:
+        print(json.dumps(content, indent=2))
+    else:
+        print(write_result("call_cost", content).read_text())
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else main()

@@ -1,0 +1,301 @@
+"""Calls where they arrive: what is decided there, what is refused, what is counted and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from support.calls import Call, tenants_file, token_file
+from warpfit import codec
+from warpfit.request import Timings
+from warpfit.v1 import evaluator_pb2 as pb
+from warpfit_server import requests
+from warpfit_server.config import Config
+from warpfit_server.guard import make_guard
+from warpfit_server.ledger import Ledger, Usage
+from warpfit_server.measurements import Recorder
+from warpfit_server.requests import Observer
+from warpfit_server.tenants import tenant_of
+from warpfit_server.workers import Workers
+
+
+class Door:
+    """A guard before one method, and what it has counted."""
+
+    def __init__(self, behaviour, *, passes_on=False, name="Evaluate", **settings):
+        config = replace(Config(), **settings)
+        self.ledger = Ledger.create(1)
+        self.recorder = Recorder()
+        self.admission, self.guard = make_guard(config, self.ledger)
+        streams = {"Evaluate": grpc.unary_stream_rpc_method_handler}
+        handler = streams.get(name, grpc.unary_unary_rpc_method_handler)(behaviour)
+        observer = Observer(self.recorder)
+        protected = self.guard.protect({name: handler}, observer, passes_on=passes_on)
+        self.method = protected[name].stream_stream
+
+    def take(self, call):
+        """Let a call arrive on this thread."""
+        self.method(call.messages(), call, call.send)
+        return call
+
+    def ended(self):
+        """Method, status and tenant of the calls that were counted."""
+        counts = self.recorder.totals().counts
+        return {labels: n for (name, labels), n in counts.items() if name == "requests"}
+
+
+def echo(message, context):
+    yield message
+    yield tenant_of(context).encode()
+
+
+class TestArrival:
+    def test_a_call_is_answered_on_another_thread(self):
+        threads = []
+
+        def behaviour(message, context):
+            threads.append(threading.current_thread())
+            yield message
+
+        call = Door(behaviour).take(Call([b"question"]))
+        assert call.answer() == ("OK", [b"question"])
+        assert threads != [threading.current_thread()]
+
+    def test_a_refusal_needs_no_thread_and_no_message(self, tmp_path):
+        path, _ = token_file(tmp_path, "alice")
+        door = Door(echo, token_file=path)
+        call = Call(None)  # fails if it is asked for a message
+        door.take(call)
+        assert call.answer(wait=False) == ("UNAUTHENTICATED", [])
+        assert call.detail().reason == "TOKEN_MISSING"
+        assert door.guard.workers._threads == 0
+        assert door.ended() == {("Evaluate", "UNAUTHENTICATED", "default"): 1}
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [({"max_requests": 1}, "TOO_MANY_REQUESTS"), ({"max_rate": 1.0}, "RATE_LIMITED")],
+    )
+    def test_what_is_too_much_is_refused_where_it_arrives(self, settings, reason):
+        go = threading.Event()
+
+        def behaviour(message, context):
+            go.wait(10)
+            yield message
+
+        door = Door(behaviour, **settings)
+        first = door.take(Call([b"1"]))
+        second = door.take(Call(None))
+        assert second.answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
+        assert second.detail().reason == reason
+        assert second.detail().retry_after_ms > 0
+        go.set()
+        assert first.answer() == ("OK", [b"1"])
+        assert door.ledger.used() == Usage()
+        assert door.recorder.totals().in_flight == 0
+
+    def test_suspended_tenants(self, tmp_path):
+        path, tokens = token_file(tmp_path, "alice", "mallory")
+        tenants = tenants_file(tmp_path, "[tenants.mallory]\nsuspended = true\n")
+        door = Door(echo, token_file=path, tenants_file=tenants)
+        assert door.take(Call([b"x"], tokens["alice"])).answer() == ("OK", [b"x", b"alice"])
+        refused = door.take(Call(None, tokens["mallory"]))
+        assert refused.answer(wait=False)[0] == "PERMISSION_DENIED"
+        assert door.ended() == {
+            ("Evaluate", "OK", "alice"): 1,
+            ("Evaluate", "PERMISSION_DENIED", "mallory"): 1,
+        }
+
+    def test_no_thread_left(self):
+        go = threading.Event()
+
+        def behaviour(message, context):
+            go.wait(10)
+            return message
+
+        door = Door(behaviour, name="GetServerInfo", max_requests=1)
+        running = [door.take(Call([b"x"])) for _ in range(2 + 16)]
+        crowded = door.take(Call(None))
+        assert crowded.answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
+        go.set()
+        assert {call.answer()[0] for call in running} == {"OK"}
+        deadline = time.monotonic() + 10
+        while door.take(Call([b"x"])).answer()[0] != "OK":
+            assert time.monotonic() < deadline
+
+    def test_a_call_that_has_ended_leaves_its_place_before_its_work_has(self):
+        begun, go = threading.Event(), threading.Event()
+
+        def behaviour(message, context):
+            begun.set()
+            go.wait(10)
+            yield message
+
+        door = Door(behaviour)
+        call = door.take(Call([b"x"]))
+        begun.wait(10)
+        assert door.ledger.used() == Usage(calls=1)
+        call.cancel()
+        assert door.ledger.used() == Usage(), "given back"
+        go.set()
+        call.wait()
+        assert door.ledger.used() == Usage(), "and not twice"
+        assert door.ended() == {("Evaluate", "CANCELLED", "default"): 1}
+
+    def test_a_call_without_a_message(self):
+        call = Door(echo).take(Call([]))
+        assert call.answer()[0] == "INVALID_ARGUMENT"
+        assert call.detail().reason == "NO_MESSAGE"
+
+    def test_a_message_over_the_tenants_limit(self, tmp_path):
+        tenants = tenants_file(tmp_path, "[default]\nmessage_bytes = 10\n")
+        call = Door(echo, tenants_file=tenants).take(Call([bytes(11)]))
+        assert call.answer()[0] == "RESOURCE_EXHAUSTED"
+        assert (call.detail().needed, call.detail().available) == (11, 10)
+
+    def test_a_client_that_is_gone_gets_no_more(self):
+        made, closed = [], []
+
+        def behaviour(message, context):
+            try:
+                for number in range(100):
+                    made.append(number)
+                    yield bytes([number])
+            finally:
+                closed.append(True)
+
+        call = Call([b"x"], cancel_after=3)
+        Door(behaviour).take(call).wait()
+        assert (len(made), closed) == (3, [True])
+
+    def test_bugs_are_told_as_such_and_no_more(self):
+        def behaviour(message, context):
+            raise RuntimeError("secret")
+            yield b""
+
+        door = Door(behaviour)
+        call = door.take(Call([b"x"]))
+        assert call.answer() == ("INTERNAL", [])
+        assert "secret" not in str(call.detail()) + call.details
+        assert door.ledger.used() == Usage()
+
+
+class TestPassedOn:
+    """Methods that another process answers, which counts them too."""
+
+    def test_only_what_is_refused_here_is_counted_here(self, tmp_path):
+        path, tokens = token_file(tmp_path, "alice")
+        door = Door(echo, passes_on=True, token_file=path)
+        assert door.take(Call([b"x"], tokens["alice"])).answer()[0] == "OK"
+        assert door.ended() == {}
+        door.take(Call(None))
+        assert door.ended() == {("Evaluate", "UNAUTHENTICATED", "default"): 1}
+        assert door.ledger.used() == Usage()
+
+
+class TestObserved:
+    @pytest.mark.parametrize(
+        ("options", "fails", "status"),
+        [
+            ({}, False, "OK"),
+            ({}, True, "INTERNAL"),
+            ({"code": grpc.StatusCode.NOT_FOUND}, True, "NOT_FOUND"),
+            ({"active": False}, False, "CANCELLED"),
+            ({"active": False, "remaining": 0.0}, False, "DEADLINE_EXCEEDED"),
+            ({"code": grpc.StatusCode.CANCELLED, "remaining": 9.0}, True, "CANCELLED"),
+        ],
+    )
+    def test_status(self, options, fails, status):
+        def behaviour(message, context):
+            yield b"1"
+            if fails:
+                raise RuntimeError
+
+        door = Door(behaviour)
+        door.take(Call([b"x"], **options)).wait()
+        assert door.ended() == {("Evaluate", status, "default"): 1}
+        assert door.recorder.totals().in_flight == 0
+
+    def test_waiting_for_the_network_is_no_encoding(self):
+        def behaviour(message, context):
+            requests.answered(Timings(decode=1, queue=2, copy_in=3, compute=4, copy_out=5))
+            yield b"1"
+            yield b"2"
+
+        door = Door(behaviour)
+        door.take(Call([b"x"], pause=0.05)).wait()
+        buckets = door.recorder.totals().buckets
+        assert buckets["stage_seconds", ("encode",)][-1] < 0.04
+        assert buckets["request_seconds", ("Evaluate",)][-1] > 0.1
+        assert buckets["stage_seconds", ("copy",)][-1] == pytest.approx(8e-9)
+        assert buckets["stage_seconds", ("kernel",)][-1] == pytest.approx(4e-9)
+
+    def test_ids(self):
+        """The client's own if it is one, else one that no other call has."""
+        given = ("run-7/call.3", "no good!", "", "x" * 200)
+        calls = [Call([b"x"], metadata=(("x-request-id", name),)) for name in given]
+        used = []
+        for call in (*calls, Call([b"x"])):
+            Door(echo).take(call).wait()
+            used.append(dict(call.trailing)[codec.REQUEST_ID_KEY])
+        assert used[0] == given[0]
+        assert len(set(used)) == len(used)
+        assert not set(used[1:]) & set(given)
+
+    def test_what_is_passed_on(self):
+        metadata = (("x-request-id", "7"), ("traceparent", "00-1-2-3"), ("authorization", "secret"))
+        passed = requests.passed_on(Call([], metadata=metadata))
+        assert passed == (("x-request-id", "7"), ("traceparent", "00-1-2-3"))
+
+
+class TestWorkers:
+    def test_threads_are_used_again_and_bounded(self):
+        workers, threads, go = Workers(3), set(), threading.Event()
+        done = threading.Semaphore(0)
+
+        def task(wait):
+            threads.add(threading.current_thread())
+            if wait:
+                go.wait(10)
+            done.release()
+
+        for _ in range(5):
+            workers.start(task, False)
+            assert done.acquire(timeout=10)
+            time.sleep(0.01)
+        assert len(threads) == 1
+        for _ in range(7):
+            workers.start(task, True)
+        assert workers.all_busy
+        go.set()
+        for _ in range(7):
+            assert done.acquire(timeout=10)
+        assert len(threads) <= 3
+
+    def test_a_task_that_fails_does_not_take_its_thread_along(self, caplog):
+        workers, done = Workers(1), threading.Event()
+        workers.start(lambda: 1 / 0)
+        workers.start(done.set)
+        assert done.wait(10)
+        assert "not brought to its end" in caplog.text
+
+    def test_threads_end(self):
+        workers, found = Workers(2), []
+        done = threading.Event()
+        workers.start(lambda: (found.append(threading.current_thread()), done.set()))
+        assert done.wait(10)
+        workers.close()
+        found[0].join(10)
+        assert not found[0].is_alive()
+
+
+def test_details_of_a_refusal():
+    call = Call(None)
+    Door(echo, max_rate=1e-9).take(Call([b"x"]))
+    door = Door(echo, max_requests=0)
+    door.take(call)
+    assert isinstance(call.detail(), pb.ErrorDetail)
+    assert call.details.startswith("0 calls are in flight")

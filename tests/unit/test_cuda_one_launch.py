@@ -1,0 +1,175 @@
+"""What the driver is told of an evaluation in one launch, with functions in the driver's place."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from support.bytecode import Machine
+from warpfit.errors import ResourceExhaustedError
+from warpfit.ir import Batch, Program
+from warpfit.request import Precision
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.cuda import bytecode
+from warpfit_server.engine.cuda.launch import ARGUMENTS, SLOT_ARGUMENTS, Kernels, Work
+from warpfit_server.engine.cuda.one_launch import sums_in_one_launch
+from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.cuda.staging import Extent, Parts, Staged
+
+I64, U32 = ctypes.c_int64, ctypes.c_uint32
+COLUMNS = np.random.default_rng(0).uniform(0.5, 2.0, size=(10, 7))
+VARIANT = Variant(np.dtype(np.float32), Precision.FAST, 16)
+INTERPRET, SLOTS, SUM = 101, 102, 103
+WORK = Work(
+    variables=1 << 41, target=1 << 42, weights=0, stride=400_000, first_row=3, end_row=100_000,
+    tiles=196, absolute=1, level_bytes=2048, warps=2, rounds=2, resident_warps=32 * 132,
+)  # fmt: skip
+
+
+class Driver:
+    """Functions that carry steps out on the host: memory of the "device" is given by name."""
+
+    def __init__(self):
+        self.calls = []
+        self.told = {}
+        self.fail = None
+        kinds = {
+            "upload": (I64,) * 4, "download": (I64,) * 4, "launch": (I64, *[U32] * 7, *[I64] * 3),
+            "record": (I64,) * 2, "synchronize": (I64,), "elapsed": (I64,) * 3,
+        }  # fmt: skip
+        self.keep = [self._noting(name, types) for name, types in kinds.items()]
+        self.keep.append(ctypes.CDLL(None).clock_gettime)
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.keep]
+        self.addresses = np.array(addresses, dtype=np.int64)
+
+    def _noting(self, name, types):
+        def function(*arguments):
+            self.calls.append((name, *arguments))
+            getattr(self, f"_{name}", lambda *_: None)(*arguments)
+            return 700 if self.fail == name else 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int32, *types)(function)
+
+    def _upload(self, address, source, size, stream):
+        self.uploaded = np.frombuffer(ctypes.string_at(source, size), np.uint8)
+
+    def _launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, places, extra):
+        dtypes = {INTERPRET: [ARGUMENTS], SLOTS: [SLOT_ARGUMENTS], SUM: [np.uint64] * 3}[function]
+        pointers = ctypes.cast(places, ctypes.POINTER(ctypes.c_void_p))
+        self.told[function] = [
+            np.frombuffer(ctypes.string_at(pointers[i], np.dtype(kind).itemsize), kind)[0]
+            for i, kind in enumerate(dtypes)
+        ]
+
+    def _elapsed(self, place, start, end):
+        ctypes.cast(place, ctypes.POINTER(ctypes.c_float))[0] = 0.25
+
+
+class Context:
+    """A stream context without a device."""
+
+    handle = 7
+
+    def __init__(self, driver):
+        self.functions = driver.addresses
+        self.memory, self.kept, self.status = {}, {}, None
+
+    def pinned(self, name, size):
+        return self.memory.setdefault(name, np.full(size, 0xA5, dtype=np.uint8))[:size]
+
+    def buffer(self, name, size):
+        return {"batch": 1 << 30, "slots": 1 << 31, "partials": 1 << 32}[name]
+
+    def event(self, name):
+        return SimpleNamespace(ptr={"started": 11, "computed": 12}[name])
+
+    def keep(self, make):
+        return self.kept.setdefault(make, make())
+
+    def settled(self, status):
+        self.status = status
+
+
+def launch(batch, driver):
+    functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM))
+    context = Context(driver)
+    kernels = Kernels(VARIANT, *functions, np.zeros(256, dtype=np.bool_))
+    return context, sums_in_one_launch(context, kernels, WORK, batch)
+
+
+def test_the_driver_gets_a_batch_that_computes_the_same():
+    programs, parameters = thesis_mix(3, 40)
+    batch, driver = Batch.of(programs, parameters), Driver()
+    context, outcome = launch(batch, driver)
+    assert [call[0] for call in driver.calls] == [
+        *("upload", "record", "launch", "launch", "launch", "record", "synchronize", "elapsed")
+    ]
+    assert context.status == 0
+    assert outcome.computed == 250_000
+    assert 0 <= time.perf_counter_ns() - outcome.launched < 60e9
+    (told,), (slots,) = driver.told[INTERPRET], driver.told[SLOTS]
+    parts = Parts.of(batch)
+    staged = Staged(driver.uploaded, parts, Extent(0, int(slots["count"]), 0, False))
+    assert told["programs"] - (1 << 30) == parts.programs
+    assert slots["slots"] - (1 << 30) == parts.slots
+    first, count, *_ = staged.programs[-1].tolist()
+    staged = Staged(driver.uploaded, parts, Extent(first + count, len(staged.slots), 0, False))
+    alone = Machine(batch, staged, COLUMNS)
+    from warpfit.reference import evaluate_program
+
+    with np.errstate(all="ignore"):
+        for index in range(len(batch)):
+            expected = evaluate_program(
+                batch.program(index), COLUMNS, batch.program_parameters(index)[0]
+            )
+            np.testing.assert_array_equal(alone.run(index), expected)
+
+
+def test_the_kernels_are_told_the_work():
+    programs, parameters = thesis_mix(3, 40)
+    batch, driver = Batch.of(programs, [np.stack([p, p, p]) for p in parameters]), Driver()
+    _, outcome = launch(batch, driver)
+    assert len(outcome.sums) == 120
+    (told,), (slots,) = driver.told[INTERPRET], driver.told[SLOTS]
+    assert (told["jobs"], told["first_job"], told["vectors"]) == (120, 0, 3)
+    assert (told["tiles"], told["first_row"], told["end_row"]) == (196, 3, 100_000)
+    assert (told["variables"], told["target"], told["weights"]) == (1 << 41, 1 << 42, 0)
+    assert (told["absolute"], told["stride"], told["values"]) == (1, 400_000, 0)
+    assert (slots["vectors"], slots["results"], told["slots"]) == (3, 1 << 31, 1 << 31)
+    assert told["slot_count"] == slots["count"] > 0
+    assert driver.told[SUM] == [1 << 32, outcome.sums.ctypes.data, 196]
+    _, _, groups, *_ = launches(driver)[INTERPRET]
+    assert groups * told["jobs_per_block"] >= 120 > (groups - 1) * told["jobs_per_block"]
+    assert launches(driver)[INTERPRET][1] == 196
+    assert launches(driver)[SUM][1] == 120
+
+
+def launches(driver):
+    return {call[1]: call[1:] for call in driver.calls if call[0] == "launch"}
+
+
+def test_without_row_invariant_work_nothing_is_launched_for_it():
+    driver = Driver()
+    launch(Batch.of([Program.variable(1)]), driver)
+    assert set(launches(driver)) == {INTERPRET, SUM}
+
+
+def test_the_status_of_the_driver_is_passed_on():
+    driver = Driver()
+    driver.fail = "upload"
+    context, _ = launch(Batch.of([Program.variable(1)]), driver)
+    assert context.status == 700
+    assert [call[0] for call in driver.calls] == ["upload"]
+
+
+def test_what_cannot_be_encoded_is_refused_before_the_driver_hears_of_it():
+    driver = Driver()
+    with pytest.raises(ResourceExhaustedError, match="index"):
+        launch(Batch.of([Program.variable(bytecode.INDEX_LIMIT)]), driver)
+    assert driver.calls == []
