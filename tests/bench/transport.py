@@ -92,30 +92,38 @@ def memory_bounds(size: int) -> dict[str, Any]:
     return found
 
 
+def pieces(size: int) -> list[bytes]:
+    """Messages of a stream, all of them different memory, as those of a matrix are."""
+    payload = np.random.default_rng(SEED).bytes(size)
+    return [payload[start : start + PIECE] for start in range(0, size, PIECE)]
+
+
 def stream_bounds(answer: int, upload: int) -> dict[str, Any]:
     """A gRPC stream each way that carries bytes and does nothing with them."""
-    piece = bytes(PIECE)
-    with bare_server() as address, grpc.insecure_channel(address, _NO_LIMIT) as channel:
+    messages = pieces(upload)
+    with bare_server(answer) as address, grpc.insecure_channel(address, _NO_LIMIT) as channel:
         send = channel.stream_unary("/bench/Send")
         fetch = channel.unary_stream("/bench/Fetch")
-        count = -(-upload // PIECE)
 
         def take() -> None:
-            for _ in fetch(str(answer // PIECE).encode()):
+            for _ in fetch(b""):
                 continue
 
         take()
         return {
             "bare_stream_answer": rates(answer, seconds_of(take)),
-            "bare_stream_upload": rates(upload, seconds_of(lambda: send(iter([piece] * count)), 5)),
+            "bare_stream_upload": rates(upload, seconds_of(lambda: send(iter(messages)), 5)),
         }
 
 
 @contextmanager
-def bare_server() -> Iterator[str]:
-    """Another process that takes and sends streams."""
+def bare_server(answer: int) -> Iterator[str]:
+    """Another process that takes and sends streams, the latter of ``answer`` bytes."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "bare"], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+        [sys.executable, __file__, str(answer)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     try:
@@ -124,15 +132,15 @@ def bare_server() -> Iterator[str]:
         process.communicate(timeout=30)
 
 
-def serve_bare() -> None:
+def serve_bare(answer: int) -> None:
     """Be that process until standard input ends."""
+    messages = pieces(answer)
 
     def send(messages: Iterator[bytes], _: object) -> bytes:
         return str(sum(map(len, messages))).encode()
 
-    def fetch(count: bytes, _: object) -> Iterator[bytes]:
-        piece = bytes(PIECE)
-        return (piece for _ in range(int(count)))
+    def fetch(_: bytes, __: object) -> Iterator[bytes]:
+        return iter(messages)
 
     server = grpc.server(ThreadPoolExecutor(2), options=_NO_LIMIT)
     methods = {
@@ -257,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve_bare() if sys.argv[1:] == ["bare"] else main()
+    serve_bare(int(sys.argv[1])) if sys.argv[1:] else main()
