@@ -231,10 +231,9 @@ class Unused:
 
 @dataclass(frozen=True, slots=True)
 class BorrowWindow:
-    """Give the door a window of a client for one call; answered by Lent or NotLent."""
+    """Give the door a window of a client for one call; answered by Lent of the same number."""
 
     number: int
-    """Of the question."""
     window: bytes
     tenant: str
 
@@ -274,18 +273,11 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """The window's descriptor comes along."""
+    """Answer to BorrowWindow: the window's descriptor comes along, or an error says why not."""
 
     number: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class NotLent:
-    """There is no such window for that tenant."""
-
-    number: int
-    error: WarpfitError
+    size: int = 0
+    error: WarpfitError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +311,7 @@ Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
     | Lookup | Unused | BorrowWindow | Forgotten | Serving | Recorded
-    | Found | Missing | Lent | NotLent | Lanes | Forget | Readiness | Quit
+    | Found | Missing | Lent | Lanes | Forget | Readiness | Quit
 )  # fmt: skip
 
 

@@ -168,16 +168,14 @@ class BorrowedWindows:
             borrowed.close()
 
     def lent(self, message: wire.Lent, descriptors: Sequence[int]) -> None:
-        """Take a window from the front door."""
+        """Take a window, or a refusal, from the front door."""
         answer = self._asked.pop(message.number)
-        if descriptors:
+        if message.error is not None:
+            answer.set_exception(message.error)
+        elif descriptors:
             answer.set_result(Window(descriptors[0], message.size))
         else:  # the system drops descriptors beyond this process's limit
             answer.set_exception(UnavailableError("too many open files", "TOO_MANY_FILES"))
-
-    def not_lent(self, message: wire.NotLent) -> None:
-        """Take the front door's refusal."""
-        self._asked.pop(message.number).set_exception(message.error)
 
 
 class Forwarder:
@@ -259,8 +257,6 @@ class Door:
                     self._leases.missing(message)
                 case wire.Lent():
                     self._windows.lent(message, descriptors)
-                case wire.NotLent():
-                    self._windows.not_lent(message)
                 case wire.Forget():
                     self._leases.forget(message.content_id)
                 case wire.Readiness():

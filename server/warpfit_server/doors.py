@@ -237,7 +237,7 @@ class Doors:
                 lent = wire.Lent(wanted.number, window.size)
                 door.control.send(lent, [window.descriptor])
         except WarpfitError as error:
-            door.control.send(wire.NotLent(wanted.number, error))
+            door.control.send(wire.Lent(wanted.number, error=error))
 
     def _open_lanes(self, door: _Door) -> None:
         try:

@@ -232,7 +232,7 @@ class TestBorrowed:
 
     def test_refusals_arrive(self):
         error = InvalidArgumentError("no", "WINDOW_UNKNOWN")
-        windows, _ = self._ask(lambda w, asked: w.not_lent(wire.NotLent(asked.number, error)))
+        windows, _ = self._ask(lambda w, asked: w.lent(wire.Lent(asked.number, error=error), []))
         with pytest.raises(InvalidArgumentError, match="no"), windows.borrow(NAME, "alice"):
             pass
 
