@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -16,6 +20,10 @@ from warpfit.errors import InvalidArgumentError
 
 #: Rows transposed at a time: few enough for the cache, which makes it six times as fast.
 _TRANSPOSED_ROWS: Final = 512
+#: Bytes of each row transposed at a time: as the memory delivers them.
+_TRANSPOSED_BYTES: Final = 64
+#: Data sets from this size on are hashed beside making them.
+_HASHED_BESIDE: Final = 8 << 20
 _MAGIC: Final = b"warpfit.dataset.v1\n"
 #: Wire code of each dtype.
 DTYPES: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
@@ -92,6 +100,50 @@ class Layout:
             )
 
 
+class PayloadDigest:
+    """SHA-256 of a data set; that of a large one is computed in a thread beside making it.
+
+    Args:
+        layout: of the data set.
+        most_behind: `update` waits until at most so many bytes are not hashed yet.
+
+    """
+
+    def __init__(self, layout: Layout, most_behind: float = math.inf) -> None:
+        self._sha256 = hashlib.sha256(layout.header())
+        is_large = layout.nbytes >= _HASHED_BESIDE
+        self._thread = ThreadPoolExecutor(1, "hash") if is_large else None
+        self._most_behind = most_behind
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._behind = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes, which must not change any more."""
+        if self._thread is None:
+            self._sha256.update(data)
+            return
+        self._pending.append((self._thread.submit(self._sha256.update, data), data.nbytes))
+        self._behind += data.nbytes
+        self._wait(self._most_behind)
+
+    def finish(self) -> bytes:
+        """Return the digest."""
+        self._wait(0)
+        self.close()
+        return self._sha256.digest()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _wait(self, behind: float) -> None:
+        while self._behind > behind:
+            future, size = self._pending.popleft()
+            future.result()
+            self._behind -= size
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """A resident or uploadable data set in canonical form.
@@ -141,17 +193,17 @@ class Dataset:
             names=tuple(names),
         )
         layout.check()
+        named = ((y, "y"), (weights, "weights"))
+        columns = [_column(c, layout.rows, name) for c, name in named if c is not None]
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
-        with np.errstate(over="ignore"):
-            for start in range(0, layout.rows, _TRANSPOSED_ROWS):
-                part = slice(start, start + _TRANSPOSED_ROWS)
-                matrix[: layout.variables, part] = X[part].T
-            for row, (column, name) in enumerate(
-                ((c, n) for c, n in ((y, "y"), (weights, "weights")) if c is not None),
-                start=layout.variables,
-            ):
-                matrix[row] = _column(column, layout.rows, name)
-        return cls(layout, matrix)
+        digest = PayloadDigest(layout)
+        with closing(digest), np.errstate(over="ignore"):
+            for part in _transposed(X, matrix):
+                digest.update(part.data)
+            for row, column in enumerate(columns, layout.variables):
+                matrix[row] = column
+                digest.update(matrix[row].data)
+            return cls.resident(layout, matrix, digest.finish())
 
     @classmethod
     def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
@@ -186,6 +238,17 @@ class Dataset:
         """Views of the payload, ``size`` bytes each, the last one shorter."""
         payload = self.matrix.reshape(-1).data.cast("B")
         return (payload[start : start + size] for start in range(0, len(payload), size))
+
+
+def _transposed(X: NDArray[Any], matrix: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Write the columns of X to rows of a matrix; yield groups of rows as they are complete."""
+    group = max(1, _TRANSPOSED_BYTES // matrix.itemsize)
+    for first in range(0, X.shape[1], group):
+        columns = slice(first, min(first + group, X.shape[1]))
+        for start in range(0, len(X), _TRANSPOSED_ROWS):
+            part = slice(start, start + _TRANSPOSED_ROWS)
+            matrix[columns, part] = X[part, columns].T
+        yield matrix[columns]
 
 
 def _canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:

@@ -158,6 +158,13 @@ class Evaluation:
         start, stop = self.row_range(layout)
         return len(self.batch), self.batch.vectors, stop - start
 
+    def matrix_bytes(self, layout: Layout) -> int:
+        """Size of the value and Jacobian matrices that are wanted."""
+        start, stop = self.row_range(layout)
+        cells = self.values * len(self.batch) * self.batch.vectors
+        columns = cells + self.jacobian * len(self.batch.parameters)
+        return columns * (stop - start) * layout.dtype.itemsize
+
 
 def check_rows(rows: tuple[int, int], layout: Layout) -> None:
     """Check a half-open row range.

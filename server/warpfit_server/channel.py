@@ -248,6 +248,15 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True)
+class BorrowWindow:
+    """Give the door a window of a client for one call; answered by Lent of the same number."""
+
+    number: int
+    window: bytes
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """Answer to Forget: no new call uses the data set."""
 
@@ -281,6 +290,15 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """Answer to BorrowWindow: the window's descriptor comes along, or an error says why not."""
+
+    number: int
+    size: int = 0
+    error: WarpfitError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Lanes:
     """The door's lanes to a new engine come along as sockets."""
 
@@ -310,8 +328,8 @@ Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
-    | Lookup | Unused | Forgotten | Serving | Recorded
-    | Found | Missing | Lanes | Forget | Readiness | Quit
+    | Lookup | Unused | BorrowWindow | Forgotten | Serving | Recorded
+    | Found | Missing | Lent | Lanes | Forget | Readiness | Quit
 )  # fmt: skip
 
 

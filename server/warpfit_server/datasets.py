@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from warpfit.dataset import Layout
+from warpfit.dataset import Layout, PayloadDigest
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
 from warpfit.info import Limits
 from warpfit_server.limits import check_dataset
@@ -24,6 +23,8 @@ _LOG: Final = logging.getLogger("warpfit.datasets")
 _LONGEST_SWEEP: Final = 60.0
 #: Most data sets that are resident at a time.
 _MOST_DATASETS: Final = 2048
+#: Bytes of an upload that have arrived and are not hashed yet, at most.
+_BEHIND: Final = 4 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -168,7 +169,7 @@ class DatasetStore:
 
     def abandon(self, upload: Upload) -> None:
         """Give the memory of an unfinished upload back."""
-        upload.segment.close()
+        upload.close()
         self._unreserve(self._cost(upload.layout), upload.tenant)
 
     def commit(self, upload: Upload) -> ResidentDataset:
@@ -274,7 +275,7 @@ class Upload:
         self.tenant = tenant
         self.key = key_of(tenant, content_id)
         self.segment = segment
-        self._digest = hashlib.sha256(layout.header())
+        self._digest = PayloadDigest(layout, _BEHIND)
         self._received = 0
 
     def add(self, data: memoryview) -> None:
@@ -292,8 +293,8 @@ class Upload:
                 "Send exactly (variables + target + weights) x rows numbers of the dtype",
                 "data",
             )
-        self.segment.write(data, self._received)
         self._digest.update(data)
+        self.segment.write(data, self._received)
         self._received = end
 
     def verify(self) -> None:
@@ -310,14 +311,20 @@ class Upload:
                 "Send exactly (variables + target + weights) x rows numbers of the dtype",
                 "data",
             )
-        if self._digest.digest() != self.content_id:
+        digest = self._digest.finish()
+        if digest != self.content_id:
             raise InvalidArgumentError(
-                f"the content hashes to {self._digest.hexdigest()[:16]}..., "
+                f"the content hashes to {digest.hex()[:16]}..., "
                 f"content_id says {self.content_id.hex()[:16]}...",
                 "BAD_DIGEST",
                 "Compute SHA-256 over the header and payload as evaluator.proto describes",
                 "content_id",
             )
+
+    def close(self) -> None:
+        """Stop hashing and give the memory back."""
+        self._digest.close()
+        self.segment.close()
 
 
 class Sweeper:

@@ -36,8 +36,11 @@ from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
 from warpfit_server.lanes import Lanes, Run
 from warpfit_server.limits import check_batch, check_fit, check_result
+from warpfit_server.local import LocalSocket
+from warpfit_server.sinks import MessageSink, Sink, WindowSink
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tenants import key_of, tenant_of
+from warpfit_server.windows import Region, Windows
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
@@ -65,12 +68,19 @@ class EvaluateService:
     """Implements Evaluate and Optimize, in the front door and in further doors."""
 
     def __init__(
-        self, datasets: Leases, lanes: Lanes, admission: Admission, chunk_bytes: int
+        self,
+        datasets: Leases,
+        windows: Windows,
+        lanes: Lanes,
+        admission: Admission,
+        chunk_bytes: int,
     ) -> None:
         self._leases = datasets
+        self._windows = windows
         self._lanes = lanes
         self._admission = admission
         self._chunk_bytes = chunk_bytes
+        self._messages = MessageSink(chunk_bytes)
 
     def handlers(self) -> dict[str, Any]:
         """Handlers by method name."""
@@ -95,12 +105,13 @@ class EvaluateService:
             work = self._admission.evaluation(tenant, evaluation, layout, size)
             charge = held.enter_context(work)
             requests.asks_for(evaluation, layout)
+            sink = self._sink(request, evaluation, layout, tenant, held)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             charge.run = run = self._lanes.start(evaluation, layout, context.is_active, tenant)
             _end_with_call(run, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
-            yield from self._answer(run, start, decode)
+            yield from self._answer(run, sink, start, decode)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Fit a batch; stream progress if asked for, then the result."""
@@ -125,7 +136,22 @@ class EvaluateService:
             _end_with_call(run, context, held)
             yield from _fit_answer(run, decode)
 
-    def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
+    def _sink(
+        self,
+        request: pb.EvaluateRequest,
+        evaluation: Evaluation,
+        layout: Layout,
+        tenant: str,
+        held: ExitStack,
+    ) -> Sink:
+        """Choose where the matrices go; a window is held as long as the call lasts."""
+        piece = codec.evaluation_piece(request)
+        if piece is None:
+            return self._messages
+        window = held.enter_context(self._windows.borrow(piece.window, tenant))
+        return WindowSink(Region(window, piece, evaluation.matrix_bytes(layout), "window"))
+
+    def _answer(self, run: Run, sink: Sink, start: bytes, decode: int) -> Iterator[bytes]:
         frame = run.frame
         values = run.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
         message, sent = start, 0
@@ -138,7 +164,7 @@ class EvaluateService:
             elif isinstance(event, wire.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
-            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
+            for piece in sink.values(values[sent:ready], sent):
                 if message is not start:
                     yield message
                     message = b""
@@ -147,16 +173,10 @@ class EvaluateService:
         if frame.jacobian_bytes:
             yield message
             message = b""
-            yield from self._jacobian_pieces(run)
+            yield from sink.jacobian(_jacobian(run))
         extras = ((name, frame.extra(name, run.segment)) for name in codec.EXTRAS)
         present = {name: array for name, array in extras if array is not None}
         yield message + codec.result_end(run.losses, timings, present)
-
-    def _jacobian_pieces(self, run: Run) -> Iterator[bytes]:
-        frame = run.frame
-        begin, size = frame.jacobian_offset, frame.jacobian_bytes
-        matrix = run.segment.view()[begin : begin + size]
-        return codec.value_pieces(matrix, 0, self._chunk_bytes, jacobian=True)
 
 
 class EvaluatorService(EvaluateService):
@@ -169,10 +189,13 @@ class EvaluatorService(EvaluateService):
         admission: Admission,
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
+        windows: Windows,
+        local: LocalSocket | None,
     ) -> None:
         super().__init__(
-            ResidentLeases(datasets, supervisor), supervisor.lanes, admission, chunk_bytes
+            ResidentLeases(datasets, supervisor), windows, supervisor.lanes, admission, chunk_bytes
         )
+        self._local = local
         self._datasets = datasets
         self._supervisor = supervisor
         self._on_release = on_release
@@ -197,8 +220,8 @@ class EvaluatorService(EvaluateService):
                 return codec.dataset_info(content_id, resident.layout).SerializeToString()
         except DatasetNotFoundError:
             limits = self._admission.limits(tenant)
-            upload = self._datasets.begin(layout, content_id, tenant, limits)
-        self._receive(upload, messages)
+        with self._payload(first, layout, messages, tenant) as parts:
+            self._receive(self._datasets.begin(layout, content_id, tenant, limits), parts)
         requests.received(layout.nbytes)
         return codec.dataset_info(content_id, layout).SerializeToString()
 
@@ -220,19 +243,38 @@ class EvaluatorService(EvaluateService):
     def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Describe the server."""
         codec.parse_message(pb.GetServerInfoRequest, message)
+        local = self._local
         info = ServerInfo(
             version=version("warpfit"),
             engine=self._supervisor.engine,
             devices=self._supervisor.devices,
             limits=self._admission.limits(tenant_of(context)),
             operators=codec.operator_infos(),
+            local=None if local is None else local.introduction(tenant_of(context)),
         )
         return codec.info_to_message(info).SerializeToString()
 
-    def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
+    @contextmanager
+    def _payload(
+        self,
+        first: pb.UploadVariablesRequest,
+        layout: Layout,
+        messages: Iterator[bytes],
+        tenant: str,
+    ) -> Iterator[Iterator[memoryview]]:
+        """Take the payload of an upload from its messages, or from a window."""
+        piece = codec.upload_piece(first)
+        if piece is None:
+            yield map(codec.upload_data, messages)
+            return
+        with self._windows.borrow(piece.window, tenant) as window:
+            region = Region(window, piece, layout.nbytes, "header.window")
+            yield region.read_as_filled(map(codec.filled_from_bytes, messages))
+
+    def _receive(self, upload: Upload, parts: Iterator[memoryview]) -> None:
         try:
-            for message in messages:
-                upload.add(codec.upload_data(message))
+            for part in parts:
+                upload.add(part)
             self._datasets.commit(upload)
         except BaseException:
             self._datasets.abandon(upload)
@@ -283,6 +325,11 @@ def _end_with_call(run: Run, context: grpc.ServicerContext, held: ExitStack) -> 
     held.callback(run.close)
     if not context.add_callback(run.cancel):
         run.cancel()
+
+
+def _jacobian(run: Run) -> memoryview:
+    begin, size = run.frame.jacobian_offset, run.frame.jacobian_bytes
+    return run.segment.view()[begin : begin + size]
 
 
 def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from support.fuzz import FLAGS, Fuzzer, Sender, is_fine
+import warpfit
+from support.fuzz import FLAGS, WINDOW_BYTES, Fuzzer, Sender, is_fine
 from support.server import ServerProcess
+from support.windows import RawWindow
 
 REQUESTS = 2400
 THREADS = 4
@@ -17,12 +20,14 @@ GROWTH_BYTES = 32 << 20
 
 
 def test_wrong_requests_get_answers_that_say_why():
-    with ServerProcess("--threads", "2", "--front-doors", "1", *FLAGS) as server:
+    flags = ("--threads", "2", "--front-doors", "1", *FLAGS)
+    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
         family = [psutil.Process(server.process.pid), server.engine()]
+        window = RawWindow.of(client.info().local, WINDOW_BYTES)
 
         def send(seed, count):
             sender = Sender(server.address)
-            requests = itertools.islice(Fuzzer(seed).requests(), count)
+            requests = itertools.islice(Fuzzer(seed, [window.identifier]).requests(), count)
             outcomes = [(request, sender.send(request)) for request in requests]
             sender.close()
             return outcomes
@@ -37,6 +42,10 @@ def test_wrong_requests_get_answers_that_say_why():
         statuses = Counter(status for _, (status, _) in outcomes)
         assert statuses["OK"] > REQUESTS / 10, "some of them are right"
         assert statuses["INVALID_ARGUMENT"] > REQUESTS / 4, "many are not"
+        windows = {reason for _, (_, reason) in outcomes if reason.startswith("WINDOW_")}
+        assert windows >= {"WINDOW_UNKNOWN", "WINDOW_RANGE", "WINDOW_TOO_SMALL"}
+        assert any(os.pread(window.descriptors[0], WINDOW_BYTES, 0)), "some are answered in it"
+        window.close()
         assert server.process.poll() is None
         assert server.engine().pid == family[1].pid
         assert _private(family) - before < GROWTH_BYTES

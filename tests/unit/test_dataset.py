@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, PayloadDigest
 from warpfit.errors import InvalidArgumentError
 
 MATRICES = hnp.arrays(
@@ -41,6 +42,33 @@ def content_id_by_hand(dtype, X, y, weights, names):
 def test_content_ids_follow_the_contract(dtype, y, weights, names):
     dataset = Dataset.of(X, y, weights, names=names, dtype=dtype)
     assert dataset.content_id == content_id_by_hand(dtype, X, y, weights, names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("rows", "variables"), [(70_001, 37), (2_100_000, 1), (130_000, 17)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_large_data_sets_have_the_same_ids(dtype, rows, variables, order):
+    """They are hashed in another thread, column by column as they are ready."""
+    X = np.asarray(np.random.default_rng(3).normal(size=(rows, variables)), order=order)
+    y, weights = X[:, 0] + 1, np.abs(X[:, 0])
+    threads = threading.active_count()
+    dataset = Dataset.of(X, y, weights, dtype=dtype)
+    assert dataset.layout.nbytes > 8 << 20, "large"
+    np.testing.assert_array_equal(dataset.variables, X.T.astype(dtype))
+    digest = hashlib.sha256(dataset.layout.header())
+    for column in (*X.T, y, weights):
+        digest.update(column.astype(dtype).tobytes())
+    assert dataset.content_id == digest.digest()
+    assert threading.active_count() == threads
+
+
+def test_hashing_can_be_given_up():
+    layout = Dataset.of(np.zeros((3_000_000, 1))).layout
+    threads = threading.active_count()
+    digest = PayloadDigest(layout, most_behind=1)
+    digest.update(memoryview(bytes(1 << 20)))
+    digest.close()
+    assert threading.active_count() == threads
 
 
 @given(MATRICES, st.booleans())

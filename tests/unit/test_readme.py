@@ -24,7 +24,11 @@ def test_every_file_that_it_names_exists():
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu_vs_pyoperon", "fit", "service", "call_cost", "feynman", "import_time"]
+    "name",
+    [
+        *("cpu_vs_pyoperon", "fit", "service", "call_cost", "feynman", "import_time"),
+        "transport",
+    ],
 )
 def test_result_files_name_machine_and_versions(name):
     result = json.loads((ROOT / "tests" / "bench" / "results" / f"{name}.json").read_text())
@@ -48,6 +52,21 @@ def test_figures_are_those_of_the_result_files():
         f"{service['start_up_seconds']:.1f} s",
     ):
         assert figure in README
+
+
+def test_figures_of_transports_are_those_of_the_result_file():
+    result = json.loads((ROOT / "tests" / "bench" / "results" / "transport.json").read_text())
+    for case, rate in (
+        ("answer", "gb_s"),
+        ("answer_with_cpu_engine", "gb_s"),
+        ("upload", "gb_s"),
+        ("upload", "with_ready_gb_s"),
+    ):
+        network, memory = (result[case][way][rate] for way in ("network", "shared_memory"))
+        assert f"| {network:.2f} GB/s | {memory:.2f} GB/s |" in README
+    bounds = {name: rates["gb_s"] for name, rates in result["bounds"].items()}
+    for name in ("memory_copy", "memory_file_write", "sha256", "bare_stream_answer"):
+        assert f"{bounds[name]:.1f}" in README
 
 
 def test_the_cpu_time_of_a_call_is_that_of_the_result_file():

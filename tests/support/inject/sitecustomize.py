@@ -2,6 +2,7 @@
 
 ``deaf=FILE``    while the file exists, evaluations of many programs go on though cancelled;
 ``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
+``idle=1``       evaluations of many programs compute nothing, their values are those before;
 ``leak=BYTES``   each answered call of the front door keeps that many bytes for ever.
 """
 
@@ -31,6 +32,17 @@ def _hang(module) -> None:
     module.CpuEngine.evaluate = faulty
 
 
+def _idle(module) -> None:
+    evaluate = module.CpuEngine.evaluate
+
+    def faulty(self, evaluation, outputs):
+        if len(evaluation.batch) < MANY:
+            return evaluate(self, evaluation, outputs)
+        return module.Timings()
+
+    module.CpuEngine.evaluate = faulty
+
+
 def _leak(module) -> None:
     answered, kept = module.answered, []
 
@@ -44,6 +56,7 @@ def _leak(module) -> None:
 _FAULTS = {
     "deaf": ("warpfit_server.engine.cpu", _hang),
     "frozen": ("warpfit_server.engine.cpu", _hang),
+    "idle": ("warpfit_server.engine.cpu", _idle),
     "leak": ("warpfit_server.requests", _leak),
 }
 
