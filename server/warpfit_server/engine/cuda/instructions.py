@@ -3,8 +3,9 @@
 NVRTC compiles each row of the operator table to a small PTX function. Copying its instructions
 into a kernel, instead of calling it, lets the transpiler number values across operators: a common
 part is computed once, and a part that depends on parameters alone leaves the row loop. Branches
-become selections (arithmetic has no side effects, so both sides may run); a function with a loop
-or with memory of its own cannot be inlined and stays a call.
+become selections (arithmetic has no side effects, so both sides may run). Constants and tables of
+the module may be read. A function with a loop or with memory of its own cannot be inlined and stays
+a call.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _FUNCTION: Final = re.compile(
 )
 _SCOPE: Final = re.compile(r"\{\s*\.reg \.b32 %temp;\s*(mov\.b64[^;]*;)\s*\}", re.DOTALL)
 _LOAD: Final = re.compile(r"ld\.param\.\w+ (%\w+), \[\w+_param_(\d+)\]$")
+_TABLE_PLACE: Final = re.compile(r"\[(%rd\d+)(\+-?\d+)?\]$")
+_NAME: Final = re.compile(r"[a-z]\w*$")
 _BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)? (\$\w+)$")
 
 Condition = frozenset[frozenset[tuple[int, bool]]]
@@ -228,9 +231,25 @@ class _Converter:
         if opcode.startswith("st.param"):
             values["result"] = self._operand(rest.split(", ")[1], values)
             return
-        if opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
+        if opcode.startswith(("ld.const.", "ld.global.nc.")):
+            self._load(opcode, rest, values)
+        elif opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
             raise NotInlinableError(line)
-        self._arithmetic(opcode, rest, values)
+        else:
+            self._arithmetic(opcode, rest, values)
+
+    def _load(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
+        """Read a constant where it is used; read a table like any other instruction."""
+        result, place = rest.split(", ")
+        table = _TABLE_PLACE.match(place)
+        if opcode.startswith("ld.const.") and not table:
+            values[result] = place
+            return
+        if not table or table[1] not in values:
+            raise NotInlinableError(place)
+        address, offset = values[table[1]], table[2] or ""
+        text = f"{opcode} %s, [%s{offset}];"
+        values[result] = self._emit(opcode, _class_of(result), [address], text)
 
     def _arithmetic(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
         if opcode == "mov.b64" and "{" in rest:
@@ -251,12 +270,18 @@ class _Converter:
             pair, source = rest[1:].split("}, ")
             wide = self._operand(source, values)
             for half, name in enumerate(pair.split(", ")):
-                if name != "_":
+                if isinstance(wide, str):
+                    values[name] = str(int(str(_bits(wide)), 0) >> 32 * half & 0xFFFFFFFF)
+                elif name != "_":
                     holes = "{%s, _}" if half == 0 else "{_, %s}"
                     values[name] = self._emit("mov.b64", "r", [wide], f"mov.b64 {holes}, %s;")
             return
         result, pair = rest.rstrip("}").split(", {")
         parts = [_bits(self._operand(part, values)) for part in pair.split(", ")]
+        low, high = parts
+        if isinstance(low, str) and isinstance(high, str):
+            values[result] = f"0d{int(high, 0) % 2**32:08X}{int(low, 0) % 2**32:08X}"
+            return
         values[result] = self._emit("mov.b64", "d", parts, "mov.b64 %s, {%s, %s};")
 
     def _operand(self, text: str, values: dict[str, Operand]) -> Operand:
@@ -269,6 +294,7 @@ class _Converter:
     def _emit(self, opcode: str, kind: str, operands: list[Operand], text: str = "") -> int:
         """Append an instruction unless it stands there already; literals go into its text."""
         text = text or f"{opcode} %s, {', '.join(['%s'] * len(operands))};"
+        operands, before = _from_memory(operands)
         head, *tails = text.split("%s")
         pieces = [head, "%s", tails[0]]
         sources = []
@@ -278,7 +304,8 @@ class _Converter:
             for operand, tail in zip(operands, tails[1:], strict=True):
                 pieces += ["%s" if isinstance(operand, int) else operand, tail]
                 sources += [operand] if isinstance(operand, int) else []
-        key = ("".join(pieces), tuple(sources))
+        whole = "".join(pieces)
+        key = (f"{before}{whole} }}" if before else whole, tuple(sources))
         if key not in self.known:
             self.known[key] = self.arity + len(self.instructions)
             self.instructions.append(Instruction(key[0], kind, key[1]))
@@ -325,6 +352,26 @@ def _forward_order(blocks: list[_Block]) -> list[_Block]:
 
     visit(blocks[0].label)
     return order[::-1]
+
+
+def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
+    """Replace constants in memory and addresses of tables by registers of a scope of their own.
+
+    Returns:
+        The operands, and the text that opens the scope and fills those registers; empty if none.
+
+    """
+    named, fills = list(operands), []
+    for index, operand in enumerate(operands):
+        if isinstance(operand, str) and operand[0] == "[":
+            fills.append(f"ld.const.b64 c{index}, {operand};")
+        elif isinstance(operand, str) and _NAME.match(operand):
+            fills.append(f"mov.b64 c{index}, {operand};")
+        else:
+            continue
+        named[index] = f"c{index}"
+    registers = ", ".join(operand for operand in named if str(operand).startswith("c"))
+    return named, f"{{ .reg .b64 {registers}; {' '.join(fills)} " if fills else ""
 
 
 def _both(condition: Condition, predicate: int, polarity: bool) -> Condition:

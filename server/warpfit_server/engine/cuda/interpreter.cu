@@ -163,19 +163,21 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     break;                                                                                \
   }
 
-// Costly operators: one body for all sources, a loop over the rows of the tile through the stack.
-// Addresses are those of this lane's packs; row_start and row_end are relative to them.
+// Costly operators: one body for all sources, a loop over the packs of the tile through the stack.
 #define THROUGH_STACK(EXPRESSION)                                                     \
   push(t, top);                                                                       \
-  __syncwarp();                                                                       \
-  _Pragma(ROW_LOOP_UNROLL) for (int at = row_start; at < row_start + LEVEL_BYTES;     \
-                                at += 32 * REAL_BYTES)                                \
-    store_one(top + at, EXPRESSION);                                                  \
-  __syncwarp();                                                                       \
+  _Pragma("unroll 1") for (unsigned at = 0; at < LEVEL_BYTES; at += GROUP_BYTES) {    \
+    Pack result;                                                                      \
+    EXPRESSION                                                                        \
+    store_stack(top + at, result.lane);                                               \
+  }                                                                                   \
   FOR_EACH_ROW_OF(STACK, t[i] = u)
 
+#define FOR_EACH_LANE(STATEMENT) \
+  _Pragma("unroll") for (int j = 0; j < LANES; ++j) result.lane[j] = STATEMENT;
+
 #define COSTLY_UNARY(f, label) \
-  case label: { THROUGH_STACK(f(load_one(top + at))) break; }
+  case label: { THROUGH_STACK(const Pack u = load_stack(top + at); FOR_EACH_LANE(f(u.lane[j]))) break; }
 
 #define COSTLY_BINARY(f, label)                                                           \
   case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
@@ -188,13 +190,16 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
         store_stack(other + g * GROUP_BYTES, VARIABLE.lane);                              \
     } else if (form < 4) {                                                                \
       FROM_SLOT                                                                           \
-      for (int at = row_start; at < row_start + LEVEL_BYTES; at += 32 * REAL_BYTES)       \
-        store_one(other + at, u);                                                         \
+      Pack same;                                                                          \
+      _Pragma("unroll") for (int j = 0; j < LANES; ++j) same.lane[j] = u;                 \
+      _Pragma("unroll") for (int g = 0; g < GROUPS; ++g)                                  \
+        store_stack(other + g * GROUP_BYTES, same.lane);                                  \
     } else {                                                                              \
       other = top - LEVEL_BYTES;                                                          \
     }                                                                                     \
     const unsigned a = form & 1 ? other : top, b = form & 1 ? top : other;                \
-    THROUGH_STACK(f(load_one(a + at), load_one(b + at)))                                  \
+    THROUGH_STACK(const Pack u = load_stack(a + at); const Pack v = load_stack(b + at);   \
+                  FOR_EACH_LANE(f(u.lane[j], v.lane[j])))                                 \
     if (form >= 4) top -= LEVEL_BYTES;                                                    \
     break;                                                                                \
   }
@@ -207,7 +212,9 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     const unsigned a = lower + (now.y & 3) * LEVEL_BYTES;                         \
     const unsigned b = lower + (now.y >> 2 & 3) * LEVEL_BYTES;                    \
     const unsigned c = lower + (now.y >> 4 & 3) * LEVEL_BYTES;                    \
-    THROUGH_STACK(f(load_one(a + at), load_one(b + at), load_one(c + at)))        \
+    THROUGH_STACK(const Pack u = load_stack(a + at); const Pack v = load_stack(b + at);  \
+                  const Pack w = load_stack(c + at);                              \
+                  FOR_EACH_LANE(f(u.lane[j], v.lane[j], w.lane[j])))              \
     top = lower;                                                                  \
     break;                                                                        \
   }
