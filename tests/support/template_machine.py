@@ -28,6 +28,7 @@ _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "eq": operator.eq, "ne": operator.ne, "neu": operator.ne,
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
     "geu": lambda a, b: ~(a < b), "ltu": lambda a, b: ~(a >= b),
+    "gtu": lambda a, b: ~(a <= b), "leu": lambda a, b: ~(a > b),
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_,
@@ -145,8 +146,8 @@ def _unary(opcode: str, value: Array) -> Array:
     name, *modifiers = opcode.split(".")
     if name == "abs":
         return np.abs(value)
-    if name == "neg":
-        return -value
+    if name in ("neg", "not"):
+        return -value if name == "neg" else ~value
     if opcode.startswith("cvt.sat"):
         return np.where(np.isnan(value), 0, np.clip(value, 0, 1)).astype(value.dtype)
     if opcode.startswith("cvt.rni"):

@@ -61,7 +61,7 @@ __device__ __forceinline__ float exponential(float a) { return expf(a); }
 // |a| = 2^exponent * significand, the significand between a bound given by its bits and twice it.
 struct Parts {
   float scaled;  // |a|, or if that is subnormal, times 2^24
-  float exponent;
+  float exponent;  // times 2^23
   float significand;
 };
 
@@ -69,8 +69,8 @@ __device__ __forceinline__ Parts parts_of(float a, int bound) {
   bool subnormal = a < SMALLEST_NORMAL;
   float scaled = subnormal ? a * 16777216.0f : a;
   int whole = (__float_as_int(scaled) - bound) & 0xff800000;
-  float exponent = __fmaf_rn((float)whole, 1.1920929e-7f, subnormal ? -24.0f : 0.0f);
-  return {scaled, exponent, __int_as_float(__float_as_int(scaled) - whole)};
+  int exponent = subnormal ? whole - (24 << 23) : whole;
+  return {scaled, (float)exponent, __int_as_float(__float_as_int(scaled) - whole)};
 }
 
 __device__ __forceinline__ bool is_positive(float a) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ float logarithm(float a) {
   p = __fmaf_rn(p, f, 0.333331982f);
   p = __fmaf_rn(p, f, -0.499999361f);
   float exponent = is_positive(x.scaled) ? x.exponent : fast_log2(x.scaled);
-  return __fmaf_rn(exponent, 0.693147181f, __fmaf_rn(p, f * f, f));
+  return __fmaf_rn(exponent, 8.26295829e-8f, __fmaf_rn(p, f * f, f));
 }
 
 // log2 |a| as high + low, good to 2^-31: with s = f / (2 + f), log2(1 + f) is 2 / ln 2 times
@@ -111,7 +111,7 @@ __device__ __forceinline__ float power(float a, float b) {
 
   bool whole = rintf(b) == b;
   bool odd = whole & (rintf(0.5f * b) != 0.5f * b);
-  float exponent = (bits < 0) & !whole ? NAN_32 : x.exponent;
+  float exponent = (a < 0.0f) & !whole ? NAN_32 : x.exponent * 1.1920929e-7f;
   exponent = is_positive(x.scaled) ? exponent : fast_log2(x.scaled);
   float high = __fmaf_rn(s, scale, exponent);
   float low = __fmaf_rn(s, scale, exponent - high);

@@ -57,8 +57,8 @@ __device__ __forceinline__ double with_high_word(double a, int high) {
 __device__ __forceinline__ double quotient(double a, double b) {
   float size = fabsf(high_word(b));
   float least = fminf(fabsf(high_word(a)), size);
-  int scale = least < 1.41062e-36f ? 0x47f00000 : 0x3ff00000;  // 2^128 if one is below 2^-960
-  scale = size < INFINITY_32 ? scale : 0x3ef00000;             // 2^-16 for a divisor above 2^1017
+  int scale = least < 1.41059322e-36f ? 0x47f00000 : 0x3ff00000;  // 2^128 if one is below 2^-960
+  scale = size < INFINITY_32 ? scale : 0x3ef00000;                // 2^-16 for a divisor above 2^1017
   a *= __hiloint2double(scale, 0);
   b *= __hiloint2double(scale, 0);
   double near = near_reciprocal(b);
