@@ -95,6 +95,7 @@ __device__ __forceinline__ void store_stack(unsigned place, const real* v) {
 #if FAST
 #define STEP 1
 #define STEP_UNROLL "unroll 2"
+#define STEP_SYNC __syncwarp();
 struct Step {
   real lane[STEP];
 };
@@ -108,6 +109,7 @@ __device__ __forceinline__ void store_step(unsigned place, const Step& v) {
 }
 #else
 #define STEP LANES
+#define STEP_SYNC
 #if REAL_BYTES == 4
 #define STEP_UNROLL "unroll 1"
 #else
@@ -177,7 +179,7 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 // Addresses are those of this lane's packs; first_step is relative to them.
 #define THROUGH_STACK(OPERANDS, EXPRESSION)                                               \
   push(t, top);                                                                           \
-  __syncwarp();                                                                           \
+  STEP_SYNC                                                                               \
   _Pragma(STEP_UNROLL) for (int at = first_step; at < first_step + LEVEL_BYTES;           \
                             at += STEP_BYTES) {                                           \
     OPERANDS                                                                              \
@@ -185,7 +187,7 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     _Pragma("unroll") for (int j = 0; j < STEP; ++j) result.lane[j] = EXPRESSION;         \
     store_step(top + at, result);                                                         \
   }                                                                                       \
-  __syncwarp();                                                                           \
+  STEP_SYNC                                                                               \
   FOR_EACH_ROW_OF(STACK, t[i] = u)
 
 #define COSTLY_UNARY(f, label) \

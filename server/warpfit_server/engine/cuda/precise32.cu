@@ -35,13 +35,13 @@ __device__ __forceinline__ float quotient(float a, float b) {
   return fabsf(second) > 0.0f ? second : a * near;
 }
 
-// What is not finite after the correction is the root of 0, of an infinity, of NaN, of a negative
-// number, or of a subnormal: for these the approximate root will do.
+// Only the first estimate of a normal number's root is finite. For the root of 0, an infinity, NaN, a
+// negative number or a subnormal, the approximate one will do.
 __device__ __forceinline__ float root(float a) {
   float near = near_reciprocal_root(a);
   float first = a * near;
   float second = __fmaf_rn(__fmaf_rn(-first, first, a), 0.5f * near, first);
-  return fabsf(second) < INFINITY_32 ? second : fast_sqrt(a * 1.84467441e19f) * 2.32830644e-10f;
+  return first < INFINITY_32 ? second : fast_sqrt(a * 1.84467441e19f) * 2.32830644e-10f;
 }
 
 // The exponent of the power of two is held where that power is normal; what lies beyond stays in
@@ -118,11 +118,10 @@ __device__ __forceinline__ float power(float a, float b) {
   low = __fmaf_rn(s, p, __fmaf_rn(rest, __fmaf_rn(3.0f, p, scale), low));
 
   float t = b * high;
-  Power2 power = power_below(t);
+  float small = __fmaf_rn(b, low, __fmaf_rn(b, high, -t));
+  Power2 power = power_below(t + small);
   float remainder = t - power.exponent;
-  // Where t is infinite, low times b is NaN.
-  remainder = fabsf(t) < 1048576.0f
-                  ? remainder + __fmaf_rn(b, low, __fmaf_rn(b, high, -t)) : remainder;
+  remainder = fabsf(t) < 1048576.0f ? remainder + small : remainder;  // NaN where t is infinite
   float r = fast_exp2(remainder) * power.value;
   r = (b == 0.0f) | (high == 0.0f) ? 1.0f : r;
   int sign = odd ? 0x80000000 : 0;
