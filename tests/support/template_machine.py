@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.library import DeviceLibrary
 from warpfit_server.engine.cuda.instructions import Template
+from warpfit_server.engine.cuda.library import DeviceLibrary
 
 Array = NDArray[Any]
 _TYPES = {

@@ -258,7 +258,10 @@ class _Converter:
         result, *sources = rest.split(", ")
         operands = [self._operand(source, values) for source in sources]
         if opcode.startswith("mov."):
-            values[result] = _bits(operands[0]) if ".b" in opcode else operands[0]
+            operand = _bits(operands[0]) if ".b" in opcode else operands[0]
+            if isinstance(operand, str) and re.match(r"%f\d", result):
+                operand = f"0f{int(str(_bits(operand)), 0) % 2**32:08X}"
+            values[result] = operand
         elif opcode == "div.approx.ftz.f32":
             reciprocal = self._emit("rcp.approx.ftz.f32", "r", [operands[1]])
             values[result] = self._emit("mul.ftz.f32", "r", [operands[0], reciprocal])
@@ -361,17 +364,18 @@ def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
         The operands, and the text that opens the scope and fills those registers; empty if none.
 
     """
-    named, fills = list(operands), []
+    named, fills = list(operands), {}
     for index, operand in enumerate(operands):
         if isinstance(operand, str) and operand[0] == "[":
-            fills.append(f"ld.const.b64 c{index}, {operand};")
+            fills[f"c{index}"] = f"ld.const.b64 c{index}, {operand};"
         elif isinstance(operand, str) and _NAME.match(operand):
-            fills.append(f"mov.b64 c{index}, {operand};")
+            fills[f"c{index}"] = f"mov.b64 c{index}, {operand};"
         else:
             continue
         named[index] = f"c{index}"
-    registers = ", ".join(operand for operand in named if str(operand).startswith("c"))
-    return named, f"{{ .reg .b64 {registers}; {' '.join(fills)} " if fills else ""
+    if not fills:
+        return named, ""
+    return named, f"{{ .reg .b64 {', '.join(fills)}; {' '.join(fills.values())} "
 
 
 def _both(condition: Condition, predicate: int, polarity: bool) -> Condition:

@@ -6,7 +6,6 @@
 // registers, the rest of the stack in shared memory. The warps of a block share a tile: its
 // variables are read from the second-level cache once and then hit the first level.
 
-#define LANES (16 / (int)sizeof(real))
 #define GROUPS (ROWS / LANES)
 #define TILE (32 * ROWS)
 #define GROUP_BYTES (32 * 16)
@@ -20,10 +19,6 @@
 #define LOAD_SLOT (1u << 11)
 #define PUSH (1u << 12)
 #define INDEX_SHIFT 13
-
-struct alignas(16) Pack {
-  real lane[LANES];
-};
 
 struct Program {
   unsigned first;  // index of the first instruction
@@ -60,10 +55,6 @@ struct Arguments {
 
 // Addresses in shared memory are 32-bit offsets, in registers half as dear as pointers.
 #if REAL_BYTES == 4
-__device__ __forceinline__ Pack load(const void* place) {
-  const float4 v = __ldg((const float4*)place);
-  return {{v.x, v.y, v.z, v.w}};
-}
 __device__ __forceinline__ Pack load_stack(unsigned place) {
   Pack v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -75,10 +66,6 @@ __device__ __forceinline__ void store_stack(unsigned place, const real* v) {
                :: "r"(place), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
 }
 #else
-__device__ __forceinline__ Pack load(const void* place) {
-  const double2 v = __ldg((const double2*)place);
-  return {{v.x, v.y}};
-}
 __device__ __forceinline__ Pack load_stack(unsigned place) {
   Pack v;
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"

@@ -71,17 +71,6 @@ extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
 #: Registers of a thread that called functions keep to, by type: no more than a kernel of the
 #: largest blocks has, 1024 threads in float32 and 512 in float64 (layout.py).
 _REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
-#: The chain rule's product: 0 if one factor is.
-_PRODUCT: Final = MappingProxyType(
-    {
-        name: f"""
-__device__ __forceinline__ {real} product({real} slope, {real} partial) {{
-  return slope != ({real})0 && partial != ({real})0 ? slope * partial : ({real})0;
-}}
-"""
-        for name, real in (("f32", "float"), ("f64", "double"))
-    }
-)
 #: Code of the templates of the derivatives of literal powers.
 POWER_DERIVATIVE: Final = -1
 _EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
@@ -146,14 +135,8 @@ def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> Device
     if derivatives:
         names |= _rule_names()
         sources |= _rule_sources(mode)
-    source = "\n".join(
-        [
-            prelude(mode.dtype, mode.precision),
-            _helpers(mode),
-            _PRODUCT[mode.type_name],
-            *sources.values(),
-        ]
-    )
+    start = prelude(mode.dtype, mode.precision)
+    source = "\n".join([start, _helpers(mode), *sources.values()])
     ptx = nvrtc.to_ptx(source, architecture, options)
     found = functions(ptx)
     templates, called = {}, []
@@ -182,7 +165,7 @@ def _functions_cubin(
 ) -> bytes:
     if not sources:
         return b""
-    source = "\n".join([prelude(mode.dtype, mode.precision), _PRODUCT[mode.type_name], *sources])
+    source = "\n".join([prelude(mode.dtype, mode.precision), *sources])
     bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
     return nvrtc.to_cubin(source, architecture, (*options, bound))
 

@@ -14,6 +14,7 @@ from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.bytecode import SLOT_LEVELS, labels
 from warpfit_server.engine.cuda.prelude import (
+    PACKS,
     REAL_NAMES,
     compiler_options,
     is_fast,
@@ -84,6 +85,7 @@ def interpreter_source(variant: Variant) -> str:
     return (
         _definitions(variant)
         + prelude(variant.dtype, variant.precision)
+        + PACKS
         + template.replace("@OPERATORS@", "\n".join(operators))
         .replace("@CASES@", "\n".join(cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
