@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
+from warpfit_server.engine.cuda.conditions import ALWAYS, Condition, both, either
+
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
 CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
 _CLASS_OF_PREFIX: Final = {"p": "p", "rs": "h", "h": "h", "r": "r", "f": "r", "rd": "d", "fd": "d"}
@@ -34,8 +36,6 @@ _TABLE_PLACE: Final = re.compile(r"\[(%rd\d+)(\+-?\d+)?\]$")
 _NAME: Final = re.compile(r"[a-z]\w*$")
 _BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)? (\$\w+)$")
 
-Condition = frozenset[frozenset[tuple[int, bool]]]
-_ALWAYS: Final[Condition] = frozenset({frozenset()})
 Operand = int | str
 
 
@@ -156,7 +156,7 @@ class _Converter:
 
     def convert(self, blocks: list[_Block]) -> Template:
         arriving: dict[str, list[tuple[Condition, dict[str, Operand]]]] = {
-            blocks[0].label: [(_ALWAYS, {})]
+            blocks[0].label: [(ALWAYS, {})]
         }
         results: list[tuple[Condition, dict[str, Operand]]] = []
         for block in _forward_order(blocks):
@@ -169,8 +169,8 @@ class _Converter:
                     value = values[predicate]
                     if isinstance(value, str):
                         raise NotInlinableError("constant branch")
-                    taken = _both(condition, value, polarity)
-                    condition = _both(condition, value, not polarity)
+                    taken = both(condition, value, polarity)
+                    condition = both(condition, value, not polarity)
                 waiting = results if not target else arriving.setdefault(target, [])
                 waiting.append((taken, dict(values)))
         _, values = self._merge(results)
@@ -187,7 +187,7 @@ class _Converter:
                     merged[name] = self._select(value, other[name], condition, name)
                 else:
                     merged[name] = value
-            condition, values = _either(condition, other_condition), merged
+            condition, values = either(condition, other_condition), merged
         return condition, values
 
     def _select(self, value: Operand, other: Operand, when: Condition, name: str) -> Operand:
@@ -376,26 +376,6 @@ def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
     if not fills:
         return named, ""
     return named, f"{{ .reg .b64 {', '.join(fills)}; {' '.join(fills.values())} "
-
-
-def _both(condition: Condition, predicate: int, polarity: bool) -> Condition:
-    return frozenset(
-        term | {(predicate, polarity)}
-        for term in condition
-        if (predicate, not polarity) not in term
-    )
-
-
-def _either(first: Condition, second: Condition) -> Condition:
-    """Disjunction, with ``x and p or x and not p`` simplified to ``x``."""
-    terms = set(first | second)
-    for term in list(terms):
-        for predicate, polarity in term:
-            twin = term - {(predicate, polarity)} | {(predicate, not polarity)}
-            if term in terms and twin in terms:
-                merged = frozenset({term - {(predicate, polarity)}})
-                return _either(frozenset(terms - {term, twin}), merged)
-    return frozenset(term for term in terms if not any(other < term for other in terms))
 
 
 def _class_of(register: str) -> str:
