@@ -34,8 +34,9 @@ _SHORT: Final = frozenset(
 )
 #: The same for float32 alone, where these are 10 to 20 instructions.
 _SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
-#: Calls in binary operators that are worth a body of their own for each source of an operand.
-_DIRECT: Final = frozenset({"__fdividef", "quotient"})
+#: Calls in binary operators that are worth a body of their own for each source of an operand; an
+#: exact division is not.
+_DIRECT: Final = frozenset({"__fdividef"})
 
 #: Stack levels above the top that a costly operator's operands take.
 SCRATCH_LEVELS: Final = 2
