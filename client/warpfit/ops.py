@@ -149,7 +149,7 @@ _ROWS: Final = (
     Operator(
         code=19, name="div", arity=2, symbol="/", precedence=60, numpy=np.divide,
         kernel="a / b", derivative=("1 / b", "-r / b"), latex="\\frac{{{a}}}{{{b}}}",
-        latex_precedence=90, cuda_fast="__fdividef(a, b)", sympy="a / b",
+        latex_precedence=90, cuda="quotient(a, b)", cuda_fast="__fdividef(a, b)", sympy="a / b",
         notes="x/0 is ±inf, 0/0 is NaN",
     ),
     Operator(
@@ -191,7 +191,7 @@ _ROWS: Final = (
     Operator(
         code=26, name="inv", arity=1, numpy=np.reciprocal, kernel="1 / a",
         derivative=("-r * r",), latex="\\frac{{1}}{{{a}}}", latex_precedence=90,
-        cuda_fast="__fdividef(1.0f, a)", sympy="1 / a", notes="±inf at ±0",
+        cuda="quotient(1, a)", cuda_fast="__fdividef(1.0f, a)", sympy="1 / a", notes="±inf at ±0",
     ),
     Operator(
         code=27, name="square", arity=1, numpy=np.square, kernel="a * a",

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.cuda.prelude import PRELUDE, REAL_NAMES, operator_source, render
+from warpfit_server.engine.cuda.precise import precise_calls
+from warpfit_server.engine.cuda.prelude import PACKS, REAL_NAMES, operator_source, prelude, render
 from warpfit_server.engine.cuda.source import Variant, is_costly
 from warpfit_server.engine.rules import CODES, PRODUCT_CODE, PartialKernel, partial_kernels
 from warpfit_server.engine.schedule import COPY_CODE
@@ -53,7 +54,8 @@ def derivative_source(variant: Variant, *, far: bool = False) -> str:
     ]
     return (
         _definitions(variant, far=far)
-        + PRELUDE
+        + prelude(variant.dtype, variant.precision)
+        + PACKS
         + template.replace("@OPERATORS@", "\n".join(_functions(variant)))
         .replace("@CASES@", "\n".join(row_cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
@@ -111,7 +113,6 @@ def _cases(variant: Variant) -> list[_Case]:
 
 def _functions(variant: Variant) -> Iterator[str]:
     """Define a device function for each operator and each kernel of a derivative."""
-    yield "__device__ __forceinline__ real product(real slope, real partial);"
     for row in OPERATORS.values():
         expression = operator_source(row, variant.dtype, variant.precision)
         operands = ", ".join(f"real {operand}" for operand in row.operands)
@@ -139,9 +140,10 @@ def _partial_function(kernel: PartialKernel, variant: Variant) -> str:
 
 def partial_source(source: str, real: str, *, fast: bool) -> str:
     """CUDA C++ of a derivative in the kernel language, with approximate functions if ``fast``."""
-    if fast:
-        calls = _fast_calls()
-        source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
+    if not fast:
+        return render(precise_calls(source), real)
+    calls = _fast_calls()
+    source = re.sub(r"\b(\w+)\(", lambda call: f"{calls.get(call[1], call[1])}(", source)
     return render(source, real)
 
 

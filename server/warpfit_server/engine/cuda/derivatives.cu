@@ -9,7 +9,6 @@
 //
 //     loss += w l;  sums[k] += w s ck;  products[i, j] += w ci cj
 
-#define LANES (16 / (int)sizeof(real))
 #define GROUPS (ROWS / LANES)
 #define TILE (32 * ROWS)
 #define GROUP_BYTES (32 * 16)
@@ -30,10 +29,6 @@
 #define COLUMN 2u
 #define SCALAR 3u
 #define BEFORE 4u  // the result of the instruction before
-
-struct alignas(16) Pack {
-  real lane[LANES];
-};
 
 // Mirrors derivative_code.py, field by field.
 struct Program {
@@ -111,22 +106,6 @@ struct Arguments {
 };
 
 @OPERATORS@
-
-__device__ __forceinline__ real product(real slope, real partial) {
-  return slope != (real)0 && partial != (real)0 ? slope * partial : (real)0;
-}
-
-#if REAL_BYTES == 4
-__device__ __forceinline__ Pack load(const void* place) {
-  const float4 v = __ldg((const float4*)place);
-  return {{v.x, v.y, v.z, v.w}};
-}
-#else
-__device__ __forceinline__ Pack load(const void* place) {
-  const double2 v = __ldg((const double2*)place);
-  return {{v.x, v.y}};
-}
-#endif
 
 // Levels lie in shared memory, at 32-bit offsets, or where it is too small in global memory.
 #if FAR

@@ -3,8 +3,9 @@
 NVRTC compiles each row of the operator table to a small PTX function. Copying its instructions
 into a kernel, instead of calling it, lets the transpiler number values across operators: a common
 part is computed once, and a part that depends on parameters alone leaves the row loop. Branches
-become selections (arithmetic has no side effects, so both sides may run); a function with a loop
-or with memory of its own cannot be inlined and stays a call.
+become selections (arithmetic has no side effects, so both sides may run). Constants and tables of
+the module may be read. A function with a loop or with memory of its own cannot be inlined and stays
+a call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
+
+from warpfit_server.engine.cuda.conditions import ALWAYS, Condition, both, either
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
 CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
@@ -29,10 +32,10 @@ _FUNCTION: Final = re.compile(
 )
 _SCOPE: Final = re.compile(r"\{\s*\.reg \.b32 %temp;\s*(mov\.b64[^;]*;)\s*\}", re.DOTALL)
 _LOAD: Final = re.compile(r"ld\.param\.\w+ (%\w+), \[\w+_param_(\d+)\]$")
+_TABLE_PLACE: Final = re.compile(r"\[(%rd\d+)(\+-?\d+)?\]$")
+_NAME: Final = re.compile(r"[a-z]\w*$")
 _BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)? (\$\w+)$")
 
-Condition = frozenset[frozenset[tuple[int, bool]]]
-_ALWAYS: Final[Condition] = frozenset({frozenset()})
 Operand = int | str
 
 
@@ -153,7 +156,7 @@ class _Converter:
 
     def convert(self, blocks: list[_Block]) -> Template:
         arriving: dict[str, list[tuple[Condition, dict[str, Operand]]]] = {
-            blocks[0].label: [(_ALWAYS, {})]
+            blocks[0].label: [(ALWAYS, {})]
         }
         results: list[tuple[Condition, dict[str, Operand]]] = []
         for block in _forward_order(blocks):
@@ -166,8 +169,8 @@ class _Converter:
                     value = values[predicate]
                     if isinstance(value, str):
                         raise NotInlinableError("constant branch")
-                    taken = _both(condition, value, polarity)
-                    condition = _both(condition, value, not polarity)
+                    taken = both(condition, value, polarity)
+                    condition = both(condition, value, not polarity)
                 waiting = results if not target else arriving.setdefault(target, [])
                 waiting.append((taken, dict(values)))
         _, values = self._merge(results)
@@ -184,7 +187,7 @@ class _Converter:
                     merged[name] = self._select(value, other[name], condition, name)
                 else:
                     merged[name] = value
-            condition, values = _either(condition, other_condition), merged
+            condition, values = either(condition, other_condition), merged
         return condition, values
 
     def _select(self, value: Operand, other: Operand, when: Condition, name: str) -> Operand:
@@ -228,9 +231,25 @@ class _Converter:
         if opcode.startswith("st.param"):
             values["result"] = self._operand(rest.split(", ")[1], values)
             return
-        if opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
+        if opcode.startswith(("ld.const.", "ld.global.nc.")):
+            self._load(opcode, rest, values)
+        elif opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
             raise NotInlinableError(line)
-        self._arithmetic(opcode, rest, values)
+        else:
+            self._arithmetic(opcode, rest, values)
+
+    def _load(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
+        """Read a constant where it is used; read a table like any other instruction."""
+        result, place = rest.split(", ")
+        table = _TABLE_PLACE.match(place)
+        if opcode.startswith("ld.const.") and not table:
+            values[result] = place
+            return
+        if not table or table[1] not in values:
+            raise NotInlinableError(place)
+        address, offset = values[table[1]], table[2] or ""
+        text = f"{opcode} %s, [%s{offset}];"
+        values[result] = self._emit(opcode, _class_of(result), [address], text)
 
     def _arithmetic(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
         if opcode == "mov.b64" and "{" in rest:
@@ -239,7 +258,10 @@ class _Converter:
         result, *sources = rest.split(", ")
         operands = [self._operand(source, values) for source in sources]
         if opcode.startswith("mov."):
-            values[result] = _bits(operands[0]) if ".b" in opcode else operands[0]
+            operand = _bits(operands[0]) if ".b" in opcode else operands[0]
+            if isinstance(operand, str) and re.match(r"%f\d", result):
+                operand = f"0f{int(str(_bits(operand)), 0) % 2**32:08X}"
+            values[result] = operand
         elif opcode == "div.approx.ftz.f32":
             reciprocal = self._emit("rcp.approx.ftz.f32", "r", [operands[1]])
             values[result] = self._emit("mul.ftz.f32", "r", [operands[0], reciprocal])
@@ -251,12 +273,18 @@ class _Converter:
             pair, source = rest[1:].split("}, ")
             wide = self._operand(source, values)
             for half, name in enumerate(pair.split(", ")):
-                if name != "_":
+                if isinstance(wide, str):
+                    values[name] = str(int(str(_bits(wide)), 0) >> 32 * half & 0xFFFFFFFF)
+                elif name != "_":
                     holes = "{%s, _}" if half == 0 else "{_, %s}"
                     values[name] = self._emit("mov.b64", "r", [wide], f"mov.b64 {holes}, %s;")
             return
         result, pair = rest.rstrip("}").split(", {")
         parts = [_bits(self._operand(part, values)) for part in pair.split(", ")]
+        low, high = parts
+        if isinstance(low, str) and isinstance(high, str):
+            values[result] = f"0d{int(high, 0) % 2**32:08X}{int(low, 0) % 2**32:08X}"
+            return
         values[result] = self._emit("mov.b64", "d", parts, "mov.b64 %s, {%s, %s};")
 
     def _operand(self, text: str, values: dict[str, Operand]) -> Operand:
@@ -269,6 +297,7 @@ class _Converter:
     def _emit(self, opcode: str, kind: str, operands: list[Operand], text: str = "") -> int:
         """Append an instruction unless it stands there already; literals go into its text."""
         text = text or f"{opcode} %s, {', '.join(['%s'] * len(operands))};"
+        operands, before = _from_memory(operands)
         head, *tails = text.split("%s")
         pieces = [head, "%s", tails[0]]
         sources = []
@@ -278,7 +307,8 @@ class _Converter:
             for operand, tail in zip(operands, tails[1:], strict=True):
                 pieces += ["%s" if isinstance(operand, int) else operand, tail]
                 sources += [operand] if isinstance(operand, int) else []
-        key = ("".join(pieces), tuple(sources))
+        whole = "".join(pieces)
+        key = (f"{before}{whole} }}" if before else whole, tuple(sources))
         if key not in self.known:
             self.known[key] = self.arity + len(self.instructions)
             self.instructions.append(Instruction(key[0], kind, key[1]))
@@ -327,24 +357,25 @@ def _forward_order(blocks: list[_Block]) -> list[_Block]:
     return order[::-1]
 
 
-def _both(condition: Condition, predicate: int, polarity: bool) -> Condition:
-    return frozenset(
-        term | {(predicate, polarity)}
-        for term in condition
-        if (predicate, not polarity) not in term
-    )
+def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
+    """Replace constants in memory and addresses of tables by registers of a scope of their own.
 
+    Returns:
+        The operands, and the text that opens the scope and fills those registers; empty if none.
 
-def _either(first: Condition, second: Condition) -> Condition:
-    """Disjunction, with ``x and p or x and not p`` simplified to ``x``."""
-    terms = set(first | second)
-    for term in list(terms):
-        for predicate, polarity in term:
-            twin = term - {(predicate, polarity)} | {(predicate, not polarity)}
-            if term in terms and twin in terms:
-                merged = frozenset({term - {(predicate, polarity)}})
-                return _either(frozenset(terms - {term, twin}), merged)
-    return frozenset(term for term in terms if not any(other < term for other in terms))
+    """
+    named, fills = list(operands), {}
+    for index, operand in enumerate(operands):
+        if isinstance(operand, str) and operand[0] == "[":
+            fills[f"c{index}"] = f"ld.const.b64 c{index}, {operand};"
+        elif isinstance(operand, str) and _NAME.match(operand):
+            fills[f"c{index}"] = f"mov.b64 c{index}, {operand};"
+        else:
+            continue
+        named[index] = f"c{index}"
+    if not fills:
+        return named, ""
+    return named, f"{{ .reg .b64 {', '.join(fills)}; {' '.join(fills.values())} "
 
 
 def _class_of(register: str) -> str:

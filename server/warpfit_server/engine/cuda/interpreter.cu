@@ -6,17 +6,11 @@
 // registers, the rest of the stack in shared memory. The warps of a block share a tile: its
 // variables are read from the second-level cache once and then hit the first level.
 
-#define LANES (16 / (int)sizeof(real))
 #define GROUPS (ROWS / LANES)
 #define TILE (32 * ROWS)
 #define GROUP_BYTES (32 * 16)
 #define LEVEL_BYTES (TILE * REAL_BYTES)
 #define WARPS_AT_MOST 8
-#if REAL_BYTES == 4
-#define ROW_LOOP_UNROLL "unroll 2"
-#else
-#define ROW_LOOP_UNROLL "unroll 1"
-#endif
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1
 // the index of the second operand. Mirrors lower.py.
@@ -25,10 +19,6 @@
 #define LOAD_SLOT (1u << 11)
 #define PUSH (1u << 12)
 #define INDEX_SHIFT 13
-
-struct alignas(16) Pack {
-  real lane[LANES];
-};
 
 struct Program {
   unsigned first;  // index of the first instruction
@@ -65,10 +55,6 @@ struct Arguments {
 
 // Addresses in shared memory are 32-bit offsets, in registers half as dear as pointers.
 #if REAL_BYTES == 4
-__device__ __forceinline__ Pack load(const void* place) {
-  const float4 v = __ldg((const float4*)place);
-  return {{v.x, v.y, v.z, v.w}};
-}
 __device__ __forceinline__ Pack load_stack(unsigned place) {
   Pack v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -79,19 +65,7 @@ __device__ __forceinline__ void store_stack(unsigned place, const real* v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                :: "r"(place), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
 }
-__device__ __forceinline__ real load_one(unsigned place) {
-  real v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(place));
-  return v;
-}
-__device__ __forceinline__ void store_one(unsigned place, real v) {
-  asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(v));
-}
 #else
-__device__ __forceinline__ Pack load(const void* place) {
-  const double2 v = __ldg((const double2*)place);
-  return {{v.x, v.y}};
-}
 __device__ __forceinline__ Pack load_stack(unsigned place) {
   Pack v;
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
@@ -101,15 +75,40 @@ __device__ __forceinline__ Pack load_stack(unsigned place) {
 __device__ __forceinline__ void store_stack(unsigned place, const real* v) {
   asm volatile("st.shared.v2.f64 [%0], {%1, %2};" :: "r"(place), "d"(v[0]), "d"(v[1]));
 }
-__device__ __forceinline__ real load_one(unsigned place) {
-  real v;
-  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(v) : "r"(place));
+#endif
+
+// What a costly operator takes from the stack at a time. Precise functions have no branches, so that
+// those of a pack run side by side; fast code is smaller with one row after the other.
+#if FAST
+#define STEP 1
+#define STEP_UNROLL "unroll 2"
+#define STEP_SYNC __syncwarp();
+struct Step {
+  real lane[STEP];
+};
+__device__ __forceinline__ Step load_step(unsigned place) {
+  Step v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v.lane[0]) : "r"(place));
   return v;
 }
-__device__ __forceinline__ void store_one(unsigned place, real v) {
-  asm volatile("st.shared.f64 [%0], %1;" :: "r"(place), "d"(v));
+__device__ __forceinline__ void store_step(unsigned place, const Step& v) {
+  asm volatile("st.shared.f32 [%0], %1;" :: "r"(place), "f"(v.lane[0]));
+}
+#else
+#define STEP LANES
+#define STEP_SYNC
+#if REAL_BYTES == 4
+#define STEP_UNROLL "unroll 1"
+#else
+#define STEP_UNROLL "unroll 2"
+#endif
+typedef Pack Step;
+__device__ __forceinline__ Step load_step(unsigned place) { return load_stack(place); }
+__device__ __forceinline__ void store_step(unsigned place, const Step& v) {
+  store_stack(place, v.lane);
 }
 #endif
+#define STEP_BYTES (32 * STEP * REAL_BYTES)
 
 __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 #pragma unroll
@@ -164,18 +163,22 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   }
 
 // Costly operators: one body for all sources, a loop over the rows of the tile through the stack.
-// Addresses are those of this lane's packs; row_start and row_end are relative to them.
-#define THROUGH_STACK(EXPRESSION)                                                     \
-  push(t, top);                                                                       \
-  __syncwarp();                                                                       \
-  _Pragma(ROW_LOOP_UNROLL) for (int at = row_start; at < row_start + LEVEL_BYTES;     \
-                                at += 32 * REAL_BYTES)                                \
-    store_one(top + at, EXPRESSION);                                                  \
-  __syncwarp();                                                                       \
+// Addresses are those of this lane's packs; first_step is relative to them.
+#define THROUGH_STACK(OPERANDS, EXPRESSION)                                               \
+  push(t, top);                                                                           \
+  STEP_SYNC                                                                               \
+  _Pragma(STEP_UNROLL) for (int at = first_step; at < first_step + LEVEL_BYTES;           \
+                            at += STEP_BYTES) {                                           \
+    OPERANDS                                                                              \
+    Step result;                                                                          \
+    _Pragma("unroll") for (int j = 0; j < STEP; ++j) result.lane[j] = EXPRESSION;         \
+    store_step(top + at, result);                                                         \
+  }                                                                                       \
+  STEP_SYNC                                                                               \
   FOR_EACH_ROW_OF(STACK, t[i] = u)
 
 #define COSTLY_UNARY(f, label) \
-  case label: { THROUGH_STACK(f(load_one(top + at))) break; }
+  case label: { THROUGH_STACK(const Step x = load_step(top + at);, f(x.lane[j])) break; }
 
 #define COSTLY_BINARY(f, label)                                                           \
   case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
@@ -188,13 +191,16 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
         store_stack(other + g * GROUP_BYTES, VARIABLE.lane);                              \
     } else if (form < 4) {                                                                \
       FROM_SLOT                                                                           \
-      for (int at = row_start; at < row_start + LEVEL_BYTES; at += 32 * REAL_BYTES)       \
-        store_one(other + at, u);                                                         \
+      Step same;                                                                          \
+      _Pragma("unroll") for (int j = 0; j < STEP; ++j) same.lane[j] = u;                  \
+      for (int at = first_step; at < first_step + LEVEL_BYTES; at += STEP_BYTES)          \
+        store_step(other + at, same);                                                     \
     } else {                                                                              \
       other = top - LEVEL_BYTES;                                                          \
     }                                                                                     \
     const unsigned a = form & 1 ? other : top, b = form & 1 ? top : other;                \
-    THROUGH_STACK(f(load_one(a + at), load_one(b + at)))                                  \
+    THROUGH_STACK(const Step x = load_step(a + at); const Step y = load_step(b + at);,    \
+                  f(x.lane[j], y.lane[j]))                                                \
     if (form >= 4) top -= LEVEL_BYTES;                                                    \
     break;                                                                                \
   }
@@ -207,7 +213,9 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     const unsigned a = lower + (now.y & 3) * LEVEL_BYTES;                         \
     const unsigned b = lower + (now.y >> 2 & 3) * LEVEL_BYTES;                    \
     const unsigned c = lower + (now.y >> 4 & 3) * LEVEL_BYTES;                    \
-    THROUGH_STACK(f(load_one(a + at), load_one(b + at), load_one(c + at)))        \
+    THROUGH_STACK(const Step x = load_step(a + at); const Step y = load_step(b + at);    \
+                  const Step z = load_step(c + at);,                              \
+                  f(x.lane[j], y.lane[j], z.lane[j]))                             \
     top = lower;                                                                  \
     break;                                                                        \
   }
@@ -272,7 +280,7 @@ interpret(const __grid_constant__ Arguments arguments) {
   const int lane = threadIdx.x % 32;
   const unsigned bottom = (unsigned)__cvta_generic_to_shared(shared) + 16 + lane * 16 +
                           (threadIdx.x / 32) * arguments.levels * LEVEL_BYTES;
-  const int row_start = lane * (REAL_BYTES - 16);
+  const int first_step = lane * (STEP * REAL_BYTES - 16);
   const int first = arguments.first_job + blockIdx.y * arguments.jobs_per_block;
   const int end = min(first + arguments.jobs_per_block, arguments.first_job + arguments.jobs);
   const long long tile_row = (long long)blockIdx.x * TILE;

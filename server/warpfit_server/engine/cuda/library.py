@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.instructions import (
     functions,
     inline,
 )
-from warpfit_server.engine.cuda.prelude import PRELUDE, compiler_options, operator_source, render
+from warpfit_server.engine.cuda.prelude import compiler_options, operator_source, prelude, render
 from warpfit_server.engine.cuda.shapes import EXPONENT_BIAS, POWER_DERIVATIVES, POWERS
 from warpfit_server.engine.rules import PRODUCT_CODE, partial_kernels
 
@@ -71,20 +71,13 @@ extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
 #: Registers of a thread that called functions keep to, by type: no more than a kernel of the
 #: largest blocks has, 1024 threads in float32 and 512 in float64 (layout.py).
 _REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
-#: The chain rule's product: 0 if one factor is.
-_PRODUCT: Final = MappingProxyType(
-    {
-        name: f"""
-__device__ __forceinline__ {real} product({real} slope, {real} partial) {{
-  return slope != ({real})0 && partial != ({real})0 ? slope * partial : ({real})0;
-}}
-"""
-        for name, real in (("f32", "float"), ("f64", "double"))
-    }
-)
 #: Code of the templates of the derivatives of literal powers.
 POWER_DERIVATIVE: Final = -1
 _EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
+_DATA: Final = re.compile(
+    r"^(?:\.visible )?(\.(?:const|global) \.align \d+ \.b8 (wf_\w+)\[\d+\] = \{[^}]*\};)",
+    re.MULTILINE,
+)
 _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
 
@@ -127,6 +120,8 @@ class DeviceLibrary:
     """By operator code and token operand (0, or a literal exponent plus `EXPONENT_BIAS`)."""
     exp2_polynomial: Template | None
     """2^x without the special-function unit, for fast mode where the architecture allows it."""
+    data: Mapping[str, str]
+    """Declarations of the constants and tables that templates read, by name."""
     functions: bytes
     """Relocatable machine code of the functions that templates call; empty if none does."""
     key: bytes
@@ -140,7 +135,8 @@ def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> Device
     if derivatives:
         names |= _rule_names()
         sources |= _rule_sources(mode)
-    source = "\n".join([PRELUDE, _helpers(mode), _PRODUCT[mode.type_name], *sources.values()])
+    start = prelude(mode.dtype, mode.precision)
+    source = "\n".join([start, _helpers(mode), *sources.values()])
     ptx = nvrtc.to_ptx(source, architecture, options)
     found = functions(ptx)
     templates, called = {}, []
@@ -158,6 +154,7 @@ def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> Device
         version_line=version[0] if version else "",
         templates=templates,
         exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
+        data={name: text for text, name in _DATA.findall(ptx)},
         functions=_functions_cubin(mode, architecture, [sources[name] for name in called], options),
         key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
     )
@@ -168,7 +165,7 @@ def _functions_cubin(
 ) -> bytes:
     if not sources:
         return b""
-    source = "\n".join([PRELUDE, _PRODUCT[mode.type_name], *sources])
+    source = "\n".join([prelude(mode.dtype, mode.precision), *sources])
     bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
     return nvrtc.to_cubin(source, architecture, (*options, bound))
 

@@ -10,15 +10,16 @@ from numpy.typing import DTypeLike
 
 from warpfit.ops import Operator
 from warpfit.request import Precision
+from warpfit_server.engine.cuda.precise import precise_calls, precise_source
 
 #: CUDA C++ name of each data type.
 REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
-#: Helpers that rows of the operator table call. Bounds hold for operands that are no subnormals:
-#: ``fast_sqrt`` 2 ulp; ``fast_tanh`` 2^-10.9 relative; ``fast_pow`` and ``fast_pow_positive`` a
-#: relative error of 2^-20 * (1 + |b * log2 |a||), and for a < 0 a sign that is right for every
-#: whole b in [-2^22, 2^22] and NaN for every other b in that range.
-PRELUDE: Final = r"""
+#: Helpers of fast mode that rows of the operator table call. Bounds hold for operands that are no
+#: subnormals: ``fast_sqrt`` 2 ulp; ``fast_tanh`` 2^-10.9 relative; ``fast_pow`` and
+#: ``fast_pow_positive`` a relative error of 2^-20 * (1 + |b * log2 |a||), and for a < 0 a sign that
+#: is right for every whole b in [-2^22, 2^22] and NaN for every other b in that range.
+_FAST_HELPERS: Final = r"""
 #define select(condition, x, y) ((condition) ? (x) : (y))
 
 __device__ __forceinline__ float fast_log2(float a) {
@@ -66,6 +67,47 @@ __device__ __forceinline__ float fast_pow(float a, float b) {
 }
 """
 
+#: The chain rule's product: 0 if one factor is.
+_PRODUCT: Final = r"""
+__device__ __forceinline__ REAL product(REAL slope, REAL partial) {
+  return slope != (REAL)0 && partial != (REAL)0 ? slope * partial : (REAL)0;
+}
+"""
+
+#: What the interpreters read at once, 16 bytes of neighbouring rows.
+PACKS: Final = r"""
+#define LANES (16 / (int)sizeof(real))
+
+struct alignas(16) Pack {
+  real lane[LANES];
+};
+
+#if REAL_BYTES == 4
+__device__ __forceinline__ Pack load(const void* place) {
+  const float4 v = __ldg((const float4*)place);
+  return {{v.x, v.y, v.z, v.w}};
+}
+#else
+__device__ __forceinline__ Pack load(const void* place) {
+  const double2 v = __ldg((const double2*)place);
+  return {{v.x, v.y}};
+}
+#endif
+"""
+
+
+def is_fast(dtype: DTypeLike, precision: Precision) -> bool:
+    """Whether approximate operators are used; float64 is always precise."""
+    return precision is Precision.FAST and np.dtype(dtype) == np.float32
+
+
+def prelude(dtype: DTypeLike, precision: Precision) -> str:
+    """CUDA C++ of all that operators and derivatives call beside CUDA's own functions."""
+    real = REAL_NAMES[np.dtype(dtype)]
+    functions = "" if is_fast(dtype, precision) else precise_source(real)
+    return _FAST_HELPERS + _PRODUCT.replace("REAL", real) + functions
+
+
 _LITERAL: Final = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w.])")
 
 
@@ -81,8 +123,9 @@ def operator_source(operator: Operator, dtype: DTypeLike, precision: Precision) 
     code with ``NVRTC_FAST``.
     """
     real = REAL_NAMES[np.dtype(dtype)]
-    fast = precision is Precision.FAST and real == "float"
-    return render(operator.cuda_approximate if fast else operator.cuda_precise, real)
+    if is_fast(dtype, precision):
+        return render(operator.cuda_approximate, real)
+    return render(precise_calls(operator.cuda_precise), real)
 
 
 #: Compiler options of each mode. Contraction to multiply-add would change precise results.
@@ -92,5 +135,4 @@ NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sq
 
 def compiler_options(dtype: DTypeLike, precision: Precision) -> tuple[str, ...]:
     """NVRTC options that go with `operator_source`."""
-    fast = precision is Precision.FAST and np.dtype(dtype) == np.float32
-    return NVRTC_FAST if fast else NVRTC_PRECISE
+    return NVRTC_FAST if is_fast(dtype, precision) else NVRTC_PRECISE

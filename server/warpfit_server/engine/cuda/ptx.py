@@ -28,7 +28,7 @@ from warpfit_server.engine.cuda.shapes import Shape
 from warpfit_server.engine.cuda.uniform_pool import UniformPool
 
 #: Changes whenever the same input gives other code: part of the key of every kernel.
-GENERATION: Final = 3
+GENERATION: Final = 4
 #: Most row-invariant values that stay in registers through the row loop.
 UNIFORM_REGISTERS: Final = 16
 #: Share of fast exponentials that are computed without the special-function unit.
@@ -93,6 +93,7 @@ def sum_count(output: Output, shape: Shape) -> int:
 def module(library: DeviceLibrary, output: Output, entries: Sequence[Entry]) -> str:
     """Write the PTX text of a module that holds one kernel for each entry."""
     kernels = [_Kernel(library, output, entry) for entry in entries]
+    texts = [kernel.text for kernel in kernels]
     called = {template.function: template for kernel in kernels for template in kernel.functions}
     return "\n".join(
         [
@@ -100,7 +101,8 @@ def module(library: DeviceLibrary, output: Output, entries: Sequence[Entry]) -> 
             f".target sm_{library.architecture}",
             ".address_size 64",
             *(_declaration(called[name], library.mode) for name in sorted(called)),
-            *(kernel.text for kernel in kernels),
+            *(data for name, data in library.data.items() if any(name in t for t in texts)),
+            *texts,
         ]
     )
 

@@ -14,10 +14,12 @@ from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.bytecode import SLOT_LEVELS, labels
 from warpfit_server.engine.cuda.prelude import (
-    PRELUDE,
+    PACKS,
     REAL_NAMES,
     compiler_options,
+    is_fast,
     operator_source,
+    prelude,
 )
 
 _CALL: Final = re.compile(r"\b(\w+)\(")
@@ -25,6 +27,7 @@ _CALL: Final = re.compile(r"\b(\w+)\(")
 _SHORT: Final = frozenset(
     {
         *("select", "float", "double", "abs", "floor", "ceil", "sqrt", "rsqrtf"),
+        *("quotient", "root", "exponential", "logarithm"),
         *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
         *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
     }
@@ -52,7 +55,7 @@ class Variant:
     @property
     def fast(self) -> bool:
         """Whether approximate operators are used; float64 is always precise."""
-        return self.precision is Precision.FAST and self.dtype == np.float32
+        return is_fast(self.dtype, self.precision)
 
     @property
     def tile(self) -> int:
@@ -82,7 +85,8 @@ def interpreter_source(variant: Variant) -> str:
         scalar_cases.append(_scalar_case(row, name))
     return (
         _definitions(variant)
-        + PRELUDE
+        + prelude(variant.dtype, variant.precision)
+        + PACKS
         + template.replace("@OPERATORS@", "\n".join(operators))
         .replace("@CASES@", "\n".join(cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
