@@ -2,7 +2,7 @@
 
 CUDA's own branch off for special operands, and expressions with NaN or infinities in some rows take
 those branches all the time. These give NaN, infinities and signed zeros as NumPy does. Largest
-errors measured on one H200, over all float32 operands or 10^9 pairs of them, and samples of float64:
+errors measured on one H200, over all float32 operands or 10^9 pairs, and samples of float64:
 
 ============  ======================================  ===============================
 function      float32                                 float64
