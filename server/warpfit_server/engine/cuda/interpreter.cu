@@ -77,8 +77,8 @@ __device__ __forceinline__ void store_stack(unsigned place, const real* v) {
 }
 #endif
 
-// What a costly operator takes from the stack at a time. Precise functions have no branches, so that
-// those of a pack run side by side; fast code is smaller with one row after the other.
+// What a costly operator takes from the stack at a time. Precise functions have no branches, so
+// that those of a pack run side by side; fast code is smaller with one row after the other.
 #if FAST
 #define STEP 1
 #define STEP_UNROLL "unroll 2"

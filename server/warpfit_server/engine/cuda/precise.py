@@ -1,8 +1,18 @@
 """CUDA C++ of precise mode's elementary functions; pure.
 
-``quotient`` and ``root`` are rounded correctly but where a subnormal is involved (within 1 ulp).
-In float32 ``logarithm`` is within 2 ulp and ``power`` within 4, in float64 ``exponential`` and
-``logarithm`` within 1 and ``power`` within 2; float32's ``exponential`` is CUDA's, within 1 ulp.
+CUDA's own branch off for special operands, and expressions with NaN or infinities in some rows take
+those branches all the time. These give NaN, infinities and signed zeros as NumPy does. Largest
+errors measured on one H200, over all float32 operands or 10^9 pairs, and samples of float64:
+
+============  ======================================  ===============================
+function      float32                                 float64
+============  ======================================  ===============================
+quotient      the nearest, but for two pairs in 10^9  the nearest; 1 ulp if subnormal
+root          the nearest; 1 ulp for tiny operands    the nearest
+exponential   1.9 ulp (CUDA's)                        0.9 ulp
+logarithm     1.1 ulp                                 0.8 ulp
+power         3.7 ulp                                 1.1 ulp
+============  ======================================  ===============================
 """
 
 from __future__ import annotations

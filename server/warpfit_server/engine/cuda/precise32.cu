@@ -20,9 +20,9 @@ __device__ __forceinline__ float near_reciprocal_root(float a) {
 }
 
 // Both are scaled to where the reciprocal and the remainder are normal. One Newton step, and one
-// correction by the exact remainder (Markstein 1990). The quotient is first rounded towards zero, or
-// one next to the largest number could become infinite. What is then 0 or NaN is a quotient with a
-// 0, an infinity or a NaN in it, which the approximate reciprocal gives with the right sign.
+// correction by the exact remainder (Markstein 1990). The quotient is first rounded towards zero,
+// or one next to the largest number could become infinite. What is then 0 or NaN is a quotient with
+// a 0, an infinity or a NaN in it, which the approximate reciprocal gives with the right sign.
 __device__ __forceinline__ float quotient(float a, float b) {
   float scale = fminf(fabsf(a), fabsf(b)) < 7.88860905e-31f ? 2.81474977e14f : 1.0f;
   scale = fabsf(b) > 8.50705917e37f ? 0.25f : scale;
@@ -35,8 +35,8 @@ __device__ __forceinline__ float quotient(float a, float b) {
   return fabsf(second) > 0.0f ? second : a * near;
 }
 
-// Only the first estimate of a normal number's root is finite. For the root of 0, an infinity, NaN, a
-// negative number or a subnormal, the approximate one will do.
+// Only the first estimate of a normal number's root is finite. For the root of 0, an infinity, NaN,
+// a negative number or a subnormal, the approximate one will do.
 __device__ __forceinline__ float root(float a) {
   float near = near_reciprocal_root(a);
   float first = a * near;
@@ -44,23 +44,11 @@ __device__ __forceinline__ float root(float a) {
   return first < INFINITY_32 ? second : fast_sqrt(a * 1.84467441e19f) * 2.32830644e-10f;
 }
 
-// The exponent of the power of two is held where that power is normal; what lies beyond stays in
-// the remainder, whose exponential then overflows or underflows as it should.
-struct Power2 {
-  float exponent;
-  float value;
-};
-
-__device__ __forceinline__ Power2 power_below(float t) {
-  float shifted = __fmaf_rn(__saturatef(__fmaf_rn(t, 0.00396825397f, 0.5f)), 252.0f, 12582913.0f);
-  return {shifted - 12583039.0f, __int_as_float(__float_as_int(shifted) << 23)};
-}
-
 __device__ __forceinline__ float exponential(float a) { return expf(a); }
 
-// |a| = 2^exponent * significand, the significand between a bound given by its bits and twice it.
+// a = 2^exponent * significand, the significand between a bound given by its bits and twice it.
 struct Parts {
-  float scaled;  // |a|, or if that is subnormal, times 2^24
+  float scaled;    // a, or if that is subnormal, a times 2^24
   float exponent;  // times 2^23
   float significand;
 };
@@ -92,9 +80,20 @@ __device__ __forceinline__ float logarithm(float a) {
   return __fmaf_rn(exponent, 8.26295829e-8f, __fmaf_rn(p, f * f, f));
 }
 
+// The exponent of the power of two is held where that power is normal; what lies beyond stays in
+// the remainder, whose exponential then overflows or underflows as it should.
+struct Power2 {
+  float exponent;
+  float value;
+};
+
+__device__ __forceinline__ Power2 power_below(float t) {
+  float shifted = __fmaf_rn(__saturatef(__fmaf_rn(t, 0.00396825397f, 0.5f)), 252.0f, 12582913.0f);
+  return {shifted - 12583039.0f, __int_as_float(__float_as_int(shifted) << 23)};
+}
+
 // log2 |a| as high + low, good to 2^-31: with s = f / (2 + f), log2(1 + f) is 2 / ln 2 times
 // s + s^3 / 3 + s^5 / 5 + ..., and the remainder of the division makes up for the rounding of s.
-// The exponential of high + low is taken as above.
 __device__ __forceinline__ float power(float a, float b) {
   const float scale = 2.88539004f, scale_rest = 3.85192591e-8f;
   int bits = __float_as_int(a);

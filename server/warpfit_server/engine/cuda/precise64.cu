@@ -23,15 +23,14 @@ __constant__ double wf_power[6] = {
   -0.1250148127179617, 0.14287068965809469, -0.16666666596410917, 0.19999999950176142,
   -0.2500000000000105, 0.33333333333333853,
 };
-// 1 / ln 2; ln 2 in two parts for the exponential; and for the logarithm, the first of these with
-// 42 binary places, so that the sum of a multiple and a tabulated logarithm is exact.
+// 1 / ln 2; -ln 2 in two parts for the exponential; and ln 2 in two for the logarithm, the first of
+// them with 42 binary places, so that the sum of a multiple and a tabulated logarithm is exact.
 __constant__ double wf_natural[5] = {
-  1.4426950408889634, 0.6931471805599453, 2.3190468138462996e-17, @LN2@,
+  1.4426950408889634, -0.6931471805599453, -2.3190468138462996e-17, @LN2@,
 };
 // -ln c rounded to 42 places, and what the rounding left, for c in steps of 2^-6 (above 1) and
 // 2^-7 (below).
 __device__ const double wf_logarithms[2][@COUNT@] = {{@HIGH@}, {@LOW@}};
-
 
 __device__ __forceinline__ double near_reciprocal(double a) {
   double r;
@@ -57,8 +56,8 @@ __device__ __forceinline__ double with_high_word(double a, int high) {
 __device__ __forceinline__ double quotient(double a, double b) {
   float size = fabsf(high_word(b));
   float least = fminf(fabsf(high_word(a)), size);
-  int scale = least < 1.41059322e-36f ? 0x47f00000 : 0x3ff00000;  // 2^128 if one is below 2^-960
-  scale = size < INFINITY_32 ? scale : 0x3ef00000;                // 2^-16 for a divisor above 2^1017
+  int scale = least < 1.41059322e-36f ? 0x47f00000 : 0x3ff00000;  // 2^128: one below 2^-960
+  scale = size < INFINITY_32 ? scale : 0x3ef00000;                // 2^-16: divisor above 2^1017
   a *= __hiloint2double(scale, 0);
   b *= __hiloint2double(scale, 0);
   double near = near_reciprocal(b);
@@ -91,8 +90,8 @@ struct Reduced {
 __device__ __forceinline__ Reduced reduced(double x) {
   double shifted = __fma_rn(x, wf_natural[0], ROUNDER);
   double exponent = shifted - ROUNDER;
-  double rest = __fma_rn(exponent, -wf_natural[1], x);
-  return {__double2loint(shifted), __fma_rn(exponent, -wf_natural[2], rest)};
+  double rest = __fma_rn(exponent, wf_natural[1], x);
+  return {__double2loint(shifted), __fma_rn(exponent, wf_natural[2], rest)};
 }
 
 __device__ __forceinline__ double power_of_two(int exponent) {
