@@ -1,6 +1,9 @@
 """What all tests share."""
 
+import fcntl
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,3 +24,18 @@ _MOST_PROCESSES = 4
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of ``pytest -n auto``: the cores that there are, also where two share one core."""
     return min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def pytest_sessionstart() -> None:
+    """Let one of several processes compile the CPU engine, for half a minute, and the others wait.
+
+    All at once they would take longer than a test may.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    from warpfit_server.engine.cpu import CpuEngine
+
+    path = Path(tempfile.gettempdir()) / f"warpfit-tests-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        CpuEngine(1).close()

@@ -59,10 +59,11 @@ def is_sound(
     if not lengths.all() or not _stacks_balance(codes, starts):
         return False
     # As bits, numbers from 0 are ordered like whole numbers, below all negative ones and NaN.
-    bits, bound = values.view(np.uint64), np.float64(variables).view(np.uint64)
+    bits, bound = values.view(np.uint64), np.float64(min(variables, INDEX_LIMIT)).view(np.uint64)
     bounds: Any = _INDEX_LIMIT_BITS
     if counts is not None:
-        bounds = np.repeat(counts.astype(np.float64).view(np.uint64), lengths)
+        limits = np.minimum(counts, INDEX_LIMIT, dtype=np.float64)
+        bounds = np.repeat(limits.view(np.uint64), lengths)
     is_variable, is_parameter = codes == VARIABLE, codes == PARAMETER
     fits = is_variable & (bits < bound)
     fits |= is_parameter & (bits < bounds)

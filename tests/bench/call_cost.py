@@ -2,8 +2,9 @@
 
 ``python tests/bench/call_cost.py`` writes results/call_cost.json: 300 programs of the thesis mix
 with their parameters, losses as the answer, which another process on loopback gives without
-computing anything. The floor is the same call by gRPC alone: the same bytes, nothing encoded or
-decoded. Thread time is compared, because the clock depends on who else uses the machine.
+computing anything. The floor is the same call by gRPC alone, one message for one: the same bytes,
+nothing encoded or decoded. Thread time is compared, because the clock depends on who else uses the
+machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from grpc.experimental import ChannelOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +36,7 @@ from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit.workload import thesis_mix
+from warpfit_server.engine import sound
 from warpfit_server.limits import check_batch
 
 SEED = 20261121
@@ -91,42 +92,46 @@ def stage_costs(data: Data, batches: list[Any], answer: bytes) -> dict[str, floa
 
 
 def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
-    """Stages of the server's decoder."""
+    """Stages of a door's decoder, ``door`` for all of them, and the check of the tokens."""
     requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
     evaluations = [codec.evaluation_from_message(request) for request in requests]
-    limits = Limits()
+    limits, variables = Limits(), data.layout.variables
 
-    def whole(turn: int) -> None:
-        request = codec.parse_message(pb.EvaluateRequest, messages[turn])
-        evaluation = codec.evaluation_from_message(request)
+    def check(evaluation: Evaluation) -> None:
         check_batch(evaluation.batch, limits)
-        evaluation.check(data.layout)
+        evaluation.check_options(data.layout)
+        evaluation.batch.check_shapes()
 
+    def door(turn: int) -> None:
+        request = codec.parse_message(pb.EvaluateRequest, messages[turn])
+        check(codec.evaluation_from_message(request))
+
+    sound.is_sound(evaluations[0].batch, variables)  # compiles
     return microseconds(
         {
             "parse": lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn]),
             "unpack": lambda turn: codec.evaluation_from_message(requests[turn]),
-            "limits": lambda turn: check_batch(evaluations[turn].batch, limits),
-            "check": lambda turn: evaluations[turn].check(data.layout),
-            "all": whole,
+            "limits": lambda turn: check(evaluations[turn]),
+            "door": door,
+            "tokens_compiled": lambda turn: sound.is_sound(evaluations[turn].batch, variables),
+            "tokens_numpy": lambda turn: evaluations[turn].batch.check(variables),
         }
     )
 
 
 def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
-    reading = [(ChannelOptions.SingleThreadedUnaryStream, 1)]
     with (
         unary_server() as address,
         warpfit.connect(address) as client,
-        grpc.insecure_channel(address, reading) as channel,
+        grpc.insecure_channel(address) as channel,
     ):
-        method = channel.unary_stream(METHOD)
+        method = channel.unary_unary(METHOD)
         return microseconds(
             {
                 "fresh": lambda turn: client.run(data, *batches[turn], **OPTIONS),
                 "repeated": lambda turn: client.run(data, *batches[0], **OPTIONS),
-                "grpc_alone": lambda turn: list(method(messages[turn])),
+                "grpc_alone": lambda turn: method(messages[turn]),
             }
         )
 

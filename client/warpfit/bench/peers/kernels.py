@@ -101,10 +101,10 @@ def cuda_text(program: Program, rows: int) -> str:
 class EvogpPeer:
     """EvoGP's CUDA interpreter, mean squared errors on the device.
 
-    Written from EvoGP's source and not run beside it yet: it is on no package index (November 2026)
-    and must be built from https://github.com/EMI-Group/evogp with nvcc and PyTorch. At commits
-    42a6e6f (``tree/forest.py``) and 0d2e571 (``cuda/forward.cu``) a forest is three tensors in
-    prefix order (float32 values, int16 types and subtree sizes) of at most 1,024 nodes a tree, and
+    Written from EvoGP's source and not run beside it yet: pip has no package of it and builds it
+    from https://github.com/EMI-Group/evogp, with nvcc and PyTorch in place. At commits 42a6e6f
+    (``tree/forest.py``) and 0d2e571 (``cuda/forward.cu``) a forest is three tensors in prefix order
+    (float32 values, int16 types and subtree sizes) of at most 1,024 nodes a tree, and
     ``SR_fitness`` takes rows [rows, variables] and targets [rows, 1]. Operators have the meaning of
     NumPy's but that x / 0 is NaN; in older versions division, logarithm, power and root are
     protected, so that values disagree and nothing is timed. Codes of operators differ between the
