@@ -182,19 +182,20 @@ def status_of(context: Any) -> str:
 
 
 def _sample(request: Request, status: str, ended: int) -> Sample:
+    labels, seconds = (request.method, status, request.tenant), (ended - request.started) / 1e9
     timings = request.timings
+    if timings is None:
+        return Sample(labels, seconds, request.received)
     return Sample(
-        (request.method, status, request.tenant),
-        (ended - request.started) / 1e9,
+        labels,
+        seconds,
         request.received,
         request.programs,
         request.tokens,
         request.token_rows,
-        *(
-            (None, 0, ())
-            if timings is None
-            else (timings.tier, timings.cache_hits, stages(request, timings))
-        ),
+        timings.tier,
+        timings.cache_hits,
+        stages(request, timings),
     )
 
 

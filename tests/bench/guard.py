@@ -103,9 +103,7 @@ def _retry_after(error: Any) -> float:
     return 0.0
 
 
-def closed_loop(
-    caller: Caller, seconds: float, *, obedient: bool = True
-) -> list[tuple[str, float]]:
+def closed_loop(caller: Caller, seconds: float) -> list[tuple[str, float]]:
     """Call again as soon as there is an answer, or as soon as a refusal allows it."""
     outcomes = []
     end = time.perf_counter() + seconds

@@ -13,6 +13,7 @@ import pytest
 from support.calls import Call, tenants_file, token_file
 from warpfit import codec
 from warpfit.dataset import Layout
+from warpfit.errors import ProgramError
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Timings
@@ -312,6 +313,23 @@ class TestObserved:
         assert buckets["request_seconds", ("Evaluate",)][-1] > 0.1
         assert buckets["stage_seconds", ("copy",)][-1] == pytest.approx(8e-9)
         assert buckets["stage_seconds", ("kernel",)][-1] == pytest.approx(4e-9)
+
+    def test_what_the_engine_did_not_answer_was_not_evaluated(self):
+        def behaviour(message, context):
+            requests.asks_for(EVALUATION, LAYOUT)
+            if message == b"wrong":
+                raise ProgramError("what", "UNKNOWN_OPERATOR")
+            requests.answered(Timings())
+            yield b"answer"
+
+        door = Door(behaviour)
+        for message in (b"wrong", b"right", b"wrong"):
+            door.take(Call([message])).wait()
+        counts = door.recorder.totals().counts
+        assert counts["programs", ("default",)] == 1
+        assert counts["tokens", ("default",)] == 1
+        assert counts["token_rows", ("default",)] == LAYOUT.rows
+        assert len(door.ended()) == 2
 
     def test_ids(self):
         """The client's own if it is one, else one that no other call has."""
