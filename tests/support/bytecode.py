@@ -28,7 +28,7 @@ def cases() -> dict[int, tuple[Operator, int]]:
 def lower(batch: Batch, chunk: int = 1 << 30) -> Staged:
     """Lower a batch into fresh memory full of garbage."""
     costly = np.zeros(256, dtype=np.bool_)
-    return stage(batch, costly, chunk, lambda size: np.full(size, 0xA5, dtype=np.uint8))
+    return stage(batch, 1 << 30, costly, chunk, lambda size: np.full(size, 0xA5, dtype=np.uint8))
 
 
 class Machine:

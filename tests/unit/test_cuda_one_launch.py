@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from support.bytecode import Machine
-from warpfit.errors import ResourceExhaustedError
+from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Precision
 from warpfit.workload import thesis_mix
@@ -96,11 +96,11 @@ class Context:
         self.status = status
 
 
-def launch(batch, driver):
+def launch(batch, driver, variables=1 << 30):
     functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM))
     context = Context(driver)
     kernels = Kernels(VARIANT, *functions, np.zeros(256, dtype=np.bool_))
-    return context, sums_in_one_launch(context, kernels, WORK, batch)
+    return context, sums_in_one_launch(context, kernels, WORK, batch, variables)
 
 
 def test_the_driver_gets_a_batch_that_computes_the_same():
@@ -172,4 +172,12 @@ def test_what_cannot_be_encoded_is_refused_before_the_driver_hears_of_it():
     driver = Driver()
     with pytest.raises(ResourceExhaustedError, match="index"):
         launch(Batch.of([Program.variable(bytecode.INDEX_LIMIT)]), driver)
+    assert driver.calls == []
+
+
+def test_a_variable_that_is_not_there_is_refused_before_the_driver_hears_of_it():
+    driver = Driver()
+    with pytest.raises(ProgramError) as caught:
+        launch(Batch.of([Program.variable(0), Program.variable(2)]), driver, variables=2)
+    assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)
     assert driver.calls == []

@@ -67,7 +67,7 @@ def test_costly_operators_are_told():
     costly = np.zeros(256, dtype=np.bool_)
     for code, expected in ((255, False), (int(batch.codes[-1]), True)):
         costly[code] = True
-        staged = stage(batch, costly, 8, lambda size: np.empty(size, dtype=np.uint8))
+        staged = stage(batch, 3, costly, 8, lambda size: np.empty(size, dtype=np.uint8))
         assert staged.extent.costly is expected
 
 

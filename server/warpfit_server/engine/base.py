@@ -102,12 +102,14 @@ class Engine(Protocol):
         """Forget a data set once the evaluations that use it have ended."""
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
-        """Evaluate a checked batch into ``outputs``.
+        """Evaluate a batch into ``outputs``.
 
-        The batch has passed `Batch.check`, the row range is inside the data set, and a loss is
-        asked for only when there is a target.
+        The batch has passed `Batch.check_shapes`, the row range is inside the data set, and a loss
+        is asked for only when there is a target. An engine looks at the tokens itself, in compiled
+        code: in Python that would take a front door more time than all the rest.
 
         Raises:
+            ProgramError: for the first bad token, see `warpfit_server.engine.sound`.
             CancelledError: if ``outputs.cancelled`` became 1; the outputs are then undefined.
             DatasetNotFoundError: if the data set is not loaded.
             ResourceExhaustedError: if memory is short.
@@ -129,7 +131,8 @@ class Engine(Protocol):
         tokens are the same objects until programs drop out, only the parameters are others.
 
         Args:
-            evaluation: names data set, batch, rows, precision and tier; its wishes are ignored.
+            evaluation: names a checked batch, data set, rows, precision and tier; its wishes are
+                ignored.
             row_loss: a program over prediction (0), target (1) and weight (2). If it does not
                 mention the weight, each row counts w times.
             curvature: whether curvatures are wanted.

@@ -42,6 +42,7 @@ from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, 
 from warpfit_server.engine.schedule import (
     SCALARS,
 )
+from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
@@ -92,9 +93,10 @@ class CpuEngine:
         self._datasets.clear()
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
-        """Evaluate a checked batch into ``outputs``; see `base.Engine`."""
+        """Evaluate a batch into ``outputs``; see `base.Engine`."""
         dataset = self._dataset(evaluation)
         start = time.perf_counter_ns()
+        check_sound(evaluation.batch, dataset.layout.variables)
         with _memory_errors():
             if cpu_derive.needs_derivatives(evaluation, outputs):
                 self._derive(dataset, evaluation, outputs)

@@ -32,12 +32,13 @@ from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs
 from warpfit_server.engine.closing import engine_share, finish
-from warpfit_server.engine.sound import check_sound
+from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
 from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging, works_for
 from warpfit_server.segments import Segment
+from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Least time between two messages of progress.
@@ -85,7 +86,7 @@ class EngineProcess:
                     return
                 case wire.OpenLanes():
                     for descriptor in descriptors:
-                        lane = Channel(socket.socket(fileno=descriptor))
+                        lane = LaneEnd(socket.socket(fileno=descriptor))
                         threading.Thread(target=self._serve, args=(lane,), daemon=True).start()
                 case wire.Load():
                     self._load(message, descriptors)
@@ -97,12 +98,14 @@ class EngineProcess:
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _serve(self, lane: Channel) -> None:
+    def _serve(self, lane: LaneEnd) -> None:
         """Run the evaluations of one lane until its other end is closed."""
         segment: Segment | None = None
+        finished: wire.Finished | None = None
         try:
             while True:
-                message, descriptors = lane.receive()
+                message, descriptors = lane.exchange(finished, awake=not self._busy)
+                finished = None
                 if isinstance(message, wire.Unmap):
                     segment = None
                     continue
@@ -122,7 +125,6 @@ class EngineProcess:
                     del self._busy[lane]
                 if not problem.keep:
                     segment = None
-                lane.send(finished)
         except ChannelClosedError:
             _LOG.debug("a lane was closed")
         except Exception:
@@ -193,7 +195,6 @@ class EngineProcess:
         frame = message.frame
         asked = _evaluation(message, segment)
         dataset = self._dataset(asked.dataset_id)
-        check_sound(asked.batch, dataset.layout.variables)
         if frame.is_small and asked.custom_loss is None:  # the engine does all of it
             outputs = Outputs(None, frame.losses_view(segment), cancelled, _nobody_waits)
             return self._engine.evaluate(asked, outputs)
@@ -308,6 +309,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
+    take_short_turns()
     channel = Channel(socket.socket(fileno=int(descriptor)))
     try:
         engine = create_engine(

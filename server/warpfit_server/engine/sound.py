@@ -37,7 +37,7 @@ def check_sound(batch: Batch, variables: int) -> None:
 def is_sound(batch: Batch, variables: int) -> bool:
     """Tell whether `Batch.check` would pass, for a batch whose arrays fit together."""
     return bool(
-        _is_sound(
+        sound_tokens(
             batch.codes,
             batch.values,
             batch.lengths,
@@ -48,13 +48,14 @@ def is_sound(batch: Batch, variables: int) -> bool:
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _is_sound(
+def sound_tokens(
     codes: NDArray[np.uint8],
     values: NDArray[np.float64],
     lengths: NDArray[np.uint32],
     counts: NDArray[np.uint32],
     variables: float,
 ) -> bool:
+    """`is_sound` for compiled code."""
     start = 0
     for program in range(len(lengths)):
         stop = start + int(lengths[program])

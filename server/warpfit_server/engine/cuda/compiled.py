@@ -28,6 +28,7 @@ from warpfit_server.engine.cuda.ptx import Output, sum_count
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.shapes import LiftedBatch, Shape, lift
+from warpfit_server.engine.sound import check_sound
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
@@ -217,6 +218,7 @@ class CompiledTier:
 
     def _cut_evaluation(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared:
         layout, batch = resident.dataset.layout, evaluation.batch
+        check_sound(batch, layout.variables)
         mode = Mode.of(layout.dtype, evaluation.precision)
         grid = self._tuning.layout or best_layout(mode, batch.codes, gradient=evaluation.gradient)
         output = Output(
@@ -433,7 +435,8 @@ def _identity(resident: ResidentDataset, evaluation: Evaluation) -> Hashable:
     """Tell what kernels depend on; batches that share it may still differ, see `is_of`."""
     layout = resident.dataset.layout
     wanted = (evaluation.precision, evaluation.values, evaluation.loss, evaluation.gradient)
-    return (fingerprint(evaluation.batch), layout.dtype.str, layout.has_weights, *wanted)
+    columns = (layout.dtype.str, layout.variables, layout.has_weights)
+    return (fingerprint(evaluation.batch), *columns, *wanted)
 
 
 def _sum_kind(loss: Loss | None) -> str:

@@ -56,6 +56,7 @@ from warpfit_server.engine.differentiate import (
     no_row_loss,
     row_loss_tokens,
 )
+from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 
 #: Batches whose code stays on the device.
@@ -92,6 +93,7 @@ class DerivativeTier:
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Timings:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
+        check_sound(evaluation.batch, resident.dataset.layout.variables)
         wanted = wanted_by(evaluation, outputs)
         timings = self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
         if outputs.losses is not None and evaluation.loss is not None:

@@ -122,9 +122,10 @@ class CudaEngine:
             self._residents.pop(content_id, None)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
-        """Evaluate a checked batch into ``outputs``.
+        """Evaluate a batch into ``outputs``.
 
         Raises:
+            ProgramError: for the first bad token.
             CancelledError: if ``outputs.cancelled`` became 1; the outputs are then undefined.
             DatasetNotFoundError: if the data set is not loaded.
             ResourceExhaustedError: if device memory is short, or the compiled tier was asked for

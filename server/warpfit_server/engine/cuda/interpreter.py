@@ -212,7 +212,9 @@ class Interpreter:
         rows = evaluation.row_range(resident.dataset.layout)
         work = self.work(resident, evaluation, Piece(0, 0, *rows))
         with self._device.stream() as context:
-            outcome = sums_in_one_launch(context, kernels, work, evaluation.batch)
+            outcome = sums_in_one_launch(
+                context, kernels, work, evaluation.batch, resident.dataset.layout.variables
+            )
             return outcome._replace(sums=outcome.sums.copy())
 
     def _in_pieces(
@@ -228,7 +230,7 @@ class Interpreter:
         sums = np.zeros(programs * vectors)
         landing = Landing(resident, evaluation, outputs, sums)
         with self._device.stream() as context:
-            launch = self.begin(context, variant, evaluation.batch, pieces[0].jobs)
+            launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")
             self.evaluate_slots(context, launch, vectors)
             launched = time.perf_counter_ns()
@@ -244,10 +246,18 @@ class Interpreter:
                 landing.take(context, flying)
             return Outcome(sums, launched, context.nanoseconds("start", "computed"))
 
-    def begin(self, context: StreamContext, variant: Variant, batch: Batch, chunk: int) -> Launch:
+    def begin(
+        self,
+        context: StreamContext,
+        resident: ResidentDataset,
+        variant: Variant,
+        batch: Batch,
+        chunk: int,
+    ) -> Launch:
         """Lower a batch and upload it, for launches of ``chunk`` jobs each."""
         kernels = self.prepare(variant)
-        staged = stage(batch, kernels.costly, chunk, partial(context.pinned, "batch"))
+        variables = resident.dataset.layout.variables
+        staged = stage(batch, variables, kernels.costly, chunk, partial(context.pinned, "batch"))
         address = context.buffer("batch", len(staged.memory))
         context.upload(address, staged.used)
         size = staged.extent.slots * batch.vectors * variant.dtype.itemsize

@@ -34,6 +34,7 @@ from warpfit_server.engine.cuda.bytecode import (
     SLOT_LEVELS,
     labels,
 )
+from warpfit_server.engine.sound import check_sound
 
 _LABELS: Final = labels()
 _compiled = numba.njit(cache=True, nogil=True, inline="always")
@@ -75,6 +76,9 @@ def _read_only(array: Any) -> Any:
     return view
 
 
+#: What is said instead of levels: that the tokens are no programs, or that an index is too large.
+UNSOUND: Final = -2
+_TOO_FAR: Final = -1
 #: Instructions behind the last one that the kernel reads, and does not run.
 READ_AHEAD: Final = 1
 
@@ -98,13 +102,21 @@ def check_length(batch: Batch) -> int:
     return longest
 
 
-def check_levels(levels: int) -> None:
-    """Refuse a batch that `lower_into` could not encode.
+def check_levels(levels: int, batch: Batch, variables: int) -> None:
+    """Refuse a batch that was not lowered.
+
+    Args:
+        levels: what the lowering returned.
+        batch: that was to be lowered.
+        variables: of the data set.
 
     Raises:
+        ProgramError: for the first bad token.
         ResourceExhaustedError: if a variable's index is too large.
 
     """
+    if levels == UNSOUND:
+        check_sound(batch, variables)
     if levels < 0:
         raise ResourceExhaustedError(
             "a variable's index is larger than the interpreter can encode",
@@ -134,7 +146,7 @@ def lower_into(
             program; [at most tokens, 4].
 
     Returns:
-        Instructions, slots, and stack levels that the deepest program needs below the top, or -1
+        Instructions, slots, and stack levels that the deepest program needs below the top, below 0
         if the index of a variable is too large.
 
     """
@@ -147,7 +159,7 @@ def lower_into(
         count = int(tokens.parameter_counts[program])
         state[_NODES], state[_FIRST_SLOT] = 0, state[_SLOTS]
         if not _lower_program(tokens, start, stop, stack, nodes, slots, state):
-            return 0, 0, -1
+            return 0, 0, _TOO_FAR
         programs[program, 0] = written
         programs[program, 2] = state[_FIRST_SLOT]
         programs[program, 3] = 0

@@ -99,17 +99,19 @@ class Outcome(NamedTuple):
 
 
 def sums_in_one_launch(
-    context: StreamContext, kernels: Kernels, work: Work, batch: Batch
+    context: StreamContext, kernels: Kernels, work: Work, batch: Batch, variables: int
 ) -> Outcome:
-    """Compute the sums of the loss terms of a checked batch.
+    """Compute the sums of the loss terms of a batch.
 
     Args:
         context: a stream that nobody else uses.
         kernels: of the variant that ``work`` was made for.
         work: rows and layout.
-        batch: the programs.
+        batch: whose arrays fit together.
+        variables: of the data set.
 
     Raises:
+        ProgramError: for the first bad token.
         ResourceExhaustedError: if the batch is too large to encode, or the device has no room.
         CUDADriverError: if the device reports an error.
 
@@ -141,12 +143,13 @@ def sums_in_one_launch(
         parts,
         desk,
         tokens,
+        variables,
         longest,
         kernels.costly,
         staging,
         sums,
     )
-    check_levels(levels)
+    check_levels(levels, batch, variables)
     context.settled(status)
     seconds, nanoseconds = desk.clock.tolist()
     return Outcome(sums, seconds * 1_000_000_000 + nanoseconds, int(desk.elapsed[0] * 1e6))
@@ -164,13 +167,14 @@ def _compute(
     parts: Parts,
     desk: Desk,
     tokens: Tokens,
+    variables: int,
     longest: int,
     costly: NDArray[np.bool_],
     staging: NDArray[np.uint8],
     sums: NDArray[np.float64],
 ) -> tuple[int, int]:
     """Return the driver's status, and levels that are negative if nothing could be launched."""
-    extent = Extent(*stage_into(tokens, longest, costly, len(sums), parts, staging))
+    extent = Extent(*stage_into(tokens, variables, longest, costly, len(sums), parts, staging))
     if extent.levels < 0:
         return 0, extent.levels
     grid = tell_slots(desk.slot_arguments, addresses, parts, extent.slots, tokens.vectors)

@@ -11,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
+from warpfit.tokens import INDEX_LIMIT
 from warpfit_server.engine.cuda.lower import (
     READ_AHEAD,
+    UNSOUND,
     Tokens,
     check_length,
     check_levels,
     lower_into,
 )
+from warpfit_server.engine.sound import sound_tokens
 
 _ALIGNMENT: Final = 64
 _compiled = numba.njit(cache=True, nogil=True)
@@ -65,7 +68,7 @@ class Extent(NamedTuple):
     slots: int
     """Row-invariant subtrees."""
     levels: int
-    """Stack levels that the deepest program needs below the top; -1: an index is too large."""
+    """Stack levels that the deepest program needs below the top; below 0: not lowered."""
     costly: bool
     """Whether an operator needs scratch levels."""
 
@@ -110,39 +113,48 @@ class Staged:
 
 def stage(
     batch: Batch,
+    variables: int,
     costly: NDArray[np.bool_],
     chunk: int,
     allocate: Callable[[int], NDArray[np.uint8]],
 ) -> Staged:
-    """Lower a checked batch.
+    """Check and lower a batch.
 
     Args:
-        batch: the programs.
+        batch: whose arrays fit together.
+        variables: of the data set.
         costly: whether an operator needs scratch levels, by wire code; [256].
         chunk: jobs of each launch.
         allocate: gives memory of a number of bytes, uint8.
 
     Raises:
+        ProgramError: for the first bad token.
         ResourceExhaustedError: if a program or a variable's index is too large to encode.
 
     """
     longest, parts = check_length(batch), Parts.of(batch)
     memory = allocate(parts.end)
-    extent = Extent(*stage_into(Tokens.of(batch), longest, costly, chunk, parts, memory))
-    check_levels(extent.levels)
+    extent = Extent(*stage_into(Tokens.of(batch), variables, longest, costly, chunk, parts, memory))
+    check_levels(extent.levels, batch, variables)
     return Staged(memory, parts, extent)
 
 
 @_compiled  # type: ignore[untyped-decorator]
 def stage_into(
     tokens: Tokens,
+    variables: int,
     longest: int,
     costly: NDArray[np.bool_],
     chunk: int,
     parts: Parts,
     memory: NDArray[np.uint8],
 ) -> tuple[int, int, int, bool]:
-    """Lower a batch into memory laid out as ``parts``; return the fields of `Extent`."""
+    """Check and lower a batch into memory laid out as ``parts``; return the fields of `Extent`."""
+    limit = float(min(variables, INDEX_LIMIT))
+    if not sound_tokens(
+        tokens.codes, tokens.values, tokens.lengths, tokens.parameter_counts, limit
+    ):
+        return 0, 0, UNSOUND, False
     programs = memory[parts.programs : 16 * len(tokens.lengths)].view(np.uint32).reshape(-1, 4)
     instructions, slots, levels = lower_into(
         tokens,

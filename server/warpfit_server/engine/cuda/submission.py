@@ -15,11 +15,9 @@ from typing import Any, Final
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
-from warpfit_server.engine.intrinsics import compiled_intrinsic
+from warpfit_server.engine.calls import call_1, call_2, call_3, call_4, call_launch
 
 #: Driver functions in the order of the kinds of step.
 _FUNCTIONS: Final = (
@@ -123,32 +121,6 @@ class Submission:
         self._steps.append((*numbers, *(0,) * (WIDTH - len(numbers))))
 
 
-def _calling(*widths: int) -> Any:
-    """Make a function that calls the one at an address with integers of these widths in bits."""
-
-    @compiled_intrinsic
-    def call(typing_context: Any, address: Any, arguments: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            kind = ir.FunctionType(ir.IntType(32), [ir.IntType(width) for width in widths])
-            numbers = [builder.extract_value(given[1], index) for index in range(len(widths))]
-            numbers = [
-                builder.trunc(number, ir.IntType(32)) if width == 32 else number
-                for number, width in zip(numbers, widths, strict=True)
-            ]
-            return builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
-
-        return types.int32(types.int64, types.UniTuple(types.int64, len(widths))), generate
-
-    return call
-
-
-_call_1 = _calling(64)
-_call_2 = _calling(64, 64)
-_call_3 = _calling(64, 64, 64)
-_call_4 = _calling(64, 64, 64, 64)
-_call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
-
-
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def carry_out(functions: Any, steps: Any) -> int:
     """Do one step after the other; return the first status that is not 0.
@@ -162,19 +134,19 @@ def carry_out(functions: Any, steps: Any) -> int:
         s = steps[number]
         address = functions[s[0]]
         if s[0] == LAUNCH:
-            status = _call_launch(
+            status = call_launch(
                 address, (s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
             )
         elif s[0] == RECORD:
-            status = _call_2(address, (s[1], s[2]))
+            status = call_2(address, (s[1], s[2]))
         elif s[0] == NOW:
-            status = _call_2(address, (time.CLOCK_MONOTONIC, s[1]))
+            status = call_2(address, (time.CLOCK_MONOTONIC, s[1]))
         elif s[0] == SYNCHRONIZE:
-            status = _call_1(address, (s[1],))
+            status = call_1(address, (s[1],))
         elif s[0] == ELAPSED:
-            status = _call_3(address, (s[1], s[2], s[3]))
+            status = call_3(address, (s[1], s[2], s[3]))
         else:
-            status = _call_4(address, (s[1], s[2], s[3], s[4]))
+            status = call_4(address, (s[1], s[2], s[3], s[4]))
         if status != 0:
             return int(status)
     return 0

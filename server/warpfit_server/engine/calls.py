@@ -1,0 +1,36 @@
+"""Calls of functions of C libraries by compiled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from warpfit_server.engine.intrinsics import compiled_intrinsic
+
+
+def _calling(*widths: int) -> Any:
+    """Make a function that calls the one at an address with integers of these widths in bits."""
+
+    @compiled_intrinsic
+    def call(typing_context: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            kind = ir.FunctionType(ir.IntType(32), [ir.IntType(width) for width in widths])
+            numbers = [builder.extract_value(given[1], index) for index in range(len(widths))]
+            numbers = [
+                builder.trunc(number, ir.IntType(32)) if width == 32 else number
+                for number, width in zip(numbers, widths, strict=True)
+            ]
+            return builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
+
+        return types.int32(types.int64, types.UniTuple(types.int64, len(widths))), generate
+
+    return call
+
+
+call_1 = _calling(64)
+call_2 = _calling(64, 64)
+call_3 = _calling(64, 64, 64)
+call_4 = _calling(64, 64, 64, 64)
+call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
