@@ -62,8 +62,7 @@ def from_deap(
             calls an automatically defined function (ADF).
 
     """
-    converter = _Converter(pset, operators or {}, tuple(names))
-    return from_prefix(converter.node(entry) for entry in tree)
+    return _Converter(pset, operators or {}, tuple(names)).program(tree)
 
 
 class Evaluator:
@@ -132,19 +131,23 @@ class Evaluator:
         """
         if not individuals:
             return []
-        programs = [self._program(tree, index) for index, tree in enumerate(individuals)]
+        programs = self._programs(individuals)
         if self.fit_iterations:
             losses = self._fit(individuals, programs)
         else:
             losses = self.client.evaluate(self.data, programs, loss=self.loss, rows=self.rows)
         return [(loss if np.isfinite(loss) else self._worst,) for loss in losses.tolist()]
 
-    def _program(self, tree: Any, index: int) -> Program:
+    def _programs(self, trees: Sequence[Any]) -> list[Program]:
+        converter = _Converter(self.pset, self.operators or {}, self.data.names)
+        programs: list[Program] = []
         try:
-            return from_deap(tree, self.pset, self.operators, self.data.names)
+            for tree in trees:
+                programs.append(converter.program(tree))  # noqa: PERF401 (counts for the error)
         except InvalidArgumentError as error:
-            error.expression = index
+            error.expression = len(programs)
             raise
+        return programs
 
     def _fit(self, trees: Sequence[Any], programs: Sequence[Program]) -> NDArray[np.float64]:
         lifted, starts = zip(*(program.lift_constants() for program in programs), strict=True)
@@ -179,7 +182,7 @@ class Evaluator:
 
 
 class _Converter:
-    """Nodes of one tree, one after the other."""
+    """Nodes of trees of one primitive set; what a name means is found out once."""
 
     def __init__(self, pset: Any, operators: Mapping[str, str], names: Sequence[str]) -> None:
         self.context: Mapping[str, Any] | None = None if pset is None else pset.context
@@ -187,15 +190,22 @@ class _Converter:
         self.operators = operators
         self.arguments = _indices(() if pset is None else pset.arguments)
         self.variables = _indices(names)
+        self._known: dict[tuple[str, int], Node] = {}
+
+    def program(self, tree: Any) -> Program:
+        return from_prefix(map(self.node, tree))
 
     def node(self, entry: Any) -> Node:
-        if not hasattr(entry, "arity"):
+        arity = getattr(entry, "arity", None)
+        if arity is None:
             raise _adf("an individual of several trees")
-        if entry.arity:
-            return self._primitive(entry)
-        if isinstance(entry.value, str):
-            return self._named(entry)
-        return CONSTANT, _number(entry.value, entry.name), 0
+        if arity == 0 and not isinstance(entry.value, str):
+            return CONSTANT, _number(entry.value, entry.name), 0
+        key = entry.name if arity else entry.value, arity
+        node = self._known.get(key)
+        if node is None:
+            node = self._known[key] = self._primitive(entry) if arity else self._named(entry)
+        return node
 
     def _primitive(self, entry: Any) -> Node:
         name = entry.name
