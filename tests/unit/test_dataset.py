@@ -59,7 +59,7 @@ def test_large_data_sets_have_the_same_ids(dtype, rows, variables, order):
     for column in (*X.T, y, weights):
         digest.update(column.astype(dtype).tobytes())
     assert dataset.content_id == digest.digest()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_hashing_can_be_given_up():
@@ -68,7 +68,7 @@ def test_hashing_can_be_given_up():
     digest = PayloadDigest(layout, most_behind=1)
     digest.update(memoryview(bytes(1 << 20)))
     digest.close()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 @given(MATRICES, st.booleans())
