@@ -20,6 +20,7 @@ from warpfit.dataset import Dataset
 from warpfit.fit_arguments import build_fit
 from warpfit_server.config import Config
 from warpfit_server.ledger import Usage
+from warpfit_server.limits import check_batch
 from warpfit_server.server import Server
 
 WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
@@ -152,7 +153,7 @@ def test_while_it_is_decoded(caller, data, leaves_nothing, way):
         if way == "cancelled":
             time.sleep(milliseconds / 1000)
         _end([call], way)
-    leaves_nothing()
+        leaves_nothing()  # or the next one finds the queue full
 
 
 @pytest.mark.parametrize("way", END)
@@ -194,7 +195,12 @@ def test_while_data_are_uploaded(caller, server, leaves_nothing, way):
     assert server._datasets._held.total() == held
 
 
-def test_before_it_begins(caller, server, data, leaves_nothing):
+def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
+    def slow(*arguments):
+        time.sleep(0.1)
+        return check_batch(*arguments)
+
+    monkeypatch.setattr("warpfit_server.service.check_batch", slow)
     lanes = server.supervisor.lanes
     started = []
     original = lanes._send
@@ -205,7 +211,7 @@ def test_before_it_begins(caller, server, data, leaves_nothing):
 
     lanes._send = send
     try:
-        call = _start(caller, "Evaluate", _evaluation(data, ["x1"]), 0.0001)
+        call = _start(caller, "Evaluate", _evaluation(data, ["x1"]), 0.05)
         _end([call], "deadline")
         leaves_nothing()
     finally:
