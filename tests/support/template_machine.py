@@ -156,7 +156,7 @@ def _unary(opcode: str, value: Array) -> Array:
         return value.astype(_TYPES[modifiers[1]])
     if "approx" in modifiers:
         return _approximate(name, value)
-    raise NotImplementedError(opcode)
+    raise ValueError(f"the machine knows no {opcode}")
 
 
 def _approximate(name: str, value: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -99,3 +100,24 @@ def test_waiting_awake_ends(ends, monkeypatch):
     engine._socket.shutdown(socket.SHUT_RDWR)
     waiting.join(10)
     assert clock[0] < 0.25
+
+
+def test_a_signal_does_not_end_the_lane(ends):
+    """It interrupts the system call of the thread that it comes to."""
+    door, engine = ends
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        waiting = threading.Thread(
+            target=lambda: received.append(engine.exchange(None, awake=False))
+        )
+        waiting.start()
+        for _ in range(5):
+            time.sleep(0.05)
+            signal.pthread_kill(waiting.ident, signal.SIGUSR1)
+        time.sleep(0.05)
+        door.send(wire.Count())
+        waiting.join(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [(wire.Count(), [])]

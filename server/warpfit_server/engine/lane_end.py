@@ -35,6 +35,8 @@ _DAMAGED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _RECEIVING: Final = int(socket.MSG_CMSG_CLOEXEC)
 _SENDING: Final = int(socket.MSG_NOSIGNAL)
 _SEND, _RECEIVE, _POLL, _CLOCK = range(4)
+#: What `_exchange` returns if the answer could not be sent, and nothing was received.
+_UNSENT: Final = -2
 
 
 class LaneEnd(Channel):
@@ -77,7 +79,11 @@ class LaneEnd(Channel):
             self._header,
             self._awake if awake else 0,
         )
-        if size <= 0 or self._header[_FLAGS] & _DAMAGED:
+        if size == _UNSENT and answer is not None:
+            self.send(answer)  # a signal may have come in between; Python tries again
+        if size < 0:
+            return self.receive()
+        if size == 0 or self._header[_FLAGS] & _DAMAGED:
             raise ChannelClosedError("the lane was closed")
         return unpacked(self._received[:size].data), self._descriptors()
 
@@ -98,12 +104,12 @@ def _exchange(
     header: NDArray[np.int64],
     awake: int,
 ) -> int:
-    """Return the bytes of the message that came; 0 or less if the other end is gone."""
+    """Return the bytes of the message that came; `_UNSENT` or -1 if the system did not do it."""
     if len(answer) > 0:
         place = np.int64(answer.ctypes.data)
         sent = call_4(functions[_SEND], (descriptor, place, len(answer), _SENDING))
         if sent != len(answer):
-            return -1
+            return _UNSENT
     if awake > 0:
         _look_out(functions, descriptor, awake)
     place = np.int64(header.ctypes.data)
