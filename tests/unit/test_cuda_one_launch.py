@@ -238,6 +238,7 @@ def test_a_failure_tells_nobody():
         reply = Reply(theirs.fileno(), queue=0)
         context, *_ = launch(Batch.of([Program.variable(0)]), driver, reply=reply)
         assert context.status == 700
+        assert not reply.is_sent
         ours.setblocking(False)
         with pytest.raises(BlockingIOError):
             ours.recv(100)
@@ -247,4 +248,6 @@ def test_somebody_who_has_gone_does_no_harm():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     with theirs:
-        launch(Batch.of([Program.variable(0)]), Driver(), reply=Reply(theirs.fileno(), queue=0))
+        reply = Reply(theirs.fileno(), queue=0)
+        launch(Batch.of([Program.variable(0)]), Driver(), reply=reply)
+    assert not reply.is_sent, "the caller finds out what is wrong"

@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
 from warpfit_server.channel import TOLD, Told
 from warpfit_server.engine.base import Outputs
@@ -137,32 +138,17 @@ def losses_in_one_launch(
     assert evaluation.loss is not None
     batch, layout, reply = evaluation.batch, resident.dataset.layout, outputs.reply
     longest, parts, jobs = check_length(batch), Parts.of(batch), len(batch) * batch.vectors
-    itemsize = kernels.variant.dtype.itemsize
     staging = context.pinned("batch", parts.end)
     sums = context.pinned("sums", 8 * jobs).view(np.float64)
-    addresses = Addresses(
-        batch=context.buffer("batch", parts.end),
-        slots=context.buffer("slots", most_slots(batch) * batch.vectors * itemsize),
-        values=0,
-        partials=context.buffer("partials", 8 * jobs * work.tiles),
-    )
-    handles = Handles(
-        interpret=kernels.interpret.ptr,
-        evaluate_slots=kernels.evaluate_slots.ptr,
-        sum_partials=kernels.sum_partials.ptr,
-        stream=context.handle,
-        started=context.event("started").ptr,
-        computed=context.event("computed").ptr,
-    )
     report = Report(-1, 0, started)
     if reply is not None:
         report = Report(reply.descriptor, reply.queue, started)
     desk = context.keep(Desk.fresh)
-    status, levels = _compute(
+    status, levels, is_sent = _compute(
         context.functions,
-        handles,
+        _handles(context, kernels),
         work,
-        addresses,
+        _addresses(context, kernels, work, batch, parts.end),
         parts,
         desk,
         Tokens.of(batch),
@@ -178,9 +164,32 @@ def losses_in_one_launch(
     check_levels(levels, batch, layout.variables)
     context.settled(status)
     if reply is not None:
-        reply.is_sent = True
+        reply.is_sent = is_sent
     _, queue, copy_in, compute, copy_out = desk.told.tolist()
     return Timings(queue=queue, copy_in=copy_in, compute=compute, copy_out=copy_out)
+
+
+def _addresses(
+    context: StreamContext, kernels: Kernels, work: Work, batch: Batch, size: int
+) -> Addresses:
+    itemsize = kernels.variant.dtype.itemsize
+    return Addresses(
+        batch=context.buffer("batch", size),
+        slots=context.buffer("slots", most_slots(batch) * batch.vectors * itemsize),
+        values=0,
+        partials=context.buffer("partials", 8 * len(batch) * batch.vectors * work.tiles),
+    )
+
+
+def _handles(context: StreamContext, kernels: Kernels) -> Handles:
+    return Handles(
+        interpret=kernels.interpret.ptr,
+        evaluate_slots=kernels.evaluate_slots.ptr,
+        sum_partials=kernels.sum_partials.ptr,
+        stream=context.handle,
+        started=context.event("started").ptr,
+        computed=context.event("computed").ptr,
+    )
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
@@ -203,11 +212,14 @@ def _compute(
     closing: Closing,
     report: Report,
     losses: NDArray[np.float64],
-) -> tuple[int, int]:
-    """Return the driver's status, and levels that are negative if nothing could be launched."""
+) -> tuple[int, int, bool]:
+    """Return the driver's status, levels, and whether somebody has been told.
+
+    Levels are negative if nothing could be launched.
+    """
     extent = Extent(*stage_into(tokens, variables, longest, costly, len(sums), parts, staging))
     if extent.levels < 0:
-        return 0, extent.levels
+        return 0, extent.levels, False
     grid = tell_slots(desk.slot_arguments, addresses, parts, extent.slots, tokens.vectors)
     blocks = tell_interpreter(
         desk.arguments, work, addresses, parts, extent, tokens.vectors, (0, len(sums))
@@ -235,10 +247,10 @@ def _compute(
     count = _add(steps, count, (ELAPSED, np.int64(desk.elapsed.ctypes.data), *events))
     count = _add(steps, count, (NOW, clock + 16))
     status = carry_out(functions, steps[:count])
-    if status == 0:
-        _close(sums, closing, losses)
-        _announce(functions, report, desk)
-    return status, extent.levels
+    if status != 0:
+        return status, extent.levels, False
+    _close(sums, closing, losses)
+    return status, extent.levels, _announce(functions, report, desk)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -252,17 +264,18 @@ def _close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _announce(functions: NDArray[np.int64], report: Report, desk: Desk) -> None:
-    """Write the times down and tell whoever waits; if nobody is there, the next order says so."""
+def _announce(functions: NDArray[np.int64], report: Report, desk: Desk) -> bool:
+    """Write the times down and tell whoever waits; return whether that worked."""
     clock, told = desk.clock, desk.told
     launched = clock[0] * 1_000_000_000 + clock[1]
     done = clock[2] * 1_000_000_000 + clock[3]
     computed = np.int64(desk.elapsed[0] * 1e6)
     told[0], told[1], told[2], told[3] = TOLD, report.queue, launched - report.started, computed
     told[4] = max(0, done - launched - computed)
-    if report.descriptor >= 0:
-        place = np.int64(told.ctypes.data)
-        call_4(functions[SEND], (report.descriptor, place, 8 * len(told), _NO_SIGNAL))
+    if report.descriptor < 0:
+        return False
+    place, size = np.int64(told.ctypes.data), 8 * len(told)
+    return bool(call_4(functions[SEND], (report.descriptor, place, size, _NO_SIGNAL)) == size)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
