@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -21,9 +21,10 @@ from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
-from warpfit_server.engine.cuda.layout import GridLayout, best_layout, shared_out
+from warpfit_server.engine.cuda.layout import GridLayout, best_layout
 from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.plan import fingerprint
+from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.ptx import Output, sum_count
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
@@ -42,8 +43,6 @@ MAX_PARAMETERS: Final = 64
 _MOST_SUMS: Final = 24
 #: Most expressions of a batch that get a kernel each.
 _SINGLE: Final = 4
-#: Layouts of a batch's blocks that are remembered.
-_REMEMBERED_BLOCKS: Final = 64
 #: Times that missing kernels are made before the cache is called too small for them.
 _ATTEMPTS: Final = 3
 
@@ -60,55 +59,6 @@ class CompiledTuning:
     """Most bytes of values that one launch leaves on the device."""
     replays: int = 64
     """Captured graphs that are kept."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """An evaluation cut into kernels."""
-
-    batch: Batch
-    """The batch that it was made for, without its parameters."""
-    lifted: LiftedBatch
-    mode: Mode
-    output: Output
-    layout: GridLayout
-    keys: tuple[KernelKey, ...]
-    firsts: tuple[int, ...]
-    """Index of each kernel's first expression."""
-    sum_starts: NDArray[np.int64]
-    """Index of each expression's first sum, and the total; [programs + 1]."""
-    shares: NDArray[np.float64]
-    """Share of each kernel in the work of a row; [kernels]."""
-    name: bytes
-    """Hash of the keys."""
-    _blocks: LRUCache[tuple[int, int], tuple[int, ...]] = field(
-        default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS)
-    )
-
-    def is_of(self, batch: Batch) -> bool:
-        """Tell whether a batch is the same, parameters aside."""
-        own = self.batch
-        return (
-            np.array_equal(own.lengths, batch.lengths)
-            and np.array_equal(own.parameter_counts, batch.parameter_counts)
-            and np.array_equal(own.codes, batch.codes)
-            and np.array_equal(own.values.view(np.uint64), batch.values.view(np.uint64))
-        )
-
-    def blocks(self, vectors: int, most: int, total: int) -> tuple[int, ...]:
-        """Blocks of each kernel: by its share of the work.
-
-        Args:
-            vectors: parameter vectors.
-            most: most blocks of a kernel.
-            total: blocks of all kernels and vectors that the device should have.
-
-        """
-        known = self._blocks.get((vectors, most))
-        if known is None:
-            shared = shared_out(max(1, total // vectors), self.shares)
-            known = self._blocks[vectors, most] = tuple(np.clip(shared, 1, most).tolist())
-        return known
 
 
 class CompiledTier:
@@ -283,7 +233,9 @@ class CompiledTier:
         most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
         total = prepared.layout.blocks * self._device.multiprocessors
         vectors = evaluation.batch.vectors
-        return prepared.name, vectors, prepared.blocks(vectors, most, total)
+        with self._lock:
+            blocks = prepared.blocks(vectors, most, total)
+        return prepared.name, vectors, blocks
 
     def _idle(self, identity: Identity) -> Replay | None:
         """Take an idle captured graph."""
