@@ -1,7 +1,8 @@
 """Messages between the server's processes, over a socket pair of two of them.
 
-Each message is a frozen dataclass, pickled (the two ends are one program), in one packet of a
-SOCK_SEQPACKET socket, so a message arrives whole or not at all. Bulk data never travels here: it
+Each message is a frozen dataclass, pickled (the two ends are one program) unless compiled code has
+to read or write it, in one packet of a SOCK_SEQPACKET socket, so a message arrives whole or not at
+all. Bulk data never travels here: it
 lies in segments, whose file descriptors travel beside the messages.
 """
 
@@ -21,12 +22,11 @@ from typing import Any, Final, NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
-from warpfit.fitting import FitProgress, FitSettings
+from warpfit.fitting import FitProgress
 from warpfit.info import Device
-from warpfit.losses import LossFunction
-from warpfit.request import Loss, Precision, Tier, Timings
-from warpfit_server.frame import Frame
+from warpfit.request import Tier, Timings
 from warpfit_server.measurements import Delta
+from warpfit_server.orders import PLAIN, Evaluate, Order, plain_packet, read_plain
 
 _PACKET_BYTES: Final = 128 << 10
 #: Most descriptors that travel with a message; the kernel's own limit is 253.
@@ -60,79 +60,8 @@ class OpenLanes:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluate:
-    """On a lane: evaluate the batch in its segment; answered by Progress..., then Finished."""
-
-    size: int
-    """Bytes of the segment that comes along, which is the lane's from now on; 0 without one."""
-    keep: bool
-    """Whether the lane's next evaluation may use the segment again."""
-    frame: Frame
-    dataset_id: bytes
-    rows: tuple[int, int]
-    precision: Precision
-    loss: Loss | None
-    tier: Tier
-    submitted: int
-    """``time.monotonic_ns()`` of the front door."""
-    custom_loss: LossFunction | None = None
-    wishes: tuple[str, ...] = ()
-    """Names of the other wishes of the evaluation that are true."""
-    tenant: str = ""
-    """On whose behalf; the engine shares its time fairly among tenants."""
-    request_id: str = ""
-    """For the engine's log lines."""
-    urgent: bool = False
-    """Whether it runs at once, beside the evaluations that are running: a probe."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle flat: this is sent for every call, and dataclasses and enums take long."""
-        return _evaluate, (
-            *(self.size, self.keep, self.frame, self.dataset_id, self.rows),
-            *(self.precision.value, self.loss and self.loss.value, self.tier.value),
-            *(self.submitted, self.custom_loss, self.wishes, self.tenant, self.request_id),
-            self.urgent,
-        )
-
-
-def _evaluate(
-    size: int,
-    keep: bool,
-    frame: Frame,
-    dataset_id: bytes,
-    rows: tuple[int, int],
-    precision: str,
-    loss: str | None,
-    tier: str,
-    *rest: Any,
-) -> Evaluate:
-    return Evaluate(
-        *(size, keep, frame, dataset_id, rows, Precision(precision)),
-        *(Loss(loss) if loss else None, Tier(tier), *rest),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Unmap:
     """On a lane: let go of its segment."""
-
-
-#: Wishes of an evaluation that travel by name.
-WISHES: Final = (
-    *("gradient", "jacobian", "variable_gradient"),
-    *("reductions", "linear_scaling", "correlation"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Optimize:
-    """On a lane: fit the batch in its segment; answered by FitProgressed..., then Finished."""
-
-    problem: Evaluate
-    settings: FitSettings
-    """Without its arrays, which are in the segment."""
-    deadline: float | None
-    """``time.monotonic()`` at which to stop and return what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +253,6 @@ class Quit:
 
 # --------------------------------------------------------------------------------- the channel
 
-Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
@@ -364,7 +292,7 @@ class Channel:
             ChannelClosedError: if the other end is gone.
 
         """
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        data = packed(message)
         try:
             with self._lock:
                 if descriptors:
@@ -422,8 +350,17 @@ def _descriptors(about: Sequence[tuple[int, int, bytes]]) -> list[int]:
     return list(found)
 
 
+def packed(message: Message) -> bytes:
+    """Write a message down."""
+    if isinstance(message, Evaluate) and message.is_plain:
+        return plain_packet(message)
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
 def unpacked(packet: memoryview) -> Message:
     """Read a message."""
+    if packet[0] == PLAIN:
+        return read_plain(packet)
     if packet[0] != TOLD:
         message: Message = pickle.loads(packet)
         return message

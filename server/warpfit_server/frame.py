@@ -142,6 +142,10 @@ class Frame:
             offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
         return offsets
 
+    def places(self) -> tuple[int, ...]:
+        """Where values, parameters, lengths, parameter counts, codes and losses begin, in bytes."""
+        return tuple(self._offsets()[1:7])
+
     def batch(self, segment: Segment) -> Batch:
         """View of the batch in the segment."""
         offsets = self._offsets()

@@ -28,6 +28,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
 from warpfit_server.logs import current_id
+from warpfit_server.orders import WISHES, Evaluate, Optimize, Order
 from warpfit_server.segments import Segment, SegmentPool
 
 #: The engine keeps a lane's segment mapped up to this size: mapping a large one again costs as much
@@ -79,7 +80,7 @@ class _Work:
     """Settings of a fit, without arrays, and when it must stop."""
     submitted: int = field(default_factory=time.monotonic_ns)
 
-    def order(self, size: int, keep: bool, *, urgent: bool) -> wire.Order:
+    def order(self, size: int, keep: bool, *, urgent: bool) -> Order:
         """Make the message.
 
         Args:
@@ -89,7 +90,7 @@ class _Work:
 
         """
         asked = self.evaluation
-        problem = wire.Evaluate(
+        problem = Evaluate(
             size=size,
             keep=keep,
             frame=self.frame,
@@ -100,12 +101,12 @@ class _Work:
             tier=asked.tier,
             submitted=self.submitted,
             custom_loss=asked.custom_loss,
-            wishes=tuple([wish for wish in wire.WISHES if getattr(asked, wish)]),
+            wishes=tuple([wish for wish in WISHES if getattr(asked, wish)]),
             tenant=self.tenant,
             request_id=current_id(),
             urgent=urgent,
         )
-        return problem if self.fit is None else wire.Optimize(problem, *self.fit)
+        return problem if self.fit is None else Optimize(problem, *self.fit)
 
 
 class Lanes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,10 @@ from warpfit.info import Device
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 
+if TYPE_CHECKING:  # metrics import this module, and need no compiler
+    from warpfit_server.engine.lane_end import Line
+    from warpfit_server.engine.roster import Place
+
 
 @dataclass(slots=True, eq=False)
 class Reply:
@@ -21,10 +25,45 @@ class Reply:
 
     descriptor: int
     """Of the socket that `warpfit_server.channel.Told` goes to."""
-    queue: int
+    place: Place | None = None
+    """Where compiled code that would answer the next evaluation of this kind too can stand."""
+    queue: int = 0
     """Nanoseconds that the evaluation has waited."""
     is_sent: bool = False
     """Whether it has been told. The outputs, and the arrays of the batch, may then change."""
+    standing: Standing | None = None
+    """What would answer the next one, if the engine has such a thing; it holds the place."""
+
+
+class Standing(Protocol):
+    """Answers evaluations of one kind on a lane in compiled code, one after the other.
+
+    A kind is all but batch and parameters. The lane's thread calls `serve` and `close`.
+    """
+
+    def serve(self, line: Line, kind: bytes, segment: NDArray[np.uint8]) -> int | None:
+        """Answer until that is over, or until something comes that it cannot answer.
+
+        Args:
+            line: of the lane.
+            kind: of the evaluations, see `warpfit_server.orders`.
+            segment: the lane's memory.
+
+        Returns:
+            Size of a message that has been received and not answered, 0 at the end of the lane, -1
+            if receiving failed; None if it stopped between two messages.
+
+        """
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it answers no more."""
+
+    def seconds(self) -> float:
+        """Time that evaluations have taken since this was asked last."""
+
+    def close(self) -> None:
+        """Give everything back; nothing may be served any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

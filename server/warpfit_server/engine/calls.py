@@ -34,3 +34,14 @@ call_2 = _calling(64, 64)
 call_3 = _calling(64, 64, 64)
 call_4 = _calling(64, 64, 64, 64)
 call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
+
+
+@compiled_intrinsic
+def fence(typing_context: Any) -> Any:
+    """Let other threads see what was written before anything is read after it."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), generate

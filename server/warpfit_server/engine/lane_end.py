@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import socket
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.channel import Channel, ChannelClosedError, Message, unpacked
+from warpfit_server.channel import Channel, ChannelClosedError, Message, packed, unpacked
 from warpfit_server.engine.calls import call_2, call_3, call_4
+from warpfit_server.orders import NUMBERS_BYTES, PLAIN
 
 _PACKET_BYTES: Final = 128 << 10
 _CONTROL_BYTES: Final = 64
@@ -37,6 +37,22 @@ _SENDING: Final = int(socket.MSG_NOSIGNAL)
 _SEND, _RECEIVE, _POLL, _CLOCK = range(4)
 #: What `_exchange` returns if the answer could not be sent, and nothing was received.
 _UNSENT: Final = -2
+_compiled = numba.njit(cache=True, nogil=True)
+
+
+class Line(NamedTuple):
+    """What compiled code needs of a lane's end."""
+
+    functions: NDArray[np.int64]
+    """Addresses of the system's functions."""
+    descriptor: int
+    """Of the socket."""
+    packet: NDArray[np.uint8]
+    """What was received last."""
+    header: NDArray[np.int64]
+    """The ``struct msghdr`` of receiving."""
+    awake: int
+    """Nanoseconds that it may wait awake."""
 
 
 class LaneEnd(Channel):
@@ -46,18 +62,23 @@ class LaneEnd(Channel):
         super().__init__(end)
         library = ctypes.CDLL(None)
         found = (library.send, library.recvmsg, library.poll, library.clock_gettime)
-        self._functions = np.array(
-            [ctypes.cast(one, ctypes.c_void_p).value for one in found], dtype=np.int64
-        )
-        self.descriptor = end.fileno()
-        """Of the socket, for compiled code to send to."""
-        self._awake = _AWAKE if len(os.sched_getaffinity(0)) >= _SPARE_CORES else 0
-        self._received = np.zeros(_PACKET_BYTES, dtype=np.uint8)
+        functions = [ctypes.cast(one, ctypes.c_void_p).value for one in found]
+        received = np.zeros(_PACKET_BYTES, dtype=np.uint8)
         self._control = np.zeros(_CONTROL_BYTES // 8, dtype=np.int64)
-        self._vector = np.array([self._received.ctypes.data, _PACKET_BYTES], dtype=np.int64)
-        self._header = np.array(
-            [0, 0, self._vector.ctypes.data, 1, self._control.ctypes.data, 0, 0], dtype=np.int64
+        self._vector = np.array([received.ctypes.data, _PACKET_BYTES], dtype=np.int64)
+        header = [0, 0, self._vector.ctypes.data, 1, self._control.ctypes.data, 0, 0]
+        self.line = Line(
+            np.array(functions, dtype=np.int64),
+            end.fileno(),
+            received,
+            np.array(header, dtype=np.int64),
+            _AWAKE if len(os.sched_getaffinity(0)) >= _SPARE_CORES else 0,
         )
+
+    @property
+    def descriptor(self) -> int:
+        """Of the socket, for compiled code to send to."""
+        return self.line.descriptor
 
     def exchange(self, answer: Message | None, *, awake: bool) -> tuple[Message, list[int]]:
         """Send an answer, if there is one, and wait for the next message and its descriptors.
@@ -70,65 +91,99 @@ class LaneEnd(Channel):
             ChannelClosedError: if the other end is gone.
 
         """
-        packed = b"" if answer is None else pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-        self._header[_CONTROL_SIZE] = _CONTROL_BYTES
-        size = _exchange(
-            self._functions,
-            self.descriptor,
-            np.frombuffer(packed, np.uint8),
-            self._header,
-            self._awake if awake else 0,
-        )
+        data = b"" if answer is None else packed(answer)
+        size = _exchange(self.line, np.frombuffer(data, np.uint8), awake)
         if size == _UNSENT and answer is not None:
             self.send(answer)  # a signal may have come in between; Python tries again
+        return self.received(size)
+
+    def received(self, size: int) -> tuple[Message, list[int]]:
+        """Read what compiled code has received.
+
+        Args:
+            size: in bytes, as `receive_message` returned it; if that failed, it is tried again.
+
+        Raises:
+            ChannelClosedError: if the other end is gone.
+
+        """
         if size < 0:
+            self.line.packet[0] = 0
             return self.receive()
-        if size == 0 or self._header[_FLAGS] & _DAMAGED:
+        if size == 0 or self.line.header[_FLAGS] & _DAMAGED:
             raise ChannelClosedError("the lane was closed")
-        return unpacked(self._received[:size].data), self._descriptors()
+        return unpacked(self.line.packet[:size].data), self._descriptors()
+
+    def kind(self) -> bytes:
+        """Kind of the plain evaluation that was received last; empty if it was not plain."""
+        packet = self.line.packet
+        size = int(packet[8:16].view(np.int64)[0]) if packet[0] == PLAIN else 0
+        return packet[NUMBERS_BYTES : NUMBERS_BYTES + size].tobytes()
 
     def _descriptors(self) -> list[int]:
         """File descriptors that came along."""
-        if self._header[_CONTROL_SIZE] == 0:
+        if self.line.header[_CONTROL_SIZE] == 0:
             return []
         size = int(self._control[0]) - socket.CMSG_LEN(0)  # of a struct cmsghdr, two words
         found: list[int] = self._control[2:].view(np.int32)[: size // 4].tolist()
         return found
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _exchange(
-    functions: NDArray[np.int64],
-    descriptor: int,
-    answer: NDArray[np.uint8],
-    header: NDArray[np.int64],
-    awake: int,
-) -> int:
+@_compiled  # type: ignore[untyped-decorator]
+def _exchange(line: Line, answer: NDArray[np.uint8], awake: bool) -> int:
     """Return the bytes of the message that came; `_UNSENT` or -1 if the system did not do it."""
-    if len(answer) > 0:
-        place = np.int64(answer.ctypes.data)
-        sent = call_4(functions[_SEND], (descriptor, place, len(answer), _SENDING))
-        if sent != len(answer):
-            return _UNSENT
-    if awake > 0:
-        _look_out(functions, descriptor, awake)
-    place = np.int64(header.ctypes.data)
-    return int(call_3(functions[_RECEIVE], (descriptor, place, _RECEIVING)))
+    if len(answer) > 0 and not send_message(line, answer):
+        return _UNSENT
+    return int(receive_message(line, awake))
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _look_out(functions: NDArray[np.int64], descriptor: int, nanoseconds: int) -> None:
+@_compiled  # type: ignore[untyped-decorator]
+def send_message(line: Line, message: NDArray[np.uint8]) -> bool:
+    """Send bytes; return whether all of them were sent."""
+    place = np.int64(message.ctypes.data)
+    arguments = (line.descriptor, place, len(message), _SENDING)
+    return bool(call_4(line.functions[_SEND], arguments) == len(message))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def receive_message(line: Line, awake: bool) -> int:
+    """Wait for a message; return its bytes, 0 at the end, -1 if the system did not do it."""
+    if awake and line.awake > 0:
+        _look_out(line)
+    line.header[_CONTROL_SIZE] = _CONTROL_BYTES
+    place = np.int64(line.header.ctypes.data)
+    return int(call_3(line.functions[_RECEIVE], (line.descriptor, place, _RECEIVING)))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def is_of_kind(line: Line, size: int, kind: NDArray[np.uint8]) -> bool:
+    """Tell whether a message of ``size`` bytes is plain, of this kind, and came alone."""
+    end = NUMBERS_BYTES + len(kind)
+    if size < end or line.packet[0] != PLAIN:
+        return False
+    if line.header[_CONTROL_SIZE] != 0 or line.header[_FLAGS] & _DAMAGED:
+        return False
+    if line.packet[8:16].view(np.int64)[0] != len(kind):
+        return False
+    return bool(np.all(line.packet[NUMBERS_BYTES:end] == kind))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _look_out(line: Line) -> None:
     """Look again and again, for some time, whether there is something to receive."""
-    asked = np.array([descriptor | (_POLLIN << 32)], dtype=np.int64)  # a struct pollfd
-    clock = np.zeros(2, dtype=np.int64)
-    end = _now(functions, clock) + nanoseconds
-    while call_3(functions[_POLL], (np.int64(asked.ctypes.data), np.int64(1), np.int64(0))) == 0:
-        if _now(functions, clock) > end:
+    asked = np.array([line.descriptor | (_POLLIN << 32)], dtype=np.int64)  # a struct pollfd
+    place = np.int64(asked.ctypes.data)
+    end = now(line) + line.awake
+    while call_3(line.functions[_POLL], (place, np.int64(1), np.int64(0))) == 0:
+        if now(line) > end:
             break
     asked[0] = 0  # so that it lives until here
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _now(functions: NDArray[np.int64], clock: NDArray[np.int64]) -> int:
-    call_2(functions[_CLOCK], (np.int64(time.CLOCK_MONOTONIC), np.int64(clock.ctypes.data)))
+@_compiled  # type: ignore[untyped-decorator]
+def now(line: Line) -> int:
+    """``time.monotonic_ns()``."""
+    clock = np.zeros(2, dtype=np.int64)
+    place = np.int64(clock.ctypes.data)
+    call_2(line.functions[_CLOCK], (np.int64(time.CLOCK_MONOTONIC), place))
     return int(clock[0] * 1_000_000_000 + clock[1])

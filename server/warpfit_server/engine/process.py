@@ -30,19 +30,23 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
-from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Reply
+from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Reply, Standing
 from warpfit_server.engine.closing import engine_share, finish
 from warpfit_server.engine.lane_end import LaneEnd
+from warpfit_server.engine.roster import Roster
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
 from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging, works_for
+from warpfit_server.orders import Evaluate, Optimize, Order
 from warpfit_server.segments import Segment
 from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Least time between two messages of progress.
 _PROGRESS_SECONDS: Final = 0.1
+#: Evaluations that Python runs at most before compiled code tries again to answer the next ones.
+_MOST_PATIENCE: Final = 64
 #: Work whose door has died ends after at most this time.
 _ABANDONED_SECONDS: Final = 0.2
 #: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for
@@ -55,11 +59,44 @@ _NICE: Final = 3
 class _Job:
     """One piece of work."""
 
-    order: wire.Order
-    problem: wire.Evaluate
+    order: Order
+    problem: Evaluate
     segment: Segment
     lane: LaneEnd
     cancelled: NDArray[np.uint8]
+    reply: Reply
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """What a lane's thread remembers from one evaluation to the next."""
+
+    lane: LaneEnd
+    segment: Segment | None = None
+    """The lane's memory."""
+    finished: wire.Finished | None = None
+    """Answer that has not been sent."""
+    kind: bytes = b""
+    """Of the last evaluation, if it was plain."""
+    tenant: str = ""
+    """Of the last evaluation."""
+    standing: Standing | None = None
+    """Would answer further ones of that kind."""
+    patience: int = 1
+    """Evaluations of one kind in a row after which such a thing is tried."""
+    repeats: int = 0
+    """How many there have been."""
+
+    def takes_kind(self) -> bool:
+        """Note the kind of what was received; tell whether more of that kind are to be expected."""
+        kind, self.kind = self.kind, self.lane.kind()
+        self.repeats = self.repeats + 1 if kind and kind == self.kind else 0
+        return self.repeats >= self.patience
+
+    def learn(self, seconds: float) -> None:
+        """Be more patient if compiled code has answered nothing, and less if it has."""
+        self.patience = 1 if seconds else min(2 * self.patience, _MOST_PATIENCE)
+        self.repeats = 0
 
 
 class EngineProcess:
@@ -78,9 +115,9 @@ class EngineProcess:
         self._datasets: dict[bytes, Dataset] = {}
         self._channel = channel
         self._chunk_bytes = chunk_bytes
-        self._gate = FairGate(engine.concurrency)
-        self._busy: dict[Channel, NDArray[np.uint8]] = {}  # cancellation flags of lanes at work
-        self._overseer = Overseer(stuck_seconds, self._busy)
+        self._roster = Roster()
+        self._gate = FairGate(engine.concurrency, self._roster)
+        self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
@@ -111,43 +148,74 @@ class EngineProcess:
 
     def _serve(self, lane: LaneEnd) -> None:
         """Run the evaluations of one lane until its other end is closed."""
-        segment: Segment | None = None
-        finished: wire.Finished | None = None
         try:
+            visit = _Visit(lane)
             while True:
-                message, descriptors = lane.exchange(finished, awake=not self._busy)
-                finished = None
-                if isinstance(message, wire.Unmap):
-                    segment = None
-                    continue
-                if not isinstance(message, wire.Order):
-                    raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
-                problem = message.problem if isinstance(message, wire.Optimize) else message
-                if descriptors:
-                    segment = Segment(0, descriptors[0], problem.size)
-                if segment is None:
-                    raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
-                cancelled = self._busy[lane] = problem.frame.flag(segment)
-                job = _Job(message, problem, segment, lane, cancelled)
-                try:
-                    turn = nullcontext() if problem.urgent else self._gate.turn(problem.tenant)
-                    with turn:
-                        finished = self._perform(job)
-                finally:
-                    del self._busy[lane]
-                if not problem.keep:
-                    segment = None
+                self._next(visit)
         except ChannelClosedError:
             _LOG.debug("a lane was closed")
         except Exception:
             _LOG.exception("a lane is broken; the front door starts a new process")
             os._exit(EXIT_BROKEN)
 
+    def _next(self, visit: _Visit) -> None:
+        """Answer what a lane has not been told yet, and run its next evaluation."""
+        lane = visit.lane
+        message, descriptors = self._receive(visit)
+        if isinstance(message, wire.Unmap):
+            visit.segment = None
+            return
+        if not isinstance(message, Order):
+            raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
+        problem = message.problem if isinstance(message, Optimize) else message
+        if descriptors:
+            visit.segment = Segment(0, descriptors[0], problem.size)
+        if visit.segment is None:
+            raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
+        cancelled = problem.frame.flag(visit.segment)
+        place = self._roster.reserve() if visit.takes_kind() else None
+        reply = Reply(lane.descriptor, place)
+        job = _Job(message, problem, visit.segment, lane, cancelled, reply)
+        self._roster.begin(lane, cancelled)
+        try:
+            turn = nullcontext() if problem.urgent else self._gate.turn(problem.tenant)
+            with turn:
+                visit.finished = self._perform(job)
+        finally:
+            self._roster.end(lane)
+        visit.tenant, visit.standing = problem.tenant, job.reply.standing
+        if place is not None and visit.standing is None:
+            place.leave()
+        if not problem.keep:
+            visit.segment = None
+
+    def _receive(self, visit: _Visit) -> tuple[wire.Message, list[int]]:
+        """Wait for the next message, while compiled code answers what it can."""
+        lane, answer, visit.finished = visit.lane, visit.finished, None
+        standing, visit.standing = visit.standing, None
+        if standing is None or visit.segment is None:
+            return lane.exchange(answer, awake=self._roster.is_idle)
+        size, seconds = None, 0.0
+        try:
+            if answer is not None:
+                lane.send(answer)
+            memory = visit.segment.array("u1", (visit.segment.size,))
+            while size is None and not standing.is_over:
+                size = standing.serve(lane.line, visit.kind, memory)
+                seconds += (more := standing.seconds())
+                self._gate.account(visit.tenant, more)
+        finally:
+            standing.close()
+        visit.learn(seconds)
+        if size is None:
+            return lane.exchange(None, awake=self._roster.is_idle)
+        return lane.received(size)
+
     def _cancel_abandoned(self) -> None:
         """Cancel the work of doors that have died; those that live cancel it themselves."""
         while True:
             time.sleep(_ABANDONED_SECONDS)
-            for lane, flag in list(self._busy.items()):
+            for lane, flag in self._roster.running():
                 if lane.is_abandoned():
                     flag[0] = 1
 
@@ -167,16 +235,16 @@ class EngineProcess:
 
     def _perform(self, job: _Job) -> wire.Finished | None:
         """Do one piece of work; return what to tell the front door, unless it has been told."""
-        queue = time.monotonic_ns() - job.problem.submitted
+        reply = job.reply
+        reply.queue = time.monotonic_ns() - job.problem.submitted
         works_for(job.problem.request_id)
-        reply = Reply(job.lane.descriptor, queue)
         try:
             if job.cancelled[0]:
                 raise CancelledError("cancelled before it ran", "CANCELLED")
-            if isinstance(job.order, wire.Optimize):
+            if isinstance(job.order, Optimize):
                 timings = self._optimize(job, job.order)
             else:
-                timings = self._evaluate(job, reply)
+                timings = self._evaluate(job)
         except WarpfitError as error:
             finished = wire.Finished(error=error)
         except EngineBrokenError:
@@ -190,16 +258,16 @@ class EngineProcess:
                 error=InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             )
         else:
-            finished = wire.Finished(replace(timings, queue=queue))
+            finished = wire.Finished(replace(timings, queue=reply.queue))
         return None if reply.is_sent else finished
 
-    def _evaluate(self, job: _Job, reply: Reply) -> Timings:
+    def _evaluate(self, job: _Job) -> Timings:
         message, segment, frame = job.problem, job.segment, job.problem.frame
         asked = _evaluation(message, segment)
         dataset = self._dataset(asked.dataset_id)
         if frame.is_small and asked.custom_loss is None:  # the engine does all of it
             losses = frame.losses_view(segment)
-            outputs = Outputs(None, losses, job.cancelled, _nobody_waits, reply=reply)
+            outputs = Outputs(None, losses, job.cancelled, _nobody_waits, reply=job.reply)
             return self._engine.evaluate(asked, outputs)
         outputs = Outputs(
             values=frame.values_view(segment),
@@ -223,7 +291,7 @@ class EngineProcess:
         )
         return timings
 
-    def _optimize(self, job: _Job, message: wire.Optimize) -> Timings:
+    def _optimize(self, job: _Job, message: Optimize) -> Timings:
         # Imported on first use, because importing it costs a start of the server some time.
         from warpfit_server.fit.driver import Surroundings, optimize
 
@@ -259,7 +327,7 @@ class EngineProcess:
             )
         return dataset
 
-    def _progress(self, message: wire.Evaluate, lane: Channel) -> Callable[[int], None]:
+    def _progress(self, message: Evaluate, lane: Channel) -> Callable[[int], None]:
         """Report progress when it frees at least one chunk of values for sending."""
         step = max(1, self._chunk_bytes // max(1, message.frame.program_bytes))
         reported = 0
@@ -277,7 +345,7 @@ def _nobody_waits(programs: int) -> None:
     """Take notice that values are final, of which there are none."""
 
 
-def _fit_progress(message: wire.Optimize, lane: Channel) -> Callable[[FitProgress], None] | None:
+def _fit_progress(message: Optimize, lane: Channel) -> Callable[[FitProgress], None] | None:
     """Report progress a few times a second, if it is asked for."""
     if not message.settings.progress:
         return None
@@ -292,7 +360,7 @@ def _fit_progress(message: wire.Optimize, lane: Channel) -> Callable[[FitProgres
     return report
 
 
-def _evaluation(message: wire.Evaluate, segment: Segment) -> Evaluation:
+def _evaluation(message: Evaluate, segment: Segment) -> Evaluation:
     wishes: Any = dict.fromkeys(message.wishes, True)
     return Evaluation(
         message.dataset_id,

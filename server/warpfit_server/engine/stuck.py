@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Iterable
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 EXIT_CANNOT_RUN: Final = 3
 EXIT_BROKEN: Final = 4
 EXIT_STUCK: Final = 5
+#: What tells an evaluation from all others, and its cancellation flag.
+_Flag = tuple[Hashable, NDArray[np.uint8]]
 
 
 class Overseer:
@@ -29,15 +31,15 @@ class Overseer:
 
     Args:
         patience: seconds that an evaluation may take to stop.
-        flags: the cancellation flags of all evaluations at work, each an array of its own; other
-            threads change it.
+        flags: gives the cancellation flags of all evaluations at work, each with what tells it from
+            all others.
 
     """
 
-    def __init__(self, patience: float, flags: Mapping[Any, NDArray[np.uint8]]) -> None:
+    def __init__(self, patience: float, flags: Callable[[], Iterable[_Flag]]) -> None:
         self._patience = patience
         self._flags = flags
-        self._since: dict[int, tuple[NDArray[np.uint8], float]] = {}
+        self._since: dict[Hashable, float] = {}
 
     def start(self) -> None:
         """Begin to look."""
@@ -45,10 +47,9 @@ class Overseer:
 
     def overdue(self, now: float) -> bool:
         """Note which evaluations are cancelled; tell whether one has been for too long."""
-        set_now = [flag for flag in list(self._flags.values()) if flag[0]]
-        # The flags are kept, so that no other evaluation's can have the same id meanwhile.
-        self._since = {id(flag): self._since.get(id(flag), (flag, now)) for flag in set_now}
-        return any(now - since > self._patience for _, since in self._since.values())
+        cancelled = [evaluation for evaluation, flag in self._flags() if flag[0]]
+        self._since = {evaluation: self._since.get(evaluation, now) for evaluation in cancelled}
+        return any(now - since > self._patience for since in self._since.values())
 
     def _watch(self) -> None:
         while not self.overdue(time.monotonic()):

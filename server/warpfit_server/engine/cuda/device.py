@@ -86,6 +86,8 @@ class CudaDevice:
         self._thread = threading.local()
         self.functions = driver_functions()
         """For `Submission`."""
+        self.on_shortage: Callable[[], None] = lambda: None
+        """Called when memory is short, so that contexts which are kept for later come back."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -159,6 +161,7 @@ class CudaDevice:
 
     def trim(self) -> None:
         """Give the scratch memory of idle contexts and the pool's unused blocks back."""
+        self.on_shortage()
         with self._lock:
             for context in self._idle:
                 context.release()

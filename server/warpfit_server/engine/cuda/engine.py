@@ -13,6 +13,7 @@ import time
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,14 @@ from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.base import Device, EngineBrokenError, Linearisation, Outputs
+from warpfit_server.engine.base import (
+    Device,
+    EngineBrokenError,
+    Linearisation,
+    Outputs,
+    Reply,
+    Standing,
+)
 from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.derivatives import DerivativeTier
@@ -38,7 +46,9 @@ from warpfit_server.engine.cuda.plan import (
     Planner,
     fingerprint,
 )
+from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.cuda.standing import Kind, Standings
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
@@ -82,6 +92,9 @@ class CudaEngine:
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
         self._planner = Planner(compilers, self._calibrated(compilers))
+        self._standings = Standings(self._device)
+        self._device.on_shortage = self._standings.revoke
+        rehearse(self)
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
@@ -120,6 +133,7 @@ class CudaEngine:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""
         with self._lock:
             self._residents.pop(content_id, None)
+        self._standings.revoke(content_id)
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
         """Evaluate a batch into ``outputs``.
@@ -165,6 +179,7 @@ class CudaEngine:
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
         self._background.shutdown(cancel_futures=True)
+        self._standings.revoke()
         self._compiled.close()
         self._derivatives.forget()
         with self._lock:
@@ -198,7 +213,27 @@ class CudaEngine:
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
             mode, token_rows = _work(resident, evaluation)
             self._planner.observe(tier, mode, token_rows, time.perf_counter() - started)
+        if evaluator is self._interpreter and outputs.reply is not None:
+            outputs.reply.standing = self._stand(resident, evaluation, outputs.reply)
         return timings
+
+    def _stand(
+        self, resident: ResidentDataset, evaluation: Evaluation, reply: Reply
+    ) -> Standing | None:
+        """Let compiled code answer the next evaluations of this kind, if it has answered this."""
+        if reply.place is None or not reply.is_sent:
+            return None
+        mode, _ = _work(resident, evaluation)
+        kind = Kind(
+            resident,
+            evaluation,
+            self._interpreter.prepare(self._interpreter.variant(resident, evaluation)),
+            self._interpreter.work(resident, evaluation),
+            self._interpreter.reach(resident, evaluation),
+            partial(self._planner.observe, Tier.INTERPRETER, mode),
+        )
+        is_auto = evaluation.tier is Tier.AUTO
+        return self._standings.join(kind, reply.place, fresh_alone=is_auto)
 
     def _resident(self, content_id: bytes) -> ResidentDataset:
         with self._lock:

@@ -45,6 +45,10 @@ from warpfit_server.engine.cuda.staging import Staged, stage
 _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 32
 _MOST_BYTES_FAST: Final = 64
+#: Threads that fill a multiprocessor.
+_FULL_THREADS: Final = 32 * 32
+#: Most jobs of one launch.
+_MOST_JOBS: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +144,30 @@ class Interpreter:
         layout = resident.dataset.layout
         fast = evaluation.precision is Precision.FAST and layout.dtype == np.float32
         precision = Precision.FAST if fast else Precision.PRECISE
-        rows = self._tuning.rows or self._rows(
-            evaluation, resident, _MOST_BYTES_FAST if fast else _MOST_BYTES
+        programs, vectors, _ = evaluation.shape(layout)
+        sizes = _least_rows(layout.dtype), _most_rows(layout.dtype, fast)
+        is_much = programs * vectors >= self._enough_jobs(resident, evaluation, sizes[1])
+        return Variant(layout.dtype, precision, self._tuning.rows or sizes[is_much])
+
+    def reach(self, resident: ResidentDataset, evaluation: Evaluation) -> tuple[int, int]:
+        """Least and most jobs of evaluations for losses that `variant` and one launch are for.
+
+        Args:
+            resident: the data set.
+            evaluation: such an evaluation; others differ in their batch alone.
+
+        """
+        layout = resident.dataset.layout
+        variant = self.variant(resident, evaluation)
+        tiles = tiles_of(*evaluation.row_range(layout), variant)
+        least, most = 1, min(self._tuning.chunk_bytes // (8 * tiles), _MOST_JOBS)
+        rows = _most_rows(layout.dtype, variant.fast)
+        enough = self._enough_jobs(resident, evaluation, rows)
+        if self._tuning.rows:
+            return least, most
+        return (
+            (max(least, enough), most) if variant.rows == rows else (least, min(most, enough - 1))
         )
-        return Variant(layout.dtype, precision, rows)
 
     def prepare_all(self) -> None:
         """Load every variant that `variant` chooses; the first start on a machine compiles them."""
@@ -181,13 +205,16 @@ class Interpreter:
         key.append(interpreter_source(variant))
         return self._device.load(key, lambda: interpreter_cubin(variant, architecture))
 
-    def _rows(self, evaluation: Evaluation, resident: ResidentDataset, most_bytes: int) -> int:
-        """More rows a thread share more decoding, but leave fewer warps to fill the device."""
-        layout = resident.dataset.layout
-        programs, vectors, rows = evaluation.shape(layout)
-        per_thread = programs * vectors * rows / (32 * 32 * self._device.multiprocessors)
-        most = most_bytes // layout.dtype.itemsize
-        return most if per_thread >= most else _LEAST_BYTES // layout.dtype.itemsize
+    def _enough_jobs(
+        self, resident: ResidentDataset, evaluation: Evaluation, rows_per_thread: int
+    ) -> int:
+        """Jobs from which on the device is full with so many rows a thread.
+
+        More rows a thread share more decoding, but leave fewer warps to fill the device.
+        """
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        threads = _FULL_THREADS * self._device.multiprocessors
+        return -(-rows_per_thread * threads // max(1, stop - start))
 
     def _pieces(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
@@ -203,7 +230,7 @@ class Interpreter:
             rows = (
                 self._tuning.chunk_bytes // (variant.tile * variant.dtype.itemsize) * variant.tile
             )
-        jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), 1 << 18)
+        jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MOST_JOBS)
         for first_job in range(0, programs * vectors, jobs):
             for row in range(start, stop, rows):
                 yield Piece(
@@ -213,12 +240,17 @@ class Interpreter:
                     min(row + rows, stop),
                 )
 
-    def work(self, resident: ResidentDataset, evaluation: Evaluation, piece: Piece) -> Work:
-        """Describe the work of one launch."""
+    def work(
+        self, resident: ResidentDataset, evaluation: Evaluation, piece: Piece | None = None
+    ) -> Work:
+        """Describe the work of one launch, which may be for all rows."""
         variant = self.variant(resident, evaluation)
         warps = self._tuning.warps or (2 if variant.fast else 1)
         shares = (warps, self._tuning.jobs_per_warp, self._device.multiprocessors)
-        return Work.of(resident, (piece.start, piece.stop), evaluation.loss, variant, shares)
+        rows = evaluation.row_range(resident.dataset.layout)
+        if piece is not None:
+            rows = piece.start, piece.stop
+        return Work.of(resident, rows, evaluation.loss, variant, shares)
 
     def _in_pieces(
         self,
@@ -305,6 +337,14 @@ class Interpreter:
             context.download_rows(flight.values, values + skipped, pitch)
         context.mark(flight.event)
         return flight
+
+
+def _least_rows(dtype: np.dtype[Any]) -> int:
+    return _LEAST_BYTES // dtype.itemsize
+
+
+def _most_rows(dtype: np.dtype[Any], fast: bool) -> int:
+    return (_MOST_BYTES_FAST if fast else _MOST_BYTES) // dtype.itemsize
 
 
 def interpret(

@@ -34,7 +34,7 @@ from warpfit_server.engine.cuda.launch import (
 )
 from warpfit_server.engine.cuda.lower import Tokens, check_length, check_levels
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
-from warpfit_server.engine.cuda.staging import Extent, Parts, most_slots, stage_into
+from warpfit_server.engine.cuda.staging import Extent, Parts, slots_at_most, stage_into
 from warpfit_server.engine.cuda.submission import (
     ELAPSED,
     LAUNCH,
@@ -60,6 +60,18 @@ class Handles(NamedTuple):
     stream: int
     started: int
     computed: int
+
+    @classmethod
+    def of(cls, context: StreamContext, kernels: Kernels) -> Handles:
+        """Find the handles."""
+        return cls(
+            interpret=kernels.interpret.ptr,
+            evaluate_slots=kernels.evaluate_slots.ptr,
+            sum_partials=kernels.sum_partials.ptr,
+            stream=context.handle,
+            started=context.event("started").ptr,
+            computed=context.event("computed").ptr,
+        )
 
 
 class Desk(NamedTuple):
@@ -144,9 +156,9 @@ def losses_in_one_launch(
     if reply is not None:
         report = Report(reply.descriptor, reply.queue, started)
     desk = context.keep(Desk.fresh)
-    status, levels, is_sent = _compute(
+    status, levels, is_sent = compute_losses(
         context.functions,
-        _handles(context, kernels),
+        Handles.of(context, kernels),
         work,
         _addresses(context, kernels, work, batch, parts.end),
         parts,
@@ -173,22 +185,12 @@ def _addresses(
     context: StreamContext, kernels: Kernels, work: Work, batch: Batch, size: int
 ) -> Addresses:
     itemsize = kernels.variant.dtype.itemsize
+    slots = slots_at_most(len(batch.codes), len(batch))
     return Addresses(
         batch=context.buffer("batch", size),
-        slots=context.buffer("slots", most_slots(batch) * batch.vectors * itemsize),
+        slots=context.buffer("slots", slots * batch.vectors * itemsize),
         values=0,
         partials=context.buffer("partials", 8 * len(batch) * batch.vectors * work.tiles),
-    )
-
-
-def _handles(context: StreamContext, kernels: Kernels) -> Handles:
-    return Handles(
-        interpret=kernels.interpret.ptr,
-        evaluate_slots=kernels.evaluate_slots.ptr,
-        sum_partials=kernels.sum_partials.ptr,
-        stream=context.handle,
-        started=context.event("started").ptr,
-        computed=context.event("computed").ptr,
     )
 
 
@@ -196,7 +198,7 @@ def _handles(context: StreamContext, kernels: Kernels) -> Handles:
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _compute(
+def compute_losses(
     functions: NDArray[np.int64],
     handles: Handles,
     work: Work,
@@ -213,7 +215,7 @@ def _compute(
     report: Report,
     losses: NDArray[np.float64],
 ) -> tuple[int, int, bool]:
-    """Return the driver's status, levels, and whether somebody has been told.
+    """Return the driver's status, levels, and whether somebody has been told of the losses.
 
     Levels are negative if nothing could be launched.
     """

@@ -33,6 +33,7 @@ from warpfit.request import Tier
 _REMEMBERED: Final = 4096
 #: What the name of a mode ends in when a loss comes with its gradient.
 GRADIENT: Final = " gradient"
+_BASIS: Final = np.uint64(14695981039346656037)
 #: Weight of a new observation.
 _GAIN: Final = 0.2
 
@@ -173,15 +174,25 @@ def fingerprint(batch: Batch) -> int:
     mixing is that of FNV-1a (Fowler, Noll and Vo 1991) on words of 64 bits, without the
     interpreter lock.
     """
-    return int(_fingerprint(batch.codes, batch.values.view(np.uint64)))
+    return int(mixed_tokens(batch.codes, batch.values.view(np.uint64), _BASIS) >> np.uint64(1))
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fingerprint(codes: NDArray[np.uint8], words: NDArray[np.uint64]) -> int:
-    mixed = np.uint64(14695981039346656037)
+def mixed_tokens(
+    codes: NDArray[np.uint8], words: NDArray[np.uint64], start: np.uint64
+) -> np.uint64:
+    """`fingerprint` for compiled code.
+
+    Args:
+        codes: of all tokens.
+        words: the values' bits.
+        start: other numbers give other fingerprints.
+
+    """
+    mixed = start
     for index in range(len(codes)):
         mixed = (mixed ^ words[index]) * np.uint64(1099511628211)
         mixed = (mixed ^ (mixed >> np.uint64(32)) ^ np.uint64(codes[index])) * np.uint64(
             1099511628211
         )
-    return int(mixed >> np.uint64(1))
+    return mixed

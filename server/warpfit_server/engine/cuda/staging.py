@@ -26,11 +26,6 @@ _ALIGNMENT: Final = 64
 _compiled = numba.njit(cache=True, nogil=True)
 
 
-def most_slots(batch: Batch) -> int:
-    """Most row-invariant subtrees: the leaves, if every operator had the most operands, three."""
-    return (2 * len(batch.codes) + len(batch)) // 3
-
-
 class Parts(NamedTuple):
     """Where each part of a staged batch begins, in bytes.
 
@@ -50,15 +45,32 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, batch: Batch) -> Parts:
         """Lay a batch out."""
-        tokens, programs, slots = len(batch.codes), len(batch), most_slots(batch)
-        places = [0]
-        for size in (
-            *(programs * 16, programs * batch.vectors * 4),
-            *(tokens * 8, len(batch.parameters) * 8, tokens),
-            *((tokens + READ_AHEAD) * 8, slots * 16),
-        ):
-            places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        return cls(*places)
+        sizes = len(batch.codes), len(batch), len(batch.parameters), batch.vectors
+        return cls(*lay_out(*sizes))
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def slots_at_most(tokens: int, programs: int) -> int:
+    """Most row-invariant subtrees: the leaves, if every operator had the most operands, three."""
+    return int((2 * tokens + programs) // 3)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def lay_out(tokens: int, programs: int, parameters: int, vectors: int) -> Parts:
+    """Lay out a batch of so many tokens, programs, parameters in all vectors, and vectors."""
+    order = _aligned(16 * programs)
+    values = order + _aligned(4 * programs * vectors)
+    numbers = values + _aligned(8 * tokens)
+    codes = numbers + _aligned(8 * parameters)
+    instructions = codes + _aligned(tokens)
+    slots = instructions + _aligned(8 * (tokens + READ_AHEAD))
+    end = slots + _aligned(16 * slots_at_most(tokens, programs))
+    return Parts(0, order, values, numbers, codes, instructions, slots, end)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Extent(NamedTuple):
