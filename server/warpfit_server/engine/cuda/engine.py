@@ -94,11 +94,11 @@ class CudaEngine:
         self._planner = Planner(compilers, self._calibrated(compilers))
         self._standings = Standings(self._device)
         self._device.on_shortage = self._standings.revoke
-        rehearse(self)
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
+        rehearse(self)
 
     @property
     def multiprocessors(self) -> int:
