@@ -17,7 +17,7 @@ import contextvars
 import threading
 import time
 from collections import Counter, deque
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 #: Places beyond those of the engine, for tenants that have nothing running.
 _EXTRA: Final = 4
@@ -28,20 +28,8 @@ _AHEAD: Final = 0.005
 _CREDIT: Final = 0.1
 #: A pause ends after this time, in seconds, whatever the others do, so that nothing hangs on them.
 _LONGEST_PAUSE: Final = 0.25
-#: Seconds after which who waits looks again, because of evaluations that run without a place.
-_LOOK_AGAIN: Final = 0.02
 #: Tenants whose charges are remembered while they are away.
 _REMEMBERED: Final = 1000
-
-
-class Roster(Protocol):
-    """Who runs without a place; see `warpfit_server.engine.roster.Roster`."""
-
-    def answering(self) -> int:
-        """Evaluations that run so."""
-
-    def call_back(self, wanted: bool) -> None:
-        """Let them ask for a place from now on, or stop asking for that."""
 
 
 class Turn:
@@ -88,14 +76,11 @@ class FairGate:
 
     Args:
         places: evaluations that run at a time.
-        roster: of the evaluations that run without asking for a place here, as long as nobody
-            waits.
 
     """
 
-    def __init__(self, places: int, roster: Roster | None = None) -> None:
+    def __init__(self, places: int) -> None:
         self._places = places
-        self._roster = roster
         self._total = 0
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[threading.Event]] = {}
@@ -111,9 +96,8 @@ class FairGate:
     def enter(self, tenant: str) -> None:
         """Wait for a place and take it."""
         ticket = self._enter(tenant)
-        while ticket is not None and not ticket.wait(_LOOK_AGAIN):
-            with self._lock:
-                self._serve()
+        if ticket is not None:
+            ticket.wait()
 
     def leave(self, tenant: str, seconds: float) -> None:
         """Charge a tenant and give its place back."""
@@ -134,7 +118,6 @@ class FairGate:
         with self._lock:
             self._welcome(tenant)
             self._charges[tenant] += seconds
-            self._serve()
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Charge a tenant at work."""
@@ -183,14 +166,11 @@ class FairGate:
                 del self._waiting[tenant]
             self._start(tenant)
             ticket.set()
-        if self._roster is not None:
-            self._roster.call_back(bool(self._waiting))
 
     def _may_run(self, tenant: str) -> bool:
-        total = self._total + (self._roster.answering() if self._roster else 0)
-        if total < self._places:
+        if self._total < self._places:
             return True
-        return not self._running[tenant] and total < self._places + _EXTRA
+        return not self._running[tenant] and self._total < self._places + _EXTRA
 
     def _start(self, tenant: str) -> None:
         self._total += 1

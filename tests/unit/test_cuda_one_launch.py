@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import time
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from support.bytecode import Machine
+from support.driver import INTERPRET, SLOTS, SUM, Driver
 from warpfit.dataset import Dataset
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
@@ -21,66 +21,18 @@ from warpfit.workload import thesis_mix
 from warpfit_server.channel import Channel, ChannelClosedError, Finished
 from warpfit_server.engine.base import Outputs, Reply
 from warpfit_server.engine.cuda import bytecode
-from warpfit_server.engine.cuda.launch import ARGUMENTS, SLOT_ARGUMENTS, Kernels, Work
+from warpfit_server.engine.cuda.launch import Kernels, Work
 from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.cuda.staging import Extent, Parts, Staged
 
-I64, U32 = ctypes.c_int64, ctypes.c_uint32
 COLUMNS = np.random.default_rng(0).uniform(0.5, 2.0, size=(10, 7))
 VARIANT = Variant(np.dtype(np.float32), Precision.FAST, 16)
-INTERPRET, SLOTS, SUM = 101, 102, 103
 WORK = Work(
     variables=1 << 41, target=1 << 42, weights=0, stride=400_000, first_row=3, end_row=100_000,
     tiles=196, absolute=1, level_bytes=2048, warps=2, rounds=2, resident_warps=32 * 132,
 )  # fmt: skip
-
-
-class Driver:
-    """Functions that carry steps out on the host: memory of the "device" is given by name."""
-
-    def __init__(self):
-        self.calls = []
-        self.told = {}
-        self.fail = None
-        kinds = {
-            "upload": (I64,) * 4, "download": (I64,) * 4, "launch": (I64, *[U32] * 7, *[I64] * 3),
-            "record": (I64,) * 2, "synchronize": (I64,), "elapsed": (I64,) * 3,
-        }  # fmt: skip
-        self.keep = [self._noting(name, types) for name, types in kinds.items()]
-        system = ctypes.CDLL(None)
-        self.keep += [system.clock_gettime, system.send]
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.keep]
-        self.addresses = np.array(addresses, dtype=np.int64)
-
-    def _noting(self, name, types):
-        def function(*arguments):
-            self.calls.append((name, *arguments))
-            getattr(self, f"_{name}", lambda *_: None)(*arguments)
-            return 700 if self.fail == name else 0
-
-        return ctypes.CFUNCTYPE(ctypes.c_int32, *types)(function)
-
-    def _upload(self, address, source, size, stream):
-        self.uploaded = np.frombuffer(ctypes.string_at(source, size), np.uint8)
-
-    def _launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, places, extra):
-        dtypes = {INTERPRET: [ARGUMENTS], SLOTS: [SLOT_ARGUMENTS], SUM: [np.uint64] * 3}[function]
-        pointers = ctypes.cast(places, ctypes.POINTER(ctypes.c_void_p))
-        self.told[function] = [
-            np.frombuffer(ctypes.string_at(pointers[i], np.dtype(kind).itemsize), kind)[0]
-            for i, kind in enumerate(dtypes)
-        ]
-
-        if function == SUM:
-            jobs = gx
-            _, sums, _ = self.told[SUM]
-            found = (ctypes.c_double * jobs).from_address(int(sums))
-            found[:] = [float(job) for job in range(jobs)]
-
-    def _elapsed(self, place, start, end):
-        ctypes.cast(place, ctypes.POINTER(ctypes.c_float))[0] = 0.25
 
 
 class Context:

@@ -24,6 +24,7 @@ from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.closing import correlation, engine_share, finish, scale_linearly
 from warpfit_server.frame import Frame
 from warpfit_server.limits import check_fit, check_result
+from warpfit_server.orders import Evaluate, Optimize
 from warpfit_server.segments import Segment
 from warpfit_server.service import _stop_time
 
@@ -87,7 +88,7 @@ def test_orders_and_events_of_fits_cross_the_channel():
     ours, socket = Channel.pair()
     theirs = Channel(socket)
     request = fit(method=Method.LM, partial=True)
-    problem = wire.Evaluate(
+    problem = Evaluate(
         size=4096,
         keep=False,
         frame=Frame.of_fit(request, DATA.layout),
@@ -100,7 +101,7 @@ def test_orders_and_events_of_fits_cross_the_channel():
         custom_loss=huber(),
         wishes=("gradient",),
     )
-    ours.send(wire.Optimize(problem, request.settings, 17.5))
+    ours.send(Optimize(problem, request.settings, 17.5))
     received, _ = theirs.receive()
     assert (received.problem, received.deadline) == (problem, 17.5)
     assert received.settings.method is Method.LM

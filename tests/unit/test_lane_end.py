@@ -86,7 +86,7 @@ def test_a_message_longer_than_a_packet_is_none(ends):
 def test_waiting_awake_ends(ends, monkeypatch):
     """A lane that nobody calls must not keep a core busy for ever."""
     _, engine = ends
-    engine._awake = 20_000_000
+    engine.line = engine.line._replace(awake=20_000_000)
     clock = []
 
     def wait():

@@ -225,21 +225,23 @@ class TestWatchdog:
 class TestOverseer:
     def test_only_what_ignores_its_cancellation_is_overdue(self):
         flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-        flags = {"lane": flag, "other": other}
-        overseer = Overseer(30.0, flags)
+        flags = {1: flag, 2: other}
+        overseer = Overseer(30.0, flags.items)
         assert not overseer.overdue(1e9)
         flag[0] = 1
         assert not overseer.overdue(1e9 + 1)
         assert not overseer.overdue(1e9 + 31)
         assert overseer.overdue(1e9 + 32)
-        del flags["lane"]
+        del flags[1]
         assert not overseer.overdue(1e9 + 100)
 
     def test_the_next_evaluation_of_a_lane_has_its_own_time(self):
-        flags = {"lane": np.ones(1, np.uint8)}
-        overseer = Overseer(30.0, flags)
+        flag = np.ones(1, np.uint8)  # of the lane, and so of both
+        flags = {1: flag}
+        overseer = Overseer(30.0, flags.items)
         assert not overseer.overdue(1e9)
-        flags["lane"] = np.ones(1, np.uint8)
+        flags.clear()
+        flags[2] = flag
         assert not overseer.overdue(1e9 + 31)
         assert overseer.overdue(1e9 + 62)
 

@@ -32,6 +32,7 @@ from warpfit_server.door import BorrowedLeases
 from warpfit_server.frame import Frame
 from warpfit_server.lanes import Lanes
 from warpfit_server.limits import check_batch, check_dataset, check_result
+from warpfit_server.orders import Evaluate
 from warpfit_server.segments import Segment, SegmentPool
 from warpfit_server.tenants import ANONYMOUS, key_of
 
@@ -251,7 +252,7 @@ class TestChannel:
         theirs = Channel(socket)
         segment = Segment.create(5, 4096)
         evaluation = _evaluation()
-        message = wire.Evaluate(
+        message = Evaluate(
             size=4096,
             keep=True,
             frame=Frame.of(evaluation, DATA.layout),

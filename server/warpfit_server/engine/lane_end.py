@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.channel import Channel, ChannelClosedError, Message, packed, unpacked
-from warpfit_server.engine.calls import call_2, call_3, call_4
+from warpfit_server.engine.calls import call_1, call_2, call_3, call_4
 from warpfit_server.orders import NUMBERS_BYTES, PLAIN
 
 _PACKET_BYTES: Final = 128 << 10
@@ -34,7 +34,7 @@ _CONTROL_SIZE, _FLAGS = 5, 6
 _DAMAGED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _RECEIVING: Final = int(socket.MSG_CMSG_CLOEXEC)
 _SENDING: Final = int(socket.MSG_NOSIGNAL)
-_SEND, _RECEIVE, _POLL, _CLOCK = range(4)
+_SEND, _RECEIVE, _POLL, _CLOCK, _SLEEP = range(5)
 #: What `_exchange` returns if the answer could not be sent, and nothing was received.
 _UNSENT: Final = -2
 _compiled = numba.njit(cache=True, nogil=True)
@@ -61,7 +61,7 @@ class LaneEnd(Channel):
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
         library = ctypes.CDLL(None)
-        found = (library.send, library.recvmsg, library.poll, library.clock_gettime)
+        found = (library.send, library.recvmsg, library.poll, library.clock_gettime, library.usleep)
         functions = [ctypes.cast(one, ctypes.c_void_p).value for one in found]
         received = np.zeros(_PACKET_BYTES, dtype=np.uint8)
         self._control = np.zeros(_CONTROL_BYTES // 8, dtype=np.int64)
@@ -187,3 +187,9 @@ def now(line: Line) -> int:
     place = np.int64(clock.ctypes.data)
     call_2(line.functions[_CLOCK], (np.int64(time.CLOCK_MONOTONIC), place))
     return int(clock[0] * 1_000_000_000 + clock[1])
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def sleep(line: Line, microseconds: int) -> None:
+    """Give the processor away for some time."""
+    call_1(line.functions[_SLEEP], (np.int64(microseconds),))

@@ -116,7 +116,7 @@ class EngineProcess:
         self._channel = channel
         self._chunk_bytes = chunk_bytes
         self._roster = Roster()
-        self._gate = FairGate(engine.concurrency, self._roster)
+        self._gate = FairGate(engine.concurrency)
         self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
     def run(self) -> None:
@@ -173,7 +173,7 @@ class EngineProcess:
         if visit.segment is None:
             raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
         cancelled = problem.frame.flag(visit.segment)
-        place = self._roster.reserve() if visit.takes_kind() else None
+        place = self._roster.reserve(problem.tenant) if visit.takes_kind() else None
         reply = Reply(lane.descriptor, place)
         job = _Job(message, problem, visit.segment, lane, cancelled, reply)
         self._roster.begin(lane, cancelled)

@@ -3,6 +3,9 @@
 Compiled code answers on a lane without a word to Python, as long as nothing unusual happens. What
 both sides must know of each other stands on a board in memory. Each word has one writer at a time,
 and reading an old value does no harm but where a fence stands.
+
+Compiled code limits itself as `warpfit_server.fairness.FairGate` limits what Python runs: some
+evaluations at a time, and a tenant that floods the engine does not keep others out.
 """
 
 from __future__ import annotations
@@ -12,19 +15,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.channel import Channel
 
 #: Lanes that compiled code serves at a time; the others are served by Python.
-MOST_PLACES: Final = 16
-#: Words of row 0: evaluations that Python runs, and whether one waits for the engine.
-BUSY, WAITING = range(2)
+MOST_PLACES: Final = 64
+#: Word of row 0: evaluations that Python runs.
+BUSY: Final = 0
 #: Words of a lane's row: number of the evaluation that is being answered, 0 for none; whether its
-#: memory is wanted back; then, since they were last cleared: evaluations answered, their
-#: token-rows, and nanoseconds that they took.
-AT_WORK, REVOKED, ANSWERED, TOKEN_ROWS, NANOSECONDS = range(5)
+#: memory is wanted back; number of the tenant; then, since they were last cleared: evaluations
+#: answered, their token-rows, and nanoseconds that they took.
+AT_WORK, REVOKED, TENANT, ANSWERED, TOKEN_ROWS, NANOSECONDS = range(6)
+#: Evaluations that compiled code answers at a time: enough to keep a device busy ...
+_AT_ONCE: Final = 16
+#: ... and with those of tenants that have less than half of the device.
+_AT_MOST: Final = 32
 #: Words of a row: a line of the processor's cache.
 _WORDS: Final = 8
 
@@ -53,27 +61,20 @@ class Roster:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is at work, for all that is known."""
-        return not (self._running or self.answering())
+        return not (self._running or self.board[1:, AT_WORK].any())
 
     def running(self) -> list[tuple[Channel, NDArray[np.uint8]]]:
         """Lanes whose evaluations Python runs, with their cancellation flags."""
         return [(lane, flag) for lane, (_, flag) in list(self._running.items())]
 
-    def answering(self) -> int:
-        """Evaluations that compiled code is answering."""
-        return int(np.count_nonzero(self.board[1:, AT_WORK]))
-
-    def call_back(self, wanted: bool) -> None:
-        """Let compiled code give its lanes back after each evaluation, or stop asking for that."""
-        self.board[0, WAITING] = wanted
-
-    def reserve(self) -> Place | None:
-        """Get a place for a lane that compiled code is to serve; None if all are taken."""
+    def reserve(self, tenant: str) -> Place | None:
+        """Get a place for a tenant's lane that compiled code is to serve; None if all are taken."""
         try:
             number = self._free.pop()
         except IndexError:
             return None
         self.board[number] = 0
+        self.board[number, TENANT] = hash(tenant)
         return Place(self, number)
 
     def occupy(self, number: int, flag: NDArray[np.uint8]) -> None:
@@ -121,3 +122,20 @@ class Place:
     def leave(self) -> None:
         """Compiled code serves the lane no more."""
         self.roster.vacate(self.number)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def nobody_works(board: NDArray[np.int64]) -> bool:
+    """`Roster.is_idle` for compiled code."""
+    return bool(board[0, BUSY] == 0 and np.all(board[1:, AT_WORK] == 0))
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def may_start(board: NDArray[np.int64], number: int) -> bool:
+    """Tell whether a lane may begin an evaluation, or should wait for others."""
+    total, own = 0, 0
+    for row in range(1, len(board)):
+        if board[row, AT_WORK] != 0:
+            total += 1
+            own += board[row, TENANT] == board[number, TENANT]
+    return bool(total < _AT_ONCE or (2 * own < total and total < _AT_MOST))

@@ -33,7 +33,7 @@ def _evaluate(engine: Engine, dataset: Dataset, lane: LaneEnd, other: socket.soc
     evaluation = Evaluation(
         dataset.content_id, batch, loss=Loss.MSE, values=False, tier=Tier.INTERPRETER
     )
-    reply = Reply(lane.descriptor, Roster().reserve())
+    reply = Reply(lane.descriptor, Roster().reserve(""))
     flag = np.zeros(64, dtype=np.uint8)
     engine.evaluate(evaluation, Outputs(None, np.zeros((1, 1)), flag, lambda _: None, reply=reply))
     other.close()

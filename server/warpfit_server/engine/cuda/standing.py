@@ -34,16 +34,16 @@ from warpfit_server.engine.cuda.one_launch import Desk, Handles, Report, compute
 from warpfit_server.engine.cuda.plan import mixed_tokens
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.staging import Parts, lay_out, slots_at_most
-from warpfit_server.engine.lane_end import Line, is_of_kind, now, receive_message
+from warpfit_server.engine.lane_end import Line, is_of_kind, now, receive_message, sleep
 from warpfit_server.engine.roster import (
     ANSWERED,
     AT_WORK,
-    BUSY,
     NANOSECONDS,
     REVOKED,
     TOKEN_ROWS,
-    WAITING,
     Place,
+    may_start,
+    nobody_works,
 )
 from warpfit_server.orders import Numbers
 
@@ -54,6 +54,8 @@ _AT_A_TIME: Final = 256
 _HEADROOM: Final = 1.5
 #: Batches that are remembered, to tell those that come again; a power of two.
 _REMEMBERED: Final = 1 << 16
+#: Microseconds after which a lane that waits for others looks again: a usual kernel's time.
+_PAUSE: Final = 100
 #: What `_serve` returns if it stopped between two messages.
 _BETWEEN: Final = -3
 _NUMBERS: Final = len(Numbers._fields)
@@ -288,13 +290,15 @@ def _serve(
 ) -> int:
     words = board[number]
     for _ in range(_AT_A_TIME):
-        size = receive_message(line, _is_idle(board))
+        size = receive_message(line, nobody_works(board))
         if not is_of_kind(line, size, kind):
             return int(size)
+        while not may_start(board, number) and segment[0] == 0:
+            sleep(line, _PAUSE)
         began = now(line)
         words[AT_WORK] = began
         fence()
-        is_free = words[REVOKED] == 0 and board[0, WAITING] == 0 and segment[0] == 0
+        is_free = words[REVOKED] == 0 and segment[0] == 0
         tokens = _answer(line, segment, means, began) if is_free else 0
         words[AT_WORK] = 0
         fence()
@@ -303,15 +307,9 @@ def _serve(
         words[ANSWERED] += 1
         words[TOKEN_ROWS] += tokens * means.rows
         words[NANOSECONDS] += now(line) - began
-        if words[REVOKED] != 0 or board[0, WAITING] != 0:
+        if words[REVOKED] != 0:
             break
     return _BETWEEN
-
-
-@_compiled  # type: ignore[untyped-decorator]
-def _is_idle(board: NDArray[np.int64]) -> bool:
-    """Whether nobody is at work."""
-    return bool(board[0, BUSY] == 0 and np.all(board[1:, AT_WORK] == 0))
 
 
 @_compiled  # type: ignore[untyped-decorator]

@@ -1,0 +1,297 @@
+"""Lanes that compiled code serves: who answers, when Python comes in, who gives memory back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from support.driver import Driver
+from support.interpreted import EngineOnLanes, HostEngine
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError, ProgramError
+from warpfit.ir import Batch, Program
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.cuda.staging import Parts, Staged, stage
+from warpfit_server.engine.roster import AT_WORK
+from warpfit_server.frame import Frame
+
+DATA = Dataset.of(np.ones((100_000, 10)), np.arange(100_000.0), dtype="float32")
+#: Evaluations until compiled code answers: one that brings the segment, and two of a kind.
+FIRST = 3
+
+
+class Blocking(Driver):
+    """Whose device can be made to wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.began = threading.Event()
+
+    def _synchronize(self, stream):
+        self.began.set()
+        assert self.may_end.wait(10)
+
+
+def fresh(seed, programs=40, **changes):
+    batch = Batch.of(*thesis_mix(seed, programs))
+    plain = Evaluation(
+        *(DATA.content_id, batch),
+        loss=Loss.SSE,
+        values=False,
+        precision=Precision.FAST,
+        tier=Tier.INTERPRETER,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.fixture
+def driver():
+    return Blocking()
+
+
+@pytest.fixture
+def lanes(driver):
+    with EngineOnLanes(HostEngine(driver), DATA) as found:
+        yield found
+
+
+@pytest.fixture
+def served(lanes):
+    """A lane that compiled code serves."""
+    for seed in range(FIRST):
+        lanes.losses(fresh(seed))
+    assert lanes.engine.evaluated == FIRST
+    return lanes
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def check_answer(driver, evaluation, losses):
+    """The driver sums job numbers up; what it was given must be the batch."""
+    batch = evaluation.batch
+    np.testing.assert_array_equal(losses.reshape(-1), np.arange(float(len(batch) * batch.vectors)))
+    parts = Parts.of(batch)
+    memory = np.zeros(parts.end, np.uint8)
+    costly = np.zeros(256, dtype=bool)
+    expected = stage(batch, 10, costly, losses.size, lambda size: memory[:size])
+    found = Staged(driver.uploaded, parts, expected.extent)
+    np.testing.assert_array_equal(found.instructions, expected.instructions)
+    np.testing.assert_array_equal(found.programs[: len(batch)], expected.programs[: len(batch)])
+    np.testing.assert_array_equal(found.slots, expected.slots)
+    for name, stop in (("values", "parameters"), ("parameters", "codes")):
+        first, size = getattr(parts, name), len(getattr(batch, name)) * 8
+        assert first + size <= getattr(parts, stop)
+        assert driver.uploaded[first : first + size].tobytes() == getattr(batch, name).tobytes()
+
+
+def test_compiled_code_answers_what_python_has_answered_before(driver, served):
+    for seed in range(10, 30):
+        evaluation = fresh(seed, programs=60 - seed)
+        check_answer(driver, evaluation, served.losses(evaluation))
+    assert served.engine.evaluated == FIRST
+
+
+def test_several_parameter_vectors(driver, lanes):
+    programs, parameters = thesis_mix(1, 40)
+    batch = Batch.of(programs, [np.stack([p, 2 * p, 3 * p]) for p in parameters])
+    for _ in range(6):
+        evaluation = fresh(0, batch=batch)
+        check_answer(driver, evaluation, lanes.losses(evaluation))
+    assert lanes.engine.evaluated == FIRST
+
+
+def test_times_are_told_and_observed(served):
+    for seed in range(10, 15):
+        run = served.start(fresh(seed))
+        run.next_event()
+        run.close()
+        assert run.timings.compute == 250_000
+        assert 0 < run.timings.queue < 60e9
+        assert 0 < run.timings.copy_in < 60e9
+    before = len(served.engine.observed)
+    served.losses(fresh(1, loss=Loss.MAE))  # another kind, so that Python comes in
+    tier, mode, token_rows, seconds = served.engine.observed[before]
+    lengths = [len(fresh(seed).batch.codes) for seed in range(10, 15)]
+    assert (tier, mode) == (Tier.INTERPRETER, "fast")
+    assert token_rows == sum(lengths) * 100_000 // 5
+    assert 0 < seconds < 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": Loss.R2},
+        {"rows": (5, 700)},
+        {"precision": Precision.PRECISE},
+        {"tier": Tier.AUTO},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_kind_is_left_to_python(driver, served, change):
+    served.losses(fresh(7, **change))
+    assert served.engine.evaluated == FIRST + 1
+    evaluation = fresh(8)
+    check_answer(driver, evaluation, served.losses(evaluation))
+    assert served.engine.evaluated == FIRST + 2
+
+
+def test_another_tenant_is_left_to_python(served):
+    served.losses(fresh(7), tenant="another")
+    assert served.engine.evaluated == FIRST + 1
+
+
+@pytest.mark.parametrize("programs", [100, 21])
+def test_python_answers_what_needs_more_room_or_another_kernel(driver, served, programs):
+    evaluation = fresh(9, programs=programs)
+    check_answer(driver, evaluation, served.losses(evaluation))
+    assert served.engine.evaluated == FIRST + 1
+
+
+def test_python_says_what_is_wrong_with_a_batch(served):
+    bad = Batch.of([Program.variable(0), Program.variable(10)])
+    with pytest.raises(ProgramError) as caught:
+        served.losses(fresh(0, batch=bad))
+    assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)
+    assert served.engine.evaluated == FIRST + 1
+
+
+def test_what_is_cancelled_is_not_launched(driver, served, monkeypatch):
+    write = Frame.write
+
+    def write_and_cancel(frame, segment, batch):
+        write(frame, segment, batch)
+        frame.flag(segment)[0] = 1
+
+    monkeypatch.setattr(Frame, "write", write_and_cancel)
+    driver.calls.clear()
+    with pytest.raises(CancelledError):
+        served.losses(fresh(10))
+    assert driver.calls == []
+
+
+def test_an_error_of_the_device_is_pythons(driver, served, monkeypatch):
+    import warpfit_server.engine.process as module
+
+    ended = []
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    driver.fail = "launch"
+    run = served.start(fresh(10))
+    served.threads[0].join(10)
+    assert served.engine.evaluated == FIRST + 1
+    assert ended[:1] == [module.EXIT_BROKEN]
+    served.lanes.shut()
+    run._running = False
+
+
+def test_batches_that_come_again_are_pythons_if_a_tier_may_be_chosen(lanes):
+    for seed in range(5):
+        lanes.losses(fresh(seed, tier=Tier.AUTO))
+    assert lanes.engine.evaluated == FIRST
+    lanes.losses(fresh(4, tier=Tier.AUTO))
+    assert lanes.engine.evaluated == FIRST + 1
+    lanes.losses(fresh(4, tier=Tier.AUTO, precision=Precision.PRECISE))
+    assert lanes.engine.evaluated == FIRST + 2
+
+
+def test_what_comes_in_vain_is_tried_less_and_less(lanes, monkeypatch):
+    tried = []
+    join = lanes.engine._standings.join
+    monkeypatch.setattr(
+        lanes.engine._standings,
+        "join",
+        lambda *known, **named: tried.append(lanes.engine.evaluated) or join(*known, **named),
+    )
+    for _ in range(200):
+        lanes.losses(fresh(0, tier=Tier.AUTO))
+    assert lanes.engine.evaluated == 199  # one was new to compiled code
+    assert len(tried) < 10
+    assert np.all(np.diff(tried)[2:] >= 4)
+
+
+def test_memory_comes_back_while_nothing_is_at_work(served):
+    served.losses(fresh(10))
+    assert served.engine.idle_contexts == 0
+    served.engine.unload(DATA.content_id)
+    assert served.engine.idle_contexts == 1
+    served.engine.load(DATA)
+    served.losses(fresh(11))
+    assert served.engine.evaluated == FIRST + 1
+
+
+def test_memory_of_other_data_sets_stays(served):
+    served.losses(fresh(10))
+    served.engine.unload(b"another")
+    assert served.engine.idle_contexts == 0
+
+
+def test_memory_comes_back_once_the_work_has_ended(driver, served):
+    driver.began.clear()
+    driver.may_end.clear()
+    run = served.start(fresh(10))
+    assert driver.began.wait(10)
+    assert served.process._roster.board[1:, AT_WORK].any()
+    served.engine._device.on_shortage()
+    assert served.engine.idle_contexts == 0
+    driver.may_end.set()
+    run.next_event()
+    run.close()
+    wait_until(lambda: served.engine.idle_contexts == 1)
+    served.losses(fresh(11))
+    assert served.engine.evaluated == FIRST + 1
+
+
+def test_a_stuck_evaluation_can_be_seen(driver, served):
+    driver.began.clear()
+    driver.may_end.clear()
+    run = served.start(fresh(10))
+    assert driver.began.wait(10)
+    run.cancel()
+    ((_, flag),) = served.process._roster.flags()
+    assert flag[0] == 1
+    driver.may_end.set()
+    run.close()
+
+
+def test_a_lane_that_is_closed_gives_everything_back(driver):
+    with EngineOnLanes(HostEngine(driver), DATA) as lanes:
+        for seed in range(4):
+            lanes.losses(fresh(seed))
+        engine, roster = lanes.engine, lanes.process._roster
+        assert engine._standings._members
+    assert not engine._standings._members
+    assert engine.idle_contexts == 1
+    assert len(roster._free) == len(roster.board) - 1
+
+
+def test_many_lanes_at_a_time(driver):
+    with EngineOnLanes(HostEngine(driver), DATA, lanes=4) as lanes:
+        found = {}
+
+        def work(number):
+            for seed in range(30):
+                evaluation = fresh(100 * number + seed, programs=10 + number)
+                found[number, seed] = lanes.losses(evaluation).reshape(-1).tolist()
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    for (number, _), losses in found.items():
+        assert losses == [float(job) for job in range(10 + number)]
+    assert len(found) == 120
+    assert lanes.engine.evaluated < 60
