@@ -38,6 +38,7 @@ from warpfit_server.engine.cuda.plan import (
     Planner,
     fingerprint,
 )
+from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -185,16 +186,18 @@ class CudaEngine:
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Timings:
-        tier = evaluation.tier
+        tier, prepared = evaluation.tier, None
         if tier is Tier.AUTO:
-            tier = self._choose(resident, evaluation)
-        evaluator: EvaluationTier = self._interpreter
-        if tier is Tier.COMPILED:
-            evaluator = self._compiled
-        elif evaluation.gradient:
-            evaluator = self._derivatives
+            prepared = self._choose(resident, evaluation)
+            tier = Tier.INTERPRETER if prepared is None else Tier.COMPILED
+        interpreter: EvaluationTier = self._interpreter
+        if evaluation.gradient:
+            interpreter = self._derivatives
         started = time.perf_counter()
-        timings = evaluator.evaluate(resident, evaluation, outputs)
+        if tier is Tier.COMPILED:
+            timings = self._compiled.evaluate(resident, evaluation, outputs, prepared)
+        else:
+            timings = interpreter.evaluate(resident, evaluation, outputs)
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
             mode, token_rows = _work(resident, evaluation)
             self._planner.observe(tier, mode, token_rows, time.perf_counter() - started)
@@ -218,21 +221,22 @@ class CudaEngine:
             return self._device.out_of_memory()
         return EngineBrokenError(str(error))
 
-    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Tier:
+    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared | None:
         """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
         if not self._compiled.supports(evaluation):
-            return Tier.INTERPRETER
+            return None
+        mark = fingerprint(evaluation.batch)
         mode, token_rows = _work(resident, evaluation)
         advice = self._planner.advise(
-            _identity(evaluation), mode, token_rows, len(evaluation.batch)
+            _identity(evaluation, mark), mode, token_rows, len(evaluation.batch)
         )
         if advice is Advice.INTERPRET_AND_COMPILE:
             # The memory of the batch is used again after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
             self._background.submit(self._compiled.request_compile, resident, detached)
-        if advice is Advice.COMPILED_IF_READY and self._compiled.ready(resident, evaluation):
-            return Tier.COMPILED
-        return Tier.INTERPRETER
+        if advice is Advice.COMPILED_IF_READY:
+            return self._compiled.ready(resident, evaluation, mark)
+        return None
 
 
 def _has_two_tiers(evaluation: Evaluation) -> bool:
@@ -247,10 +251,10 @@ def _has_two_tiers(evaluation: Evaluation) -> bool:
     )
 
 
-def _identity(evaluation: Evaluation) -> Hashable:
+def _identity(evaluation: Evaluation, mark: int) -> Hashable:
     """Tell repeated batches; a collision only compiles something early or late."""
     wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
-    return (fingerprint(evaluation.batch), evaluation.dataset_id, evaluation.rows, *wanted)
+    return (mark, evaluation.dataset_id, evaluation.rows, *wanted)
 
 
 def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
