@@ -19,6 +19,7 @@ from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda import compiled
 from warpfit_server.engine.cuda.compiled import CompiledTier
+from warpfit_server.engine.cuda.plan import fingerprint
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.shapes import lift
 
@@ -186,14 +187,20 @@ def test_a_number_too_large_for_float32_becomes_infinite(bench):
     assert losses.tolist() == [[np.inf, -np.inf, 2.0]]
 
 
-def test_what_is_ready_is_not_prepared_again(bench):
-    batch = mix()
-    evaluation = Evaluation(bench.dataset.content_id, batch, loss=Loss.SSE, values=False)
-    assert bench.tier.ready(bench.resident, evaluation, 5) is None
-    bench.tier.request_compile(bench.resident, evaluation)
-    prepared = bench.tier.ready(bench.resident, evaluation, 5)
-    assert prepared is not None
-    moved = replace(evaluation, batch=mix(scale=2.0))
-    assert bench.tier.ready(bench.resident, moved, 5) is prepared
-    fast = replace(evaluation, precision=Precision.FAST)
-    assert bench.tier.ready(bench.resident, fast, 5) is not prepared
+def test_what_is_loaded_is_not_prepared_again(bench):
+    tier, resident = bench.tier, bench.resident
+    evaluation = Evaluation(bench.dataset.content_id, mix(), loss=Loss.SSE, values=False)
+    mark = fingerprint(evaluation.batch)
+    assert tier.loaded(resident, evaluation, mark) is None
+    tier.request_compile(resident, evaluation)
+    prepared = tier.loaded(resident, evaluation, mark)
+    assert prepared is tier.prepare(resident, evaluation)
+    bench(mix())
+    bench.store.cache.clear()  # the captured graph holds its kernels
+    assert tier.loaded(resident, replace(evaluation, batch=mix(scale=2.0)), mark) is prepared
+    for other in (
+        replace(evaluation, batch=mix(2)),
+        replace(evaluation, precision=Precision.FAST),
+        replace(evaluation, loss=Loss.MAE),
+    ):
+        assert tier.loaded(resident, other, mark) is None

@@ -39,7 +39,7 @@ _ATTEMPTS: Final = 3
 class CompiledTier:
     """Evaluates batches by kernels compiled for their expressions.
 
-    `ready` tells whether all kernels of an evaluation are loaded, `request_compile` has the
+    `loaded` tells whether all kernels of an evaluation are there, `request_compile` has the
     missing ones made in the background; `evaluate` waits for them if it must.
 
     Args:
@@ -67,27 +67,34 @@ class CompiledTier:
             return False
         return batch.vectors <= MAX_VECTORS and int(batch.lengths.max()) <= MAX_TOKENS
 
-    def ready(
+    def loaded(
         self, resident: ResidentDataset, evaluation: Evaluation, mark: int
     ) -> Prepared | None:
-        """Return what `evaluate` answers at once with; None unless every kernel is loaded.
+        """Return what `evaluate` answers at once with, if the batch has been here before.
 
         Args:
             resident: the data set.
             evaluation: what is wanted.
             mark: `fingerprint` of its batch.
 
+        Returns:
+            None unless the batch has been prepared and all its kernels are loaded.
+
         """
-        prepared = self._prepared(resident, evaluation, mark)
-        identity = self._identity(prepared, resident, evaluation)
+        known = self._preparer.known(resident, evaluation, mark)
+        if known is None:
+            return None
+        identity = self._identity(known, resident, evaluation)
         with self._lock:
             if self._replays.get(identity):  # which holds its kernels
-                return prepared
-        return prepared if all(key in self._kernels.cache for key in prepared.keys) else None
+                return known
+        return known if all(key in self._kernels.cache for key in known.keys) else None
 
     def prepare(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared:
         """Cut an evaluation into kernels, unless that has been done."""
-        return self._prepared(resident, evaluation, fingerprint(evaluation.batch))
+        mark = fingerprint(evaluation.batch)
+        known = self._preparer.known(resident, evaluation, mark)
+        return known or self._preparer.prepare(resident, evaluation, mark)
 
     def request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
         """Have the missing kernels made in the background; returns at once."""
@@ -106,7 +113,7 @@ class CompiledTier:
             resident: the data set.
             evaluation: what is wanted.
             outputs: to fill.
-            prepared: what `ready` returned for it, if it was asked.
+            prepared: what `loaded` returned for it, if it was asked.
 
         Raises:
             ResourceExhaustedError: if `supports` is false, or device memory is short.
@@ -147,10 +154,6 @@ class CompiledTier:
                 "Ask for the interpreter",
                 "tier",
             )
-
-    def _prepared(self, resident: ResidentDataset, evaluation: Evaluation, mark: int) -> Prepared:
-        known = self._preparer.known(resident, evaluation, mark)
-        return known or self._preparer.prepare(resident, evaluation, mark)
 
     def _identity(
         self, prepared: Prepared, resident: ResidentDataset, evaluation: Evaluation

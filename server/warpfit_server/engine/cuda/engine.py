@@ -226,17 +226,20 @@ class CudaEngine:
         if not self._compiled.supports(evaluation):
             return None
         mark = fingerprint(evaluation.batch)
+        loaded = self._compiled.loaded(resident, evaluation, mark)
         mode, token_rows = _work(resident, evaluation)
         advice = self._planner.advise(
-            _identity(evaluation, mark), mode, token_rows, len(evaluation.batch)
+            _identity(evaluation, mark),
+            mode,
+            token_rows,
+            len(evaluation.batch),
+            loaded=loaded is not None,
         )
         if advice is Advice.INTERPRET_AND_COMPILE:
             # The memory of the batch is used again after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
             self._background.submit(self._compiled.request_compile, resident, detached)
-        if advice is Advice.COMPILED_IF_READY:
-            return self._compiled.ready(resident, evaluation, mark)
-        return None
+        return loaded if advice is Advice.COMPILED else None
 
 
 def _has_two_tiers(evaluation: Evaluation) -> bool:

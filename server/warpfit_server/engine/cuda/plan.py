@@ -5,7 +5,8 @@ again could be answered faster by compiled kernels, at the price of compiling th
 will come often enough nobody knows, so the rule is that of the ski rental problem (Karlin et al.
 1988, "Competitive snoopy caching"): each interpreted repetition adds the time that compiled kernels
 would have saved, and once the sum reaches the price, the batch is compiled in the background. The
-total is then never more than twice that of a planner that knows the future.
+total is then never more than twice that of a planner that knows the future. Kernels that are
+loaded already, whoever had them made, have no price.
 
 ::
 
@@ -97,14 +98,7 @@ class Advice(Enum):
     INTERPRET = auto()
     INTERPRET_AND_COMPILE = auto()
     """Interpret now, and have kernels made for the next time."""
-    COMPILED_IF_READY = auto()
-
-
-@dataclass(slots=True)
-class _History:
-    forgone: float = 0.0
-    """Seconds that compiled kernels would have saved so far."""
-    requested: bool = False
+    COMPILED = auto()
 
 
 @dataclass
@@ -120,7 +114,8 @@ class Planner:
     compiler_threads: int
     start: Costs = STARTING_COSTS
     costs: dict[tuple[Tier, str], Cost] = field(init=False)
-    _histories: LRUCache[Hashable, _History] = field(default_factory=lambda: LRUCache(_REMEMBERED))
+    _forgone: LRUCache[Hashable, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
+    """Seconds that compiled kernels would have saved each batch since they were last ordered."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -130,7 +125,9 @@ class Planner:
             rate = cost.rate * _GRADIENT_RATE[tier]
             self.costs[tier, mode + GRADIENT] = replace(cost, rate=rate)
 
-    def advise(self, batch: Hashable, mode: str, token_rows: int, programs: int) -> Advice:
+    def advise(
+        self, batch: Hashable, mode: str, token_rows: int, programs: int, *, loaded: bool
+    ) -> Advice:
         """Choose for one evaluation.
 
         Args:
@@ -138,6 +135,7 @@ class Planner:
             mode: a mode of arithmetic.
             token_rows: tokens x parameter vectors x rows.
             programs: expressions of the batch.
+            loaded: whether its kernels are there.
 
         """
         with self._lock:
@@ -145,19 +143,15 @@ class Planner:
             compiled = self.costs[Tier.COMPILED, mode].seconds(token_rows)
             if compiled >= interpreted:
                 return Advice.INTERPRET
-            history = self._histories.get(batch)
-            if history is None:
-                history = self._histories[batch] = _History()
-            if history.requested:
-                return Advice.COMPILED_IF_READY
-            history.forgone += interpreted - compiled
+            if loaded:
+                return Advice.COMPILED
             compiling = self.start.compile_seconds[mode.removesuffix(GRADIENT)]
             compiling *= _GRADIENT_COMPILE if mode.endswith(GRADIENT) else 1.0
-            price = programs * compiling / self.compiler_threads
-            if history.forgone < price:
-                return Advice.INTERPRET
-            history.requested = True
-            return Advice.INTERPRET_AND_COMPILE
+            forgone = self._forgone.get(batch, 0.0) + interpreted - compiled
+            pays = forgone >= programs * compiling / self.compiler_threads
+            # Kernels that are pushed out before they are used have to pay again.
+            self._forgone[batch] = 0.0 if pays else forgone
+            return Advice.INTERPRET_AND_COMPILE if pays else Advice.INTERPRET
 
     def observe(self, tier: Tier, mode: str, token_rows: int, seconds: float) -> None:
         """Learn from a finished evaluation."""
