@@ -24,6 +24,8 @@ from warpfit_server.engine.cuda.plan import STARTING_COSTS, Cost, Costs
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 
 _LOG: Final = logging.getLogger("warpfit.engine")
+#: Counts the ways of measuring: what was measured in another way is measured again.
+_GENERATION: Final = 2
 _PROGRAMS: Final = 100
 _VARIABLES: Final = 10
 #: The launch is read off few rows, the rate off many.
@@ -63,7 +65,13 @@ class Calibration:
 
     def _name(self) -> str:
         device = self.device
-        parts = (device.name, device.multiprocessors, device.driver, version("warpfit"))
+        parts = (
+            device.name,
+            device.multiprocessors,
+            device.driver,
+            version("warpfit"),
+            _GENERATION,
+        )
         return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
 
     def _measured(self) -> Costs:
