@@ -19,6 +19,7 @@ from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.cache import replace_file
+from warpfit_server.engine.cuda.compile import CompileCounters
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.plan import STARTING_COSTS, Cost, Costs
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
@@ -45,7 +46,8 @@ class Calibration:
 
     device: CudaDevice
     tiers: Mapping[Tier, EvaluationTier]
-    compiler_threads: int
+    compiler: CompileCounters
+    """What the compiler of the compiled tier has done."""
 
     def costs(self) -> Costs:
         """Costs from disk or, if this device and version have none there, measured.
@@ -82,25 +84,26 @@ class Calibration:
         for mode, (dtype, precision) in _MODES.items():
             residents = [upload(self.device, _data(rows, dtype)) for rows in _ROWS]
             for tier in self.tiers:
-                times = [self._times(tier, precision, resident, batch) for resident in residents]
-                costs[tier, mode] = fitted(work, [seconds for _, seconds in times])
+                times = [self._seconds(tier, precision, resident, batch) for resident in residents]
+                costs[tier, mode] = fitted(work, times)
             compile_seconds[mode] = self._compile_seconds(precision, residents[0])
         return Costs(costs, compile_seconds)
 
     def _compile_seconds(self, precision: Precision, resident: ResidentDataset) -> float:
-        """Seconds of one thread for one expression, after the first ever in this mode.
+        """Seconds of one thread for one expression, as the compiler itself counts them.
 
-        That one has waited for the device library, which is built once. The programs are others
-        at each call, so that no earlier start has left their kernels on disk.
+        What an evaluation waits for would say something else: the first one of a mode waits for the
+        device library too, and few kernels do not keep all threads busy. The programs are others at
+        each call, so that no earlier start has left their kernels on disk.
         """
-        fresh = _batch(time.time_ns() % (1 << 32))
-        first, again = self._times(Tier.COMPILED, precision, resident, fresh)
-        return max(0.0, first - again) * self.compiler_threads / _PROGRAMS
+        before = self.compiler.seconds
+        self._seconds(Tier.COMPILED, precision, resident, _batch(time.time_ns() % (1 << 32)))
+        return (self.compiler.seconds - before) / _PROGRAMS
 
-    def _times(
+    def _seconds(
         self, tier: Tier, precision: Precision, resident: ResidentDataset, batch: Batch
-    ) -> tuple[float, float]:
-        """Seconds of the first evaluation, and of one that finds everything in place."""
+    ) -> float:
+        """Seconds of an evaluation that finds everything in place."""
         evaluation = Evaluation(
             resident.dataset.content_id,
             batch,
@@ -117,7 +120,7 @@ class Calibration:
             started = time.perf_counter()
             self.tiers[tier].evaluate(resident, evaluation, outputs)
             seconds.append(time.perf_counter() - started)
-        return seconds[0], float(np.median(seconds[1:]))
+        return float(np.median(seconds[1:]))
 
 
 def _batch(seed: int) -> Batch:

@@ -81,8 +81,9 @@ class CudaEngine:
         self._derivatives = DerivativeTier(self._device)
         self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
-        self._planner = Planner(compilers, self._calibrated(compilers))
+        kernels = KernelStore(self._device, compilers)
+        self._compiled = CompiledTier(self._device, kernels)
+        self._planner = Planner(compilers, self._calibrated(kernels))
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
@@ -172,13 +173,13 @@ class CudaEngine:
             self._residents.clear()
         self._device.close()
 
-    def _calibrated(self, compilers: int) -> Costs:
+    def _calibrated(self, kernels: KernelStore) -> Costs:
         tiers: dict[Tier, EvaluationTier] = {
             Tier.INTERPRETER: self._interpreter,
             Tier.COMPILED: self._compiled,
         }
         try:
-            return Calibration(self._device, tiers, compilers).costs()
+            return Calibration(self._device, tiers, kernels.workers.counters).costs()
         except ResourceExhaustedError as error:
             _LOG.warning("the planner starts from another device's figures: %s", error)
             return STARTING_COSTS
