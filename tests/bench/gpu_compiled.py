@@ -28,11 +28,12 @@ from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.compiled import CompiledTier, CompiledTuning
+from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import KernelStore
 from warpfit_server.engine.cuda.layout import GridLayout
 from warpfit_server.engine.cuda.library import Mode
+from warpfit_server.engine.cuda.prepared import CompiledTuning
 from warpfit_server.engine.cuda.resident import ResidentDataset, upload
 from warpfit_server.engine.cuda.shapes import lift
 

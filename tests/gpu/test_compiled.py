@@ -127,6 +127,8 @@ def test_losses(compiled, dtype, kind, weighted, span):
         expected = reference_loss(kind, result.values, target[start:stop], part)
     tolerance = 1e-10 if dtype is np.float64 else 2e-6
     np.testing.assert_allclose(result.losses, expected, rtol=tolerance, atol=tolerance)
+    alone = compiled(dataset, programs, vectors, loss=kind, rows=span, values=False)
+    np.testing.assert_allclose(alone.losses, expected, rtol=tolerance, atol=tolerance)
     wide = np.stack([evaluate_program(programs[0], data[:, start:stop], v) for v in vectors[0]])
     np.testing.assert_array_equal(result.values[0], wide.astype(dtype))
 
@@ -139,15 +141,17 @@ def test_loss_is_nan_where_a_value_is(compiled):
     assert result.losses[1, 0] == 0.0
 
 
+@pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("precision", list(Precision))
-def test_a_repeated_batch_with_new_parameters(compiled, precision):
+def test_a_repeated_batch_with_new_parameters(compiled, precision, values):
     """The graph is used again; equal parameters give equal bits, others what they should."""
     rng = np.random.default_rng(0)
     dataset = Dataset.of(rng.uniform(0.5, 2, (30_011, 10)), rng.normal(size=30_011))
     programs, vectors = thesis_mix(5, 60)
-    call = partial(compiled, dataset, programs, precision=precision, loss=Loss.MSE)
+    call = partial(compiled, dataset, programs, precision=precision, loss=Loss.MSE, values=values)
     first, again = call(vectors), call(vectors)
-    assert first.values.tobytes() == again.values.tobytes()
+    if values:
+        assert first.values.tobytes() == again.values.tobytes()
     assert first.losses.tobytes() == again.losses.tobytes()
     assert again.timings.cache_hits == 60
     moved = call([vector + 0.25 for vector in vectors])
@@ -156,16 +160,18 @@ def test_a_repeated_batch_with_new_parameters(compiled, precision):
     assert moved.losses.tobytes() != first.losses.tobytes()
 
 
-def test_concurrent_evaluations(compiled, evaluate: Evaluate):
+@pytest.mark.parametrize("values", [True, False])
+def test_concurrent_evaluations(evaluate: Evaluate, values):
     rng = np.random.default_rng(0)
     dataset = Dataset.of(rng.normal(size=(5003, 10)), rng.normal(size=5003))
     mixes = [thesis_mix(seed, 20) for seed in range(8)]
-    alone = [compiled(dataset, *mix, loss=Loss.MSE).losses for mix in mixes]
+    options = {"loss": Loss.MSE, "values": values, "tier": Tier.COMPILED}
+    alone = [evaluate(dataset, *mix, **options).losses for mix in mixes]
 
     def run(mix):
         helper = Evaluate(evaluate.engine)
         helper._loaded = evaluate._loaded
-        return [helper(dataset, *mix, loss=Loss.MSE, tier=Tier.COMPILED).losses for _ in range(10)]
+        return [helper(dataset, *mix, **options).losses for _ in range(10)]
 
     with ThreadPoolExecutor(8) as pool:
         for expected, repeats in zip(alone, pool.map(run, mixes), strict=True):

@@ -53,7 +53,7 @@ class HostEngine(CudaEngine):
         self._device = host_device(driver)
         self._interpreter = HostInterpreter(self._device)
         self._compiled = SimpleNamespace(
-            supports=lambda _: True, ready=lambda *_: False, request_compile=lambda *_: None
+            supports=lambda _: True, loaded=lambda *_: None, request_compile=lambda *_: None
         )
         self._background = SimpleNamespace(submit=lambda *_: None)
         self._planner = Planner(16)

@@ -205,7 +205,8 @@ def test_slots_hold_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
     parameters = [rng.normal(size=(vectors, program.parameters)) for program in programs]
     batch = Batch.of(programs, parameters)
     lifted = lift(batch)
-    slots = lifted.slot_values(batch)
+    slots = np.empty((batch.vectors, lifted.slot_starts[-1]))
+    lifted.fill(batch, slots)
     for index, (program, shape) in enumerate(zip(programs, lifted.shapes, strict=True)):
         own = slots[:, lifted.slot_starts[index] : lifted.slot_starts[index + 1]]
         for vector in range(vectors):

@@ -46,6 +46,7 @@ from warpfit_server.engine.cuda.plan import (
     Planner,
     fingerprint,
 )
+from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.cuda.standing import Kind, Standings
@@ -90,8 +91,9 @@ class CudaEngine:
         self._derivatives = DerivativeTier(self._device)
         self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        self._compiled = CompiledTier(self._device, KernelStore(self._device, compilers))
-        self._planner = Planner(compilers, self._calibrated(compilers))
+        kernels = KernelStore(self._device, compilers)
+        self._compiled = CompiledTier(self._device, kernels)
+        self._planner = Planner(compilers, self._calibrated(kernels))
         self._standings = Standings(self._device)
         self._device.on_shortage = self._standings.revoke
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
@@ -186,13 +188,13 @@ class CudaEngine:
             self._residents.clear()
         self._device.close()
 
-    def _calibrated(self, compilers: int) -> Costs:
+    def _calibrated(self, kernels: KernelStore) -> Costs:
         tiers: dict[Tier, EvaluationTier] = {
             Tier.INTERPRETER: self._interpreter,
             Tier.COMPILED: self._compiled,
         }
         try:
-            return Calibration(self._device, tiers, compilers).costs()
+            return Calibration(self._device, tiers, kernels.workers.counters).costs()
         except ResourceExhaustedError as error:
             _LOG.warning("the planner starts from another device's figures: %s", error)
             return STARTING_COSTS
@@ -200,20 +202,22 @@ class CudaEngine:
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Timings:
-        tier = evaluation.tier
+        tier, prepared = evaluation.tier, None
         if tier is Tier.AUTO:
-            tier = self._choose(resident, evaluation)
-        evaluator: EvaluationTier = self._interpreter
-        if tier is Tier.COMPILED:
-            evaluator = self._compiled
-        elif evaluation.gradient:
-            evaluator = self._derivatives
+            prepared = self._choose(resident, evaluation)
+            tier = Tier.INTERPRETER if prepared is None else Tier.COMPILED
+        interpreter: EvaluationTier = self._interpreter
+        if evaluation.gradient:
+            interpreter = self._derivatives
         started = time.perf_counter()
-        timings = evaluator.evaluate(resident, evaluation, outputs)
+        if tier is Tier.COMPILED:
+            timings = self._compiled.evaluate(resident, evaluation, outputs, prepared)
+        else:
+            timings = interpreter.evaluate(resident, evaluation, outputs)
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
             mode, token_rows = _work(resident, evaluation)
             self._planner.observe(tier, mode, token_rows, time.perf_counter() - started)
-        if evaluator is self._interpreter and outputs.reply is not None:
+        if tier is Tier.INTERPRETER and outputs.reply is not None:
             outputs.reply.standing = self._stand(resident, evaluation, outputs.reply)
         return timings
 
@@ -253,21 +257,25 @@ class CudaEngine:
             return self._device.out_of_memory()
         return EngineBrokenError(str(error))
 
-    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Tier:
+    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared | None:
         """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
         if not self._compiled.supports(evaluation):
-            return Tier.INTERPRETER
+            return None
+        mark = fingerprint(evaluation.batch)
+        loaded = self._compiled.loaded(resident, evaluation, mark)
         mode, token_rows = _work(resident, evaluation)
         advice = self._planner.advise(
-            _identity(evaluation), mode, token_rows, len(evaluation.batch)
+            _identity(evaluation, mark),
+            mode,
+            token_rows,
+            len(evaluation.batch),
+            loaded=loaded is not None,
         )
         if advice is Advice.INTERPRET_AND_COMPILE:
             # The memory of the batch is used again after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
             self._background.submit(self._compiled.request_compile, resident, detached)
-        if advice is Advice.COMPILED_IF_READY and self._compiled.ready(resident, evaluation):
-            return Tier.COMPILED
-        return Tier.INTERPRETER
+        return loaded if advice is Advice.COMPILED else None
 
 
 def _has_two_tiers(evaluation: Evaluation) -> bool:
@@ -282,10 +290,10 @@ def _has_two_tiers(evaluation: Evaluation) -> bool:
     )
 
 
-def _identity(evaluation: Evaluation) -> Hashable:
+def _identity(evaluation: Evaluation, mark: int) -> Hashable:
     """Tell repeated batches; a collision only compiles something early or late."""
     wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
-    return (fingerprint(evaluation.batch), evaluation.dataset_id, evaluation.rows, *wanted)
+    return (mark, evaluation.dataset_id, evaluation.rows, *wanted)
 
 
 def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:

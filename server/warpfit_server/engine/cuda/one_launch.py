@@ -8,7 +8,6 @@ with many evaluations at work, to get the lock back may take longer than everyth
 
 from __future__ import annotations
 
-import socket
 from typing import Final, NamedTuple
 
 import numba
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
-from warpfit_server.channel import TOLD, Told
+from warpfit_server.channel import Told
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.calls import call_4
+from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
@@ -40,15 +39,16 @@ from warpfit_server.engine.cuda.submission import (
     LAUNCH,
     NOW,
     RECORD,
-    SEND,
     SYNCHRONIZE,
     UPLOAD,
     WIDTH,
     carry_out,
 )
+from warpfit_server.engine.cuda.submission import (
+    add_step as _add,
+)
 
 _MOST_STEPS: Final = 10
-_NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 
 
 class Handles(NamedTuple):
@@ -109,15 +109,6 @@ class Desk(NamedTuple):
             np.zeros(1, dtype=np.float32),
             np.zeros(len(Told._fields), dtype=np.int64),
         )
-
-
-class Report(NamedTuple):
-    """To whom losses are announced, and since when they have been under way; integers."""
-
-    descriptor: int
-    """-1: to nobody."""
-    queue: int
-    started: int
 
 
 def losses_in_one_launch(
@@ -251,38 +242,6 @@ def compute_losses(
     status = carry_out(functions, steps[:count])
     if status != 0:
         return status, extent.levels, False
-    _close(sums, closing, losses)
-    return status, extent.levels, _announce(functions, report, desk)
-
-
-@numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float64]) -> None:
-    """Turn sums into losses, as `ResidentDataset.losses` does."""
-    for job in range(len(sums)):
-        loss = sums[job] / closing.total
-        if closing.root:
-            loss = np.sqrt(loss)
-        losses[job] = 1.0 - loss if closing.complement else loss
-
-
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _announce(functions: NDArray[np.int64], report: Report, desk: Desk) -> bool:
-    """Write the times down and tell whoever waits; return whether that worked."""
-    clock, told = desk.clock, desk.told
-    launched = clock[0] * 1_000_000_000 + clock[1]
-    done = clock[2] * 1_000_000_000 + clock[3]
-    computed = np.int64(desk.elapsed[0] * 1e6)
-    told[0], told[1], told[2], told[3] = TOLD, report.queue, launched - report.started, computed
-    told[4] = max(0, done - launched - computed)
-    if report.descriptor < 0:
-        return False
-    place, size = np.int64(told.ctypes.data), 8 * len(told)
-    return bool(call_4(functions[SEND], (report.descriptor, place, size, _NO_SIGNAL)) == size)
-
-
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _add(steps: NDArray[np.int64], count: int, numbers: tuple[int, ...]) -> int:
-    """Write a step; return how many there are now."""
-    for index in range(len(numbers)):
-        steps[count, index] = numbers[index]
-    return count + 1
+    close(sums, closing, losses)
+    is_sent = announce(functions, report, desk.clock, desk.elapsed, desk.told)
+    return status, extent.levels, is_sent

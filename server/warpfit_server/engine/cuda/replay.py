@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.channel import Told
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.prelude import NVRTC_PRECISE
 from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES
+from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.submission import WIDTH
 
 #: Most kernels side by side; more branches cost capture time and gain nothing.
 _BRANCHES: Final = 32
@@ -37,6 +40,9 @@ extern "C" __global__ void sum_partials(
 }
 """
 
+#: Steps of a launch by compiled code.
+_MOST_STEPS: Final = 7
+
 #: Hash of the kernels' keys, number of parameter vectors, blocks of each kernel.
 Identity = tuple[bytes, int, tuple[int, ...]]
 
@@ -59,6 +65,31 @@ class Work:
     """Threads of each block."""
 
 
+class Desk(NamedTuple):
+    """Memory of compiled code that launches a graph, used again and again."""
+
+    sum_starts: NDArray[np.int64]
+    """Index of each expression's first sum, and the total; [programs + 1]."""
+    steps: NDArray[np.int64]
+    clock: NDArray[np.int64]
+    """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
+    elapsed: NDArray[np.float32]
+    """Milliseconds of the device; [1]."""
+    told: NDArray[np.int64]
+    """`warpfit_server.channel.Told`."""
+
+    @classmethod
+    def fresh(cls, sum_starts: NDArray[np.int64]) -> Desk:
+        """Allocate the memory."""
+        return cls(
+            sum_starts,
+            np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
+            np.zeros(4, dtype=np.int64),
+            np.zeros(1, dtype=np.float32),
+            np.zeros(len(Told._fields), dtype=np.int64),
+        )
+
+
 def load_sum_module(device: CudaDevice) -> Any:
     """Load the kernel that adds partial sums up; every graph of a device shares it."""
     architecture = device.architecture
@@ -66,6 +97,20 @@ def load_sum_module(device: CudaDevice) -> Any:
         ("sum_partials", nvrtc.version(), str(architecture), SUM_SOURCE),
         lambda: nvrtc.to_cubin(SUM_SOURCE, architecture, NVRTC_PRECISE),
     )
+
+
+def request(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
+    """Words of a request for the rows ``first`` to ``last``; `ptx.REQUEST` lists them all."""
+    layout = resident.dataset.layout
+    aligned = first // ROW_MULTIPLE * ROW_MULTIPLE
+    return {
+        "variables": resident.address(0, aligned),
+        "stride": resident.stride * layout.dtype.itemsize,
+        "target": resident.target_address(aligned) if layout.has_target else 0,
+        "weights": resident.weights_address(aligned),
+        "head": first - aligned,
+        "stop": last - aligned,
+    }
 
 
 class Replay:
@@ -97,6 +142,10 @@ class Replay:
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
+        self._words = self._block[:REQUEST_BYTES].view(np.uint64)
+        slots = self._block[_SLOTS_AT:].view(work.dtype)
+        self.slots = slots.reshape(work.vectors, int(work.slot_starts[-1]))
+        """Values that the next launch reads; [K, slots]."""
         self._pitch = max(work.blocks)
         self._partials = device.allocate(8 * self._jobs * self._pitch) if self._jobs else None
         sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
@@ -104,27 +153,34 @@ class Replay:
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
         self._sum_module = sum_module
+        self.desk = Desk.fresh(work.sum_starts)
+        """For launches by compiled code."""
         self._graph = self._capture()
+        self.tell(
+            {
+                "slot_stride": self.slots.shape[1] * work.dtype.itemsize,
+                "partials": self._partials.ptr if self._partials else 0,
+                "partial_pitch": self._pitch,
+            }
+        )
 
-    def launch(
-        self, context: StreamContext, slots: NDArray[np.float64], request: Mapping[str, int]
-    ) -> None:
-        """Start the graph on the context's stream; the launch before must have ended.
+    @property
+    def graph(self) -> int:
+        """What the driver knows the graph by."""
+        return int(self._graph.graphExec)
+
+    def tell(self, request: Mapping[str, int]) -> None:
+        """Write what the next launch reads; the launch before must have ended.
 
         Args:
-            context: where to launch.
-            slots: values [K, slots].
-            request: words by name, see `ptx.REQUEST`; the buffers of this object are filled in.
+            request: words by name, see `ptx.REQUEST`; those of this object's buffers are there.
 
         """
-        words = self._block[:REQUEST_BYTES].view(np.uint64)
         for name, value in request.items():
-            words[REQUEST[name] // 8] = value
-        words[REQUEST["slot_stride"] // 8] = slots.shape[1] * self._work.dtype.itemsize
-        words[REQUEST["partials"] // 8] = self._partials.ptr if self._partials else 0
-        words[REQUEST["partial_pitch"] // 8] = self._pitch
-        with np.errstate(over="ignore"):
-            self._block[_SLOTS_AT:].view(self._work.dtype)[:] = slots.reshape(-1)
+            self._words[REQUEST[name] // 8] = value
+
+    def launch(self, context: StreamContext) -> None:
+        """Start the graph, for the request and the slots, on the context's stream."""
         self._graph.launch(context.stream)
 
     def _capture(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.cuda.lower import Tokens
 
 _POW: Final = OPERATORS["pow"].code
 #: Constant exponents that get code of their own, in the kernel language.
@@ -55,6 +56,17 @@ class Shape:
     """Slots that derivatives are wanted by, ascending."""
 
 
+class SlotSources(NamedTuple):
+    """Where the value of each slot comes from; arrays [slots]."""
+
+    tokens: NDArray[np.int64]
+    """First token of the batch that has it."""
+    programs: NDArray[np.int64]
+    """The token's program, ascending."""
+    from_parameter: NDArray[np.bool_]
+    """Whether the token is a parameter, not a constant."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LiftedBatch:
     """Shapes of a whole batch, and where the value of each slot comes from."""
@@ -64,15 +76,13 @@ class LiftedBatch:
     """Index of each expression's first slot, and the total; [programs + 1]."""
     key: bytes
     """Hash of the shapes in their order."""
-    _from_parameter: NDArray[np.bool_]
-    _tokens: NDArray[np.int64]
-    _programs: NDArray[np.int64]
+    sources: SlotSources
 
     def with_derivatives(self) -> LiftedBatch:
         """Ask for derivatives by all slots that are parameters."""
         shapes = []
         for shape, start in zip(self.shapes, self.slot_starts.tolist(), strict=False):
-            flags = self._from_parameter[start : start + shape.slots]
+            flags = self.sources.from_parameter[start : start + shape.slots]
             key = hashlib.blake2b(shape.key + flags.tobytes(), digest_size=16).digest()
             shapes.append(replace(shape, key=key, wanted=tuple(np.flatnonzero(flags).tolist())))
         joined = hashlib.blake2b(b"".join(shape.key for shape in shapes), digest_size=16).digest()
@@ -80,49 +90,49 @@ class LiftedBatch:
 
     def parameter_places(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Program and parameter of each slot wanted, in their order."""
-        tokens = self._tokens[self._from_parameter]
-        return self._programs[self._from_parameter], batch.values[tokens].astype(np.int64)
+        wanted = self.sources.from_parameter
+        tokens = self.sources.tokens[wanted]
+        return self.sources.programs[wanted], batch.values[tokens].astype(np.int64)
 
-    def slot_values(self, batch: Batch) -> NDArray[np.float64]:
-        """Values of all slots for each parameter vector; [K, slots].
+    def fill(self, batch: Batch, slots: NDArray[Any]) -> None:
+        """Fill slots with their values for each parameter vector.
 
         Args:
             batch: the lifted batch, or one of the same shapes with other numbers.
+            slots: to fill; float32 or float64 [K, slots].
 
         """
-        values = np.empty((batch.vectors, len(self._tokens)))
-        _fill_slots(
-            batch.values,
-            batch.parameter_counts,
-            batch.parameters,
-            self._tokens,
-            self._programs,
-            self._from_parameter,
-            values,
-        )
-        return values
+        tokens = Tokens.of(batch)
+        fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, self.sources, slots)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fill_slots(
+def fill_slots(
     values: NDArray[np.float64],
     parameter_counts: NDArray[np.uint32],
     parameters: NDArray[np.float64],
-    tokens: NDArray[np.int64],
-    programs: NDArray[np.int64],
-    from_parameter: NDArray[np.bool_],
-    slots: NDArray[np.float64],
+    sources: SlotSources,
+    slots: NDArray[Any],
 ) -> None:
-    """Fill slots [K, slots] from constants and parameters."""
+    """Fill slots from constants and parameters.
+
+    Args:
+        values: of the batch, likewise the next two.
+        parameter_counts: of its programs.
+        parameters: of all programs and vectors.
+        sources: where the values come from.
+        slots: to fill; float32 or float64 [K, slots].
+
+    """
     vectors = len(slots)
     program, start = 0, 0  # first parameter value of the program
-    for slot in range(len(tokens)):
-        while program < programs[slot]:
+    for slot in range(len(sources.tokens)):
+        while program < sources.programs[slot]:
             start += int(parameter_counts[program]) * vectors
             program += 1
-        value = values[tokens[slot]]
+        value = values[sources.tokens[slot]]
         for vector in range(vectors):
-            if from_parameter[slot]:
+            if sources.from_parameter[slot]:
                 place = start + vector * int(parameter_counts[program]) + int(value)
                 slots[vector, slot] = parameters[place]
             else:
@@ -150,9 +160,9 @@ def lift(batch: Batch) -> LiftedBatch:
         shapes=shapes,
         slot_starts=slot_starts,
         key=hashlib.blake2b(b"".join(shape.key for shape in shapes), digest_size=16).digest(),
-        _from_parameter=batch.codes[slot_tokens] == PARAMETER,
-        _tokens=slot_tokens,
-        _programs=program[slot_tokens],
+        sources=SlotSources(
+            slot_tokens, program[slot_tokens], batch.codes[slot_tokens] == PARAMETER
+        ),
     )
 
 

@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation
 from warpfit_server.engine.calls import fence
+from warpfit_server.engine.cuda.announce import Report
 from warpfit_server.engine.cuda.bytecode import INDEX_LIMIT
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.launch import Addresses, Kernels, Work
 from warpfit_server.engine.cuda.lower import Tokens
-from warpfit_server.engine.cuda.one_launch import Desk, Handles, Report, compute_losses
+from warpfit_server.engine.cuda.one_launch import Desk, Handles, compute_losses
 from warpfit_server.engine.cuda.plan import mixed_tokens
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.staging import Parts, lay_out, slots_at_most
@@ -365,7 +366,7 @@ def _has_been_seen(seen: NDArray[np.uint64], seed: int, tokens: Tokens) -> bool:
     """Tell whether a batch is remembered, and remember it."""
     if len(seen) == 0:
         return False
-    number = mixed_tokens(tokens.codes, tokens.values.view(np.uint64), np.uint64(seed))
+    number = mixed_tokens(tokens.codes, tokens.values.view(np.uint64)) ^ np.uint64(seed)
     place = number & np.uint64(len(seen) - 1)
     is_known = seen[place] == number
     seen[place] = number

@@ -32,12 +32,14 @@ _FUNCTIONS: Final = (
 UPLOAD, DOWNLOAD, LAUNCH, RECORD, SYNCHRONIZE, ELAPSED, NOW = range(len(_FUNCTIONS) + 1)
 #: Place of one more function, for sending to a socket, which is no step.
 SEND: Final = NOW + 1
+#: Place of the function that launches a graph: a step of that kind names graph and stream.
+LAUNCH_GRAPH: Final = SEND + 1
 #: Numbers of a step: its kind, then the function's arguments.
 WIDTH: Final = 12
 
 
 def driver_functions() -> NDArray[np.int64]:
-    """Addresses of the functions of all kinds of step, and of `SEND`.
+    """Addresses of the functions of all kinds of step, and of `SEND`, by their places.
 
     Raises:
         OSError: if there is no driver.
@@ -46,7 +48,7 @@ def driver_functions() -> NDArray[np.int64]:
     driver = ctypes.CDLL("libcuda.so.1")
     found = [getattr(driver, name) for name in _FUNCTIONS]
     system = ctypes.CDLL(None)
-    found += [system.clock_gettime, system.send]
+    found += [system.clock_gettime, system.send, driver.cuGraphLaunch]
     return np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], dtype=np.int64)
 
 
@@ -140,7 +142,7 @@ def carry_out(functions: Any, steps: Any) -> int:
             status = call_launch(
                 address, (s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
             )
-        elif s[0] == RECORD:
+        elif s[0] == RECORD or s[0] == LAUNCH_GRAPH:
             status = call_2(address, (s[1], s[2]))
         elif s[0] == NOW:
             status = call_2(address, (time.CLOCK_MONOTONIC, s[1]))
@@ -153,3 +155,11 @@ def carry_out(functions: Any, steps: Any) -> int:
         if status != 0:
             return int(status)
     return 0
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def add_step(steps: NDArray[np.int64], count: int, numbers: tuple[int, ...]) -> int:
+    """Write a step behind ``count`` others; return how many there are now."""
+    for index in range(len(numbers)):
+        steps[count, index] = numbers[index]
+    return count + 1

@@ -1,0 +1,162 @@
+"""Losses of a repeated batch in one compiled step: slots filled, graph launched, awaited, closed.
+
+As in `warpfit_server.engine.cuda.one_launch` the interpreter lock is given up once, before the
+slots are filled, and taken back when the losses are there. Three parts: `prepare` collects, in
+Python, all that the step needs; `replay_losses` needs no Python; `finish` takes notice, in Python,
+of what came out. Between them the step may be carried out by any thread whose device it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.request import Evaluation, Timings
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.announce import Report, announce, close
+from warpfit_server.engine.cuda.device import StreamContext
+from warpfit_server.engine.cuda.lower import Tokens
+from warpfit_server.engine.cuda.replay import Desk, Replay, request
+from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
+from warpfit_server.engine.cuda.shapes import SlotSources, fill_slots
+from warpfit_server.engine.cuda.submission import (
+    ELAPSED,
+    LAUNCH_GRAPH,
+    NOW,
+    RECORD,
+    SYNCHRONIZE,
+    add_step,
+    carry_out,
+)
+
+
+class Handles(NamedTuple):
+    """What the driver knows the graph, the stream and its events by; integers."""
+
+    graph: int
+    stream: int
+    started: int
+    computed: int
+
+
+class Step(NamedTuple):
+    """What `replay_losses` is told."""
+
+    functions: NDArray[np.int64]
+    """From `driver_functions`."""
+    handles: Handles
+    desk: Desk
+    """Of the graph."""
+    tokens: Tokens
+    sources: SlotSources
+    slots: NDArray[Any]
+    """To fill, in the block that the graph copies to the device; [K, slots]."""
+    sums: NDArray[np.float64]
+    """Where the graph leaves the sums; [sums * K]."""
+    closing: Closing
+    report: Report
+    losses: NDArray[np.float64]
+    """To fill; [programs * K]."""
+
+
+def prepare(
+    context: StreamContext,
+    replay: Replay,
+    sources: SlotSources,
+    resident: ResidentDataset,
+    evaluation: Evaluation,
+    outputs: Outputs,
+    started: int,
+) -> Step:
+    """Collect what `replay_losses` needs.
+
+    Args:
+        context: a stream that nobody else uses.
+        replay: a graph that nobody else uses, of the batch's kernels.
+        sources: of the batch's slots.
+        resident: the data set.
+        evaluation: that asks for a loss, and not for values.
+        outputs: whose losses to fill.
+        started: ``time.perf_counter_ns()`` of its beginning.
+
+    """
+    assert outputs.losses is not None
+    assert evaluation.loss is not None
+    rows = evaluation.row_range(resident.dataset.layout)
+    replay.tell(request(resident, *rows))
+    events = context.event("started"), context.event("computed")
+    return Step(
+        context.functions,
+        Handles(replay.graph, context.handle, *(event.ptr for event in events)),
+        replay.desk,
+        Tokens.of(evaluation.batch),
+        sources,
+        replay.slots,
+        replay.sums,
+        resident.closing(evaluation.loss, *rows),
+        Report(-1, 0, started),
+        outputs.losses.reshape(-1),
+    )
+
+
+def finish(context: StreamContext, replay: Replay, status: int) -> Timings:
+    """Take notice of what the step has done.
+
+    Args:
+        context: that it was prepared with.
+        replay: likewise.
+        status: that it returned.
+
+    Raises:
+        CUDADriverError: if the device reports an error.
+
+    """
+    context.settled(status)
+    _, _, copy_in, compute, copy_out = replay.desk.told.tolist()
+    return Timings(copy_in=copy_in, compute=compute, copy_out=copy_out)
+
+
+# ------------------------------------------------------------------------------ compiled by Numba
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def replay_losses(
+    functions: NDArray[np.int64],
+    handles: Handles,
+    desk: Desk,
+    tokens: Tokens,
+    sources: SlotSources,
+    slots: NDArray[Any],
+    sums: NDArray[np.float64],
+    closing: Closing,
+    report: Report,
+    losses: NDArray[np.float64],
+) -> tuple[int, bool]:
+    """Carry a `Step` out; return the driver's status, and whether somebody has been told."""
+    fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, sources, slots)
+    status = carry_out(functions, desk.steps[: _write_steps(handles, desk)])
+    if status != 0:
+        return status, False
+    for program in range(len(desk.sum_starts) - 1):
+        for vector in range(tokens.vectors):
+            place = desk.sum_starts[program] * tokens.vectors + vector
+            losses[program * tokens.vectors + vector] = sums[place]
+    close(losses, closing, losses)
+    return status, announce(functions, report, desk.clock, desk.elapsed, desk.told)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _write_steps(handles: Handles, desk: Desk) -> int:
+    """Write the steps of a launch, and of the wait for its end; return how many there are."""
+    steps, clock = desk.steps, np.int64(desk.clock.ctypes.data)
+    events = (handles.started, handles.computed)
+    count = add_step(steps, 0, (RECORD, handles.started, handles.stream))
+    count = add_step(steps, count, (LAUNCH_GRAPH, handles.graph, handles.stream))
+    count = add_step(steps, count, (RECORD, handles.computed, handles.stream))
+    count = add_step(steps, count, (NOW, clock))
+    count = add_step(steps, count, (SYNCHRONIZE, handles.stream))
+    count = add_step(steps, count, (ELAPSED, np.int64(desk.elapsed.ctypes.data), *events))
+    return int(add_step(steps, count, (NOW, clock + 16)))
