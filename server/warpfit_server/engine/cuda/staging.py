@@ -55,7 +55,7 @@ class Parts(NamedTuple):
         for size in (
             *(programs * 16, programs * batch.vectors * 4),
             *(tokens * 8, len(batch.parameters) * 8, tokens),
-            *((tokens + READ_AHEAD) * 8, slots * 16),
+            *((tokens + programs + READ_AHEAD) * 8, slots * 16),
         ):
             places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
         return cls(*places)
