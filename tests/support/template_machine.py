@@ -152,6 +152,9 @@ def _unary(opcode: str, value: Array) -> Array:
         return np.where(np.isnan(value), 0, np.clip(value, 0, 1)).astype(value.dtype)
     if opcode.startswith("cvt.rni"):
         return np.rint(value)
+    if opcode == "cvt.rzi.s32.f32":  # saturates; NaN becomes 0
+        whole = np.clip(np.trunc(value.astype(np.float64)), -(2**31), 2**31 - 1)
+        return np.nan_to_num(whole).astype(np.int32)
     if opcode.startswith("cvt.rn."):
         return value.astype(_TYPES[modifiers[1]])
     if "approx" in modifiers:

@@ -30,8 +30,10 @@ SLOT_LEVELS: Final = 16
 _CASES: Final = {1: 1, 2: 6, 3: 1}
 
 
-#: Number of case labels; label 0 does nothing.
-CASES: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
+#: Case label of the instruction behind a program's last; label 0 does nothing.
+END: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
+#: Number of case labels.
+CASES: Final = END + 1
 
 
 def labels() -> NDArray[np.int64]:

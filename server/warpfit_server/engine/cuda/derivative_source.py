@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.precise import precise_calls
-from warpfit_server.engine.cuda.prelude import PACKS, REAL_NAMES, operator_source, prelude, render
+from warpfit_server.engine.cuda.prelude import REAL_NAMES, operator_source, packs, prelude, render
 from warpfit_server.engine.cuda.source import Variant, is_costly
 from warpfit_server.engine.rules import CODES, PRODUCT_CODE, PartialKernel, partial_kernels
 from warpfit_server.engine.schedule import COPY_CODE
@@ -55,7 +55,7 @@ def derivative_source(variant: Variant, *, far: bool = False) -> str:
     return (
         _definitions(variant, far=far)
         + prelude(variant.dtype, variant.precision)
-        + PACKS
+        + packs()
         + template.replace("@OPERATORS@", "\n".join(_functions(variant)))
         .replace("@CASES@", "\n".join(row_cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))

@@ -9,12 +9,6 @@
 //
 //     loss += w l;  sums[k] += w s ck;  products[i, j] += w ci cj
 
-#define GROUPS (ROWS / LANES)
-#define TILE (32 * ROWS)
-#define GROUP_BYTES (32 * 16)
-#define LEVEL_BYTES (TILE * REAL_BYTES)
-#define FULL 0xffffffffu
-
 // Instruction: word 0 holds the case label, where each operand comes from, and whether to store;
 // then the indices of a and b, then the level to store to and the index of c, 16 bits each.
 // Mirrors derivative_code.py.
@@ -107,7 +101,7 @@ struct Arguments {
 
 @OPERATORS@
 
-// Levels lie in shared memory, at 32-bit offsets, or where it is too small in global memory.
+// Levels lie in shared memory, or where it is too small in global memory.
 #if FAR
 typedef unsigned char* Place;
 __device__ __forceinline__ Place place_of(unsigned char* memory) { return memory; }
@@ -118,28 +112,10 @@ typedef unsigned Place;
 __device__ __forceinline__ Place place_of(unsigned char* memory) {
   return (unsigned)__cvta_generic_to_shared(memory);
 }
-#if REAL_BYTES == 4
-__device__ __forceinline__ Pack load_level(Place place) {
-  Pack v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.lane[0]), "=f"(v.lane[1]), "=f"(v.lane[2]), "=f"(v.lane[3]) : "r"(place));
-  return v;
-}
+__device__ __forceinline__ Pack load_level(Place place) { return load_shared(place); }
 __device__ __forceinline__ void store_level(Place place, const Pack& v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "r"(place), "f"(v.lane[0]), "f"(v.lane[1]), "f"(v.lane[2]), "f"(v.lane[3]));
+  store_shared(place, v.lane);
 }
-#else
-__device__ __forceinline__ Pack load_level(Place place) {
-  Pack v;
-  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
-               : "=d"(v.lane[0]), "=d"(v.lane[1]) : "r"(place));
-  return v;
-}
-__device__ __forceinline__ void store_level(Place place, const Pack& v) {
-  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" :: "r"(place), "d"(v.lane[0]), "d"(v.lane[1]));
-}
-#endif
 #endif
 
 // What this lane knows of the tile that its warp works on.
@@ -179,9 +155,6 @@ struct Tile {
     return pack;
   }
 };
-
-#define FOR_EACH_ROW(STATEMENT) \
-  _Pragma("unroll") for (int i = 0; i < ROWS; ++i) { STATEMENT; }
 
 __device__ __forceinline__ void fetch(real (&x)[ROWS], unsigned source, unsigned index,
                                       const Tile& tile) {
@@ -389,12 +362,6 @@ __device__ __forceinline__ double row_losses(const Tile& tile, unsigned place, b
       if (tile.full || tile.inside(g, j)) sum += weight * term;
     }
   }
-  return sum;
-}
-
-__device__ __forceinline__ double warp_sum(double sum) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
   return sum;
 }
 

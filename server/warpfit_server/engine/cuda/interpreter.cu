@@ -6,10 +6,6 @@
 // registers, the rest of the stack in shared memory. The warps of a block share a tile: its
 // variables are read from the second-level cache once and then hit the first level.
 
-#define GROUPS (ROWS / LANES)
-#define TILE (32 * ROWS)
-#define GROUP_BYTES (32 * 16)
-#define LEVEL_BYTES (TILE * REAL_BYTES)
 #define WARPS_AT_MOST 8
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1
@@ -22,7 +18,7 @@
 
 struct Program {
   unsigned first;  // index of the first instruction
-  unsigned count;  // number of instructions
+  unsigned count;  // number of instructions, without the one that ends the program
   unsigned slot;   // index of the first row-invariant slot
   unsigned unused;
 };
@@ -53,30 +49,6 @@ struct Arguments {
 
 @OPERATORS@
 
-// Addresses in shared memory are 32-bit offsets, in registers half as dear as pointers.
-#if REAL_BYTES == 4
-__device__ __forceinline__ Pack load_stack(unsigned place) {
-  Pack v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.lane[0]), "=f"(v.lane[1]), "=f"(v.lane[2]), "=f"(v.lane[3]) : "r"(place));
-  return v;
-}
-__device__ __forceinline__ void store_stack(unsigned place, const real* v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "r"(place), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
-}
-#else
-__device__ __forceinline__ Pack load_stack(unsigned place) {
-  Pack v;
-  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
-               : "=d"(v.lane[0]), "=d"(v.lane[1]) : "r"(place));
-  return v;
-}
-__device__ __forceinline__ void store_stack(unsigned place, const real* v) {
-  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" :: "r"(place), "d"(v[0]), "d"(v[1]));
-}
-#endif
-
 // What a costly operator takes from the stack at a time. Precise functions have no branches, so
 // that those of a pack run side by side; fast code is smaller with one row after the other.
 #if FAST
@@ -103,20 +75,17 @@ __device__ __forceinline__ void store_step(unsigned place, const Step& v) {
 #define STEP_UNROLL "unroll 2"
 #endif
 typedef Pack Step;
-__device__ __forceinline__ Step load_step(unsigned place) { return load_stack(place); }
+__device__ __forceinline__ Step load_step(unsigned place) { return load_shared(place); }
 __device__ __forceinline__ void store_step(unsigned place, const Step& v) {
-  store_stack(place, v.lane);
+  store_shared(place, v.lane);
 }
 #endif
 #define STEP_BYTES (32 * STEP * REAL_BYTES)
 
 __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) store_stack(top + g * GROUP_BYTES, t + g * LANES);
+  for (int g = 0; g < GROUPS; ++g) store_shared(top + g * GROUP_BYTES, t + g * LANES);
 }
-
-#define FOR_EACH_ROW(STATEMENT) \
-  _Pragma("unroll") for (int i = 0; i < ROWS; ++i) { STATEMENT; }
 
 // The statement sees row i of this thread, and u, the same row of a packed operand.
 #define FOR_EACH_ROW_OF(SOURCE, STATEMENT)              \
@@ -130,7 +99,7 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   }
 
 #define VARIABLE load(place + g * GROUP_BYTES)
-#define STACK load_stack(top + g * GROUP_BYTES)
+#define STACK load_shared(top + g * GROUP_BYTES)
 #define FROM_VARIABLE const char* const place = column(now.y);
 #define FROM_SLOT const real u = __ldg(slots + now.y);
 #define FROM_STACK top -= LEVEL_BYTES;
@@ -188,7 +157,7 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     if (form < 2) {                                                                       \
       FROM_VARIABLE                                                                       \
       _Pragma("unroll") for (int g = 0; g < GROUPS; ++g)                                  \
-        store_stack(other + g * GROUP_BYTES, VARIABLE.lane);                              \
+        store_shared(other + g * GROUP_BYTES, VARIABLE.lane);                             \
     } else if (form < 4) {                                                                \
       FROM_SLOT                                                                           \
       Step same;                                                                          \
@@ -255,12 +224,6 @@ __device__ __forceinline__ double terms(const real (&t)[ROWS], const Arguments& 
   return sum;
 }
 
-__device__ __forceinline__ double warp_sum(double sum) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  return sum;
-}
-
 __device__ __forceinline__ double loss_terms(const real (&t)[ROWS], const Arguments& arguments,
                                              long long tile_row, int lane) {
   bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
@@ -294,7 +257,7 @@ interpret(const __grid_constant__ Arguments arguments) {
   for (;;) {
     int position = 0;
     if (lane == 0) position = atomicAdd(next_job, 1);
-    position = __shfl_sync(0xffffffffu, position, 0);
+    position = __shfl_sync(FULL, position, 0);
     if (position >= end) break;
     const int job = __ldg(arguments.order + position);
     const int program = arguments.vectors == 1 ? job : job / arguments.vectors;
@@ -307,7 +270,7 @@ interpret(const __grid_constant__ Arguments arguments) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) t[i] = 0;
     uint2 next = __ldg(code);
-    for (unsigned left = record.y; left > 0; --left) {
+    for (;;) {
       const uint2 now = next;
       next = __ldg(++code);
       if (now.x & (LOAD_VARIABLE | LOAD_SLOT)) {
@@ -328,10 +291,12 @@ interpret(const __grid_constant__ Arguments arguments) {
       asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
       switch (label) {
         case 0: break;
+        case END_LABEL: goto finished;
 @CASES@
         default: __builtin_unreachable();
       }
     }
+  finished:
     if (arguments.values) {
       real* place = arguments.values +
                     (long long)(job - arguments.first_job) * arguments.tiles * TILE + tile_row +

@@ -23,6 +23,7 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, VARIABLE
 from warpfit_server.engine.cuda.bytecode import (
+    END,
     FROM_SLOT,
     FROM_STACK,
     FROM_VARIABLE,
@@ -139,9 +140,9 @@ def lower_into(
     Args:
         tokens: the batch.
         longest: length of its longest program.
-        instructions: to fill; [tokens + READ_AHEAD].
-        programs: to fill with first instruction, number of instructions, first slot, 0;
-            [programs, 4].
+        instructions: to fill; [tokens + programs + READ_AHEAD].
+        programs: to fill with first instruction, number of instructions but for the one that
+            ends the program, first slot, 0; [programs, 4].
         slots: to fill with first token, end token, first parameter value, parameters of the
             program; [at most tokens, 4].
 
@@ -165,6 +166,8 @@ def lower_into(
         programs[program, 3] = 0
         written = _write(stack[0, _HEAD], nodes, instructions, written)
         programs[program, 1] = written - programs[program, 0]
+        instructions[written] = END
+        written += 1
         for slot in range(state[_FIRST_SLOT], state[_SLOTS]):
             slots[slot, 2] = parameter
             slots[slot, 3] = count

@@ -19,19 +19,18 @@ __device__ __forceinline__ float near_reciprocal_root(float a) {
   return r;
 }
 
-// Both are scaled to where the reciprocal and the remainder are normal. One Newton step, and one
-// correction by the exact remainder (Markstein 1990). The quotient is first rounded towards zero,
-// or one next to the largest number could become infinite. What is then 0 or NaN is a quotient with
-// a 0, an infinity or a NaN in it, which the approximate reciprocal gives with the right sign.
+// Both are scaled to where the reciprocal and the remainder are normal; a scaled operand that
+// overflows belongs to a quotient that overflows, or is 0. One correction by the exact remainder
+// (Markstein 1990). The quotient is first rounded towards zero, or one next to the largest number
+// could become infinite. What is then 0 or NaN is a quotient with a 0, an infinity or a NaN in it,
+// which the approximate reciprocal gives with the right sign.
 __device__ __forceinline__ float quotient(float a, float b) {
-  float scale = fminf(fabsf(a), fabsf(b)) < 7.88860905e-31f ? 2.81474977e14f : 1.0f;
-  scale = fabsf(b) > 8.50705917e37f ? 0.25f : scale;
+  float scale = fminf(fabsf(a), fabsf(b)) < 1.05879118e-22f ? 2.81474977e14f : 0.25f;
   a *= scale;
   b *= scale;
   float near = near_reciprocal(b);
-  float reciprocal = __fmaf_rn(near, __fmaf_rn(-b, near, 1.0f), near);
-  float first = __fmul_rz(a, reciprocal);
-  float second = __fmaf_rn(__fmaf_rn(-b, first, a), reciprocal, first);
+  float first = __fmul_rz(a, near);
+  float second = __fmaf_rn(__fmaf_rn(-b, first, a), near, first);
   return fabsf(second) > 0.0f ? second : a * near;
 }
 
@@ -48,26 +47,20 @@ __device__ __forceinline__ float exponential(float a) { return expf(a); }
 
 // a = 2^exponent * significand, the significand between a bound given by its bits and twice it.
 struct Parts {
-  float scaled;    // a, or if that is subnormal, a times 2^24
   float exponent;  // times 2^23
   float significand;
 };
 
-__device__ __forceinline__ Parts parts_of(float a, int bound) {
-  bool subnormal = a < SMALLEST_NORMAL;
-  float scaled = subnormal ? a * 16777216.0f : a;
-  int whole = (__float_as_int(scaled) - bound) & 0xff800000;
-  int exponent = subnormal ? whole - (24 << 23) : whole;
-  return {scaled, (float)exponent, __int_as_float(__float_as_int(scaled) - whole)};
+// ``shift`` goes to the exponent; times 2^23, too.
+__device__ __forceinline__ Parts parts_of(float a, int bound, int shift) {
+  int whole = (__float_as_int(a) - bound) & 0xff800000;
+  return {(float)(whole + shift), __int_as_float(__float_as_int(a) - whole)};
 }
 
-__device__ __forceinline__ bool is_positive(float a) {
-  return (a > 0.0f) & (a < INFINITY_32);
-}
-
-// ln(1 + f) = f + f^2 P(f) for f in [-1/3, 1/3].
+// ln(1 + f) = f + f^2 P(f) for f in [-1/3, 1/3]. Far from 1 the approximate logarithm is as good,
+// and it gives what there is for 0, infinities, NaN and negative numbers.
 __device__ __forceinline__ float logarithm(float a) {
-  Parts x = parts_of(a, 0x3f2aaaab);
+  Parts x = parts_of(a, 0x3f2aaaab, 0);
   float f = x.significand - 1.0f;
   float p = __fmaf_rn(0.140262787f, f, -0.153885252f);
   p = __fmaf_rn(p, f, 0.139958244f);
@@ -76,8 +69,9 @@ __device__ __forceinline__ float logarithm(float a) {
   p = __fmaf_rn(p, f, -0.250078186f);
   p = __fmaf_rn(p, f, 0.333331982f);
   p = __fmaf_rn(p, f, -0.499999361f);
-  float exponent = is_positive(x.scaled) ? x.exponent : fast_log2(x.scaled);
-  return __fmaf_rn(exponent, 8.26295829e-8f, __fmaf_rn(p, f * f, f));
+  float normal = __fmaf_rn(x.exponent, 8.26295829e-8f, __fmaf_rn(p, f * f, f));
+  float other = __fmaf_rn(fast_log2(a * 16777216.0f), 0.693147182f, -16.6355324f);
+  return (a >= SMALLEST_NORMAL) & (a < INFINITY_32) ? normal : other;
 }
 
 // The exponent of the power of two is held where that power is normal; what lies beyond stays in
@@ -87,42 +81,50 @@ struct Power2 {
   float value;
 };
 
-__device__ __forceinline__ Power2 power_below(float t) {
-  float shifted = __fmaf_rn(__saturatef(__fmaf_rn(t, 0.00396825397f, 0.5f)), 252.0f, 12582913.0f);
+// For t times 2^23.
+__device__ __forceinline__ Power2 power_near(float t) {
+  float share = __saturatef(__fmaf_rn(t, 4.73063968e-10f, 0.5f));
+  float shifted = __fmaf_rn(share, 252.0f, 12582913.0f);
   return {shifted - 12583039.0f, __int_as_float(__float_as_int(shifted) << 23)};
 }
 
 // log2 |a| as high + low, good to 2^-31: with s = f / (2 + f), log2(1 + f) is 2 / ln 2 times
 // s + s^3 / 3 + s^5 / 5 + ..., and the remainder of the division makes up for the rounding of s.
+// A part of the sum behind s goes to the factor of s, so that the rest is half as large, and its
+// rounding errors are. Logarithms are held times 2^23, as the bits of ``a`` give the exponent.
 __device__ __forceinline__ float power(float a, float b) {
-  const float scale = 2.88539004f, scale_rest = 3.85192591e-8f;
+  const float unit = 1.1920929e-7f;
+  const float scale = 2.89959002f / unit, scale_rest = -0.014199934f / unit;
   int bits = __float_as_int(a);
-  Parts x = parts_of(fabsf(a), 0x3f3504f3);
+  float magnitude = fabsf(a);
+  float scaling = magnitude < SMALLEST_NORMAL ? 16777216.0f : 1.0f;
+  float scaled = magnitude * scaling;
+  Parts x = parts_of(scaled, 0x3f3504f3, 0x3f800000 - __float_as_int(scaling));
   float f = x.significand - 1.0f;
   float reciprocal = near_reciprocal(x.significand + 1.0f);
   float s = f * reciprocal;
   float rest = __fmaf_rn(-s, f, __fmaf_rn(-2.0f, s, f)) * reciprocal;
   float square = s * s;
-  float p = __fmaf_rn(0.34022754f, square, 0.41170588f);
-  p = __fmaf_rn(p, square, 0.577082872f);
-  p = __fmaf_rn(p, square, 0.961796701f);
+  float p = __fmaf_rn(0.34022754f / unit, square, 0.41170588f / unit);
+  p = __fmaf_rn(p, square, 0.577082872f / unit);
+  p = __fmaf_rn(p, square, 0.961796701f / unit);
   p = __fmaf_rn(p, square, scale_rest);
 
   bool whole = rintf(b) == b;
-  bool odd = whole & (rintf(0.5f * b) != 0.5f * b);
-  float exponent = (a < 0.0f) & !whole ? NAN_32 : x.exponent * 1.1920929e-7f;
-  exponent = is_positive(x.scaled) ? exponent : fast_log2(x.scaled);
+  float exponent = (a < 0.0f) & !whole ? NAN_32 : x.exponent;
+  exponent = (scaled > 0.0f) & (scaled < INFINITY_32) ? exponent : fast_log2(scaled);
   float high = __fmaf_rn(s, scale, exponent);
   float low = __fmaf_rn(s, scale, exponent - high);
-  low = __fmaf_rn(s, p, __fmaf_rn(rest, __fmaf_rn(3.0f, p, scale), low));
+  low = __fmaf_rn(s, p, __fmaf_rn(rest, __fmaf_rn(3.0f, p, 2.92798996f / unit), low));
 
   float t = b * high;
   float small = __fmaf_rn(b, low, __fmaf_rn(b, high, -t));
-  Power2 power = power_below(t + small);
-  float remainder = t - power.exponent;
-  remainder = fabsf(t) < 1048576.0f ? remainder + small : remainder;  // NaN where t is infinite
+  Power2 power = power_near(t);
+  float remainder = __fmaf_rn(t, unit, -power.exponent);
+  remainder = fabsf(t) < 8.79609302e12f ? __fmaf_rn(small, unit, remainder) : remainder;
   float r = fast_exp2(remainder) * power.value;
   r = (b == 0.0f) | (high == 0.0f) ? 1.0f : r;
-  int sign = odd ? 0x80000000 : 0;
-  return __int_as_float(__float_as_int(r) ^ (bits & sign));
+  // A conversion that overflows downwards ends at an even number, as all numbers there are.
+  int sign = (int)-fabsf(b) << 31;
+  return __int_as_float(__float_as_int(r) ^ ((whole ? bits : 0) & sign));
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import resources
 from typing import Final
 
 import numpy as np
@@ -74,27 +75,6 @@ __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
 }
 """
 
-#: What the interpreters read at once, 16 bytes of neighbouring rows.
-PACKS: Final = r"""
-#define LANES (16 / (int)sizeof(real))
-
-struct alignas(16) Pack {
-  real lane[LANES];
-};
-
-#if REAL_BYTES == 4
-__device__ __forceinline__ Pack load(const void* place) {
-  const float4 v = __ldg((const float4*)place);
-  return {{v.x, v.y, v.z, v.w}};
-}
-#else
-__device__ __forceinline__ Pack load(const void* place) {
-  const double2 v = __ldg((const double2*)place);
-  return {{v.x, v.y}};
-}
-#endif
-"""
-
 
 def is_fast(dtype: DTypeLike, precision: Precision) -> bool:
     """Whether approximate operators are used; float64 is always precise."""
@@ -106,6 +86,14 @@ def prelude(dtype: DTypeLike, precision: Precision) -> str:
     real = REAL_NAMES[np.dtype(dtype)]
     functions = "" if is_fast(dtype, precision) else precise_source(real)
     return _FAST_HELPERS + _PRODUCT.replace("REAL", real) + functions
+
+
+def packs() -> str:
+    """CUDA C++ of how the interpreters read rows, to stand after the prelude.
+
+    ``real``, ``REAL_BYTES`` and ``ROWS`` must be defined.
+    """
+    return resources.files(__package__).joinpath("packs.cu").read_text()
 
 
 _LITERAL: Final = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w.])")

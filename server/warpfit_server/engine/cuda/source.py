@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
-from warpfit_server.engine.cuda.bytecode import SLOT_LEVELS, labels
+from warpfit_server.engine.cuda.bytecode import END, SLOT_LEVELS, labels
 from warpfit_server.engine.cuda.prelude import (
-    PACKS,
     REAL_NAMES,
     compiler_options,
     is_fast,
     operator_source,
+    packs,
     prelude,
 )
 
@@ -86,7 +86,7 @@ def interpreter_source(variant: Variant) -> str:
     return (
         _definitions(variant)
         + prelude(variant.dtype, variant.precision)
-        + PACKS
+        + packs()
         + template.replace("@OPERATORS@", "\n".join(operators))
         .replace("@CASES@", "\n".join(cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
@@ -109,6 +109,7 @@ def _definitions(variant: Variant) -> str:
         f"#define ROWS {variant.rows}\n"
         f"#define FAST {int(variant.fast)}\n"
         f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
+        f"#define END_LABEL {END}\n"
         f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
     )
 

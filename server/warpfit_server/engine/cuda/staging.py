@@ -63,7 +63,7 @@ def lay_out(tokens: int, programs: int, parameters: int, vectors: int) -> Parts:
     numbers = values + _aligned(8 * tokens)
     codes = numbers + _aligned(8 * parameters)
     instructions = codes + _aligned(tokens)
-    slots = instructions + _aligned(8 * (tokens + READ_AHEAD))
+    slots = instructions + _aligned(8 * (tokens + programs + READ_AHEAD))
     end = slots + _aligned(16 * slots_at_most(tokens, programs))
     return Parts(0, order, values, numbers, codes, instructions, slots, end)
 

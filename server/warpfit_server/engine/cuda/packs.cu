@@ -1,0 +1,54 @@
+// What the interpreters share: a warp works on a tile of 32 * ROWS rows, in groups of 32 packs. A
+// thread reads a pack at once, 16 bytes of neighbouring rows.
+
+#define LANES (16 / (int)sizeof(real))
+#define GROUPS (ROWS / LANES)
+#define TILE (32 * ROWS)
+#define GROUP_BYTES (32 * 16)
+#define LEVEL_BYTES (TILE * REAL_BYTES)
+#define FULL 0xffffffffu
+
+struct alignas(16) Pack {
+  real lane[LANES];
+};
+
+// Addresses in shared memory are 32-bit offsets, in registers half as dear as pointers.
+#if REAL_BYTES == 4
+__device__ __forceinline__ Pack load(const void* place) {
+  const float4 v = __ldg((const float4*)place);
+  return {{v.x, v.y, v.z, v.w}};
+}
+__device__ __forceinline__ Pack load_shared(unsigned place) {
+  Pack v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.lane[0]), "=f"(v.lane[1]), "=f"(v.lane[2]), "=f"(v.lane[3]) : "r"(place));
+  return v;
+}
+__device__ __forceinline__ void store_shared(unsigned place, const real* v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+               :: "r"(place), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
+}
+#else
+__device__ __forceinline__ Pack load(const void* place) {
+  const double2 v = __ldg((const double2*)place);
+  return {{v.x, v.y}};
+}
+__device__ __forceinline__ Pack load_shared(unsigned place) {
+  Pack v;
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
+               : "=d"(v.lane[0]), "=d"(v.lane[1]) : "r"(place));
+  return v;
+}
+__device__ __forceinline__ void store_shared(unsigned place, const real* v) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" :: "r"(place), "d"(v[0]), "d"(v[1]));
+}
+#endif
+
+#define FOR_EACH_ROW(STATEMENT) \
+  _Pragma("unroll") for (int i = 0; i < ROWS; ++i) { STATEMENT; }
+
+__device__ __forceinline__ double warp_sum(double sum) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
+  return sum;
+}
