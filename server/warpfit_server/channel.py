@@ -147,11 +147,14 @@ class Told(NamedTuple):
     copy_in: int
     compute: int
     copy_out: int
+    compiled: int
+    """1 for the compiled tier, 0 for the interpreter."""
+    cache_hits: int
 
 
 #: First byte of a packet that holds `Told`; a pickled one begins with another.
 TOLD: Final = 1
-_TOLD: Final = struct.Struct("=5q")
+_TOLD: Final = struct.Struct("=7q")
 
 
 # -------------------------------------------------------------------- further door -> front door
@@ -371,5 +374,7 @@ def unpacked(packet: memoryview) -> Message:
             copy_in=told.copy_in,
             compute=told.compute,
             copy_out=told.copy_out,
+            tier=Tier.COMPILED if told.compiled else Tier.INTERPRETER,
+            cache_hits=told.cache_hits,
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,8 @@ from warpfit.errors import CancelledError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.channel import Channel, ChannelClosedError, Finished
+from warpfit_server.engine.base import Outputs, Reply
 from warpfit_server.engine.cuda import compiled
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.plan import fingerprint
@@ -50,13 +52,13 @@ class Bench:
         self.dataset = Dataset.of(rng.normal(size=(ROWS, 10)), rng.normal(size=ROWS), dtype=dtype)
         self.resident = Resident(self.dataset, None)
 
-    def __call__(self, batch, cancelled=0, **options):
+    def __call__(self, batch, cancelled=0, reply=None, **options):
         options = {"loss": Loss.SSE, "values": False, **options}
         evaluation = Evaluation(self.dataset.content_id, batch, **options)
         losses = np.full((len(batch), batch.vectors), -1.0)
         gradients = np.full(len(batch.parameters), -1.0) if evaluation.gradient else None
         flag = np.full(1, cancelled, np.uint8)
-        outputs = Outputs(None, losses, flag, lambda _: None, gradients=gradients)
+        outputs = Outputs(None, losses, flag, lambda _: None, gradients=gradients, reply=reply)
         timings = self.tier.evaluate(self.resident, evaluation, outputs)
         return (losses, timings) if gradients is None else (losses, gradients)
 
@@ -204,3 +206,32 @@ def test_what_is_loaded_is_not_prepared_again(bench):
         replace(evaluation, loss=Loss.MAE),
     ):
         assert tier.loaded(resident, other, mark) is None
+
+
+def test_who_waits_is_told_once_the_losses_are_there(bench):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bench(mix())
+    with theirs:
+        reply = Reply(theirs.fileno(), queue=123)
+        _, timings = bench(mix(), reply=reply)
+    channel = Channel(ours)
+    message, _ = channel.receive()
+    assert reply.is_sent
+    assert message == Finished(timings)
+    assert (timings.queue, timings.tier, timings.cache_hits) == (123, Tier.COMPILED, 30)
+    with pytest.raises(ChannelClosedError):
+        channel.receive()
+    channel.close()
+
+
+def test_a_failure_tells_nobody(bench):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    bench.driver.fail = "synchronize"
+    with ours, theirs:
+        reply = Reply(theirs.fileno(), queue=0)
+        with pytest.raises(DriverError):
+            bench(mix(), reply=reply)
+        assert not reply.is_sent
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(100)

@@ -27,6 +27,9 @@ class Report(NamedTuple):
     """-1: to nobody."""
     queue: int
     started: int
+    compiled: int = 0
+    """1 for the compiled tier."""
+    cache_hits: int = 0
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -62,6 +65,7 @@ def announce(
     computed = np.int64(elapsed[0] * 1e6)
     told[0], told[1], told[2], told[3] = TOLD, report.queue, launched - report.started, computed
     told[4] = max(0, done - launched - computed)
+    told[5], told[6] = report.compiled, report.cache_hits
     if report.descriptor < 0:
         return False
     place, size = np.int64(told.ctypes.data), 8 * len(told)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -127,14 +126,14 @@ class CompiledTier:
             prepared = self.prepare(resident, evaluation)
         identity = self._identity(prepared, resident, evaluation)
         replay = self._idle(identity)
-        hits = replay is not None or all(key in self._kernels.cache for key in prepared.keys)
+        is_hit = replay is not None or all(key in self._kernels.cache for key in prepared.keys)
+        hits = len(evaluation.batch) * is_hit
         replay = replay or self._capture(identity, prepared)
         run = self._run_once if _fits_one_launch(resident, evaluation) else self._run
         try:
-            timings = run(replay, prepared, resident, evaluation, outputs, started)
+            return run(replay, prepared, resident, evaluation, outputs, started, hits)
         finally:
             self._give(replay)
-        return replace(timings, tier=Tier.COMPILED, cache_hits=len(evaluation.batch) * hits)
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches; see `base.COUNTERS`."""
@@ -250,15 +249,15 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
+        cache_hits: int,
     ) -> Timings:
         """Compute losses, and gradients if they are wanted, by one launch."""
         with self._device.stream() as context:
             sources = prepared.lifted.sources
             step = one_replay.prepare(
-                context, replay, sources, resident, evaluation, outputs, started
+                context, replay, sources, resident, evaluation, outputs, started, cache_hits
             )
-            status, _ = one_replay.replay_losses(*step)
-            timings = one_replay.finish(context, replay, status)
+            timings = one_replay.finish(context, replay, outputs, *one_replay.replay_losses(*step))
         if outputs.gradients is not None:
             sums = replay.sums.reshape(-1, evaluation.batch.vectors)
             _fill_gradients(prepared, evaluation, sums, outputs.gradients)
@@ -273,6 +272,7 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
+        cache_hits: int,
     ) -> Timings:
         """Launch for one chunk of rows after the other."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
@@ -315,6 +315,8 @@ class CompiledTier:
             copy_in=launched - started,
             compute=computed,
             copy_out=max(0, time.perf_counter_ns() - launched - computed),
+            tier=Tier.COMPILED,
+            cache_hits=cache_hits,
         )
 
     def _chunk(self, prepared: Prepared, evaluation: Evaluation) -> int:

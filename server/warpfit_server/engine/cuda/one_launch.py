@@ -168,7 +168,7 @@ def losses_in_one_launch(
     context.settled(status)
     if reply is not None:
         reply.is_sent = is_sent
-    _, queue, copy_in, compute, copy_out = desk.told.tolist()
+    _, queue, copy_in, compute, copy_out, *_ = desk.told.tolist()
     return Timings(queue=queue, copy_in=copy_in, compute=compute, copy_out=copy_out)
 
 

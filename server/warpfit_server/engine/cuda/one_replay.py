@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.device import StreamContext
@@ -70,6 +70,7 @@ def prepare(
     evaluation: Evaluation,
     outputs: Outputs,
     started: int,
+    cache_hits: int,
 ) -> Step:
     """Collect what `replay_losses` needs.
 
@@ -81,12 +82,16 @@ def prepare(
         evaluation: that asks for a loss, and not for values.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of its beginning.
+        cache_hits: expressions whose kernels were there.
 
     """
     assert outputs.losses is not None
     assert evaluation.loss is not None
     rows = evaluation.row_range(resident.dataset.layout)
     replay.tell(request(resident, *rows))
+    reply = outputs.reply
+    waiting = (-1, 0) if reply is None else (reply.descriptor, reply.queue)
+    report = Report(*waiting, started, 1, cache_hits)
     events = context.event("started"), context.event("computed")
     return Step(
         context.functions,
@@ -97,26 +102,39 @@ def prepare(
         replay.slots,
         replay.sums,
         resident.closing(evaluation.loss, *rows),
-        Report(-1, 0, started),
+        report,
         outputs.losses.reshape(-1),
     )
 
 
-def finish(context: StreamContext, replay: Replay, status: int) -> Timings:
+def finish(
+    context: StreamContext, replay: Replay, outputs: Outputs, status: int, is_sent: bool
+) -> Timings:
     """Take notice of what the step has done.
 
     Args:
         context: that it was prepared with.
         replay: likewise.
+        outputs: likewise.
         status: that it returned.
+        is_sent: likewise.
 
     Raises:
         CUDADriverError: if the device reports an error.
 
     """
     context.settled(status)
-    _, _, copy_in, compute, copy_out = replay.desk.told.tolist()
-    return Timings(copy_in=copy_in, compute=compute, copy_out=copy_out)
+    if outputs.reply is not None:
+        outputs.reply.is_sent = is_sent
+    _, queue, copy_in, compute, copy_out, _, cache_hits = replay.desk.told.tolist()
+    return Timings(
+        queue=queue,
+        copy_in=copy_in,
+        compute=compute,
+        copy_out=copy_out,
+        tier=Tier.COMPILED,
+        cache_hits=cache_hits,
+    )
 
 
 # ------------------------------------------------------------------------------ compiled by Numba

@@ -350,7 +350,7 @@ def _answer(line: Line, segment: NDArray[np.uint8], means: Means, began: int) ->
         means.staging,
         means.sums[:jobs],
         means.closing,
-        Report(line.descriptor, began - submitted, began),
+        Report(line.descriptor, began - submitted, began, 0, 0),
         _part(segment, numbers[12], 8 * jobs).view(np.float64),
     )
     return int(count * vectors) if status == 0 and levels >= 0 and is_told else 0
