@@ -13,6 +13,7 @@ from warpfit.dataset import Dataset
 from warpfit_server.channel import Channel
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter
 from warpfit_server.engine.cuda.launch import Kernels
 from warpfit_server.engine.cuda.plan import Planner
@@ -57,7 +58,8 @@ class HostEngine(CudaEngine):
         )
         self._background = SimpleNamespace(submit=lambda *_: None)
         self._planner = Planner(16)
-        self._standings = Standings(self._device)
+        self._fresh = FreshBatches(self._device)
+        self._standings = Standings()
         self._residents = {}
         self._lock = threading.Lock()
         self._device.on_shortage = self._standings.revoke

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda import one_replay
+from warpfit_server.engine.cuda import one_replay, repeated
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.plan import fingerprint
 from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Preparer
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.standing import Duty
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
@@ -135,6 +137,40 @@ class CompiledTier:
         finally:
             self._give(replay)
 
+    def duty(
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        observe: Callable[[int, float], None],
+    ) -> Duty:
+        """Let compiled code answer a batch with other parameters, again and again.
+
+        Args:
+            resident: the data set.
+            evaluation: that `evaluate` has just answered by one launch, for losses alone.
+            observe: see `Duty`.
+
+        Raises:
+            ResourceExhaustedError: if its kernels or buffers find no room any more.
+
+        """
+        prepared = self.prepare(resident, evaluation)
+        identity = self._identity(prepared, resident, evaluation)
+        replay = self._idle(identity) or self._capture(identity, prepared)
+        context = self._device.take()
+
+        def release() -> None:
+            self._device.give(context)
+            self._give(replay)
+
+        try:
+            sources = prepared.lifted.sources
+            means = repeated.means_of(context, replay, sources, resident, evaluation)
+        except BaseException:
+            release()
+            raise
+        return Duty(evaluation.dataset_id, partial(repeated.serve, means), observe, release)
+
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches; see `base.COUNTERS`."""
         return self._kernels.counters()
@@ -209,6 +245,7 @@ class CompiledTier:
                 future.result()
             # What is in use counts against the caps: idle graphs must not push these kernels out.
             if not all(key in self._kernels.cache for key in keys):
+                self._device.on_shortage()
                 self._drop_idle()
         raise ResourceExhaustedError(
             f"{len(keys)} kernels do not fit into the cache of compiled kernels",

@@ -36,6 +36,7 @@ from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
+from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
 from warpfit_server.engine.cuda.plan import (
@@ -49,7 +50,7 @@ from warpfit_server.engine.cuda.plan import (
 from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
-from warpfit_server.engine.cuda.standing import Kind, Standings
+from warpfit_server.engine.cuda.standing import Standings
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
@@ -94,7 +95,8 @@ class CudaEngine:
         kernels = KernelStore(self._device, compilers)
         self._compiled = CompiledTier(self._device, kernels)
         self._planner = Planner(compilers, self._calibrated(kernels))
-        self._standings = Standings(self._device)
+        self._fresh = FreshBatches(self._device)
+        self._standings = Standings()
         self._device.on_shortage = self._standings.revoke
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
@@ -217,27 +219,28 @@ class CudaEngine:
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
             mode, token_rows = _work(resident, evaluation)
             self._planner.observe(tier, mode, token_rows, time.perf_counter() - started)
-        if tier is Tier.INTERPRETER and outputs.reply is not None:
-            outputs.reply.standing = self._stand(resident, evaluation, outputs.reply)
+        if outputs.reply is not None:
+            outputs.reply.standing = self._stand(resident, evaluation, outputs.reply, tier)
         return timings
 
     def _stand(
-        self, resident: ResidentDataset, evaluation: Evaluation, reply: Reply
+        self, resident: ResidentDataset, evaluation: Evaluation, reply: Reply, tier: Tier
     ) -> Standing | None:
         """Let compiled code answer the next evaluations of this kind, if it has answered this."""
         if reply.place is None or not reply.is_sent:
             return None
         mode, _ = _work(resident, evaluation)
-        kind = Kind(
-            resident,
-            evaluation,
-            self._interpreter.prepare(self._interpreter.variant(resident, evaluation)),
-            self._interpreter.work(resident, evaluation),
-            self._interpreter.reach(resident, evaluation),
-            partial(self._planner.observe, Tier.INTERPRETER, mode),
-        )
-        is_auto = evaluation.tier is Tier.AUTO
-        return self._standings.join(kind, reply.place, fresh_alone=is_auto)
+        observe = partial(self._planner.observe, tier, mode)
+        try:
+            if tier is Tier.COMPILED:
+                duty = self._compiled.duty(resident, evaluation, observe)
+            else:
+                kind = self._interpreter.kind(resident, evaluation)
+                duty = self._fresh.duty(kind, observe, alone=evaluation.tier is Tier.AUTO)
+        except ResourceExhaustedError as error:
+            _LOG.debug("compiled code does not serve a lane: %s", error)
+            return None
+        return self._standings.join(duty, reply.place)
 
     def _resident(self, content_id: bytes) -> ResidentDataset:
         with self._lock:

@@ -22,6 +22,7 @@ from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.fresh import Kind
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
@@ -149,14 +150,20 @@ class Interpreter:
         is_much = programs * vectors >= self._enough_jobs(resident, evaluation, sizes[1])
         return Variant(layout.dtype, precision, self._tuning.rows or sizes[is_much])
 
-    def reach(self, resident: ResidentDataset, evaluation: Evaluation) -> tuple[int, int]:
-        """Least and most jobs of evaluations for losses that `variant` and one launch are for.
+    def kind(self, resident: ResidentDataset, evaluation: Evaluation) -> Kind:
+        """Say what evaluations share that ask for losses, and differ in their batch alone.
 
         Args:
             resident: the data set.
-            evaluation: such an evaluation; others differ in their batch alone.
+            evaluation: one of them, which one launch is enough for.
 
         """
+        kernels = self.prepare(self.variant(resident, evaluation))
+        work = self.work(resident, evaluation)
+        return Kind(resident, evaluation, kernels, work, self._reach(resident, evaluation))
+
+    def _reach(self, resident: ResidentDataset, evaluation: Evaluation) -> tuple[int, int]:
+        """Least and most jobs of evaluations that `variant` and one launch are for."""
         layout = resident.dataset.layout
         variant = self.variant(resident, evaluation)
         tiles = tiles_of(*evaluation.row_range(layout), variant)
