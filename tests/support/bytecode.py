@@ -46,6 +46,7 @@ class Machine:
         first, count, slot, _ = self._lowered.programs[program].tolist()
         top: Any = None
         stack: list[Any] = []
+        assert self._lowered.instructions[first + count, 0] == bytecode.END
         for head, word in self._lowered.instructions[first : first + count].tolist():
             index = head >> bytecode.INDEX_SHIFT
             if head & (bytecode.LOAD_VARIABLE | bytecode.LOAD_SLOT):

@@ -121,10 +121,11 @@ __device__ __forceinline__ float power(float a, float b) {
   float small = __fmaf_rn(b, low, __fmaf_rn(b, high, -t));
   Power2 power = power_near(t);
   float remainder = __fmaf_rn(t, unit, -power.exponent);
+  // ``small`` is NaN where t is infinite.
   remainder = fabsf(t) < 8.79609302e12f ? __fmaf_rn(small, unit, remainder) : remainder;
   float r = fast_exp2(remainder) * power.value;
   r = (b == 0.0f) | (high == 0.0f) ? 1.0f : r;
-  // A conversion that overflows downwards ends at an even number, as all numbers there are.
+  // A conversion that overflows downwards ends at an even number, and all numbers there are even.
   int sign = (int)-fabsf(b) << 31;
   return __int_as_float(__float_as_int(r) ^ ((whole ? bits : 0) & sign));
 }
