@@ -48,12 +48,18 @@ class HostInterpreter(Interpreter):
 
 
 class HostEngine(CudaEngine):
-    """A CUDA engine over functions in the driver's place, which counts what Python evaluates."""
+    """A CUDA engine over functions in the driver's place, which counts what Python evaluates.
 
-    def __init__(self, driver):
-        self._device = host_device(driver)
+    Args:
+        device: with such functions.
+        compiled: the compiled tier, if there is one.
+
+    """
+
+    def __init__(self, device, compiled=None):
+        self._device = device
         self._interpreter = HostInterpreter(self._device)
-        self._compiled = SimpleNamespace(
+        self._compiled = compiled or SimpleNamespace(
             supports=lambda _: True, loaded=lambda *_: None, request_compile=lambda *_: None
         )
         self._background = SimpleNamespace(submit=lambda *_: None)

@@ -7,6 +7,7 @@ its expression, so that parameters that do not arrive, or arrive elsewhere, show
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -102,6 +103,7 @@ class Driver:
         device = CudaDevice.__new__(CudaDevice)
         device.index, device.multiprocessors, device.compute_capability = 0, 132, (9, 0)
         device._idle, device._lock, device._thread = [], threading.Lock(), threading.local()
+        device.on_shortage = lambda: None
         device.allocate = lambda size: SimpleNamespace(
             ptr=ON_DEVICE, mem=SimpleNamespace(size=size)
         )
@@ -112,8 +114,9 @@ class Driver:
         return device
 
     def _cuda(self):
-        events = iter((STARTED, COMPUTED))
+        events = itertools.cycle((STARTED, COMPUTED))
         runtime = SimpleNamespace(
+            CUDARuntimeError=DriverError,
             setDevice=lambda index: None,
             memsetAsync=lambda *_: None,
             memcpyAsync=lambda to, source, size, *_: self.graphs[-1].copies(source, size),

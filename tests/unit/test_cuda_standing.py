@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numba")
 
 from support.driver import Driver
-from support.interpreted import EngineOnLanes, HostEngine
+from support.interpreted import EngineOnLanes, HostEngine, host_device
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ProgramError
 from warpfit.ir import Batch, Program
@@ -60,7 +60,7 @@ def driver():
 
 @pytest.fixture
 def lanes(driver):
-    with EngineOnLanes(HostEngine(driver), DATA) as found:
+    with EngineOnLanes(HostEngine(host_device(driver)), DATA) as found:
         yield found
 
 
@@ -267,7 +267,7 @@ def test_a_stuck_evaluation_can_be_seen(driver, served):
 
 
 def test_a_lane_that_is_closed_gives_everything_back(driver):
-    with EngineOnLanes(HostEngine(driver), DATA) as lanes:
+    with EngineOnLanes(HostEngine(host_device(driver)), DATA) as lanes:
         for seed in range(4):
             lanes.losses(fresh(seed))
         engine, roster = lanes.engine, lanes.process._roster
@@ -278,7 +278,7 @@ def test_a_lane_that_is_closed_gives_everything_back(driver):
 
 
 def test_many_lanes_at_a_time(driver):
-    with EngineOnLanes(HostEngine(driver), DATA, lanes=4) as lanes:
+    with EngineOnLanes(HostEngine(host_device(driver)), DATA, lanes=4) as lanes:
         found = {}
 
         def work(number):
