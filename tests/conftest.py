@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from warpfit_server.code_cache import engine_environment
+
 pytest.register_assert_rewrite("support.derivative_suite")
+
+# As in an engine process: code that was compiled from other sources is no longer current.
+os.environ.update(engine_environment(None))
 
 # A busy machine is no failure: nothing here is timed.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -22,6 +22,7 @@ from warpfit.errors import UnavailableError
 from warpfit.info import Device
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server.code_cache import engine_environment
 from warpfit_server.config import Config
 from warpfit_server.datasets import ResidentDataset
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
@@ -232,6 +233,7 @@ class EngineSupervisor:
                     *(sys.executable, "-m", "warpfit_server.engine.process"),
                     *(str(theirs.fileno()), self._config.to_json()),
                 ],
+                env=engine_environment(self._config.cache_path),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the front door, which drains first

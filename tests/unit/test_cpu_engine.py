@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
+from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
@@ -55,7 +54,7 @@ def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) ->
 
 
 def lowered(*programs: Program):
-    compiled = cpu_cache.load(cpu_cache.default_directory())
+    compiled = cpu_cache.load(default_cache_directory())
     return lower_batch(compiled.lower, Batch.of(programs, [[1.0] * 9] * len(programs)))
 
 
@@ -317,14 +316,6 @@ def test_directory_that_cannot_be_written(tmp_path, caplog):
     data = make_dataset(10)
     assert np.isfinite(Evaluate(engine)(data, [X1]).values).all()
     engine.close()
-
-
-def test_cache_directory_from_the_environment(monkeypatch):
-    monkeypatch.setenv("WARPFIT_CACHE_DIR", os.fspath(Path("some") / "place"))
-    assert cpu_cache.default_directory() == Path("some/place")
-    monkeypatch.delenv("WARPFIT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "other")
-    assert cpu_cache.default_directory() == Path("other/warpfit")
 
 
 def test_working_memory_lives_as_long_as_it_is_used(evaluate):

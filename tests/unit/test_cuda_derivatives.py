@@ -20,6 +20,7 @@ from warpfit.losses import DIFFERENCE, huber
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Precision
 from warpfit.workload import thesis_mix
+from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache
 from warpfit_server.engine.cuda import derivative_launch
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode, encode
@@ -38,7 +39,7 @@ ROBUST = ("add", "sub", "mul", "neg", "abs", "aq", "sin", "tanh", "min", "where"
 
 @pytest.fixture(scope="module")
 def compiled():
-    return cpu_cache.load_differentiate(cpu_cache.default_directory())
+    return cpu_cache.load_differentiate(default_cache_directory())
 
 
 def lower(compiled, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:

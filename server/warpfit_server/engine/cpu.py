@@ -33,6 +33,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Loss, Timings
+from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
 from warpfit_server.engine.cpu_lower import (
@@ -65,7 +66,7 @@ class CpuEngine:
         """
         self.threads = threads or len(os.sched_getaffinity(0))
         self.concurrency = self.threads
-        self._compiled = cpu_cache.load(cache_directory or cpu_cache.default_directory())
+        self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}
         self._pool = ThreadPoolExecutor(max(self.threads - 1, 1), "warpfit-cpu")
 

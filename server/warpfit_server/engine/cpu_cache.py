@@ -7,7 +7,6 @@ import ctypes
 import ctypes.util
 import hashlib
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -52,15 +51,6 @@ _SOURCES: Final = (
     cpu_linearise,
 )
 _lock = threading.Lock()
-
-
-def default_directory() -> Path:
-    """WARPFIT_CACHE_DIR, or the user's cache directory."""
-    configured = os.environ.get("WARPFIT_CACHE_DIR")
-    if configured:
-        return Path(configured)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "warpfit"
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ import numba
 from numba import types
 
 from warpfit.fitting import Method
-from warpfit_server.engine.cpu_cache import cached_in, default_directory, writable
+from warpfit_server.code_cache import default_cache_directory
+from warpfit_server.engine.cpu_cache import cached_in, writable
 from warpfit_server.fit import bfgs, bounds, levenberg_marquardt, searches, triangles
 from warpfit_server.fit.searches import Limits
 
@@ -37,7 +38,7 @@ def load(method: Method, directory: Path | None = None) -> Any:
     rows, counts = types.Array(types.float64, 2, "C"), types.Array(types.int64, 2, "C")
     limits = numba.typeof(Limits(0.0, 0.0, 0.0, 0, False))
     signature = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
-    place = (directory or default_directory()) / f"fit-{_fingerprint()[:32]}"
+    place = (directory or default_cache_directory()) / f"fit-{_fingerprint()[:32]}"
     module = levenberg_marquardt if method == Method.LM else bfgs
     with writable(place) as kept, cached_in(kept) as jit:
         advance = jit(signature, module.advance)

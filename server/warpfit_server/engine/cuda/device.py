@@ -6,7 +6,6 @@ CuPy is imported when a `CudaDevice` is made, so that the package imports withou
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cuda.cache import replace_file
 from warpfit_server.engine.cuda.submission import Submission, driver_functions
 
@@ -31,14 +31,6 @@ _DYNAMIC_SHARED_SIZE: Final = 8
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
 Kept = TypeVar("Kept")
-
-
-def default_cache_directory() -> Path:
-    """``$WARPFIT_CACHE_DIR``, else ``warpfit`` in the user's cache directory."""
-    named = os.environ.get("WARPFIT_CACHE_DIR")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warpfit"
 
 
 class CudaDevice:
