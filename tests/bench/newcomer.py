@@ -9,7 +9,6 @@ is what a newcomer sees; processor time is what the same takes on an idle core.
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 import tempfile
@@ -63,17 +62,9 @@ def main() -> None:
     content = {
         "from_clone_to_the_end_of_the_first_run": run,
         "from_pip_install_to_a_first_evaluation": evaluation,
-        "lines_changed_in_a_deap_program": changed_lines(),
     }
     print(content)
     print(write_result("newcomer", content))
-
-
-def changed_lines() -> int:
-    """Lines of the tutorial's DEAP program that name warpfit or what comes from it."""
-    (program,) = (p for p in programs("client/README.md") if "from deap import" in p[0].code)
-    own = re.compile(r"warpfit|\bevaluate\b")
-    return sum(bool(own.search(line)) for line in program[0].code.splitlines())
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_install_start_evaluate(tmp_path):
     start = server.code.replace("50551", address.partition(":")[2])
     wait = f"until warpfit info {address}; do sleep 1; done"
     out = machine.shell(f"{start}\n{wait}\npython first.py", machine.checkout / ".venv", **QUICK)
-    losses = re.search(r"\[\s*(\S+)\s+(\S+)\s+(\S+?)\s*\]\s*$", out)
+    losses = re.search(r"^\[\s*(\S+)\s+(\S+)\s+(\S+?)\s*\]$", out, re.M)
     assert float(losses[2]) < 1e-6 < float(losses[1])
     assert "cpu" in out
 

@@ -49,13 +49,13 @@ def server(monkeypatch):
     """Every server that a run starts is one in this process."""
 
     @contextmanager
-    def embedded(arguments, start_seconds):
+    def started(_address, arguments):
         if "cuda" in arguments:
             raise UnavailableError("no device here", "NO_CUDA")
         with serve(testing.InProcessServer()) as (address, _):
             yield address
 
-    monkeypatch.setattr(runner, "embedded_server", embedded)
+    monkeypatch.setattr(runner, "server_at", started)
     monkeypatch.setattr(peers, "installed", lambda engine: (["NumPy"], {"other": "missing"}))
 
 
@@ -240,12 +240,12 @@ class CudaLike(testing.InProcessServer):
 
 def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, server, monkeypatch):
     @contextmanager
-    def embedded(arguments, start_seconds):
+    def started(_address, arguments):
         made = CudaLike() if "cuda" in arguments else testing.InProcessServer()
         with serve(made) as (address, _):
             yield address
 
-    monkeypatch.setattr(runner, "embedded_server", embedded)
+    monkeypatch.setattr(runner, "server_at", started)
     monkeypatch.setattr(runner, "gpu_peaks", lambda: None)
     profile = replace(SMALL, rows=(20, 40), expressions=(2,), output_rows=(), peer_rows=())
     document, _ = run(tmp_path / "a.json", profile, engines=("cuda", "cpu"))

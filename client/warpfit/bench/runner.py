@@ -18,14 +18,12 @@ from warpfit.bench.results import Results
 from warpfit.bench.scenarios import Kind, Profile, Scenario
 from warpfit.bench.work import Expressions
 from warpfit.client import connect
-from warpfit.embedded import embedded_server
+from warpfit.embedded import server_at
 from warpfit.errors import UnavailableError, WarpfitError
 from warpfit.info import ServerInfo
 from warpfit.request import Tier
 
 _SHORTEST_SLICE: Final = 0.08
-#: A first start compiles, on a busy machine for minutes.
-_START_SECONDS: Final = 600.0
 #: Of a scenario's time; data, expressions, first call and warm-up take the rest.
 _MEASURED_SHARE: Final = 0.6
 #: Calls of a scenario that is cut as short as can be: the first one, and one that is timed.
@@ -124,14 +122,12 @@ class Run:
 
     @contextmanager
     def _server(self, engine: str) -> Iterator[str]:
-        if self._plan.address:
-            yield self._plan.address
-            return
-        self._progress.say(
-            f"starting a server with the {engine} engine (the very first start takes longer)"
-        )
+        if not self._plan.address:
+            self._progress.say(
+                f"starting a server with the {engine} engine (the very first start takes longer)"
+            )
         flags = ["--engine", engine, "--log-level", "warning"]
-        with embedded_server(flags, start_seconds=_START_SECONDS) as address:
+        with server_at(self._plan.address, flags) as address:
             yield address
 
     def _note_server(self, info: ServerInfo, seconds: float) -> None:
