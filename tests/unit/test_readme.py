@@ -27,7 +27,7 @@ def test_every_file_that_it_names_exists():
     "name",
     [
         *("cpu_vs_pyoperon", "fit", "service", "call_cost", "feynman", "import_time"),
-        "transport",
+        *("newcomer", "transport"),
     ],
 )
 def test_result_files_name_machine_and_versions(name):
@@ -129,7 +129,19 @@ def test_figures_of_the_gpu_are_those_of_the_result_files():
         assert figure in README, figure
 
 
-def test_ci_runs_the_test_command_of_the_readme():
-    command = "python -m pytest -n auto --dist worksteal"
-    assert f".venv/bin/{command}\n" in README
-    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()
+def test_a_newcomer_needs_less_than_three_minutes():
+    result = json.loads((ROOT / "tests" / "bench" / "results" / "newcomer.json").read_text())
+    run = result["from_clone_to_the_end_of_the_first_run"]["elapsed"]
+    evaluation = result["from_pip_install_to_a_first_evaluation"]["elapsed"]
+    assert max(run, evaluation) < 180
+    flat = " ".join(README.split())
+    assert f"From a clone to the plot that took {run:.0f} s" in flat
+    assert f"to a first evaluation, as in `client/README.md`, {evaluation:.0f} s" in flat
+
+
+def test_few_lines_change_in_a_deap_program():
+    text = (ROOT / "client" / "README.md").read_text()
+    program = next(code for code in text.split("```") if "from deap import" in code)
+    lines = [line for line in program.splitlines() if re.search(r"warpfit|\bevaluate\b", line)]
+    assert len(lines) == 6
+    assert "Six lines make a DEAP program one" in text
