@@ -82,6 +82,8 @@ class Run:
         self._results = results
         self._progress = progress
         self._speeds: dict[tuple[str, str, str], float] = {}
+        #: Seconds of the last first call that compiled, by the number of expressions.
+        self._compiling: dict[int, float] = {}
         total = plan.profile.total_seconds
         #: Seconds left for measuring; starting a server, which may have to compile, is not counted.
         self._left = math.inf if total is None else total
@@ -192,7 +194,7 @@ class Run:
         """Yield all scenarios, those last that would take the time of several others."""
         dear = []
         for scenario in wanted:
-            if _FEWEST_CALLS * self._predicted(scenario) > _DEAR * clock.share:
+            if self._least_seconds(scenario) > _DEAR * clock.share:
                 dear.append(scenario)
             else:
                 yield scenario
@@ -255,11 +257,24 @@ class Run:
         speed = self._speeds.get(_similar(scenario), 0.0)
         return scenario.token_rows / speed if speed else 0.0
 
+    def _least_seconds(self, scenario: Scenario) -> float:
+        """Seconds that a scenario takes however short it is cut: it may have to compile first.
+
+        What compiling takes was seen at as many expressions, or at fewer.
+        """
+        compiling = 0.0
+        if scenario.tier == Tier.COMPILED.value:
+            seen = [n for n in self._compiling if n <= scenario.expressions]
+            compiling = self._compiling[max(seen)] if seen else 0.0
+        return compiling + _FEWEST_CALLS * self._predicted(scenario)
+
     def _learn(self, scenario: Scenario, cell: dict[str, Any]) -> None:
         if scenario.kind is Kind.EVALUATE and scenario.output == "losses":
             speed = cell["token_rows_per_second"]["wall"]
             similar = _similar(scenario)
             self._speeds[similar] = max(speed, self._speeds.get(similar, 0.0))
+            if scenario.tier == Tier.COMPILED.value:
+                self._compiling[scenario.expressions] = cell["first"]["wall"]
 
     def _seconds(self) -> float:
         """Seconds of this run and those before it that it continues."""
