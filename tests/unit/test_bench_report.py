@@ -124,6 +124,14 @@ def test_every_row_of_every_table_has_a_cell_for_each_title(tmp_path):
         assert {row.count("<td") for row in rows} == {head.count("<th>")}
 
 
+def test_many_devices_stand_in_rows():
+    found = findings.systems([document("cuda", "cpu")] * 2)
+    width, height = plots.roofline(found[:2]).get_size_inches()
+    figure = plots.roofline(found)
+    assert tuple(figure.get_size_inches()) == (width, 2 * height)
+    assert [axis.get_title() for axis in figure.axes if axis.axison] == [s.label for s in found]
+
+
 @pytest.mark.parametrize("engine", ["cpu", "cuda"])
 def test_one_engine_alone_makes_a_page(tmp_path, engine):
     written = report.write_report([write(tmp_path / "a.json", engine)], tmp_path / "out")

@@ -136,6 +136,7 @@ def _peer_table(found: Sequence[System]) -> str:
     rows = [
         [
             cell["peer"],
+            system.label,
             f"{cell['scenario']['rows']:,}",
             f"{cell['scenario']['expressions']:,}",
             _seconds(cell["prepare"]),
@@ -146,14 +147,13 @@ def _peer_table(found: Sequence[System]) -> str:
             f"{cell['times_warpfit']:.2f}",
             f"{cell['agreement']['peer']:.1%} / {cell['agreement']['warpfit']:.1%}",
             f"{cell['output']}; {cell['notes']}; beside the {cell['scenario']['tier']} tier",
-            system.label,
         ]
         for system in found
         for cell in system.select(kind="peer")
     ]
-    titles = ["peer", "rows", "expressions", "prepare", "evaluate"]
+    titles = ["peer", "machine", "rows", "expressions", "prepare", "evaluate"]
     ours = ["warpfit, first", "warpfit", "its kernels", "ratio", "right (peer / warpfit)"]
-    return _table([*titles, *ours, "how", "machine"], rows)
+    return _table([*titles, *ours, "how"], rows)
 
 
 def _cell_tables(found: Sequence[System]) -> Iterable[str]:
