@@ -18,7 +18,6 @@ import argparse
 import multiprocessing as mp
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
@@ -31,7 +30,7 @@ from tqdm import tqdm
 
 import warpfit
 import warpfit.ops
-from warpfit.embedded import embedded_server
+from warpfit.embedded import server_at
 from warpfit.frontends import as_program
 from warpfit.frontends.deap import Evaluator
 from warpfit.printing import to_latex, to_text
@@ -265,17 +264,6 @@ def summarise(best: Report, address: str, options: argparse.Namespace) -> None:
     print(f"train RMSE {best.train_rmse:.2f}, test RMSE {best.test_rmse:.2f}, test R2 {r2:.3f}")
 
 
-@contextmanager
-def server(address: str | None) -> Iterator[str]:
-    """Use the given server, or start one."""
-    if address:
-        yield address
-    else:
-        print("starting a server (the very first start compiles for some seconds)")
-        with embedded_server() as started:
-            yield started
-
-
 def main() -> None:
     """Run the whole example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -290,7 +278,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("diabetes_gp.png"))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    with server(options.address) as address:
+    if not options.address:
+        print("starting a server (the very first start compiles for some seconds)")
+    with server_at(options.address) as address:
         reports = evolve(address, options)
         plot(reports, options.plot)
         best = min(reports, key=lambda report: (report.train_rmse, report.island))

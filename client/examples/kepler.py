@@ -20,14 +20,13 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 import warpfit
-from warpfit.embedded import embedded_server
+from warpfit.embedded import server_at
 
 NAMES = ("distance", "mass", "eccentricity")
 #: 10^6 km, 10^24 kg, 1, and days (NASA Space Science Data Coordinated Archive, planetary fact
@@ -201,17 +200,6 @@ def evolve(client: warpfit.Client, options: argparse.Namespace) -> Scored:
     return best
 
 
-@contextmanager
-def server(address: str | None) -> Iterator[str]:
-    """Use the given server, or start one on the CPU."""
-    if address:
-        yield address
-    else:
-        print("starting a server (the very first start compiles for some seconds)")
-        with embedded_server(["--engine", "cpu"]) as started:
-            yield started
-
-
 def main() -> None:
     """Run the whole example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -221,7 +209,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     started = time.perf_counter()
-    with server(options.address) as address, warpfit.connect(address) as client:
+    if not options.address:
+        print("starting a server (the very first start compiles for some seconds)")
+    with (
+        server_at(options.address, ["--engine", "cpu"]) as address,
+        warpfit.connect(address) as client,
+    ):
         best = evolve(client, options)
     print(f"\n{time.perf_counter() - started:.1f} s; the law:")
     print(f"  period = {to_text(best)}")

@@ -15,8 +15,9 @@ from typing import IO, Final
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
 
-#: The very first start on a machine compiles the engine.
-START_SECONDS: Final = 120.0
+#: The very first start on a machine compiles the engine, on a busy one for minutes; the server
+#: itself gives up after this time.
+START_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 15.0
 _READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 
@@ -51,6 +52,26 @@ def embedded_server(
             yield _address(process, log, start_seconds)
         finally:
             _stop(process)
+
+
+@contextmanager
+def server_at(address: str | None, arguments: Sequence[str] = ()) -> Iterator[str]:
+    """Yield ``address``, or where it is None that of a server started for the block.
+
+    Args:
+        address: ``HOST:PORT`` of a server that runs.
+        arguments: flags of ``warpfit serve`` for one that is started.
+
+    Raises:
+        InvalidArgumentError: if one is to be started and the server is not installed.
+        UnavailableError: if it does not start.
+
+    """
+    if address is not None:
+        yield address
+        return
+    with embedded_server(arguments) as started:
+        yield started
 
 
 def require_server() -> None:

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
+from support.bare import bare_server, serve
 from support.results import write_result
 from warpfit import codec
 from warpfit.arguments import build_evaluation
@@ -122,7 +120,7 @@ def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
 def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
     with (
-        unary_server() as address,
+        bare_server(__file__, "serve") as address,
         warpfit.connect(address) as client,
         grpc.insecure_channel(address) as channel,
     ):
@@ -136,35 +134,12 @@ def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[st
         )
 
 
-@contextmanager
-def unary_server() -> Iterator[str]:
-    """Another process that answers every Evaluate with the same bytes."""
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__)), "serve"],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield f"127.0.0.1:{process.stdout.readline().strip()}"
-    finally:
-        process.communicate(timeout=30)
-
-
-def serve() -> None:
-    """Be that process until standard input ends."""
+def serve_answer() -> None:
+    """Answer every Evaluate with the same bytes until standard input ends."""
     answer = answer_bytes(Data(data_set()))
-    server = grpc.server(ThreadPoolExecutor(2))
     handler = grpc.unary_stream_rpc_method_handler(lambda _request, _context: iter((answer,)))
     _, service, method = METHOD.split("/")
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(service, {method: handler}),)
-    )
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
-    server.start()
-    sys.stdin.read()
-    server.stop(None)
+    serve(service, {method: handler})
 
 
 def data_set() -> Dataset:
@@ -196,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["serve"] else main()
+    serve_answer() if sys.argv[1:] == ["serve"] else main()

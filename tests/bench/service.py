@@ -8,12 +8,9 @@ message, in the same run, because absolute figures depend on the machine.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -22,6 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
+from support.bare import NO_LIMIT, bare_server, serve
 from support.results import write_result
 from support.server import ServerProcess
 from warpfit import codec
@@ -32,7 +30,6 @@ from warpfit.workload import thesis_mix
 
 SEED = 20261121
 ROUNDS = 5
-_NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def median_seconds(action: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -107,7 +104,7 @@ def transfers(client: warpfit.Client) -> dict[str, float]:
         started = time.perf_counter()
         client.release(client.upload(matrix))
         uploads.append(time.perf_counter() - started)
-    with unary_server() as address:
+    with bare_server(__file__, "unary") as address:
         unary_answer = unary(address, "Fetch", answer_bytes)
         unary_upload = unary(address, "Store", upload_bytes)
     upload = statistics.median(uploads)
@@ -125,7 +122,7 @@ def transfers(client: warpfit.Client) -> dict[str, float]:
 def unary(address: str, method: str, size: int) -> float:
     """Seconds of one unary call that moves ``size`` bytes in one message, median."""
     payload = np.random.default_rng(SEED).bytes(size)
-    with grpc.insecure_channel(address, _NO_LIMIT) as channel:
+    with grpc.insecure_channel(address, NO_LIMIT) as channel:
         call = channel.unary_unary(
             f"/bench/{method}",
             pb.UploadVariablesRequest.SerializeToString,
@@ -141,22 +138,6 @@ def unary(address: str, method: str, size: int) -> float:
         return median_seconds(move, 3)
 
 
-@contextmanager
-def unary_server() -> Iterator[str]:
-    """Another process with a plain unary service."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "unary"],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield f"127.0.0.1:{process.stdout.readline().strip()}"
-    finally:
-        process.communicate(timeout=30)
-
-
 def serve_unary() -> None:
     """Be the plain unary service until standard input ends."""
     answer = np.random.default_rng(SEED).bytes(300 * 100_000 * 4)
@@ -169,7 +150,6 @@ def serve_unary() -> None:
     def fetch(request: pb.UploadVariablesRequest, _: object) -> pb.UploadVariablesRequest:
         return pb.UploadVariablesRequest(data=answer)
 
-    server = grpc.server(ThreadPoolExecutor(2), options=_NO_LIMIT)
     methods = {
         name: grpc.unary_unary_rpc_method_handler(
             handler,
@@ -178,11 +158,7 @@ def serve_unary() -> None:
         )
         for name, handler in (("Store", store), ("Fetch", fetch))
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", methods),))
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
-    server.start()
-    sys.stdin.read()
-    server.stop(None)
+    serve("bench", methods, NO_LIMIT)
 
 
 def main() -> None:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ import grpc
 import numpy as np
 import psutil
 
+from support.bare import NO_LIMIT, bare_server, serve
 from support.faults import injected
 from support.results import write_result
 from support.server import ServerProcess
@@ -44,7 +43,6 @@ ROWS, PROGRAMS = 100_000, 300
 UPLOAD_ROWS, UPLOAD_VARIABLES = 1_000_000, 100
 #: Size of the messages of a stream, as the client's and the server's.
 PIECE = 1 << 20
-_NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def seconds_of(action: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
@@ -102,7 +100,10 @@ def pieces(size: int) -> list[bytes]:
 def stream_bounds(answer: int, upload: int) -> dict[str, Any]:
     """A gRPC stream each way that carries bytes and does nothing with them."""
     messages = pieces(upload)
-    with bare_server(answer) as address, grpc.insecure_channel(address, _NO_LIMIT) as channel:
+    with (
+        bare_server(__file__, str(answer)) as address,
+        grpc.insecure_channel(address, NO_LIMIT) as channel,
+    ):
         send = channel.stream_unary("/bench/Send")
         fetch = channel.unary_stream("/bench/Fetch")
 
@@ -117,22 +118,6 @@ def stream_bounds(answer: int, upload: int) -> dict[str, Any]:
         }
 
 
-@contextmanager
-def bare_server(answer: int) -> Iterator[str]:
-    """Another process that takes and sends streams, the latter of ``answer`` bytes."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(answer)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield f"127.0.0.1:{process.stdout.readline().strip()}"
-    finally:
-        process.communicate(timeout=30)
-
-
 def serve_bare(answer: int) -> None:
     """Be that process until standard input ends."""
     messages = pieces(answer)
@@ -143,16 +128,11 @@ def serve_bare(answer: int) -> None:
     def fetch(_: bytes, __: object) -> Iterator[bytes]:
         return iter(messages)
 
-    server = grpc.server(ThreadPoolExecutor(2), options=_NO_LIMIT)
     methods = {
         "Send": grpc.stream_unary_rpc_method_handler(send),
         "Fetch": grpc.unary_stream_rpc_method_handler(fetch),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", methods),))
-    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
-    server.start()
-    sys.stdin.read()
-    server.stop(None)
+    serve("bench", methods, NO_LIMIT)
 
 
 # ------------------------------------------------------------------------------------- warpfit

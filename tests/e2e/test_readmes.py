@@ -1,4 +1,7 @@
-"""Every snippet of every README works when it is pasted."""
+"""Every snippet of every README works when it is pasted.
+
+Those that install something are in `test_newcomer.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,33 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 import warpfit
-from support.readmes import READMES, ROOT, Snippet, commands, programs, snippets
+from support.deployments import built
+from support.deployments import check_command as check_deployment
+from support.readmes import READMES, ROOT, Snippet, commands, installs, programs, snippets
 from support.server import ServerProcess
 
 ADDRESS = "127.0.0.1:50551"
 #: The first ones of these two have tests of their own.
 LOOKED_AT = ("README.md", "client/README.md")
 PROGRAMS = [program for path in READMES for program in programs(path)[path in LOOKED_AT :]]
-SHELL = [snippet for path in READMES for snippet in snippets(path) if snippet.language == "sh"]
-#: What a test cannot run, by a word of the command, and why; it checks what the command names.
+SHELL = [
+    snippet
+    for path in READMES
+    for snippet in snippets(path)
+    if snippet.language == "sh" and not installs(snippet)
+]
+#: What is not run here, by a word of the command, and why; what the command names is checked.
 NOT_RUN = {
-    "pip": "installs from a package index",
-    "docker": "needs a container engine",
-    "helm": "needs a cluster",
-    "full": "takes hours",
+    "docker": "needs a container engine: `tests/bench/image.py` runs the image's steps",
+    "helm": "needs a cluster: the chart is rendered, with what the command sets",
+    "full": "takes minutes: `tests/bench/results/bench_gpu_full.json` is its result",
 }
 #: What keeps commands short that would go on for minutes, by their first words.
 SHORTER = {
@@ -119,9 +125,7 @@ def check_command(line: str, checkout: Path) -> None:
     """Run a command, or check what it names where it cannot be run."""
     words = shlex.split(line.rstrip("&"), comments=True)
     if {"docker", "helm"} & set(words):
-        check_deployment(words)
-    elif "pip" in words:
-        check_extras(line)
+        check_deployment(words, images())
     elif set(NOT_RUN) & set(words):
         check_flags([*words[:2], "--help"], words, checkout)
     elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
@@ -166,20 +170,10 @@ def serve(words: list[str], folder: Path) -> None:
         assert server.wait(30) == 0
 
 
-def check_deployment(words: list[str]) -> None:
-    """Check what a command for containers names: files, build arguments, values of the chart."""
-    values = yaml.safe_load((ROOT / "deploy/kubernetes/values.yaml").read_text())
-    arguments = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    for option, word in pairwise(words):
-        if word.startswith("deploy/"):
-            assert (ROOT / word).exists(), word
-        if option == "--build-arg":
-            assert word.partition("=")[0] in arguments
-        if option == "--set":
-            found = values
-            for key in word.partition("=")[0].split("."):
-                assert key in found, word
-                found = found[key]
+def images() -> dict[str, str]:
+    """Variants of the images that commands of the READMEs build, by name."""
+    lines = [line for snippet in SHELL for line in commands(snippet)]
+    return dict(built(shlex.split(line)[2:]) for line in lines if line.startswith("docker build "))
 
 
 def check_flags(ask: list[str], words: list[str], folder: Path) -> None:
@@ -187,13 +181,6 @@ def check_flags(ask: list[str], words: list[str], folder: Path) -> None:
     for word in words:
         if word.startswith("--"):
             assert word.partition("=")[0] in known, f"{word} is no flag of {' '.join(ask[:2])}"
-
-
-def check_extras(line: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].keys()
-    for names in re.findall(r"\[([\w,]+)\]", line):
-        assert set(names.split(",")) <= extras
 
 
 def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None:

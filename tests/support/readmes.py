@@ -52,3 +52,14 @@ def commands(snippet: Snippet) -> list[str]:
     """Lines of a shell block, continued ones joined."""
     joined = snippet.code.replace("\\\n", " ")
     return [line.strip() for line in joined.splitlines() if line.strip()]
+
+
+def installs(snippet: Snippet) -> bool:
+    """Whether a shell block needs a machine that has nothing yet."""
+    return snippet.language == "sh" and "pip install" in snippet.code
+
+
+def spoken(path: str) -> list[str]:
+    """Code within the sentences and tables of one README."""
+    text = _FENCE.sub("", (ROOT / path).read_text())
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]

@@ -11,9 +11,13 @@ from typing import Any
 from warpfit import codec
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit.windows import NAME
+from warpfit_server.windows import WindowLimits
 
 _BY_HAND = f"by-hand-{NAME}"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+PAGE = 4096
+#: Of a small table.
+LIMITS = WindowLimits(windows=4, nbytes=10 * PAGE, tenant_windows=3, tenant_nbytes=8 * PAGE)
 
 
 def memory_file(size: int, seals: int = SEALS) -> int:

@@ -1,4 +1,4 @@
-"""The asyncio client; what it shares with the blocking one is tested in test_client.py."""
+"""The asyncio client; what it shares with the blocking one is tested in test_client*.py."""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ def test_what_is_within_the_noise_never_pays():
     for cell in made["cells"]:
         if "kernel" in cell:
             cell["wall"]["low"], cell["wall"]["high"] = 0.0, 1.0
-    assert all(math.isinf(r.break_even) for r in findings.repeats(findings.systems([made])[0]))
+    found = findings.systems([made])
+    assert all(math.isinf(r.break_even) for r in findings.repeats(found[0]))
+    assert "has paid, end to end, never at 1,000 rows" in " ".join(answers(found)[1].sentences)
 
 
 def test_the_questions_are_answered(both):
@@ -110,6 +112,24 @@ def test_the_page_stands_by_itself(tmp_path, capsys):
     assert not re.findall(r"(?:src|href)='?(?!data:)[\w/]", page)
     assert "made up &lt;by a model&gt;" in page
     assert "evogp is not installed" in page
+
+
+def test_every_row_of_every_table_has_a_cell_for_each_title(tmp_path):
+    path = write(tmp_path / "a.json", "cuda", "cpu")
+    page = report.write_report([path], tmp_path / "out")[0].read_text()
+    tables = [table.split("</tr>")[:-1] for table in re.findall(r"<table>(.*?)</table>", page)]
+    assert len(tables) >= 5
+    for head, *rows in tables:
+        assert rows
+        assert {row.count("<td") for row in rows} == {head.count("<th>")}
+
+
+def test_many_devices_stand_in_rows():
+    found = findings.systems([document("cuda", "cpu")] * 2)
+    width, height = plots.roofline(found[:2]).get_size_inches()
+    figure = plots.roofline(found)
+    assert tuple(figure.get_size_inches()) == (width, 2 * height)
+    assert [axis.get_title() for axis in figure.axes if axis.axison] == [s.label for s in found]
 
 
 @pytest.mark.parametrize("engine", ["cpu", "cuda"])

@@ -49,13 +49,13 @@ def server(monkeypatch):
     """Every server that a run starts is one in this process."""
 
     @contextmanager
-    def embedded(arguments, start_seconds):
+    def started(_address, arguments):
         if "cuda" in arguments:
             raise UnavailableError("no device here", "NO_CUDA")
         with serve(testing.InProcessServer()) as (address, _):
             yield address
 
-    monkeypatch.setattr(runner, "embedded_server", embedded)
+    monkeypatch.setattr(runner, "server_at", started)
     monkeypatch.setattr(peers, "installed", lambda engine: (["NumPy"], {"other": "missing"}))
 
 
@@ -199,6 +199,23 @@ def test_scenarios_that_take_the_time_of_several_come_last(tmp_path):
     assert list(measured._in_time([dear, cheap, other], clock)) == [dear, cheap, other]
 
 
+def test_scenarios_that_compile_for_long_come_last(tmp_path):
+    few, many = (
+        Scenario(engine="cuda", tier="compiled", reuse="repeated", expressions=count)
+        for count in (300, 5_000)
+    )
+    with progress(io.StringIO()) as told:
+        measured = Run(Plan(profile=SMALL), Results.begin(tmp_path / "a.json", HEAD), told)
+    clock = Clock(SMALL, end=runner.time.monotonic() + 3.0, left=3)
+    rate = {"token_rows_per_second": {"wall": 1e12}}
+    measured._learn(few, {"first": {"wall": 0.3}, **rate})
+    assert list(measured._in_time([many, few], clock)) == [many, few]
+    measured._learn(many, {"first": {"wall": 4.0}, **rate})
+    assert list(measured._in_time([many, few], clock)) == [few, many]
+    interpreted = replace(many, tier="interpreter")
+    assert list(measured._in_time([interpreted, few], clock)) == [interpreted, few]
+
+
 @pytest.mark.parametrize(
     ("call_seconds", "least", "timed"),
     [(0.1, 1, 9), (0.4, 3, 3), (0.9, 1, 3), (1.9, 1, 2), (3.0, 1, 1), (3.0, 2, 2)],
@@ -240,12 +257,12 @@ class CudaLike(testing.InProcessServer):
 
 def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, server, monkeypatch):
     @contextmanager
-    def embedded(arguments, start_seconds):
+    def started(_address, arguments):
         made = CudaLike() if "cuda" in arguments else testing.InProcessServer()
         with serve(made) as (address, _):
             yield address
 
-    monkeypatch.setattr(runner, "embedded_server", embedded)
+    monkeypatch.setattr(runner, "server_at", started)
     monkeypatch.setattr(runner, "gpu_peaks", lambda: None)
     profile = replace(SMALL, rows=(20, 40), expressions=(2,), output_rows=(), peer_rows=())
     document, _ = run(tmp_path / "a.json", profile, engines=("cuda", "cpu"))

@@ -5,16 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from support.deployments import (
+    CHART,
+    DEPLOY,
+    ROOT,
+    can_render,
+    check_command,
+    check_environment,
+    check_schemas,
+    render,
+)
 from warpfit_server.config import Config
 from warpfit_server.datasets import Usage
 from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
@@ -23,11 +33,6 @@ from warpfit_server.health import Health
 from warpfit_server.measurements import COUNTERS, HISTOGRAMS, STAGES, Recorder, Sample
 from warpfit_server.metrics import ServerCollector, Sources
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-CHART = DEPLOY / "kubernetes"
-#: Settings of the server that another part of it brings.
-SECURITY = {"insecure", "tls_cert", "tls_key", "tls_client_ca", "token_file"}
 #: Values under which the chart is rendered.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
@@ -135,51 +140,10 @@ def test_prometheus_accepts_the_rules():
 # --------------------------------------------------------------------------------------- chart
 
 
-def values(changes: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-    for path, value in changes.items():
-        *parents, last = path.split(".")
-        place = tree
-        for name in parents:
-            place = place[name]
-        assert last in place, f"{path} is no value of the chart"
-        place[last] = value
-    return tree
-
-
-def render(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every manifest of the chart, by helm or by Go's own templates."""
-    if shutil.which("helm"):
-        command = ["helm", "template", "release", str(CHART), "--values", "-"]
-        ran = subprocess.run(
-            command, input=yaml.safe_dump(values(changes)), capture_output=True, text=True
-        )
-        assert ran.returncode == 0, ran.stderr
-        return [manifest for manifest in yaml.safe_load_all(ran.stdout) if manifest]
-    if shutil.which("go") is None:
-        pytest.skip("needs helm or go")
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    context = {
-        "Values": values(changes),
-        "Chart": {key[0].upper() + key[1:]: value for key, value in chart.items()},
-        "Release": {"Name": "release", "Namespace": "default", "Service": "Helm"},
-    }
-    templates = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
-    ran = subprocess.run(
-        ["go", "run", str(ROOT / "tests/support/chart/render.go")],
-        input=json.dumps({"Context": context, "Templates": templates}),
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    rendered = json.loads(ran.stdout)
-    assert "50551" in rendered["NOTES.txt"]
-    texts = [text for name, text in sorted(rendered.items()) if name.endswith(".yaml")]
-    return [m for text in texts for m in yaml.safe_load_all(text) if m]
-
-
 @pytest.fixture(scope="module", params=VARIANTS)
 def manifests(request):
+    if not can_render():
+        pytest.skip("needs helm or go")
     rendered = render(VARIANTS[request.param])
     return SimpleNamespace(
         variant=request.param, all=rendered, kinds={m["kind"]: m for m in rendered}
@@ -187,10 +151,8 @@ def manifests(request):
 
 
 def test_manifests_follow_the_schemas_of_kubernetes(manifests):
-    checker = pytest.importorskip("kubernetes_validate")
-    for manifest in manifests.all:
-        if manifest["kind"] != "ServiceMonitor":  # not one of Kubernetes' own
-            checker.validate(manifest, "1.31", strict=True)
+    pytest.importorskip("kubernetes_validate")
+    check_schemas(manifests.all)
 
 
 def test_the_chart_has_what_a_service_needs(manifests):
@@ -227,13 +189,6 @@ def test_the_server_knows_every_setting_of_the_chart(manifests):
     pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
     environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
     check_environment(environment)
-
-
-def check_environment(environment: Mapping[str, str]) -> None:
-    named = {name: value for name, value in environment.items() if name.startswith("WARPFIT_")}
-    Config.from_arguments([], named)  # raises if a value is none
-    known = set(Config.__dataclass_fields__)
-    assert {name.removeprefix("WARPFIT_").lower() for name in named} <= known | SECURITY
 
 
 # ------------------------------------------------------------------------- compose, image, unit
@@ -278,6 +233,38 @@ def test_the_unit_sets_what_the_server_knows():
 def test_hadolint():
     ran = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
+
+
+# ------------------------------------------------------------- commands that READMEs show
+
+IMAGES = {"warpfit:cpu": "server", "warpfit:cuda": "cuda13"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "docker build -t warpfit:cuda --build-arg VARIANT=cuda14 .",
+        "docker build -t warpfit --build-arg VARIANTS=server .",
+        "docker build --tags warpfit .",
+        "docker run -p 127.0.0.1:50551:50552:50553 warpfit:cpu",
+        "docker run -p 127.0.0.1:50551:50560 warpfit:cpu",
+        "docker run -p 0.0.0.0:50551:50551 warpfit:cpu",
+        "docker run -v cache:/var/lib/warpfit warpfit:cpu",
+        "docker run -e WARPFIT_LOCAL_SOCKETS=/run/warpfit/local warpfit:cpu",
+        "docker run --gpus all warpfit:cpu",
+        "docker run --read-only warpfit:cpu",
+        "docker run warpfit:latest",
+        "docker run --user 1000:1000 worker",
+        "COMPOSE_PROFILES=tpu docker compose -f deploy/compose.yaml up -d",
+        "COMPOSE_PROFILES=cpu docker compose -f deploy/compose.yml up -d",
+        "helm install warpfit deploy/kubernetes --set image.name=x",
+        "helm install warpfit deploy/helm",
+        "helm instal warpfit deploy/kubernetes",
+    ],
+)
+def test_mistakes_in_commands_are_found(command):
+    with pytest.raises((AssertionError, KeyError, OSError, TypeError, ValueError)):
+        check_command(shlex.split(command), IMAGES)
 
 
 def test_dashboard_panels_do_not_overlap():

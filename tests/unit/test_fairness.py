@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
-from warpfit.dataset import Dataset
+from support.lanes import DATA, an_evaluation, engine_ends
 from warpfit.errors import CancelledError
-from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss
-from warpfit.workload import thesis_mix
+from warpfit.request import Loss
 from warpfit_server import channel as wire
 from warpfit_server import fairness
-from warpfit_server.channel import Channel
 from warpfit_server.engine.cpu_work import Work, run_on
 from warpfit_server.fairness import FairGate, current_turn
 from warpfit_server.lanes import Lanes
 from warpfit_server.segments import SegmentPool
-
-DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
 
 
 class Visitors:
@@ -225,21 +218,10 @@ class TestWork:
         assert current_turn().must_pause() is False
 
 
-def _evaluation():
-    programs, parameters = thesis_mix(3, 7, variables=4)
-    return Evaluation(DATA.content_id, Batch.of(programs, parameters), loss=Loss.MSE)
-
-
-def _engine(lanes, count):
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
-    lanes.open([ours for ours, _ in pairs])
-    return [Channel(theirs) for _, theirs in pairs]
-
-
 class TestLanes:
     def test_the_last_lane_is_kept_for_a_tenant_that_has_none(self):
         lanes = Lanes(SegmentPool(1 << 20))
-        _ends = _engine(lanes, 3)
+        _ends = engine_ends(lanes, 3)
         runs = [_start(lanes, "greedy") for _ in range(2)]
         with pytest.raises(CancelledError):  # it waits, until its call has ended
             _start(lanes, "greedy", is_wanted=lambda: False)
@@ -247,7 +229,7 @@ class TestLanes:
 
     def test_a_lane_goes_to_the_tenant_with_fewest(self):
         lanes = Lanes(SegmentPool(1 << 20))
-        ends = _engine(lanes, 2)
+        ends = engine_ends(lanes, 2)
         runs = [_start(lanes, "greedy"), _start(lanes, "other")]
         served = []
 
@@ -269,7 +251,7 @@ class TestLanes:
 
     def test_all_lanes_serve_one_tenant_in_turn(self):
         lanes = Lanes(SegmentPool(1 << 20))
-        ends = _engine(lanes, 3)
+        ends = engine_ends(lanes, 3)
         stop = threading.Event()
 
         def answer(end):
@@ -287,7 +269,9 @@ class TestLanes:
             thread.start()
 
         def call(number):
-            run = lanes.start(_evaluation(), DATA.layout, lambda: True, f"t{number % 3}")
+            run = lanes.start(
+                an_evaluation(loss=Loss.MSE), DATA.layout, lambda: True, f"t{number % 3}"
+            )
             run.next_event()
             run.close()
 
@@ -301,4 +285,4 @@ class TestLanes:
 
 
 def _start(lanes, tenant, is_wanted=lambda: True):
-    return lanes.start(_evaluation(), DATA.layout, is_wanted, tenant)
+    return lanes.start(an_evaluation(loss=Loss.MSE), DATA.layout, is_wanted, tenant)

@@ -1,5 +1,8 @@
 """SymPy expressions there and back."""
 
+import operator
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -148,6 +151,44 @@ def defined_rows(program, parameters):
     with np.errstate(all="ignore"):
         program.fold(leaf, operator)
     return defined
+
+
+#: What SymPy's own compiler to NumPy knows, kept from complex numbers and overflow.
+UNARY = (
+    *(S.sin, S.cos, S.tan, S.tanh, S.atan, S.Abs, S.sign, S.floor, S.ceiling, S.erf),
+    *(lambda e: S.exp(S.tanh(e)), lambda e: S.log(S.Abs(e) + 1), lambda e: S.sqrt(S.Abs(e))),
+    *(lambda e: e**2, lambda e: e**-3, lambda e: 2 ** S.tanh(e), lambda e: S.Abs(e) ** 0.3),
+)
+BINARY = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, S.Max, S.Min, S.atan2),
+    *(lambda a, b: S.Piecewise((a, a < b), (b, True)), lambda a, b: S.Mul(a, b, x1)),
+    lambda a, b: S.Add(a, -b, p1),
+)
+
+
+def random_expression(rng, depth):
+    """One of SymPy's own, which it may rewrite as it is made."""
+    if depth == 0 or rng.random() < 0.15:
+        number = rng.choice([S.Integer(2), S.Rational(1, 3), S.Float(round(rng.uniform(-2, 2), 3))])
+        return rng.choice([x1, x2, x3, p1, number])
+    if rng.random() < 0.5:
+        return rng.choice(UNARY)(random_expression(rng, depth - 1))
+    operands = [random_expression(rng, depth - 1) for _ in range(2)]
+    return rng.choice(BINARY)(*operands)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_expressions_as_sympy_evaluates_them(seed):
+    expression = S.zoo
+    rng = random.Random(seed)
+    while expression.has(S.zoo, S.nan, S.ITE):  # which its compiler to NumPy cannot do
+        expression = random_expression(rng, 3)
+    columns = data()
+    ours = reference.evaluate_program(from_sympy(expression), columns, [0.7])
+    compiled = S.lambdify([x1, x2, x3, p1], expression, ["scipy", "numpy"])
+    with np.errstate(all="ignore"):
+        theirs = np.broadcast_to(compiled(*columns, 0.7), ours.shape)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9, err_msg=str(expression))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warpfit
 from support.install import required_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,3 +76,27 @@ def test_the_measured_import_is_short():
     result = json.loads(path.read_text())
     assert result["median_milliseconds"]["warpfit"]["elapsed"] < 150
     assert len(result["client_installs"]) < 5
+
+
+def test_parse_stays_a_function():
+    code = "import warpfit, warpfit.testing, warpfit.parse; assert callable(warpfit.parse)"
+    subprocess.run([sys.executable, "-c", f"{code}; warpfit.parse('x1')"], check=True)
+
+
+@pytest.mark.parametrize("name", warpfit.__all__)
+def test_every_exported_name_exists(name):
+    assert getattr(warpfit, name) is not None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "-event_engine_client"), ("x", "x")])
+def test_grpcs_poller_is_chosen_before_it_is_imported(given, expected):
+    environment = {k: v for k, v in os.environ.items() if k != "GRPC_EXPERIMENTS"}
+    if given is not None:
+        environment["GRPC_EXPERIMENTS"] = given
+    code = "import os, sys, warpfit; print(os.environ['GRPC_EXPERIMENTS'], 'grpc' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    experiments, is_imported = ran.stdout.split()
+    assert experiments.split(",")[0] == expected
+    assert is_imported == "False"

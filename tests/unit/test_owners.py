@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import numpy as np
 import pytest
 
+from support.lanes import DATA, an_evaluation, engine_ends
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.info import Limits
-from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss
-from warpfit.workload import thesis_mix
+from warpfit.request import Loss
 from warpfit_server import channel as wire
-from warpfit_server.channel import Channel
 from warpfit_server.datasets import DatasetStore
 from warpfit_server.lanes import Lanes
 from warpfit_server.segments import Segment, SegmentPool
 from warpfit_server.tenants import key_of
-
-DATA = Dataset.of(np.arange(40.0).reshape(10, 4), np.arange(10.0))
-
-
-def _evaluation():
-    programs, parameters = thesis_mix(3, 7, variables=4)
-    return Evaluation(DATA.content_id, Batch.of(programs, parameters), loss=Loss.MSE)
-
-
-def _engine(lanes, count):
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
-    lanes.open([ours for ours, _ in pairs])
-    return [Channel(theirs) for _, theirs in pairs]
 
 
 class TestOldBytes:
@@ -54,9 +38,9 @@ class TestOldBytes:
     def test_a_lane_that_changes_hands_is_clean(self, rows):
         layout = Dataset.of(np.zeros((rows, 4), np.float32), np.zeros(rows)).layout
         lanes = Lanes(SegmentPool(64 << 20))
-        (engine,) = _engine(lanes, 1)
+        (engine,) = engine_ends(lanes, 1)
         for tenant in ("alice", "bob"):
-            run = lanes.start(_evaluation(), layout, lambda: True, tenant)
+            run = lanes.start(an_evaluation(loss=Loss.MSE), layout, lambda: True, tenant)
             message, (descriptor,) = engine.receive() if tenant == "alice" else _received(engine)
             frame = message.frame
             values = frame.values_view(run.segment)

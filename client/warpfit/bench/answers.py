@@ -124,8 +124,8 @@ def _tier_sentences(measured: list[Repeats]) -> list[str]:
         kernels = [f"{_calls(r.kernel_break_even)} at {r.rows:,}" for r in of_count]
         sentences.append(
             f"{count:,} expressions that come again: compiling takes "
-            f"{_duration(compiling[len(compiling) // 2])} and has paid, end to end, after "
-            f"{', '.join(parts)}. If only kernels took time: after {', '.join(kernels)}."
+            f"{_duration(compiling[len(compiling) // 2])} and has paid, end to end, "
+            f"{', '.join(parts)}. If only kernels took time: {', '.join(kernels)}."
         )
     return sentences
 
@@ -190,8 +190,8 @@ def compact(number: float) -> str:
 
 def _calls(number: float) -> str:
     if math.isinf(number):
-        return "no number of calls"
-    return f"{_about(math.ceil(number))} calls"
+        return "never"
+    return f"after {_about(math.ceil(number))} calls"
 
 
 def _about(number: float) -> str:

@@ -14,6 +14,8 @@ from warpfit.bench.findings import Grid, System, comparisons, repeats, size
 
 #: Told apart with every kind of colour vision (Okabe and Ito 2008).
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+#: Of plots beside each other that are still wide enough.
+_MOST_COLUMNS: Final = 3
 _STAGES: Final = ("rest", "decode", "queue", "copy_in", "compute", "copy_out")
 _STAGE_NAMES: Final = MappingProxyType(
     {
@@ -149,8 +151,12 @@ def roofline(found: Sequence[System]) -> Any:
     devices = [s for s in devices if _under_roof(s.cells)]
     if not devices:
         return None
-    figure, axes = _figure(1, len(devices), squeeze=False)
-    for axis, system in zip(axes[0], devices, strict=True):
+    columns = min(len(devices), _MOST_COLUMNS)
+    rows = math.ceil(len(devices) / columns)
+    figure, axes = _figure(rows, columns, height=4.2 * rows, squeeze=False)
+    for axis in axes.flat[len(devices) :]:
+        axis.set_axis_off()
+    for axis, system in zip(axes.flat, devices, strict=False):
         peaks = system.document["peaks"][system.engine]
         intensity = np.logspace(-1, 5, 100)
         roof = np.minimum(peaks["lanes_per_second"], intensity * peaks["bytes_per_second"])
@@ -168,10 +174,12 @@ def roofline(found: Sequence[System]) -> Any:
                 alpha=0.7,
             )
         _special_roof(axis, system)
-        axis.set(title=system.label, xlabel="operations a byte")
+        axis.set_title(system.label, fontsize=10)
+        axis.set(xlabel="operations a byte")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
-    axes[0][0].set_ylabel("operations a second")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("operations a second")
     return figure
 
 

@@ -21,7 +21,7 @@ h1{font-size:1.7rem}h2{font-size:1.25rem;margin-top:2.2rem;border-bottom:1px sol
 img{max-width:100%;height:auto}figure{margin:1rem 0}figcaption,.small{font-size:.85rem;color:#555}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.8rem;margin:1rem 0}
 th,td{padding:.2rem .5rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
-th:first-child,td:first-child,td.text{text-align:left}td.text{white-space:normal}
+th:first-child,td:first-child,td.text{text-align:left}td.text{white-space:normal;min-width:16rem}
 section.answer{background:#f4f7fa;border-left:4px solid #0072b2;padding:.4rem 1rem;margin:1rem 0}
 section.answer h3{margin:.4rem 0;font-size:1.05rem}
 """
@@ -136,6 +136,7 @@ def _peer_table(found: Sequence[System]) -> str:
     rows = [
         [
             cell["peer"],
+            system.label,
             f"{cell['scenario']['rows']:,}",
             f"{cell['scenario']['expressions']:,}",
             _seconds(cell["prepare"]),
@@ -146,23 +147,13 @@ def _peer_table(found: Sequence[System]) -> str:
             f"{cell['times_warpfit']:.2f}",
             f"{cell['agreement']['peer']:.1%} / {cell['agreement']['warpfit']:.1%}",
             f"{cell['output']}; {cell['notes']}; beside the {cell['scenario']['tier']} tier",
-            system.label,
         ]
         for system in found
         for cell in system.select(kind="peer")
     ]
-    titles = [
-        "peer",
-        "rows",
-        "expressions",
-        "prepare",
-        "evaluate",
-        "warpfit",
-        "its kernels",
-        "ratio",
-    ]
+    titles = ["peer", "machine", "rows", "expressions", "prepare", "evaluate"]
     ours = ["warpfit, first", "warpfit", "its kernels", "ratio", "right (peer / warpfit)"]
-    return _table([*titles, *ours, "how", "machine"], rows)
+    return _table([*titles, *ours, "how"], rows)
 
 
 def _cell_tables(found: Sequence[System]) -> Iterable[str]:
@@ -234,6 +225,7 @@ def _machines(documents: Sequence[Document]) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Make a table; each row has a cell for each title."""
     if not rows:
         return "<p>Nothing was measured.</p>"
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)

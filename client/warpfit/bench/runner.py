@@ -18,14 +18,12 @@ from warpfit.bench.results import Results
 from warpfit.bench.scenarios import Kind, Profile, Scenario
 from warpfit.bench.work import Expressions
 from warpfit.client import connect
-from warpfit.embedded import embedded_server
+from warpfit.embedded import server_at
 from warpfit.errors import UnavailableError, WarpfitError
 from warpfit.info import ServerInfo
 from warpfit.request import Tier
 
 _SHORTEST_SLICE: Final = 0.08
-#: A first start compiles, on a busy machine for minutes.
-_START_SECONDS: Final = 600.0
 #: Of a scenario's time; data, expressions, first call and warm-up take the rest.
 _MEASURED_SHARE: Final = 0.6
 #: Calls of a scenario that is cut as short as can be: the first one, and one that is timed.
@@ -84,6 +82,8 @@ class Run:
         self._results = results
         self._progress = progress
         self._speeds: dict[tuple[str, str, str], float] = {}
+        #: Seconds of the last first call that compiled, by the number of expressions.
+        self._compiling: dict[int, float] = {}
         total = plan.profile.total_seconds
         #: Seconds left for measuring; starting a server, which may have to compile, is not counted.
         self._left = math.inf if total is None else total
@@ -124,14 +124,12 @@ class Run:
 
     @contextmanager
     def _server(self, engine: str) -> Iterator[str]:
-        if self._plan.address:
-            yield self._plan.address
-            return
-        self._progress.say(
-            f"starting a server with the {engine} engine (the very first start takes longer)"
-        )
+        if not self._plan.address:
+            self._progress.say(
+                f"starting a server with the {engine} engine (the very first start takes longer)"
+            )
         flags = ["--engine", engine, "--log-level", "warning"]
-        with embedded_server(flags, start_seconds=_START_SECONDS) as address:
+        with server_at(self._plan.address, flags) as address:
             yield address
 
     def _note_server(self, info: ServerInfo, seconds: float) -> None:
@@ -196,7 +194,7 @@ class Run:
         """Yield all scenarios, those last that would take the time of several others."""
         dear = []
         for scenario in wanted:
-            if _FEWEST_CALLS * self._predicted(scenario) > _DEAR * clock.share:
+            if self._least_seconds(scenario) > _DEAR * clock.share:
                 dear.append(scenario)
             else:
                 yield scenario
@@ -259,11 +257,24 @@ class Run:
         speed = self._speeds.get(_similar(scenario), 0.0)
         return scenario.token_rows / speed if speed else 0.0
 
+    def _least_seconds(self, scenario: Scenario) -> float:
+        """Seconds that a scenario takes however short it is cut: it may have to compile first.
+
+        What compiling takes was seen at as many expressions, or at fewer.
+        """
+        compiling = 0.0
+        if scenario.tier == Tier.COMPILED.value:
+            seen = [n for n in self._compiling if n <= scenario.expressions]
+            compiling = self._compiling[max(seen)] if seen else 0.0
+        return compiling + _FEWEST_CALLS * self._predicted(scenario)
+
     def _learn(self, scenario: Scenario, cell: dict[str, Any]) -> None:
         if scenario.kind is Kind.EVALUATE and scenario.output == "losses":
             speed = cell["token_rows_per_second"]["wall"]
             similar = _similar(scenario)
             self._speeds[similar] = max(speed, self._speeds.get(similar, 0.0))
+            if scenario.tier == Tier.COMPILED.value:
+                self._compiling[scenario.expressions] = cell["first"]["wall"]
 
     def _seconds(self) -> float:
         """Seconds of this run and those before it that it continues."""

@@ -1,4 +1,4 @@
-"""What the estimators share: their server, their data, and their predictions."""
+"""What the estimators share: their server, their data, their formula and its predictions."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    validate_data,
-)
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from warpfit import reference
 from warpfit.client import Client, connect
-from warpfit.embedded import embedded_server
+from warpfit.embedded import server_at
 from warpfit.ir import Program
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Client]:
     """Connect to a server, or to one that is started here on the CPU for as long as the block."""
-    if address is not None:
-        with connect(address) as client:
-            yield client
-        return
-    with embedded_server(["--engine", "cpu"]) as started, connect(started) as client:
+    with server_at(address, ["--engine", "cpu"]) as place, connect(place) as client:
         yield client
 
 
@@ -53,7 +47,17 @@ def training_data(
     return rows[:, :-1], rows[:, -1], totals
 
 
-def predictions(estimator: Any, program: Program, X: Any) -> NDArray[np.float64]:
-    """Evaluate the fitted program here, without a server; [rows]."""
-    X = validate_data(estimator, X, dtype=np.float64, reset=False)
-    return reference.evaluate_program(program, X.T)
+class FormulaRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+    """A regressor whose ``fit`` ends with one formula, its numbers included."""
+
+    program_: Program
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Evaluate the formula on X, [rows, variables], here and without a server; [rows]."""
+        check_is_fitted(self)
+        rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False))
+        return reference.evaluate_program(self.program_, rows.T)
+
+    def _names(self) -> tuple[str, ...]:
+        """Names of a data frame's columns; empty where ``fit`` was given none."""
+        return tuple(getattr(self, "feature_names_in_", ()))

@@ -6,9 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.frontends import as_program
@@ -16,10 +14,10 @@ from warpfit.ir import Program
 from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, PARAMETER
 from warpfit.printing import to_text
-from warpfit.sklearn.connection import connected, predictions, training_data
+from warpfit.sklearn.connection import FormulaRegressor, connected, training_data
 
 
-class ParameterOptimizer(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+class ParameterOptimizer(FormulaRegressor):
     """Fit the parameters p1, p2, ... of a formula to data, on a server.
 
     Parameters
@@ -99,7 +97,7 @@ class ParameterOptimizer(RegressorMixin, BaseEstimator):  # type: ignore[misc]
 
         """
         rows, target, weights = training_data(self, X, y, sample_weight)
-        names = tuple(getattr(self, "feature_names_in_", ()))
+        names = self._names()
         program = as_program(self.expression, names)
         loss = as_loss(self.loss)
         with (
@@ -124,11 +122,6 @@ class ParameterOptimizer(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         self.program_ = _with_numbers(program, self.parameters_)
         self.expression_ = to_text(self.program_, names)
         return self
-
-    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Evaluate the fitted formula on X, [rows, variables], without a server; [rows]."""
-        check_is_fitted(self)
-        return predictions(self, self.program_, X)
 
     def _starts(self, program: Program) -> NDArray[np.float64]:
         """Start vectors, [starts, n]."""

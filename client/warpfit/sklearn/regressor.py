@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, RegressorMixin
+from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS
 from warpfit.printing import to_latex, to_text
-from warpfit.sklearn.connection import connected, predictions, training_data
+from warpfit.sklearn.connection import FormulaRegressor, connected, training_data
 from warpfit.sklearn.genome import Breeder, to_program
 from warpfit.sklearn.search import Formula, Search, Settings
 
@@ -45,7 +43,7 @@ class Equation:
     text: str
 
 
-class SymbolicRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+class SymbolicRegressor(FormulaRegressor):
     """Symbolic regression: genetic programming over structure, constants fitted by a server.
 
     The whole of a generation is scored by one call and its constants are fitted by another, so the
@@ -148,11 +146,6 @@ class SymbolicRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         self.program_, self.expression_ = best.program, best.text
         return self
 
-    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Evaluate the chosen formula on X, [rows, variables], without a server; [rows]."""
-        check_is_fitted(self)
-        return predictions(self, self.program_, X)
-
     def latex(self) -> str:
         """LaTeX of the chosen formula."""
         return to_latex(self.program_, self._names())
@@ -194,9 +187,6 @@ class SymbolicRegressor(RegressorMixin, BaseEstimator):  # type: ignore[misc]
     def _equation(self, formula: Formula, variance: float) -> Equation:
         program = _whole(formula, math.sqrt(variance))
         return Equation(formula.size, formula.loss, program, to_text(program, self._names()))
-
-    def _names(self) -> Sequence[str]:
-        return list(getattr(self, "feature_names_in_", ()))
 
 
 def _whole(formula: Formula, spread: float) -> Program:

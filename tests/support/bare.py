@@ -1,0 +1,50 @@
+"""gRPC alone: a server in a process of its own that computes nothing, the floor of a benchmark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+#: Options of a channel or server whose messages may have any size.
+NO_LIMIT = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+@contextmanager
+def bare_server(script: str, *words: str) -> Iterator[str]:
+    """Run a script that calls `serve`; yield its address."""
+    with subprocess.Popen(
+        [sys.executable, script, *words],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield f"127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.communicate(timeout=30)
+
+
+def serve(
+    service: str, methods: Mapping[str, Any], options: Sequence[tuple[str, Any]] = ()
+) -> None:
+    """Be that server until standard input ends; print its port.
+
+    Args:
+        service: its name.
+        methods: gRPC's handlers by name of the method.
+        options: of the server.
+
+    """
+    server = grpc.server(ThreadPoolExecutor(2), options=options)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    server.start()
+    sys.stdin.read()
+    server.stop(None)
