@@ -183,9 +183,9 @@ class EngineProcess:
                 visit.finished = self._perform(job)
         finally:
             self._roster.end(lane)
-        visit.tenant, visit.standing = problem.tenant, job.reply.standing
-        if place is not None and visit.standing is None:
-            place.leave()
+            if place is not None and reply.standing is None:
+                place.leave()
+        visit.tenant, visit.standing = problem.tenant, reply.standing
         if not problem.keep:
             visit.segment = None
 
