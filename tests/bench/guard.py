@@ -40,6 +40,8 @@ SEED = 20261121
 VARIABLES = 10
 #: Calls a second that each tenant may make beside another: all share a few cores.
 RATE = 200
+#: Seconds between two calls of the modest tenant at least, so that it stays below that.
+PACE = 1.1 / RATE
 #: Times that what is compared is measured in turn, so that a neighbour's work is in all of it.
 ROUNDS = 4
 #: Pause of the client that watches how long refusals take.
@@ -144,7 +146,7 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) -> dict[str, Any]:
     """A victim's latencies alone and beside each kind of greedy tenant."""
     caller = Caller(prepared(address, tokens["victim"], asked.victim))
-    closed_loop(caller, 2)
+    closed_loop(caller, 2, PACE)
     result: dict[str, Any] = {}
     for name, (threads, job) in asked.greedy.items():
         alone, beside = [], []
@@ -152,10 +154,10 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
             for _ in range(ROUNDS):
                 go.clear()
                 time.sleep(1)  # what it has begun ends
-                alone += closed_loop(caller, seconds / ROUNDS)
+                alone += closed_loop(caller, seconds / ROUNDS, PACE)
                 go.set()
                 time.sleep(0.5)
-                beside += closed_loop(caller, 2 * seconds / ROUNDS)
+                beside += closed_loop(caller, 2 * seconds / ROUNDS, PACE)
         assert all(status == "OK" for status, _ in beside)
         p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(beside))]
         result[f"{threads} greedy clients, {name}"] = {

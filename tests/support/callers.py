@@ -63,14 +63,21 @@ def _retry_after(error: Any) -> float:
     return 0.0
 
 
-def closed_loop(caller: Caller, seconds: float) -> Outcomes:
-    """Call again as soon as there is an answer, or as soon as a refusal allows it."""
+def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
+    """Call again as soon as there is an answer, or as soon as a refusal allows it.
+
+    Args:
+        caller: calls.
+        seconds: for so long.
+        least: seconds from one call to the next at least.
+
+    """
     outcomes = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         status, took, wait = caller.call()
         outcomes.append((status, took))
-        time.sleep(min(wait, max(0.0, end - time.perf_counter())))
+        time.sleep(max(0.0, min(max(wait, least - took), end - time.perf_counter())))
     return outcomes
 
 
