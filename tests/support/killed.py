@@ -26,7 +26,7 @@ ROWS = 50_000
 #: The server's private memory may be that much larger afterwards: its allocator keeps some.
 GROWTH_BYTES = 8 << 20
 #: What must be as it was.
-_COUNTS = ("window_descriptors", "shared_bytes", "descriptors", "descriptors_of_the_engine")
+_COUNTS = ("window_descriptors", "shared_bytes", "descriptors")
 _CONTEXT = multiprocessing.get_context("spawn")
 _FLAGS = ("--front-doors", "1", "--threads", "1", "--local-socket", "auto")
 
@@ -82,7 +82,6 @@ def held(server: ServerProcess) -> dict[str, int]:
         "window_descriptors": open_windows(server.process.pid),
         "shared_bytes": server.shared_memory(),
         "descriptors": server.descriptors(),
-        "descriptors_of_the_engine": server.engine().num_fds(),
         "private_bytes": memory.rss - memory.shared,
     }
 
