@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def _flood(target: Target, count: int, go: Any, stop: Any) -> None:
         caller = Caller(target)
         while not stop.is_set():
             if go.wait(0.2):
-                time.sleep(caller.call()[2])
+                time.sleep(caller.call()[1])
 
     threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:
@@ -158,7 +159,7 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
                 go.set()
                 time.sleep(0.5)
                 beside += closed_loop(caller, 2 * seconds / ROUNDS, PACE)
-        assert all(status == "OK" for status, _ in beside)
+        assert all(outcome.status == "OK" for outcome in beside)
         p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(beside))]
         result[f"{threads} greedy clients, {name}"] = {
             "alone": milliseconds(_times(alone)),
@@ -169,7 +170,7 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
 
 
 def _times(outcomes: Outcomes, wanted: str = "OK") -> list[float]:
-    return [took for status, took in outcomes if status == wanted]
+    return [outcome.seconds for outcome in outcomes if outcome.status == wanted]
 
 
 def _watch(target: Target, go: Any, stop: Any, seen: Any) -> None:
@@ -180,9 +181,9 @@ def _watch(target: Target, go: Any, stop: Any, seen: Any) -> None:
     while not stop.wait(WATCH_SECONDS):
         if not go.wait(0.2):
             continue
-        status, took, _ = caller.call()
-        if status == "RESOURCE_EXHAUSTED":
-            refused.append(took)
+        outcome, _ = caller.call()
+        if outcome.status == "RESOURCE_EXHAUSTED":
+            refused.append(outcome.seconds)
     seen.put(refused)
 
 
@@ -203,36 +204,47 @@ def watched(target: Target) -> Iterator[tuple[Any, list[float]]]:
 
 
 class Account:
-    """Seconds, answers and CPU time of one kind of phase, of which there are several."""
+    """Answers and CPU time of one kind of phase, of which there are several.
 
-    def __init__(self, family: list[psutil.Process], crew: Crew) -> None:
+    The first quarter of a phase, in which its calls begin to queue, does not count, nor what is
+    answered after its end.
+    """
+
+    def __init__(self, family: list[psutil.Process], crew: Crew, seconds: float) -> None:
         self._family = family
         self._crew = crew
+        self._length = seconds
         self._cpu = np.zeros(len(family) + 1)
-        self._seconds = 0.0
+        self._wall = self._counted = 0.0
+        self._answered = self._called = 0
         self.outcomes: Outcomes = []
 
-    @contextmanager
-    def phase(self) -> Iterator[None]:
-        """Count what happens in the ``with`` block."""
+    def phase(self, calls: Callable[[float], Outcomes]) -> None:
+        """Count what calls of so many seconds bring."""
         before, started = self._used(), time.perf_counter()
-        yield
-        self._seconds += time.perf_counter() - started
+        outcomes = calls(self._length)
+        self._wall += time.perf_counter() - started
         self._cpu += self._used() - before
+        begin, end = started + self._length / 4, started + self._length
+        counted = [outcome for outcome in outcomes if begin <= outcome.moment < end]
+        self._counted += end - begin
+        self._answered += len(_times(counted))
+        self._called += len(counted)
+        self.outcomes += outcomes
 
     @property
     def answered(self) -> float:
         """Answers a second."""
-        return len(_times(self.outcomes)) / self._seconds
+        return self._answered / self._counted
 
     @property
     def called(self) -> float:
         """Calls a second."""
-        return len(self.outcomes) / self._seconds
+        return self._called / self._counted
 
     def cores(self) -> dict[str, float]:
         """Cores that were busy with what, on average; the engine comes last of the family."""
-        *doors, engine, generator = (self._cpu / self._seconds).tolist()
+        *doors, engine, generator = (self._cpu / self._wall).tolist()
         named = {"front_doors": sum(doors), "engine": engine, "generator": generator}
         return {name: round(cores, 3) for name, cores in named.items()}
 
@@ -243,17 +255,19 @@ class Account:
 
 def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
     """Peak of closed loops, and ten times that rate from callers that take no advice, in turn."""
-    trials = {n: len(_times(crew.closed(n, seconds / 3))) / (seconds / 3) for n in CLIENTS}
-    clients = max(trials, key=trials.__getitem__)
     family = list(process.family().values())
-    peak, beyond = Account(family, crew), Account(family, crew)
+    trials = {}
+    for count in CLIENTS:
+        trial = Account(family, crew, seconds / 2)
+        trial.phase(partial(crew.closed, count))
+        trials[count] = trial.answered
+    clients = max(trials, key=trials.__getitem__)
+    peak, beyond = (Account(family, crew, seconds / 2) for _ in range(2))
     with watched(target) as (go, seen):
         for _ in range(ROUNDS):
-            with peak.phase():
-                peak.outcomes += crew.closed(clients, seconds / 2)
+            peak.phase(partial(crew.closed, clients))
             go.set()
-            with beyond.phase():
-                beyond.outcomes += crew.open(10 * peak.answered, seconds / 2)
+            beyond.phase(partial(crew.open, 10 * peak.answered))
             go.clear()
     refused = _times(beyond.outcomes, "RESOURCE_EXHAUSTED")
     others = len(beyond.outcomes) - len(refused) - len(_times(beyond.outcomes))

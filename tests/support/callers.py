@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -21,8 +21,18 @@ EVALUATE = "/warpfit.v1.Evaluator/Evaluate"
 #: The threads of a generator take turns of this many seconds: its Python is not what is measured.
 TURN_SECONDS = 0.0005
 _CONTEXT = multiprocessing.get_context("spawn")
-#: Status and seconds of each call.
-Outcomes = list[tuple[str, float]]
+
+
+class Outcome(NamedTuple):
+    """How a call ended."""
+
+    status: str
+    seconds: float
+    moment: float
+    """``time.perf_counter()`` when it ended, which all processes of a machine share."""
+
+
+Outcomes = list[Outcome]
 
 
 @dataclass(frozen=True)
@@ -45,15 +55,17 @@ class Caller:
         self._request = target.request
         grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
 
-    def call(self) -> tuple[str, float, float]:
-        """Call once; return the status, the seconds it took, and those to wait before the next."""
+    def call(self) -> tuple[Outcome, float]:
+        """Call once; return the outcome, and the seconds to wait before the next."""
         started = time.perf_counter()
+        status, wait = "OK", 0.0
         try:
             for _ in self._method(self._request, timeout=60, metadata=self._metadata):
                 continue
         except grpc.RpcError as error:
-            return error.code().name, time.perf_counter() - started, _retry_after(error)
-        return "OK", time.perf_counter() - started, 0.0
+            status, wait = error.code().name, _retry_after(error)
+        ended = time.perf_counter()
+        return Outcome(status, ended - started, ended), wait
 
 
 def _retry_after(error: Any) -> float:
@@ -75,9 +87,10 @@ def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
     outcomes = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        status, took, wait = caller.call()
-        outcomes.append((status, took))
-        time.sleep(max(0.0, min(max(wait, least - took), end - time.perf_counter())))
+        outcome, wait = caller.call()
+        outcomes.append(outcome)
+        pause = max(wait, least - outcome.seconds)
+        time.sleep(max(0.0, min(pause, end - time.perf_counter())))
     return outcomes
 
 
@@ -102,7 +115,7 @@ def open_loop(callers: list[Caller], rate: float, seconds: float) -> Outcomes:
             if turn is None:
                 return
             time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
-            outcomes.append(caller.call()[:2])
+            outcomes.append(caller.call()[0])
 
     _in_threads(work, callers)
     return outcomes
