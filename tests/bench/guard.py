@@ -47,10 +47,10 @@ PACE = 1.1 / RATE
 ROUNDS = 4
 #: Pause of the client that watches how long refusals take.
 WATCH_SECONDS = 0.02
-#: Connections of the generator of overload.
-CALLERS = 64
 #: Clients of which the number is taken that gets most answers; one tenant has twelve places.
 CLIENTS = (2, 4, 8, 12)
+#: Connections of the generator of overload.
+CALLERS = 10 * CLIENTS[-1]
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -254,7 +254,11 @@ class Account:
 
 
 def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
-    """Peak of closed loops, and ten times that rate from callers that take no advice, in turn."""
+    """Peak of closed loops, and ten times as much, in turn.
+
+    Ten times the rate from callers that take no advice, and ten times the clients, which come again
+    when they are told to, as warpfit's own do.
+    """
     family = list(process.family().values())
     trials = {}
     for count in CLIENTS:
@@ -262,13 +266,14 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
         trial.phase(partial(crew.closed, count))
         trials[count] = trial.answered
     clients = max(trials, key=trials.__getitem__)
-    peak, beyond = (Account(family, crew, seconds / 2) for _ in range(2))
+    peak, beyond, patient = (Account(family, crew, seconds / 2) for _ in range(3))
     with watched(target) as (go, seen):
         for _ in range(ROUNDS):
             peak.phase(partial(crew.closed, clients))
             go.set()
             beyond.phase(partial(crew.open, 10 * peak.answered))
             go.clear()
+            patient.phase(partial(crew.closed, 10 * clients))
     refused = _times(beyond.outcomes, "RESOURCE_EXHAUSTED")
     others = len(beyond.outcomes) - len(refused) - len(_times(beyond.outcomes))
     return {
@@ -283,6 +288,12 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
         "refused_as_one_client_saw_it": milliseconds(seen),
         "answered": milliseconds(_times(beyond.outcomes)),
         "other": others,
+        "ten_times_the_clients_that_obey": {
+            "calls_per_second": round(patient.called, 1),
+            "goodput_calls_per_second": round(patient.answered, 1),
+            "goodput_of_peak": round(patient.answered / peak.answered, 3),
+            "busy_cores": patient.cores(),
+        },
         "busy_cores_at_the_peak": peak.cores(),
         "busy_cores_at_overload": beyond.cores(),
     }
