@@ -242,6 +242,11 @@ class Account:
         """Calls a second."""
         return self._called / self._counted
 
+    @property
+    def per_core_second(self) -> float:
+        """Answers for each second of the server's own CPU time, whatever neighbours took."""
+        return len(_times(self.outcomes)) / float(self._cpu[:-1].sum())
+
     def cores(self) -> dict[str, float]:
         """Cores that were busy with what, on average; the engine comes last of the family."""
         *doors, engine, generator = (self._cpu / self._wall).tolist()
@@ -284,6 +289,9 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
         "offered_calls_per_second": round(beyond.called, 1),
         "goodput_calls_per_second": round(beyond.answered, 1),
         "goodput_of_peak": round(beyond.answered / peak.answered, 3),
+        "goodput_of_peak_for_the_same_cpu_time": round(
+            beyond.per_core_second / peak.per_core_second, 3
+        ),
         "refused": milliseconds(refused),
         "refused_as_one_client_saw_it": milliseconds(seen),
         "answered": milliseconds(_times(beyond.outcomes)),
@@ -292,6 +300,9 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
             "calls_per_second": round(patient.called, 1),
             "goodput_calls_per_second": round(patient.answered, 1),
             "goodput_of_peak": round(patient.answered / peak.answered, 3),
+            "goodput_of_peak_for_the_same_cpu_time": round(
+                patient.per_core_second / peak.per_core_second, 3
+            ),
             "busy_cores": patient.cores(),
         },
         "busy_cores_at_the_peak": peak.cores(),
