@@ -83,6 +83,7 @@ class FairGate:
         self._places = places
         self._total = 0
         self._running: Counter[str] = Counter()
+        self._pausing: Counter[str] = Counter()
         self._waiting: dict[str, deque[threading.Event]] = {}
         self._charges: dict[str, float] = {}
         self._level = 0.0  # what the least charged tenant at work has been charged, or had been
@@ -110,8 +111,7 @@ class FairGate:
                 del self._running[tenant]
             if self._waiting:
                 self._serve()
-            if self._running:
-                self._moved.notify_all()
+            self._wake()
 
     def account(self, tenant: str, seconds: float) -> None:
         """Charge a tenant for evaluations that have run without a place."""
@@ -123,8 +123,7 @@ class FairGate:
         """Charge a tenant at work."""
         with self._lock:
             self._charges[tenant] += seconds
-            if len(self._running) > 1:
-                self._moved.notify_all()
+            self._wake()
 
     def is_ahead(self, tenant: str) -> bool:
         """Tell whether another tenant at work has been charged clearly less."""
@@ -136,9 +135,22 @@ class FairGate:
     def pause(self, tenant: str) -> None:
         """Wait until the tenant is not ahead any more."""
         with self._lock:
+            self._pausing[tenant] += 1
             self._moved.wait_for(lambda: not self._is_ahead(tenant), _LONGEST_PAUSE)
+            self._pausing[tenant] -= 1
+            if not self._pausing[tenant]:
+                del self._pausing[tenant]
 
     # ------------------------------------------------------------------------- under the lock
+
+    def _wake(self) -> None:
+        """Let those who pause go on, if one of them may.
+
+        On many cores a dozen threads pause while others report pieces ten times a millisecond; to
+        wake all of them each time would keep Python's lock busy.
+        """
+        if any(not self._is_ahead(tenant) for tenant in self._pausing):
+            self._moved.notify_all()
 
     def _is_ahead(self, tenant: str) -> bool:
         least = min(self._charges[other] for other in self._running)

@@ -1,12 +1,15 @@
 """How the server treats too much work: ten times overload, and a greedy tenant beside a modest one.
 
-``python tests/bench/guard.py`` starts servers on loopback and writes results/guard.json. Load comes
-from processes of their own; on a machine with few cores they take some of the engine's time, which
-is part of every figure. All ratios compare figures of one run.
+``python tests/bench/guard.py`` starts servers on loopback and writes results/guard.json, with
+``--engine cuda`` results/guard_cuda.json; ``--name`` says otherwise. Load comes from processes of
+their own. Against overload, server and generator have cores of their own, so that the generator
+takes nothing of the server's at the peak and at ten times that, and the same processes call in
+both. With a greedy tenant all share all cores. Ratios compare figures of one run, measured in turn.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -14,36 +17,40 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
+from support.callers import TURN_SECONDS, Caller, Crew, Outcomes, Target, closed_loop, on_cores
 from support.results import write_result
 from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
 from warpfit.security import new_token
-from warpfit.v1 import evaluator_pb2 as pb
 from warpfit.workload import thesis_mix
 
 SEED = 20261121
 VARIABLES = 10
-#: Calls a second that each tenant may make: doors, engine and generator share two cores.
+#: Calls a second that each tenant may make beside another: all share a few cores.
 RATE = 200
-#: The generator's threads take turns of this many seconds: its own Python is not what is measured.
-TURN_SECONDS = 0.0005
+#: Seconds between two calls of the modest tenant at least, so that it stays below that.
+PACE = 1.1 / RATE
 #: Times that what is compared is measured in turn, so that a neighbour's work is in all of it.
 ROUNDS = 4
 #: Pause of the client that watches how long refusals take.
 WATCH_SECONDS = 0.02
-EVALUATE = "/warpfit.v1.Evaluator/Evaluate"
+#: Clients of which the number is taken that gets most answers; one tenant has twelve places.
+CLIENTS = (2, 4, 8, 12)
+#: Connections of the generator of overload.
+CALLERS = 10 * CLIENTS[-1]
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -55,99 +62,53 @@ class Job:
     rows: int
 
 
-#: About 40 ms of two cores; small messages, so that sending them costs little.
-OVERLOAD = Job(programs=200, rows=100_000)
-VICTIM = Job(programs=100, rows=50_000)
-GREEDY = {
-    "the same batches": (16, VICTIM),
-    "batches ten times larger": (8, Job(programs=1000, rows=50_000)),
-    "very small batches": (16, Job(programs=1, rows=1000)),
-}
+@dataclass(frozen=True)
+class Work:
+    """What is asked of an engine."""
+
+    overload: Job
+    victim: Job
+    greedy: dict[str, tuple[int, Job]]
+    """Number of greedy clients, and what they ask."""
 
 
-def prepared(client: warpfit.Client, job: Job) -> bytes:
-    """Upload the job's data; return its serialized request."""
+def work(rows: int) -> Work:
+    """Work of batches over ``rows`` rows; small messages, so that sending them costs little."""
+    return Work(
+        Job(programs=200, rows=rows),
+        Job(programs=100, rows=rows // 2),
+        {
+            "the same batches": (16, Job(programs=100, rows=rows // 2)),
+            "batches ten times larger": (8, Job(programs=1000, rows=rows // 2)),
+            "very small batches": (16, Job(programs=1, rows=1000)),
+        },
+    )
+
+
+#: Of each engine: a batch takes some 80 ms of a core, and some milliseconds of a GPU.
+WORK = {"cpu": work(100_000), "cuda": work(4_000_000)}
+
+
+def prepared(address: str, token: str, job: Job) -> Target:
+    """Upload the job's data; return how it is asked for."""
     rng = np.random.default_rng(SEED)
     X = rng.uniform(0.5, 2, size=(job.rows, VARIABLES)).astype(np.float32)
-    data = client.upload(X, X[:, 0])
+    with warpfit.connect(address, token=token) as client:
+        data = client.upload(X, X[:, 0])
     programs, parameters = thesis_mix(SEED, job.programs)
     evaluation, _ = build_evaluation(data, programs, parameters, None, {"loss": "mse"})
-    return codec.evaluation_to_message(evaluation).SerializeToString()
+    request = codec.evaluation_to_message(evaluation).SerializeToString()
+    return Target(address, token, request)
 
 
-class Caller:
-    """Sends one request again and again over a connection of its own."""
-
-    def __init__(self, address: str, token: str, request: bytes) -> None:
-        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-        self._method = self._channel.unary_stream(EVALUATE)
-        self._metadata = (("authorization", f"Bearer {token}"),)
-        self._request = request
-        grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
-
-    def call(self) -> tuple[str, float, float]:
-        """Call once; return the status, the seconds it took, and those to wait before the next."""
-        started = time.perf_counter()
-        try:
-            for _ in self._method(self._request, timeout=60, metadata=self._metadata):
-                continue
-        except grpc.RpcError as error:
-            return error.code().name, time.perf_counter() - started, _retry_after(error)
-        return "OK", time.perf_counter() - started, 0.0
-
-
-def _retry_after(error: Any) -> float:
-    for key, value in error.trailing_metadata() or ():
-        if key == codec.ERROR_METADATA_KEY:
-            return pb.ErrorDetail.FromString(value).retry_after_ms / 1000
-    return 0.0
-
-
-def closed_loop(caller: Caller, seconds: float) -> list[tuple[str, float]]:
-    """Call again as soon as there is an answer, or as soon as a refusal allows it."""
-    outcomes = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        status, took, wait = caller.call()
-        outcomes.append((status, took))
-        time.sleep(min(wait, max(0.0, end - time.perf_counter())))
-    return outcomes
-
-
-def open_loop(
-    callers: list[Caller], rate: float, seconds: float, stop: Callable[[], bool]
-) -> list[tuple[str, float]]:
-    """Call at a fixed rate whatever the answers are; refusals are not repeated."""
-    outcomes: list[tuple[str, float]] = []
-    started = time.perf_counter()
-    turns = iter(range(int(rate * seconds)))
-    lock = threading.Lock()
-
-    def work(caller: Caller) -> None:
-        while True:
-            with lock:
-                turn = next(turns, None)
-            if turn is None or stop():
-                return
-            time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
-            outcomes.append(caller.call()[:2])
-
-    threads = [threading.Thread(target=work, args=(caller,)) for caller in callers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
-
-
-def _flood(address: str, token: str, request: bytes, count: int, go: Any, stop: Any) -> None:
+def _flood(target: Target, count: int, go: Any, stop: Any) -> None:
     """Process: closed loops of ``count`` threads while they may, until told to stop."""
 
     def work() -> None:
-        caller = Caller(address, token, request)
+        caller = Caller(target)
         while not stop.is_set():
             if go.wait(0.2):
-                time.sleep(caller.call()[2])
+                time.sleep(caller.call()[1])
 
     threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:
@@ -157,10 +118,10 @@ def _flood(address: str, token: str, request: bytes, count: int, go: Any, stop: 
 
 
 @contextmanager
-def flood(address: str, token: str, request: bytes, count: int) -> Iterator[Any]:
+def flood(target: Target, count: int) -> Iterator[Any]:
     """A process that sends as much as it can while the event is set that this yields."""
     go, stop = _CONTEXT.Event(), _CONTEXT.Event()
-    process = _CONTEXT.Process(target=_flood, args=(address, token, request, count, go, stop))
+    process = _CONTEXT.Process(target=_flood, args=(target, count, go, stop))
     process.start()
     time.sleep(3)
     try:
@@ -171,35 +132,34 @@ def flood(address: str, token: str, request: bytes, count: int) -> Iterator[Any]
 
 
 def milliseconds(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {"calls": 0}
     return {
         "calls": len(seconds),
         **{
             f"p{quantile}_ms": round(1e3 * float(np.percentile(seconds, quantile)), 2)
             for quantile in (50, 90, 99)
         },
-        "max_ms": round(1e3 * max(seconds, default=0.0), 2),
+        "max_ms": round(1e3 * max(seconds), 2),
     }
 
 
-def greedy(address: str, tokens: dict[str, str], seconds: float) -> dict[str, Any]:
+def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) -> dict[str, Any]:
     """A victim's latencies alone and beside each kind of greedy tenant."""
-    with warpfit.connect(address, token=tokens["victim"]) as client:
-        caller = Caller(address, tokens["victim"], prepared(client, VICTIM))
-    closed_loop(caller, 2)
+    caller = Caller(prepared(address, tokens["victim"], asked.victim))
+    closed_loop(caller, 2, PACE)
     result: dict[str, Any] = {}
-    for name, (threads, job) in GREEDY.items():
-        with warpfit.connect(address, token=tokens["greedy"]) as client:
-            request = prepared(client, job)
+    for name, (threads, job) in asked.greedy.items():
         alone, beside = [], []
-        with flood(address, tokens["greedy"], request, threads) as go:
+        with flood(prepared(address, tokens["greedy"], job), threads) as go:
             for _ in range(ROUNDS):
                 go.clear()
                 time.sleep(1)  # what it has begun ends
-                alone += closed_loop(caller, seconds / ROUNDS)
+                alone += closed_loop(caller, seconds / ROUNDS, PACE)
                 go.set()
                 time.sleep(0.5)
-                beside += closed_loop(caller, 2 * seconds / ROUNDS)
-        assert all(status == "OK" for status, _ in beside)
+                beside += closed_loop(caller, 2 * seconds / ROUNDS, PACE)
+        assert all(outcome.status == "OK" for outcome in beside)
         p99 = [float(np.percentile(x, 99)) for x in (_times(alone), _times(beside))]
         result[f"{threads} greedy clients, {name}"] = {
             "alone": milliseconds(_times(alone)),
@@ -209,45 +169,31 @@ def greedy(address: str, tokens: dict[str, str], seconds: float) -> dict[str, An
     return result
 
 
-def _times(outcomes: list[tuple[str, float]]) -> list[float]:
-    return [took for _, took in outcomes]
+def _times(outcomes: Outcomes, wanted: str = "OK") -> list[float]:
+    return [outcome.seconds for outcome in outcomes if outcome.status == wanted]
 
 
-def throughput(callers: list[Caller], seconds: float) -> float:
-    """Answered calls a second of closed loops."""
-    outcomes: list[tuple[str, float]] = []
-    threads = [
-        threading.Thread(target=lambda c=caller: outcomes.extend(closed_loop(c, seconds)))
-        for caller in callers
-    ]
-    started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(status == "OK" for status, _ in outcomes) / (time.perf_counter() - started)
-
-
-def _watch(address: str, token: str, request: bytes, go: Any, stop: Any, seen: Any) -> None:
+def _watch(target: Target, go: Any, stop: Any, seen: Any) -> None:
     """Process: one client that does nothing else calls now and then, and times the refusals."""
-    caller = Caller(address, token, request)
+    caller = Caller(target)
+    seen.put(None)
     refused = []
     while not stop.wait(WATCH_SECONDS):
         if not go.wait(0.2):
             continue
-        status, took, _ = caller.call()
-        if status == "RESOURCE_EXHAUSTED":
-            refused.append(took)
+        outcome, _ = caller.call()
+        if outcome.status == "RESOURCE_EXHAUSTED":
+            refused.append(outcome.seconds)
     seen.put(refused)
 
 
 @contextmanager
-def watched(address: str, token: str, request: bytes) -> Iterator[tuple[Any, list[float]]]:
+def watched(target: Target) -> Iterator[tuple[Any, list[float]]]:
     """A client of its own, while the event is set; the list has what it saw of refusals then."""
     go, stop, seen = _CONTEXT.Event(), _CONTEXT.Event(), _CONTEXT.Queue()
-    process = _CONTEXT.Process(target=_watch, args=(address, token, request, go, stop, seen))
+    process = _CONTEXT.Process(target=_watch, args=(target, go, stop, seen))
     process.start()
-    time.sleep(3)
+    seen.get(timeout=60)  # it is connected
     took: list[float] = []
     try:
         yield go, took
@@ -257,39 +203,125 @@ def watched(address: str, token: str, request: bytes) -> Iterator[tuple[Any, lis
         process.join(90)
 
 
-def overload(address: str, token: str, seconds: float) -> dict[str, Any]:
-    """Peak of closed loops, and ten times that rate from callers that take no advice, in turn."""
-    with warpfit.connect(address, token=token) as client:
-        request = prepared(client, OVERLOAD)
-    callers = [Caller(address, token, request) for _ in range(64)]
-    best = max((2, 4, 8), key=lambda clients: throughput(callers[:clients], seconds / 3))
-    peaks, outcomes, wall, generator = [], [], 0.0, 0.0
-    with watched(address, token, request) as (go, seen):
+class Account:
+    """Answers and CPU time of one kind of phase, of which there are several.
+
+    The first quarter of a phase, in which its calls begin to queue, does not count, nor what is
+    answered after its end.
+    """
+
+    def __init__(self, family: list[psutil.Process], crew: Crew, seconds: float) -> None:
+        self._family = family
+        self._crew = crew
+        self._length = seconds
+        self._cpu = np.zeros(len(family) + 1)
+        self._wall = self._counted = 0.0
+        self._answered = self._called = 0
+        self.outcomes: Outcomes = []
+
+    def phase(self, calls: Callable[[float], Outcomes]) -> None:
+        """Count what calls of so many seconds bring."""
+        before, started = self._used(), time.perf_counter()
+        outcomes = calls(self._length)
+        self._wall += time.perf_counter() - started
+        self._cpu += self._used() - before
+        begin, end = started + self._length / 4, started + self._length
+        counted = [outcome for outcome in outcomes if begin <= outcome.moment < end]
+        self._counted += end - begin
+        self._answered += len(_times(counted))
+        self._called += len(counted)
+        self.outcomes += outcomes
+
+    @property
+    def answered(self) -> float:
+        """Answers a second."""
+        return self._answered / self._counted
+
+    @property
+    def called(self) -> float:
+        """Calls a second."""
+        return self._called / self._counted
+
+    @property
+    def per_core_second(self) -> float:
+        """Answers for each second of the server's own CPU time, whatever neighbours took."""
+        return len(_times(self.outcomes)) / float(self._cpu[:-1].sum())
+
+    def cores(self) -> dict[str, float]:
+        """Cores that were busy with what, on average; the engine comes last of the family."""
+        *doors, engine, generator = (self._cpu / self._wall).tolist()
+        named = {"front_doors": sum(doors), "engine": engine, "generator": generator}
+        return {name: round(cores, 3) for name, cores in named.items()}
+
+    def _used(self) -> Any:
+        times = [process.cpu_times() for process in self._family]
+        return np.array([*(t.user + t.system for t in times), self._crew.cpu_seconds()])
+
+
+def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float) -> dict[str, Any]:
+    """Peak of closed loops, and ten times as much, in turn.
+
+    Ten times the rate from callers that take no advice, and ten times the clients, which come again
+    when they are told to, as warpfit's own do.
+    """
+    family = list(process.family().values())
+    trials = {}
+    for count in CLIENTS:
+        trial = Account(family, crew, seconds / 2)
+        trial.phase(partial(crew.closed, count))
+        trials[count] = trial.answered
+    clients = max(trials, key=trials.__getitem__)
+    peak, beyond, patient = (Account(family, crew, seconds / 2) for _ in range(3))
+    with watched(target) as (go, seen):
         for _ in range(ROUNDS):
-            peaks.append(throughput(callers[:best], seconds / 2))
-            started, before = time.perf_counter(), time.process_time()
-            rate = 10 * float(np.mean(peaks))
+            peak.phase(partial(crew.closed, clients))
             go.set()
-            outcomes += open_loop(callers, rate, seconds / 2, lambda: False)
+            beyond.phase(partial(crew.open, 10 * peak.answered))
             go.clear()
-            wall += time.perf_counter() - started
-            generator += time.process_time() - before
-    peak = float(np.mean(peaks))
-    answered = [took for status, took in outcomes if status == "OK"]
-    refused = [took for status, took in outcomes if status == "RESOURCE_EXHAUSTED"]
-    goodput = len(answered) / wall
+            patient.phase(partial(crew.closed, 10 * clients))
+    refused = _times(beyond.outcomes, "RESOURCE_EXHAUSTED")
+    others = len(beyond.outcomes) - len(refused) - len(_times(beyond.outcomes))
     return {
         "rounds": ROUNDS,
-        "peak_calls_per_second": round(peak, 1),
-        "offered_calls_per_second": round(len(outcomes) / wall, 1),
-        "goodput_calls_per_second": round(goodput, 1),
-        "goodput_of_peak": round(goodput / peak, 3),
+        "answers_per_second_of_so_many_clients": {n: round(rate, 1) for n, rate in trials.items()},
+        "peak_clients": clients,
+        "peak_calls_per_second": round(peak.answered, 1),
+        "offered_calls_per_second": round(beyond.called, 1),
+        "goodput_calls_per_second": round(beyond.answered, 1),
+        "goodput_of_peak": round(beyond.answered / peak.answered, 3),
+        "goodput_of_peak_for_the_same_cpu_time": round(
+            beyond.per_core_second / peak.per_core_second, 3
+        ),
         "refused": milliseconds(refused),
         "refused_as_one_client_saw_it": milliseconds(seen),
-        "answered": milliseconds(answered),
-        "other": len(outcomes) - len(answered) - len(refused),
-        "cores_that_the_generator_took": round(generator / wall, 2),
+        "answered": milliseconds(_times(beyond.outcomes)),
+        "other": others,
+        "ten_times_the_clients_that_obey": {
+            "calls_per_second": round(patient.called, 1),
+            "goodput_calls_per_second": round(patient.answered, 1),
+            "goodput_of_peak": round(patient.answered / peak.answered, 3),
+            "goodput_of_peak_for_the_same_cpu_time": round(
+                patient.per_core_second / peak.per_core_second, 3
+            ),
+            "busy_cores": patient.cores(),
+        },
+        "busy_cores_at_the_peak": peak.cores(),
+        "busy_cores_at_overload": beyond.cores(),
     }
+
+
+def overloaded(engine: str, asked: Work, seconds: float) -> dict[str, Any]:
+    """Measure overload with the machine's cores divided between server and generator."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, len(cores) // 4)
+    with ExitStack() as held:
+        with on_cores(set(cores[count:])):
+            process, tokens = held.enter_context(server(engine, "--max-requests", "16"))
+        held.enter_context(on_cores(set(cores[:count])))
+        target = prepared(process.address, tokens["victim"], asked.overload)
+        crew = held.enter_context(Crew(target, count, CALLERS))
+        result = overload(process, target, crew, seconds)
+    return {"server_cores": len(cores) - count, "generator_cores": count, **result}
 
 
 def noise(seconds: float = 3.0) -> dict[str, float]:
@@ -304,37 +336,47 @@ def noise(seconds: float = 3.0) -> dict[str, float]:
 
 
 @contextmanager
-def server(*flags: str) -> Iterator[tuple[str, dict[str, str]]]:
+def server(
+    engine: str, *flags: str, limits: str = ""
+) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
+    """A server with two tenants: the process, and their tokens."""
     made = {name: new_token(name) for name in ("victim", "greedy")}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tokens"
         path.write_text("\n".join(line for _, line in made.values()))
-        limits = path.with_name("tenants.toml")
-        limits.write_text(f"[default]\nrate = {RATE}\n")
-        files = ("--token-file", str(path), "--tenants-file", str(limits))
-        with ServerProcess(*files, *flags) as process:
-            yield process.address, {name: token for name, (token, _) in made.items()}
+        book = path.with_name("tenants.toml")
+        book.write_text(limits)
+        files = ("--token-file", str(path), "--tenants-file", str(book))
+        with ServerProcess(*files, *flags, engine=engine) as process:
+            yield process, {name: token for name, (token, _) in made.items()}
 
 
-def main(seconds: float = 15.0) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase, about")
+    parser.add_argument("--engine", choices=tuple(WORK), default="cpu")
+    parser.add_argument("--name", default="", help="of the result")
+    options = parser.parse_args()
     sys.setswitchinterval(TURN_SECONDS)
+    asked = WORK[options.engine]
     busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
     quiet = noise()
-    with server() as (address, tokens):
-        fairness = greedy(address, tokens, seconds)
-    with server("--max-requests", "16") as (address, tokens):
-        too_much = overload(address, tokens["victim"], seconds)
+    too_much = overloaded(options.engine, asked, options.seconds)
+    with server(options.engine, limits=f"[default]\nrate = {RATE}\n") as (process, tokens):
+        fairness = greedy(process.address, tokens, asked, options.seconds)
     content = {
         "seed": SEED,
-        "calls_a_second_of_each_tenant": RATE,
+        "engine": options.engine,
+        "calls_a_second_of_each_tenant_beside_another": RATE,
         "load_average_before": busy,
         "oversleeping_before": quiet,
         "oversleeping_afterwards": noise(),
         "greedy_tenant": fairness,
         "ten_times_overload": too_much,
     }
-    print(write_result("guard", content).read_text())
+    usual = "guard" if options.engine == "cpu" else f"guard_{options.engine}"
+    print(write_result(options.name or usual, content).read_text())
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))
+    main()

@@ -5,7 +5,10 @@ stage from it by the instructions of the Dockerfile, and starts the result as th
 as its user, on a read-only root. Then it asks the health check, evaluates, and stops the server. A
 base is made by ``mmdebstrap --variant=minbase
 --include=python3,python3-venv,python3-pip,ca-certificates bookworm BASE.tar``; ``--share`` names
-folders of this machine that pip needs. Writes results/image.json.
+folders of this machine that pip needs. Writes results/image.json, for another ``--variant`` than
+``server`` results/image_VARIANT.json. Of a CUDA variant on a machine without a GPU it proves that
+its libraries are there and load, and that the CPU engine serves in place of the device, with a log
+line that says why.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -32,6 +35,25 @@ import warpfit
 from support.results import write_result
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Seconds in which a server with an empty cache must be healthy; it compiles first.
+_HEALTHY_SECONDS = 600
+#: Loads what the CUDA engine takes from wheels, and compiles a kernel, which needs no GPU.
+_COMPILE = """
+import json
+import cuda.bindings.driver, cupy, numpy, pynvml
+from warpfit.request import Precision
+from warpfit_server.engine.cuda import compile, nvrtc
+from warpfit_server.engine.cuda.interpreter import interpreter_cubin
+from warpfit_server.engine.cuda.source import Variant
+
+variant = Variant(numpy.dtype("f4"), Precision.PRECISE, 4)
+print(json.dumps({
+    "cupy": cupy.__version__,
+    "nvrtc": nvrtc.version(),
+    "nvjitlink": compile.version(),
+    "interpreter_for_compute_capability_9_0_bytes": len(interpreter_cubin(variant, 90)),
+}))
+"""
 #: Makes a container's view: own mounts, devices, and what is shared, then runs a command there.
 _ENTER = """
 set -e
@@ -170,27 +192,33 @@ def size(root: Path) -> int:
     return int(ran.stdout.split()[0])
 
 
-def serve(stage: Stage) -> dict[str, Any]:
-    """Start the image's command on a read-only root, use it, stop it."""
+def serve(stage: Stage, log: IO[str]) -> dict[str, Any]:
+    """Start the image's command on a read-only root, use it, stop it; it logs to a file."""
     command = [*json.loads(stage.settings["ENTRYPOINT"]), *json.loads(stage.settings["CMD"])]
     check = json.loads(stage.settings["HEALTHCHECK"].partition("CMD ")[2])
     options = {"writable": ("/tmp", stage.settings["VOLUME"]), "read_only": True}
     attempt = enter(stage, ["touch", "/opt/x"], stage.environment, stderr=-3, **options)
     started = time.monotonic()
-    server = enter(stage, command, {**stage.environment, "WARPFIT_INSECURE": "true"}, **options)
+    insecure = {**stage.environment, "WARPFIT_INSECURE": "true"}
+    server = enter(stage, command, insecure, stderr=log, **options)
     try:
         while enter(stage, check, stage.environment, stdout=-3, **options).wait():
             assert server.poll() is None, "the server has ended"
-            assert time.monotonic() < started + 300, "the server does not become healthy"
+            assert time.monotonic() < started + _HEALTHY_SECONDS, (
+                "the server does not become healthy"
+            )
             time.sleep(0.5)
         healthy = time.monotonic() - started
         with warpfit.connect("127.0.0.1:" + stage.environment["WARPFIT_PORT"]) as client:
             got = client.evaluate(client.upload(np.arange(6.0).reshape(3, 2)), ["x1 + x2"])
+            engine = client.info().engine
         status = Path(f"/proc/{server.pid}/status").read_text()
     finally:
         server.send_signal(signal.SIGTERM)
         code = server.wait(60)
     return {
+        "engine": engine,
+        "said_of_the_engine": _said(log, "warpfit.engine"),
         "healthy_after_seconds_with_an_empty_cache": round(healthy, 1),
         "answer_is_right": got[:, 0].tolist() == [1.0, 5.0, 9.0],
         "user": int(re.search(r"Uid:\s+(\d+)", status)[1]),
@@ -199,21 +227,46 @@ def serve(stage: Stage) -> dict[str, Any]:
     }
 
 
+def _said(log: IO[str], logger: str) -> list[str]:
+    """Messages of a logger in a log of JSON lines."""
+    log.seek(0)
+    lines = [json.loads(line) for line in log if line.startswith("{")]
+    return [line["message"] for line in lines if line["logger"] == logger]
+
+
+def compiled(stage: Stage) -> dict[str, Any]:
+    """Compile for a GPU inside the image, as its user, on a read-only root."""
+    started = enter(
+        stage,
+        ["python", "-c", _COMPILE],
+        stage.environment,
+        writable=("/tmp", stage.settings["VOLUME"]),
+        read_only=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = started.communicate()
+    assert started.returncode == 0, "the CUDA libraries do not load"
+    return {"cuda_libraries": json.loads(output)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("base", type=Path)
     parser.add_argument("--variant", default="server")
     parser.add_argument("--share", action="append", default=[])
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryFile("w+") as log:
         builder = Builder(options.base, Path(work), options.share, options.variant)
         stage = builder.run((ROOT / "Dockerfile").read_text())
-        seen = serve(stage)
+        is_cuda = options.variant.startswith("cuda")
+        seen = {**serve(stage, log), **(compiled(stage) if is_cuda else {})}
         sizes = {"image_bytes": size(stage.root), "of_it_warpfit": size(stage.root / "opt/warpfit")}
     passed = seen["answer_is_right"] and seen["root_is_read_only"] and seen["user"] == 10001
     passed &= seen["exit_status_after_sigterm"] == 0
     content = {"variant": options.variant, "passed": passed, **seen, **sizes}
-    print(write_result("image", content).read_text())
+    name = "image" if options.variant == "server" else f"image_{options.variant}"
+    print(write_result(name, content).read_text())
     return 0 if passed else 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import grpc
@@ -13,7 +15,7 @@ import pytest
 from support.calls import Call, tenants_file, token_file
 from warpfit import codec
 from warpfit.dataset import Layout
-from warpfit.errors import ProgramError
+from warpfit.errors import ProgramError, UnavailableError
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Timings
@@ -71,6 +73,33 @@ class TestArrival:
         call = Door(behaviour).take(Call([b"question"]))
         assert call.answer() == ("OK", [b"question"])
         assert threads != [threading.current_thread()]
+
+    def test_a_call_that_is_cut_off_keeps_nothing(self):
+        """Though the error is, as gRPC's, held by the function that raises it."""
+        seen = []
+
+        def cut_off():
+            error = grpc.RpcError()
+            raise error
+
+        def behaviour(message, context):
+            payload = np.zeros(10)
+            seen.append(weakref.ref(payload))
+            yield bytes(payload)
+            try:
+                cut_off()
+            except grpc.RpcError as error:
+                raise UnavailableError("the client has gone", "GONE") from error
+
+        gc.disable()
+        try:
+            assert Door(behaviour).take(Call([b""])).answer()[0] == "UNAVAILABLE"
+            deadline = time.monotonic() + 10
+            while seen[0]() is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            gc.enable()
 
     def test_a_refusal_needs_no_thread_and_no_message(self, tmp_path):
         path, _ = token_file(tmp_path, "alice")

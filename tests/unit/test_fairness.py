@@ -117,6 +117,27 @@ class TestGate:
             assert not greedy.must_pause()
             visitors.end()
 
+    def test_nobody_is_woken_who_must_go_on_pausing(self, monkeypatch):
+        gate = FairGate(2)
+        woken = []
+        notify = gate._moved.notify_all
+        monkeypatch.setattr(gate._moved, "notify_all", lambda: (woken.append(1), notify()))
+        with gate.turn("greedy") as greedy, gate.turn("modest") as modest:
+            greedy.charge(1.0)
+            pausing = threading.Thread(target=greedy.pause)
+            monkeypatch.setattr(fairness, "_LONGEST_PAUSE", 20.0)
+            pausing.start()
+            while not gate._pausing["greedy"]:
+                time.sleep(0.001)
+            for _ in range(100):
+                modest.charge(0.005)
+            assert not woken
+            modest.charge(0.6)
+            pausing.join(10)
+            assert not pausing.is_alive()
+            assert woken
+        assert not gate._pausing
+
     def test_a_pause_ends_by_itself(self):
         gate = FairGate(2)
         visitors = Visitors(gate)

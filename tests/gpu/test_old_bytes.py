@@ -1,0 +1,167 @@
+"""What device and pinned memory held before does not show in any answer.
+
+The same work is done on fresh engines whose memory is filled with one pattern, then with another,
+before anything is computed. Whatever reads a byte that it has not written gives another answer.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.derivative_suite import make_dataset, smooth_programs
+from support.derivatives import derive, linearise
+from support.evaluations import POISON, Evaluate
+from support.fits import fit
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.losses import SQUARES
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.engine import CudaEngine
+
+#: As float32 1.5e16 and as float64 1.8e127, which no sum of an answer hides; and NaN.
+PATTERNS = (0x5A, 0xFF)
+#: Rows that fill no tile, one of them more than a tile of every kernel.
+ROWS = (1, 33, 6145)
+#: Bytes of device memory that each stream finds filled.
+_DEVICE_BYTES = 256 << 20
+#: Streams; work that comes one after the other takes fewer.
+_STREAMS = 4
+#: Sizes of blocks of pinned memory, and how many of each.
+_PINNED_SIZES = tuple(1 << power for power in range(9, 25))
+_PINNED_BLOCKS = 3
+
+
+def fill(engine: CudaEngine, pattern: int) -> None:
+    """Fill with a pattern the memory that the engine's next streams will be given."""
+    device = engine._device
+    device.trim()
+    device._idle.clear()  # new streams find nothing that these have kept
+    device.cupy.get_default_pinned_memory_pool().free_all_blocks()
+    pinned = device.cupy.cuda.alloc_pinned_memory
+    held = [pinned(size) for size in _PINNED_SIZES for _ in range(_PINNED_BLOCKS)]
+    for block in held:
+        np.frombuffer(block, np.uint8)[:] = pattern
+    del block, held
+    with ExitStack() as streams:
+        for _ in range(_STREAMS):
+            context = streams.enter_context(device.stream())
+            memory = device.allocate(_DEVICE_BYTES)
+            device.cupy.cuda.runtime.memsetAsync(
+                memory.ptr, pattern, _DEVICE_BYTES, context.stream.ptr
+            )
+            context.stream.synchronize()
+            del memory
+
+
+def remains(engine: CudaEngine, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What newly allocated device and pinned memory holds."""
+    device = engine._device
+    with device.stream() as context:
+        target = context.pinned("target of a test", size)
+        pinned = target.copy()
+        context.download(target, device.allocate(size).ptr)
+        context.stream.synchronize()
+        return target.copy(), pinned
+
+
+def plain(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:
+    """Values and losses of both tiers, of a whole data set and of a part of its rows."""
+    data = make_dataset(rows, dtype, weights=True)
+    programs, parameters = thesis_mix(5, 40, variables=data.layout.variables)
+    evaluate, answers = Evaluate(engine), {}
+    for tier in (Tier.INTERPRETER, Tier.COMPILED):
+        for precision in Precision:
+            options = {"tier": tier, "precision": precision, "rows": (rows // 3, rows)}
+            name = f"{tier.name} {precision.name}"
+            for values, loss in ((True, None), (False, Loss.MSE), (True, Loss.R2)):
+                got = evaluate(data, programs, parameters, values=values, loss=loss, **options)
+                answers[f"{name} values, {values} {loss}"] = got.values
+                answers[f"{name} losses, {values} {loss}"] = got.losses
+            options |= {"loss": Loss.MSE, "gradient": True}
+            answers[f"{name} gradient"] = gradient(engine, data, programs, parameters, options)
+    evaluate.unload()
+    return answers
+
+
+def gradient(
+    engine: CudaEngine, data: Dataset, programs: Any, parameters: Any, options: dict[str, Any]
+) -> np.ndarray:
+    """Derivatives of a built-in loss, which both tiers have."""
+    batch = Batch.of(programs, parameters)
+    outputs = Outputs(
+        values=None,
+        losses=np.full((len(programs), 1), POISON),
+        cancelled=np.zeros(1, np.uint8),
+        ready=lambda programs: None,
+        gradients=np.full(len(batch.parameters), POISON),
+    )
+    engine.evaluate(Evaluation(data.content_id, batch, values=False, **options), outputs)
+    assert outputs.gradients is not None
+    return outputs.gradients
+
+
+def derived(engine: CudaEngine, rows: int, dtype: str) -> dict[str, Any]:
+    """Derivatives, statistics, normal matrices and fits."""
+    data = make_dataset(rows, dtype, weights=True)
+    programs, vectors = smooth_programs()
+    got = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
+    names = ("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions")
+    answers = {name: getattr(got, name) for name in (*names, "moments")}
+    system = linearise(engine, data, programs, vectors, SQUARES)
+    answers |= {f"linearise {x}": getattr(system, x) for x in ("losses", "gradients", "curvatures")}
+    texts, starts = ["p1 * exp(-p2 * x1) + p3", "p1 * x2 + p2"], [[0.7, 1.3, -0.4], [0.5, 0.1]]
+    for method in ("lm", "bfgs"):
+        fitted = fit(data, texts, starts, engine=engine, method=method, max_iterations=8)
+        answers[f"{method} loss"] = fitted.loss
+        answers[f"{method} parameters"] = np.concatenate(fitted.parameters)
+    engine.unload(data.content_id)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(engine):
+    """By pattern, what a fresh engine whose memory was full of it has answered."""
+    found: dict[int, dict[str, Any]] = {}
+    for pattern in PATTERNS:
+        fresh = CudaEngine()
+        fill(fresh, pattern)
+        found[pattern] = {
+            f"{rows} {dtype} {name}": answer
+            for rows in ROWS
+            for dtype in ("float32", "float64")
+            for work in (plain, derived)
+            for name, answer in work(fresh, rows, dtype).items()
+            if answer is not None
+        }
+        fresh.close()
+    return found
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_memory_is_what_an_engine_gets(engine, pattern):
+    """Else the other tests would prove nothing."""
+    fresh = CudaEngine()
+    fill(fresh, pattern)
+    for size in (4096, 1 << 20):
+        for memory in remains(fresh, size):
+            assert (memory == pattern).all()
+    fresh.close()
+
+
+def test_answers_do_not_depend_on_it(answers):
+    one, other = answers.values()
+    assert len(one) > 100
+    different = [name for name, answer in one.items() if answer.tobytes() != other[name].tobytes()]
+    assert not different
+
+
+def test_no_answer_contains_it(answers):
+    for name, answer in answers[PATTERNS[0]].items():
+        word = np.frombuffer(bytes([PATTERNS[0]]) * answer.itemsize, answer.dtype)[0]
+        assert not (answer == word).any(), name

@@ -1,0 +1,210 @@
+"""Callers at the level of gRPC, one at a time, in loops, and in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grpc
+
+from warpfit import codec
+from warpfit.v1 import evaluator_pb2 as pb
+
+EVALUATE = "/warpfit.v1.Evaluator/Evaluate"
+#: The threads of a generator take turns of this many seconds: its Python is not what is measured.
+TURN_SECONDS = 0.0005
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class Outcome(NamedTuple):
+    """How a call ended."""
+
+    status: str
+    seconds: float
+    moment: float
+    """``time.perf_counter()`` when it ended, which all processes of a machine share."""
+
+
+Outcomes = list[Outcome]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is called, and how."""
+
+    address: str
+    token: str
+    request: bytes
+
+
+class Caller:
+    """Sends one request again and again over a connection of its own."""
+
+    def __init__(self, target: Target) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(target.address, options)
+        self._method = self._channel.unary_stream(EVALUATE)
+        self._metadata = (("authorization", f"Bearer {target.token}"),)
+        self._request = target.request
+        grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
+
+    def call(self) -> tuple[Outcome, float]:
+        """Call once; return the outcome, and the seconds to wait before the next."""
+        started = time.perf_counter()
+        status, wait = "OK", 0.0
+        try:
+            for _ in self._method(self._request, timeout=60, metadata=self._metadata):
+                continue
+        except grpc.RpcError as error:
+            status, wait = error.code().name, _retry_after(error)
+        ended = time.perf_counter()
+        return Outcome(status, ended - started, ended), wait
+
+
+def _retry_after(error: Any) -> float:
+    for key, value in error.trailing_metadata() or ():
+        if key == codec.ERROR_METADATA_KEY:
+            return pb.ErrorDetail.FromString(value).retry_after_ms / 1000
+    return 0.0
+
+
+def closed_loop(caller: Caller, seconds: float, least: float = 0.0) -> Outcomes:
+    """Call again as soon as there is an answer, or as soon as a refusal allows it.
+
+    Args:
+        caller: calls.
+        seconds: for so long.
+        least: seconds from one call to the next at least.
+
+    """
+    outcomes = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        outcome, wait = caller.call()
+        outcomes.append(outcome)
+        pause = max(wait, least - outcome.seconds)
+        time.sleep(max(0.0, min(pause, end - time.perf_counter())))
+    return outcomes
+
+
+def closed_loops(callers: list[Caller], seconds: float) -> Outcomes:
+    """Closed loops, a thread for each caller."""
+    outcomes: Outcomes = []
+    _in_threads(lambda caller: outcomes.extend(closed_loop(caller, seconds)), callers)
+    return outcomes
+
+
+def open_loop(callers: list[Caller], rate: float, seconds: float) -> Outcomes:
+    """Call at a fixed rate whatever the answers are; refusals are not repeated."""
+    outcomes: Outcomes = []
+    started = time.perf_counter()
+    turns = iter(range(int(rate * seconds)))
+    lock = threading.Lock()
+
+    def work(caller: Caller) -> None:
+        while True:
+            with lock:
+                turn = next(turns, None)
+            if turn is None:
+                return
+            time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
+            outcomes.append(caller.call()[0])
+
+    _in_threads(work, callers)
+    return outcomes
+
+
+def _in_threads(work: Callable[[Caller], None], callers: Iterable[Caller]) -> None:
+    threads = [threading.Thread(target=work, args=(caller,)) for caller in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Crew:
+    """Processes that call together, on the cores that its maker may use; a context manager.
+
+    Args:
+        target: of the calls.
+        processes: how many.
+        callers: of all processes together.
+
+    """
+
+    def __init__(self, target: Target, processes: int, callers: int) -> None:
+        self._ends, self._processes = [], []
+        for number in range(processes):
+            end, other = _CONTEXT.Pipe()
+            count = len(range(number, callers, processes))
+            process = _CONTEXT.Process(target=_serve_crew, args=(target, count, other))
+            process.start()
+            self._ends.append(end)
+            self._processes.append(process)
+        self._gather()  # all are connected
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(90)
+
+    def closed(self, clients: int, seconds: float) -> Outcomes:
+        """Closed loops of so many callers."""
+        shares = [len(range(n, clients, len(self._ends))) for n in range(len(self._ends))]
+        return self._run([("closed", share, seconds) for share in shares])
+
+    def open(self, rate: float, seconds: float) -> Outcomes:
+        """An open loop of a rate."""
+        return self._run([("open", rate / len(self._ends), seconds)] * len(self._ends))
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the processes so far."""
+        return sum(self._ask([("cpu", 0, 0.0)] * len(self._ends)))
+
+    def _run(self, orders: list[tuple[str, float, float]]) -> Outcomes:
+        return [outcome for part in self._ask(orders) for outcome in part]
+
+    def _ask(self, orders: list[tuple[str, float, float]]) -> list[Any]:
+        for end, order in zip(self._ends, orders, strict=True):
+            end.send(order)
+        return self._gather()
+
+    def _gather(self) -> list[Any]:
+        return [end.recv() for end in self._ends]
+
+
+def _serve_crew(target: Target, count: int, end: Any) -> None:
+    """Process of a crew: does what it is told until it is told nothing more."""
+    sys.setswitchinterval(TURN_SECONDS)
+    callers = [Caller(target) for _ in range(count)]
+    end.send(None)
+    while (order := end.recv()) is not None:
+        kind, amount, seconds = order
+        if kind == "cpu":
+            end.send(time.process_time())
+        elif kind == "closed":
+            end.send(closed_loops(callers[:amount], seconds))
+        else:
+            end.send(open_loop(callers, amount, seconds))
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """Let what this thread starts in the ``with`` block run on some cores only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
