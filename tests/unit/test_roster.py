@@ -10,6 +10,7 @@ pytest.importorskip("numba")
 from warpfit_server.engine.roster import (
     AT_WORK,
     MOST_PLACES,
+    NEEDS,
     REVOKED,
     Roster,
     may_start,
@@ -79,12 +80,13 @@ def test_places_run_out_and_come_back_clean():
     assert again.words[REVOKED] == 0
 
 
-def at_work(**tenants: int) -> tuple[Roster, dict[str, int]]:
+def at_work(needs: int = 1000, **tenants: int) -> tuple[Roster, dict[str, int]]:
     """A roster with so many at work, and another place for each tenant."""
     roster = Roster()
     for tenant, count in tenants.items():
         for _ in range(count):
-            roster.reserve(tenant).words[AT_WORK] = 1
+            words = roster.reserve(tenant).words
+            words[AT_WORK], words[NEEDS] = 1, needs
     return roster, {tenant: roster.reserve(tenant).number for tenant in tenants}
 
 
@@ -103,4 +105,20 @@ def at_work(**tenants: int) -> tuple[Roster, dict[str, int]]:
 )
 def test_a_tenant_that_floods_the_engine_does_not_keep_others_out(tenants, able):
     roster, places = at_work(**tenants)
+    assert {tenant for tenant, number in places.items() if may_start(roster.board, number)} == able
+
+
+@pytest.mark.parametrize(
+    ("needs", "tenants", "able"),
+    [
+        (10_000_000, {"a": 0}, {"a"}),
+        (10_000_000, {"a": 1, "b": 0}, {"b"}),
+        (10_000_000, {"a": 1, "b": 1}, set()),
+        (900_000, {"a": 2}, {"a"}),
+        (900_000, {"a": 3}, set()),
+        (150_000, {"a": 13}, {"a"}),
+    ],
+)
+def test_little_work_waits_on_the_device(needs, tenants, able):
+    roster, places = at_work(needs, **tenants)
     assert {tenant for tenant, number in places.items() if may_start(roster.board, number)} == able

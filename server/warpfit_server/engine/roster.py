@@ -26,13 +26,17 @@ MOST_PLACES: Final = 64
 #: Word of row 0: evaluations that Python runs.
 BUSY: Final = 0
 #: Words of a lane's row: number of the evaluation that is being answered, 0 for none; whether its
-#: memory is wanted back; number of the tenant; then, since they were last cleared: evaluations
-#: answered, their token-rows, and nanoseconds that they took.
-AT_WORK, REVOKED, TENANT, ANSWERED, TOKEN_ROWS, NANOSECONDS = range(6)
+#: memory is wanted back; number of the tenant; nanoseconds that the device needs for what is at
+#: work; then, since they were last cleared: evaluations answered, their token-rows, and nanoseconds
+#: that they took.
+AT_WORK, REVOKED, TENANT, NEEDS, ANSWERED, TOKEN_ROWS, NANOSECONDS = range(7)
 #: Evaluations that compiled code answers at a time: enough to keep a device busy ...
 _AT_ONCE: Final = 16
 #: ... and with those of tenants that have less than half of the device.
 _AT_MOST: Final = 32
+#: Work in nanoseconds that waits on the device for what was launched before it: enough to hide what
+#: the host does meanwhile, and no more, because nobody can go before it.
+_AHEAD: Final = 2_000_000
 #: Words of a row: a line of the processor's cache.
 _WORDS: Final = 8
 
@@ -132,10 +136,16 @@ def nobody_works(board: NDArray[np.int64]) -> bool:
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def may_start(board: NDArray[np.int64], number: int) -> bool:
-    """Tell whether a lane may begin an evaluation, or should wait for others."""
-    total, own = 0, 0
+    """Tell whether a lane may begin an evaluation, or should wait for others.
+
+    A tenant that has nothing at work may, unless there are very many.
+    """
+    total, own, needs = 0, 0, 0
     for row in range(1, len(board)):
         if board[row, AT_WORK] != 0:
             total += 1
+            needs += board[row, NEEDS]
             own += board[row, TENANT] == board[number, TENANT]
-    return bool(total < _AT_ONCE or (2 * own < total and total < _AT_MOST))
+    if own == 0 or (2 * own < total and needs < _AHEAD):
+        return total < _AT_MOST
+    return total < _AT_ONCE and needs < _AHEAD

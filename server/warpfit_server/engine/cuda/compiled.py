@@ -142,6 +142,7 @@ class CompiledTier:
         resident: ResidentDataset,
         evaluation: Evaluation,
         observe: Callable[[int, float], None],
+        cost: float,
     ) -> Duty:
         """Let compiled code answer a batch with other parameters, again and again.
 
@@ -149,6 +150,7 @@ class CompiledTier:
             resident: the data set.
             evaluation: that `evaluate` has just answered by one launch, for losses alone.
             observe: see `Duty`.
+            cost: nanoseconds of the device for one token with one parameter vector.
 
         Raises:
             ResourceExhaustedError: if its kernels or buffers find no room any more.
@@ -165,7 +167,7 @@ class CompiledTier:
 
         try:
             sources = prepared.lifted.sources
-            means = repeated.means_of(context, replay, sources, resident, evaluation)
+            means = repeated.means_of(context, replay, sources, resident, evaluation, cost)
         except BaseException:
             release()
             raise

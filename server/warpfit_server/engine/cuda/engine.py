@@ -231,11 +231,14 @@ class CudaEngine:
             return None
         mode, _ = _work(resident, evaluation)
         observe = partial(self._planner.observe, tier, mode)
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        # As calibrated: what is observed under load holds the wait for others, too.
+        cost = 1e9 * (stop - start) / self._planner.start.tiers[tier, mode].rate
         try:
             if tier is Tier.COMPILED:
-                duty = self._compiled.duty(resident, evaluation, observe)
+                duty = self._compiled.duty(resident, evaluation, observe, cost)
             else:
-                kind = self._interpreter.kind(resident, evaluation)
+                kind = self._interpreter.kind(resident, evaluation, cost)
                 duty = self._fresh.duty(kind, observe, alone=evaluation.tier is Tier.AUTO)
         except ResourceExhaustedError as error:
             _LOG.debug("compiled code does not serve a lane: %s", error)

@@ -68,6 +68,8 @@ class Means(NamedTuple):
     """Of the data set."""
     rows: int
     """Of an evaluation."""
+    cost: float
+    """Nanoseconds of the device for one token with one parameter vector."""
     costly: NDArray[np.bool_]
     """See `Kernels`."""
     staging: NDArray[np.uint8]
@@ -93,6 +95,8 @@ class Kind:
     work: Work
     jobs: tuple[int, int]
     """Least and most that the kernel is right for."""
+    cost: float
+    """Nanoseconds of the device for one token with one parameter vector."""
 
 
 class FreshBatches:
@@ -153,6 +157,7 @@ def _means(context: StreamContext, kind: Kind, seen: NDArray[np.uint64]) -> Mean
         desk=context.keep(Desk.fresh),
         variables=layout.variables,
         rows=rows[1] - rows[0],
+        cost=kind.cost,
         costly=kind.kernels.costly,
         staging=context.pinned("batch", size),
         sums=context.pinned("sums", 8 * jobs).view(np.float64),
@@ -176,7 +181,7 @@ def _serve(
     place: int,
 ) -> int:
     for _ in range(AT_A_TIME):
-        size, began = begin(line, kind, segment, board, place)
+        size, began = begin(line, kind, segment, board, place, means.cost)
         if began == 0:
             return int(size)
         tokens = _answer(line, segment, means, began)

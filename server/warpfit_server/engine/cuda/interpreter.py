@@ -150,17 +150,19 @@ class Interpreter:
         is_much = programs * vectors >= self._enough_jobs(resident, evaluation, sizes[1])
         return Variant(layout.dtype, precision, self._tuning.rows or sizes[is_much])
 
-    def kind(self, resident: ResidentDataset, evaluation: Evaluation) -> Kind:
+    def kind(self, resident: ResidentDataset, evaluation: Evaluation, cost: float) -> Kind:
         """Say what evaluations share that ask for losses, and differ in their batch alone.
 
         Args:
             resident: the data set.
             evaluation: one of them, which one launch is enough for.
+            cost: see `Kind`.
 
         """
         kernels = self.prepare(self.variant(resident, evaluation))
         work = self.work(resident, evaluation)
-        return Kind(resident, evaluation, kernels, work, self._reach(resident, evaluation))
+        reach = self._reach(resident, evaluation)
+        return Kind(resident, evaluation, kernels, work, reach, cost)
 
     def _reach(self, resident: ResidentDataset, evaluation: Evaluation) -> tuple[int, int]:
         """Least and most jobs of evaluations that `variant` and one launch are for."""

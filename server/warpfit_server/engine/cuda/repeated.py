@@ -60,6 +60,8 @@ class Means(NamedTuple):
     closing: Closing
     rows: int
     """Of an evaluation."""
+    cost: float
+    """Nanoseconds of the device for one token with one parameter vector."""
 
 
 def means_of(
@@ -68,6 +70,7 @@ def means_of(
     sources: SlotSources,
     resident: ResidentDataset,
     evaluation: Evaluation,
+    cost: float,
 ) -> Means:
     """Collect what `serve` needs.
 
@@ -77,6 +80,7 @@ def means_of(
         sources: of the batch's slots.
         resident: the data set.
         evaluation: that asks for a loss alone; its batch is copied.
+        cost: see `Means`.
 
     """
     assert evaluation.loss is not None
@@ -101,6 +105,7 @@ def means_of(
         replay.sums,
         resident.closing(evaluation.loss, start, stop),
         stop - start,
+        cost,
     )
 
 
@@ -118,7 +123,7 @@ def serve(
 ) -> int:
     """See `warpfit_server.engine.cuda.standing.Duty`."""
     for _ in range(AT_A_TIME):
-        size, began = begin(line, kind, segment, board, place)
+        size, began = begin(line, kind, segment, board, place, means.cost)
         if began == 0:
             return int(size)
         tokens = _answer(line, segment, means, began)

@@ -29,6 +29,7 @@ from warpfit_server.engine.roster import (
     ANSWERED,
     AT_WORK,
     NANOSECONDS,
+    NEEDS,
     REVOKED,
     TOKEN_ROWS,
     Place,
@@ -165,8 +166,17 @@ def begin(
     segment: NDArray[np.uint8],
     board: NDArray[np.int64],
     place: int,
+    cost: float,
 ) -> tuple[int, int]:
     """Wait for the next evaluation, and until it may begin.
+
+    Args:
+        line: of the lane.
+        kind: that is to be answered.
+        segment: the lane's memory.
+        board: of the roster.
+        place: of the lane.
+        cost: nanoseconds of the device for one token with one parameter vector.
 
     Returns:
         Size of what came, and ``time.monotonic_ns()`` of the beginning: 0 if it is Python's.
@@ -177,7 +187,8 @@ def begin(
         return int(size), 0
     while not may_start(board, place) and segment[0] == 0:
         sleep(line, _PAUSE)
-    words, began = board[place], now(line)
+    words, began, numbers = board[place], now(line), read_numbers(line)
+    words[NEEDS] = int(cost * numbers.tokens * numbers.vectors)
     words[AT_WORK] = began
     fence()
     if words[REVOKED] == 0 and segment[0] == 0:
