@@ -13,9 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,18 @@ _NOTICE: Final = 20_000
 _LOOK_UP: Final = 0.05
 #: A lane's segment above this size is not wiped for another tenant but exchanged.
 _WIPED_BYTES: Final = 1 << 20
+#: Lanes used last that new kinds of work take turns on, so that the engine finds on each what it
+#: knows, and no more of them hold memory.
+_WARM: Final = 8
+
+
+class Use(NamedTuple):
+    """What a lane is used for."""
+
+    tenant: str
+    """On whose behalf."""
+    kind: Hashable = None
+    """What evaluations share that the engine answers best on the same lane."""
 
 
 class Lane:
@@ -53,15 +65,15 @@ class Lane:
         self.segment: Segment | None = None
         self.mapped: Segment | None = None
         """The segment that the engine has mapped for this lane, whoever holds it now."""
-        self.tenant = ""
-        """On whose behalf it is in use."""
+        self.use = Use("")
+        """What it is used for, or was last."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     """A call that waits for a lane."""
 
-    tenant: str
+    use: Use
     lane: Lane | None = None
     served: threading.Event = field(default_factory=threading.Event)
 
@@ -79,6 +91,13 @@ class _Work:
     fit: tuple[FitSettings, float | None] | None = None
     """Settings of a fit, without arrays, and when it must stop."""
     submitted: int = field(default_factory=time.monotonic_ns)
+
+    @property
+    def use(self) -> Use:
+        """What its lane is used for."""
+        asked = self.evaluation
+        wanted = (asked.precision, asked.loss, asked.tier, self.frame.is_small)
+        return Use(self.tenant, (asked.dataset_id, *wanted))
 
     def order(self, size: int, keep: bool, *, urgent: bool) -> Order:
         """Make the message.
@@ -205,7 +224,7 @@ class Lanes:
 
     def _send(self, work: _Work, is_wanted: Callable[[], bool]) -> Run:
         frame = work.frame
-        lane = self._take(is_wanted, work.tenant)
+        lane = self._take(is_wanted, work.use)
         try:
             segment = self._provide(lane, frame.nbytes, work.tenant)
             frame.write(segment, work.evaluation.batch)
@@ -228,7 +247,7 @@ class Lanes:
         """Take a lane back whose evaluation has ended."""
         with self._changed:
             if self._open and lane.generation == self._generation:
-                self._used[lane.tenant] -= 1
+                self._used[lane.use.tenant] -= 1
                 self._idle.append(lane)
                 self._serve()
                 return
@@ -254,11 +273,11 @@ class Lanes:
         if lane.generation == self._generation:
             self.shut()
 
-    def _take(self, is_wanted: Callable[[], bool], tenant: str) -> Lane:
+    def _take(self, is_wanted: Callable[[], bool], use: Use) -> Lane:
         with self._changed:
-            if self._open and not self._waiters and self._may_have(tenant):
-                return self._hand_out(tenant)
-            waiter = _Waiter(tenant)
+            if self._open and not self._waiters and self._may_have(use.tenant):
+                return self._hand_out(use)
+            waiter = _Waiter(use)
             self._waiters.append(waiter)
             self._serve()
         wanted = True
@@ -274,28 +293,28 @@ class Lanes:
 
     def _serve(self) -> None:
         """Give idle lanes to those who wait; the lock is held."""
-        while self._open and (able := [w for w in self._waiters if self._may_have(w.tenant)]):
-            waiter = min(able, key=lambda w: self._used[w.tenant])
+        while self._open and (able := [w for w in self._waiters if self._may_have(w.use.tenant)]):
+            waiter = min(able, key=lambda w: self._used[w.use.tenant])
             self._waiters.remove(waiter)
-            waiter.lane = self._hand_out(waiter.tenant)
+            waiter.lane = self._hand_out(waiter.use)
             waiter.served.set()
 
     def _may_have(self, tenant: str) -> bool:
         """Whether a lane is idle, and not the last one for who has others."""
         return len(self._idle) > 1 or (bool(self._idle) and not self._used[tenant])
 
-    def _hand_out(self, tenant: str) -> Lane:
-        self._used[tenant] += 1
-        lane = self._pick(tenant)
-        lane.tenant = tenant
+    def _hand_out(self, use: Use) -> Lane:
+        self._used[use.tenant] += 1
+        lane = self._pick(use)
+        lane.use = use
         return lane
 
-    def _pick(self, tenant: str) -> Lane:
-        """Take the idle lane used last, whose memory is in the caches, best by the same tenant."""
+    def _pick(self, use: Use) -> Lane:
+        """Take the idle lane that was last used for the same, else one that was long not used."""
         for index in range(len(self._idle) - 1, -1, -1):
-            if self._idle[index].tenant == tenant:
+            if self._idle[index].use == use:
                 return self._idle.pop(index)
-        return self._idle.pop()
+        return self._idle.pop(max(0, len(self._idle) - _WARM))
 
     def _provide(self, lane: Lane, size: int, tenant: str) -> Segment:
         """Give a lane a segment that is large enough, unless it has one."""

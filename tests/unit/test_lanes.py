@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from dataclasses import replace
@@ -165,6 +166,37 @@ class TestLanes:
         lanes.start(an_evaluation(), DATA.layout, lambda: True)
         with pytest.raises(CancelledError):
             lanes.start(an_evaluation(), DATA.layout, lambda: False)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"precision": Precision.FAST},
+            {"loss": Loss.R2},
+            {"tier": Tier.COMPILED},
+            {"tenant": "b"},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_what_alternates_has_lanes_of_its_own(self, other):
+        lanes = Lanes(SegmentPool(1 << 20))
+        ends = engine_ends(lanes, 3)
+        uses = [{"tenant": "a"}, {"tenant": "a", **other}]
+        took = []
+        for turn in range(6):
+            changes = dict(uses[turn % 2])
+            tenant = changes.pop("tenant")
+            evaluation = an_evaluation(**{"loss": Loss.MSE, **changes})
+            run = lanes.start(evaluation, DATA.layout, lambda: True, tenant)
+            (end,) = [end for end in ends if select.select([end._socket], [], [], 0)[0]]
+            took.append(ends.index(end))
+            _, descriptors = end.receive()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            end.send(wire.Finished())
+            run.next_event()
+            run.close()
+        assert took[0] != took[1]
+        assert took == took[:2] * 3
 
     def test_the_end_of_the_engine_fails_runs_until_the_next_one(self):
         lanes = Lanes(SegmentPool(1 << 20))
