@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -157,3 +158,11 @@ class EngineOnLanes:
         finally:
             run.close()
         return run.losses
+
+
+def wait_until(condition):
+    """Wait for what another thread does in a moment."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

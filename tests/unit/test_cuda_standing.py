@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("numba")
 
 from support.driver import Driver
-from support.interpreted import EngineOnLanes, HostEngine, host_device
+from support.interpreted import EngineOnLanes, HostEngine, host_device, wait_until
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ProgramError
 from warpfit.ir import Batch, Program
@@ -71,13 +70,6 @@ def served(lanes):
         lanes.losses(fresh(seed))
     assert lanes.engine.evaluated == FIRST
     return lanes
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def check_answer(driver, evaluation, losses):
@@ -226,7 +218,7 @@ def test_memory_comes_back_while_nothing_is_at_work(served):
     served.losses(fresh(10))
     assert served.engine.idle_contexts == 0
     served.engine.unload(DATA.content_id)
-    assert served.engine.idle_contexts == 1
+    wait_until(lambda: served.engine.idle_contexts == 1)
     served.engine.load(DATA)
     served.losses(fresh(11))
     assert served.engine.evaluated == FIRST + 1
