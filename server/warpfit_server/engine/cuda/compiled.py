@@ -162,8 +162,8 @@ class CompiledTier:
         context = self._device.take()
 
         def release() -> None:
-            self._device.give(context)
             self._give(replay)
+            self._device.give(context)
 
         try:
             sources = prepared.lifted.sources
