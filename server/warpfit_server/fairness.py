@@ -62,6 +62,10 @@ class Turn:
         self.charged = True
         self._gate.charge(self._tenant, seconds)
 
+    def charged_so_far(self) -> float:
+        """Seconds that the tenant has been charged, compared with those of others."""
+        return self._gate.charged(self._tenant)
+
     def must_pause(self) -> bool:
         """Tell whether another tenant that is at work should go first."""
         return self._gate.is_ahead(self._tenant)
@@ -124,6 +128,10 @@ class FairGate:
         with self._lock:
             self._charges[tenant] += seconds
             self._wake()
+
+    def charged(self, tenant: str) -> float:
+        """Return what a tenant has been charged; read without the lock, because it is a hint."""
+        return self._charges.get(tenant, 0.0)
 
     def is_ahead(self, tenant: str) -> bool:
         """Tell whether another tenant at work has been charged clearly less."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,8 @@ from warpfit.errors import CancelledError
 from warpfit.request import Loss
 from warpfit_server import channel as wire
 from warpfit_server import fairness
-from warpfit_server.engine.cpu_work import Work, run_on
+from warpfit_server.engine.cpu_helpers import Helpers
+from warpfit_server.engine.cpu_work import Work
 from warpfit_server.fairness import FairGate, current_turn
 from warpfit_server.lanes import Lanes
 from warpfit_server.segments import SegmentPool
@@ -212,31 +214,108 @@ class TestWork:
         gate, log = FairGate(2), []
         with gate.turn("modest"):
             pass
-        with ThreadPoolExecutor(1) as pool:
+        helpers = Helpers(1)
 
-            def greedy():
-                with gate.turn("greedy") as turn:
-                    turn.charge(5.0)
-                    run_on(pool, 2, self._work(log, "greedy", 200))
+        def greedy():
+            with gate.turn("greedy") as turn:
+                turn.charge(5.0)
+                helpers.run(self._work(log, "greedy", 200))
 
-            thread = threading.Thread(target=greedy)
-            thread.start()
-            time.sleep(0.05)
-            begin = len(log)
-            with gate.turn("modest"):
-                run_on(pool, 2, self._work(log, "modest"))
-            during = log[begin:]
-            thread.join()
+        thread = threading.Thread(target=greedy)
+        thread.start()
+        time.sleep(0.05)
+        begin = len(log)
+        with gate.turn("modest"):
+            helpers.run(self._work(log, "modest"))
+        during = log[begin:]
+        thread.join()
+        helpers.close()
         assert log.count("greedy") == 200, "all of its pieces were run in the end"
         assert during.count("modest") == 30
         assert during.count("greedy") <= 10
 
     def test_alone_all_threads_work(self):
-        log = []
-        with ThreadPoolExecutor(3) as pool:
-            run_on(pool, 4, self._work(log, "x", 40))
-        assert len(log) == 40
+        helpers, seen = Helpers(3), []
+
+        def run_piece(cells, span):
+            seen.append(threading.get_ident())
+            time.sleep(0.002)
+            return True
+
+        helpers.run(replace(self._work([], "x", 40), run_piece=run_piece))
+        assert len(seen) == 40
+        assert len(set(seen)) == 4
         assert current_turn().must_pause() is False
+        helpers.close()
+
+    def test_who_comes_last_does_not_wait_for_everybody_s_help(self):
+        """Help goes to the least charged, not to who asked first."""
+        gate, log, helpers = FairGate(12), [], Helpers(2)
+        with gate.turn("modest"):
+            pass
+
+        def greedy():
+            with gate.turn("greedy") as turn:
+                turn.charge(1.0)
+                helpers.run(self._work(log, "greedy", 100))
+
+        threads = [threading.Thread(target=greedy) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+        begin = len(log)
+        with gate.turn("modest"):
+            helpers.run(self._work(log, "modest"))
+        during = log[begin:]
+        for thread in threads:
+            thread.join()
+        helpers.close()
+        assert log.count("greedy") == 1000
+        # What each of the twelve threads was at when the modest one came, and what began meanwhile.
+        assert during.count("greedy") <= 30
+
+    def test_what_a_helping_thread_raises_ends_the_work(self):
+        helpers, caller = Helpers(2), threading.get_ident()
+
+        def run_piece(cells, span):
+            time.sleep(0.001)
+            if threading.get_ident() != caller:
+                raise ValueError("not here")
+            return True
+
+        work = replace(self._work([], "x", 1000), run_piece=run_piece)
+        with pytest.raises(ValueError, match="not here"):
+            helpers.run(work)
+        log = []
+        helpers.run(self._work(log, "y"))
+        assert len(log) == 30, "the threads go on"
+        helpers.close()
+
+    def test_held_up_work_gets_its_help_back(self):
+        gate, helpers, seen = FairGate(4), Helpers(1), set()
+
+        def run_piece(cells, span):
+            seen.add(threading.get_ident())
+            time.sleep(0.002)
+            return True
+
+        begun, end = threading.Event(), threading.Event()
+
+        def modest():
+            with gate.turn("modest"):
+                begun.set()
+                end.wait(10)
+
+        thread = threading.Thread(target=modest)
+        thread.start()
+        assert begun.wait(10)
+        threading.Timer(0.1, end.set).start()
+        with gate.turn("greedy") as turn:
+            turn.charge(1.0)
+            helpers.run(replace(self._work([], "x", 60), run_piece=run_piece))
+        thread.join()
+        helpers.close()
+        assert len(seen) == 2
 
 
 class TestLanes:
@@ -261,7 +340,7 @@ class TestLanes:
         for tenant in ("other", "modest"):
             threading.Thread(target=wait, args=(tenant,), daemon=True).start()
             time.sleep(0.05)
-        end = ends[1]  # lanes are taken from the end
+        end = ends[0]  # new work takes what was not used for longest
         end.receive()
         end.send(wire.Finished())
         runs[0].next_event()

@@ -20,7 +20,6 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +35,11 @@ from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
+from warpfit_server.engine.cpu_helpers import Helpers
 from warpfit_server.engine.cpu_lower import (
     lower_batch,
 )
-from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of, run_on
+from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
 from warpfit_server.engine.schedule import (
     SCALARS,
 )
@@ -68,7 +68,7 @@ class CpuEngine:
         self.concurrency = self.threads
         self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}
-        self._pool = ThreadPoolExecutor(max(self.threads - 1, 1), "warpfit-cpu")
+        self._helpers = Helpers(self.threads - 1)
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
@@ -90,7 +90,7 @@ class CpuEngine:
 
     def close(self) -> None:
         """Stop the threads."""
-        self._pool.shutdown()
+        self._helpers.close()
         self._datasets.clear()
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
@@ -135,7 +135,7 @@ class CpuEngine:
         return dataset
 
     def _run(self, work: Work, cancelled: NDArray[np.uint8], ready: Any = None) -> None:
-        run_on(self._pool, self.threads, work, ready)
+        self._helpers.run(work, ready)
         if cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 

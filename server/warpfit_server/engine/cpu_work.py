@@ -11,7 +11,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,8 +32,6 @@ _LEAST_PIECE: Final = 1_000_000
 _LARGEST_PIECE: Final = 4_000_000
 #: Pieces to cut at least before they grow.
 _MANY_PIECES: Final = 64
-#: Token-rows below which waking another thread costs more than it gains.
-_WORK_WORTH_A_THREAD: Final = 300_000
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
 
@@ -54,30 +51,42 @@ class Work:
     """Programs that were announced as ready, by the calling thread alone."""
     turn: Turn = field(default_factory=current_turn)
     """Of the evaluation that this is part of."""
+    wanted: int = 0
+    """Threads that may help; see `warpfit_server.engine.cpu_helpers`, likewise the next."""
+    helping: int = 0
+    failure: BaseException | None = None
+    """What a helping thread raised."""
     _next: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _done: set[int] = field(default_factory=set)
     _finished: int = 0
 
-    def lead(self, call_helpers: Callable[[], None], ready: Any = None) -> None:
+    @property
+    def remaining(self) -> int:
+        """Pieces that nobody has taken."""
+        return self._pieces - self._next
+
+    def lead(self, ready: Any = None) -> None:
         """Take pieces until none is left, on the calling thread, which reports what is ready.
 
-        While another tenant should go first the thread pauses, and its helpers go to help others.
+        While another tenant should go first the thread pauses, as its helpers go to help others.
         """
-        call_helpers()
         while (piece := self._take()) is not None:
             programs = self._run(piece)
             if ready is not None and programs > self.reported:
                 self.reported = programs
                 ready(programs)
-            if self._next < self._pieces and self.turn.must_pause():
+            if self.remaining and self.turn.must_pause():
                 self.turn.pause()
-                call_helpers()
 
     def help(self) -> None:
         """Take pieces until none is left or another tenant should go first."""
-        while not self.turn.must_pause() and (piece := self._take()) is not None:
-            self._run(piece)
+        try:
+            while not self.turn.must_pause() and (piece := self._take()) is not None:
+                self._run(piece)
+        except BaseException as error:
+            self.failure = error
+            self.stop()
 
     def _run(self, piece: int) -> int:
         """Run a piece; return how many programs are finished, from the first."""
@@ -114,30 +123,6 @@ class Work:
                 self._finished += 1
             groups = self._finished // len(self.spans)
             return self.pieces[groups - 1][1] // self.vectors if groups else 0
-
-
-def run_on(pool: ThreadPoolExecutor, threads: int, work: Work, ready: Any = None) -> None:
-    """Do the work on the calling thread and up to ``threads`` - 1 of the pool.
-
-    Raises:
-        Exception: what a thread, or ``ready``, raised.
-
-    """
-    pieces = len(work.pieces) * len(work.spans)
-    helpers = min(threads, pieces, work.cost // _WORK_WORTH_A_THREAD + 1) - 1
-    futures: list[Future[None]] = []
-
-    def call_helpers() -> None:
-        futures.extend(pool.submit(work.help) for _ in range(helpers))
-
-    try:
-        work.lead(call_helpers, ready)
-    finally:
-        work.stop()
-        failures = [future.exception() for future in futures if not future.cancel()]
-    for failure in failures:
-        if failure is not None:
-            raise failure
 
 
 def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> list[tuple[int, int]]:
