@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -273,6 +274,25 @@ class TestWork:
         assert log.count("greedy") == 1000
         # What each of the twelve threads was at when the modest one came, and what began meanwhile.
         assert during.count("greedy") <= 30
+
+    def test_helping_threads_have_the_priority_of_who_first_wants_them(self):
+        """An engine lowers its own when it is there: doors go first."""
+        helpers, seen = Helpers(2), set()
+
+        def run_piece(cells, span):
+            seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            time.sleep(0.002)
+            return True
+
+        def lower_and_run():
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
+            helpers.run(replace(self._work([], "x", 40), run_piece=run_piece))
+
+        thread = threading.Thread(target=lower_and_run)
+        thread.start()
+        thread.join()
+        helpers.close()
+        assert seen == {7}
 
     def test_what_a_helping_thread_raises_ends_the_work(self):
         helpers, caller = Helpers(2), threading.get_ident()

@@ -18,26 +18,22 @@ _LOOK_AGAIN: Final = 0.002
 
 
 class Helpers:
-    """Threads shared by all evaluations.
+    """Threads shared by all evaluations, started when they are first wanted.
 
     Args:
-        threads: how many help; the thread that brings an evaluation works on it, too.
+        threads: how many may help; the thread that brings an evaluation works on it, too.
 
     """
 
     def __init__(self, threads: int) -> None:
+        self._most = threads
+        self._threads: list[threading.Thread] = []
         self._works: list[Work] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._left = threading.Condition(self._lock)
         self._looking = False
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._help, name=f"warpfit-cpu-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def run(self, work: Work, ready: Any = None) -> None:
         """Do the work on the calling thread and those that come to help.
@@ -51,9 +47,10 @@ class Helpers:
 
         """
         worth = work.cost // _WORK_WORTH_A_THREAD + 1
-        work.wanted = min(len(self._threads), work.remaining - 1, worth - 1)
+        work.wanted = min(self._most, work.remaining - 1, worth - 1)
         if work.wanted > 0:
             with self._lock:
+                self._start(work.wanted)
                 self._works.append(work)
                 self._changed.notify(work.wanted)
         try:
@@ -72,6 +69,13 @@ class Helpers:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _start(self, wanted: int) -> None:
+        """See to it that there are so many threads; they inherit the caller's priority."""
+        for number in range(len(self._threads), wanted):
+            name = f"warpfit-cpu-{number}"
+            self._threads.append(threading.Thread(target=self._help, name=name, daemon=True))
+            self._threads[-1].start()
 
     def _part(self, work: Work) -> None:
         """Wait until nobody helps with a piece of work any more."""
