@@ -429,6 +429,12 @@ def _import_cupy() -> Any:
             "NO_CUPY",
             "pip install 'warpfit[cuda13]' (or cuda12), or run with --engine cpu",
         ) from error
+    except OSError as error:  # it makes its cache directory when it is imported
+        raise UnavailableError(
+            f"CuPy cannot be loaded: {error}",
+            "NO_CUPY",
+            "Let CUPY_CACHE_DIR name a directory that can be written, or run with --engine cpu",
+        ) from error
     return cupy
 
 
