@@ -42,7 +42,7 @@ _LOOK_UP: Final = 0.05
 _WIPED_BYTES: Final = 1 << 20
 #: Lanes used last that new kinds of work take turns on, so that the engine finds on each what it
 #: knows, and no more of them hold memory.
-_WARM: Final = 8
+_WARM: Final = 4
 
 
 class Use(NamedTuple):
@@ -51,7 +51,7 @@ class Use(NamedTuple):
     tenant: str
     """On whose behalf."""
     kind: Hashable = None
-    """What evaluations share that the engine answers best on the same lane."""
+    """What evaluations share that the engine answers best on the same lane; None: nothing."""
 
 
 class Lane:
@@ -96,8 +96,9 @@ class _Work:
     def use(self) -> Use:
         """What its lane is used for."""
         asked = self.evaluation
-        wanted = (asked.precision, asked.loss, asked.tier, self.frame.is_small)
-        return Use(self.tenant, (asked.dataset_id, *wanted))
+        if not self.frame.is_small:
+            return Use(self.tenant)
+        return Use(self.tenant, (asked.dataset_id, asked.precision, asked.loss, asked.tier))
 
     def order(self, size: int, keep: bool, *, urgent: bool) -> Order:
         """Make the message.
@@ -310,11 +311,11 @@ class Lanes:
         return lane
 
     def _pick(self, use: Use) -> Lane:
-        """Take the idle lane that was last used for the same, else one that was long not used."""
+        """Take the idle lane last used for the same, else one that has waited for a new kind."""
         for index in range(len(self._idle) - 1, -1, -1):
             if self._idle[index].use == use:
                 return self._idle.pop(index)
-        return self._idle.pop(max(0, len(self._idle) - _WARM))
+        return self._idle.pop(-1 if use.kind is None else max(0, len(self._idle) - _WARM))
 
     def _provide(self, lane: Lane, size: int, tenant: str) -> Segment:
         """Give a lane a segment that is large enough, unless it has one."""

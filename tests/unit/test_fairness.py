@@ -360,7 +360,7 @@ class TestLanes:
         for tenant in ("other", "modest"):
             threading.Thread(target=wait, args=(tenant,), daemon=True).start()
             time.sleep(0.05)
-        end = ends[0]  # new work takes what was not used for longest
+        end = ends[1]  # lanes are taken from the end
         end.receive()
         end.send(wire.Finished())
         runs[0].next_event()

@@ -185,7 +185,7 @@ class TestLanes:
         for turn in range(6):
             changes = dict(uses[turn % 2])
             tenant = changes.pop("tenant")
-            evaluation = an_evaluation(**{"loss": Loss.MSE, **changes})
+            evaluation = an_evaluation(**{"loss": Loss.MSE, "values": False, **changes})
             run = lanes.start(evaluation, DATA.layout, lambda: True, tenant)
             (end,) = [end for end in ends if select.select([end._socket], [], [], 0)[0]]
             took.append(ends.index(end))
