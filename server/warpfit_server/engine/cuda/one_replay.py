@@ -41,6 +41,12 @@ class Handles(NamedTuple):
     started: int
     computed: int
 
+    @classmethod
+    def of(cls, context: StreamContext, replay: Replay) -> Handles:
+        """Find the handles."""
+        started, computed = context.event("started"), context.event("computed")
+        return cls(replay.graph, context.handle, started.ptr, computed.ptr)
+
 
 class Step(NamedTuple):
     """What `replay_losses` is told."""
@@ -92,10 +98,9 @@ def prepare(
     reply = outputs.reply
     waiting = (-1, 0) if reply is None else (reply.descriptor, reply.queue)
     report = Report(*waiting, started, 1, cache_hits)
-    events = context.event("started"), context.event("computed")
     return Step(
         context.functions,
-        Handles(replay.graph, context.handle, *(event.ptr for event in events)),
+        Handles.of(context, replay),
         replay.desk,
         Tokens.of(evaluation.batch),
         sources,

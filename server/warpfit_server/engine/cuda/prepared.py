@@ -75,10 +75,10 @@ class Prepared:
         return (
             len(own) == len(batch)
             and len(own.codes) == len(batch.codes)
-            and not _differ(own.lengths, batch.lengths)
-            and not _differ(own.parameter_counts, batch.parameter_counts)
-            and not _differ(own.codes, batch.codes)
-            and not _differ(own.values.view(np.uint64), batch.values.view(np.uint64))
+            and not differ(own.lengths, batch.lengths)
+            and not differ(own.parameter_counts, batch.parameter_counts)
+            and not differ(own.codes, batch.codes)
+            and not differ(own.values.view(np.uint64), batch.values.view(np.uint64))
         )
 
     def blocks(self, vectors: int, most: int, total: int) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def _sum_kind(loss: Loss | None) -> str:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _differ(ours: NDArray[Any], others: NDArray[Any]) -> bool:
+def differ(ours: NDArray[Any], others: NDArray[Any]) -> bool:
     """Compare arrays of integers, as long as each other.
 
     It keeps the interpreter lock: to get that back may take longer than to compare.

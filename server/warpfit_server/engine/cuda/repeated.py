@@ -15,6 +15,7 @@ from warpfit.request import Evaluation
 from warpfit_server.engine.cuda.announce import Report
 from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.one_replay import Handles, replay_losses
+from warpfit_server.engine.cuda.prepared import differ
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.shapes import SlotSources
@@ -87,10 +88,9 @@ def means_of(
     start, stop = evaluation.row_range(resident.dataset.layout)
     replay.tell(request(resident, start, stop))
     batch = evaluation.batch
-    events = context.event("started"), context.event("computed")
     return Means(
         context.functions,
-        Handles(replay.graph, context.handle, *(event.ptr for event in events)),
+        Handles.of(context, replay),
         replay.desk,
         Own(
             batch.codes.copy(),
@@ -167,13 +167,9 @@ def _is_same(segment: NDArray[np.uint8], numbers: Numbers, own: Own) -> bool:
     if numbers.vectors != own.vectors or numbers.parameters != own.parameters:
         return False
     tokens = view_tokens(segment, numbers)
-    difference = np.uint64(0)
-    for index in range(len(own.lengths)):
-        difference |= np.uint64(own.lengths[index] ^ tokens.lengths[index])
-        counts = own.parameter_counts[index] ^ tokens.parameter_counts[index]
-        difference |= np.uint64(counts)
-    values = tokens.values.view(np.uint64)
-    for index in range(len(own.codes)):
-        difference |= own.values[index] ^ values[index]
-        difference |= np.uint64(own.codes[index] ^ tokens.codes[index])
-    return bool(difference == 0)
+    return not (
+        differ(own.lengths, tokens.lengths)
+        or differ(own.parameter_counts, tokens.parameter_counts)
+        or differ(own.codes, tokens.codes)
+        or differ(own.values, tokens.values.view(np.uint64))
+    )
