@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,9 @@ pytest.register_assert_rewrite("support.derivative_suite")
 
 # As in an engine process: code that was compiled from other sources is no longer current.
 os.environ.update(engine_environment(None))
+
+# A shell's background job ignores interrupts, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure: nothing here is timed.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

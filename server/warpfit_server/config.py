@@ -17,7 +17,7 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2
 
 
 _LIMITS: Final = Limits()
-_MOST_DOORS: Final = 8
+_MOST_DOORS: Final = 16
 
 
 def parse_bytes(text: str) -> int:
@@ -77,7 +77,7 @@ class Config:
     )
     device: int = _option(0, "CUDA device", int)
     front_doors: int = _option(
-        0, "processes that take calls; 0 takes one for two cores, at most 8", int
+        0, "processes that take calls; 0 takes one for each core but one, at most 16", int
     )
     threads: int | None = _option(None, "threads of the CPU engine (default: all cores)", int)
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
@@ -150,7 +150,7 @@ class Config:
     def doors(self) -> int:
         """Number of processes that take calls."""
         cores = len(os.sched_getaffinity(0))
-        return self.front_doors or max(1, min(_MOST_DOORS, cores // 2))
+        return self.front_doors or max(1, min(_MOST_DOORS, cores - 1))
 
     @property
     def has_tenants(self) -> bool:
