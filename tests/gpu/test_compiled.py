@@ -18,6 +18,7 @@ from warpfit.reference import evaluate_program
 from warpfit.reference import loss as reference_loss
 from warpfit.request import Loss, Precision, Tier
 from warpfit.workload import random_program, thesis_mix
+from warpfit_server.engine.cuda import layout
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
@@ -90,6 +91,27 @@ def test_sizes(compiled, dtype, rows):
     np.testing.assert_array_equal(result.values[:, 0], expected)
     wanted = reference_loss(Loss.SSE, expected, target)
     np.testing.assert_allclose(result.losses[:, 0], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"precision": Precision.FAST}, {"rows": (77, 199_000)}])
+def test_pieces_add_up(compiled, monkeypatch, dtype, options):
+    """Large work goes to the device piece by piece."""
+    programs, vectors = thesis_mix(4, 100)
+    rng = np.random.default_rng(4)
+    X, y = rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000)
+    dataset = Dataset.of(X, y, rng.uniform(size=200_000), dtype=dtype)
+    one = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
+    monkeypatch.setattr(layout, "_AT_ONCE", dict.fromkeys(layout._AT_ONCE, 1_000_000))
+    several = [
+        compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options).losses
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(several[0], several[1])
+    np.testing.assert_allclose(several[0], one.losses, rtol=1e-12)
+    monkeypatch.undo()
+    again = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
+    np.testing.assert_array_equal(again.losses, one.losses)
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 1000])

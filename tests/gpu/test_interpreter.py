@@ -21,6 +21,7 @@ from warpfit.reference import evaluate_program
 from warpfit.reference import loss as reference_loss
 from warpfit.request import Loss, Precision, Tier
 from warpfit.workload import random_program, thesis_mix
+from warpfit_server.engine.cuda import layout
 from warpfit_server.engine.cuda.interpreter import Tuning
 
 X = [Program.variable(index) for index in range(3)]
@@ -74,6 +75,23 @@ def test_random_programs_node_by_node(evaluate: Evaluate, tuned, dtype, rows):
         expected = expected_of(operator_row, inputs, dtype)
         assert_close(operator_row.name, values[position], expected, inputs)
         position += 1 + len(operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_bytes", [Tuning().chunk_bytes, 100_000])
+def test_pieces_make_no_difference(evaluate: Evaluate, tuned, monkeypatch, dtype, chunk_bytes):
+    """Large work goes to the device piece by piece, also where its sums would take much memory."""
+    programs, vectors = thesis_mix(4, 100)
+    vectors = [np.stack([vector, 2 * vector]) for vector in vectors]
+    rng = np.random.default_rng(4)
+    dataset = Dataset.of(
+        rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000), dtype=dtype
+    )
+    options = {"values": False, "loss": Loss.MSE, "tier": Tier.INTERPRETER}
+    whole = evaluate(dataset, programs, vectors, **options)
+    monkeypatch.setattr(layout, "_AT_ONCE", dict.fromkeys(layout._AT_ONCE, 1_000_000))
+    cut = tuned(Tuning(chunk_bytes=chunk_bytes))(dataset, programs, vectors, **options)
+    np.testing.assert_array_equal(cut.losses, whole.losses)
 
 
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 1023, 1024, 1025, 1_000_003])

@@ -33,6 +33,7 @@ class Graph:
     def __init__(self, number):
         self.graphExec = number
         self.kernels = []
+        self.requests = []
 
     def upload(self, stream):
         """It is there."""
@@ -50,6 +51,7 @@ class Graph:
         return dict(zip(REQUEST, words, strict=True))
 
     def run(self):
+        self.requests.append(self.request)
         for key, slot, number, vectors in self.kernels:
             for shape in key.shapes:
                 own = self._slots(key.mode.dtype, slot, shape.slots, vectors).sum(axis=1)

@@ -21,7 +21,7 @@ from warpfit.workload import thesis_mix
 from warpfit_server.channel import Channel, ChannelClosedError, Finished
 from warpfit_server.engine.base import Outputs, Reply
 from warpfit_server.engine.cuda import bytecode
-from warpfit_server.engine.cuda.launch import Kernels, Work
+from warpfit_server.engine.cuda.launch import Kernels, Work, jobs_at_once
 from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
@@ -32,6 +32,7 @@ VARIANT = Variant(np.dtype(np.float32), Precision.FAST, 16)
 WORK = Work(
     variables=1 << 41, target=1 << 42, weights=0, stride=400_000, first_row=3, end_row=100_000,
     tiles=196, absolute=1, level_bytes=2048, warps=2, rounds=2, resident_warps=32 * 132,
+    at_once=10**12,
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ class Context:
         self.status = status
 
 
-def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None):
+def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None, work=WORK):
     functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM))
     context = Context(driver)
     kernels = Kernels(VARIANT, *functions, np.zeros(256, dtype=np.bool_))
@@ -69,7 +70,7 @@ def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None):
     outputs = Outputs(None, losses, np.zeros(1, np.uint8), lambda _: None, reply=reply)
     evaluation = Evaluation(dataset.content_id, batch, loss=loss, values=False)
     timings = losses_in_one_launch(
-        *(context, kernels, WORK, evaluation, ResidentDataset(dataset, None), outputs),
+        *(context, kernels, work, evaluation, ResidentDataset(dataset, None), outputs),
         time.perf_counter_ns(),
     )
     return context, losses, timings
@@ -122,6 +123,38 @@ def test_the_kernels_are_told_the_work():
     assert groups * told["jobs_per_block"] >= 120 > (groups - 1) * told["jobs_per_block"]
     assert launches(driver)[INTERPRET][1] == 196
     assert launches(driver)[SUM][1] == 120
+
+
+def test_large_work_goes_to_the_device_in_pieces():
+    programs, parameters = thesis_mix(3, 40)
+    batch, driver = Batch.of(programs, parameters), Driver()
+    rows = WORK.end_row - WORK.first_row
+    work = WORK._replace(at_once=len(batch.codes) * rows // 3)
+    _, losses, _ = launch(batch, driver, work=work)
+    assert losses[:, 0].tolist() == [float(job) for job in range(40)]
+    names = ("first_job", "jobs", "partials", "tiles")
+    told = [[told[name] for name in names] for told, _ in driver.pieces]
+    partials = [(1 << 32) + 8 * 196 * first for first in (0, 14, 28)]
+    assert told == [
+        [0, 14, partials[0], 196],
+        [14, 14, partials[1], 196],
+        [28, 12, partials[2], 196],
+    ]
+    assert {tiles for _, tiles in driver.pieces} == {196}
+    order = driver.uploaded[Parts.of(batch).order :].view(np.uint32)[:40]
+    assert [sorted(order[first : first + 14]) for first in (0, 14, 28)] == [
+        [*range(14)], [*range(14, 28)], [*range(28, 40)],
+    ]  # fmt: skip
+    assert launches(driver)[SUM][1] == 40
+
+
+@pytest.mark.parametrize(
+    ("tokens", "jobs", "expected"),
+    [(10, 300, 300), (100, 300, 150), (10**6, 300, 5), (10**6, 20, 1), (100, 1, 1)],
+)
+def test_jobs_of_a_launch(tokens, jobs, expected):
+    work = WORK._replace(first_row=0, end_row=1000, at_once=50_000)
+    assert jobs_at_once(work, tokens, jobs) == expected
 
 
 def launches(driver):

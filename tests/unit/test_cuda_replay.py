@@ -122,6 +122,35 @@ def test_each_launch_is_told_its_rows(bench):
         assert (request["weights"], request["stride"]) == (0, 4 * ROWS)
 
 
+def test_large_work_goes_to_the_device_in_pieces(bench, monkeypatch):
+    batch, rows = mix(), (33, 700)
+    whole, _ = bench(batch, rows=rows)
+    monkeypatch.setattr(compiled, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(compiled, "token_rows_at_once", lambda *_: len(batch.codes) * 200)
+    losses, timings = bench(batch, rows=rows)
+    requests = bench.driver.graphs[-1].requests[-3:]
+    assert [(one["head"], one["stop"]) for one in requests] == [(1, 256), (0, 256), (0, 156)]
+    firsts = [COLUMN + 32 + 4 * first for first in (0, 256, 512)]
+    assert [one["variables"] for one in requests] == firsts
+    assert [one["target"] for one in requests] == [10 * COLUMN + first for first in firsts]
+    assert [one["weights"] for one in requests] == [0, 0, 0]
+    np.testing.assert_array_equal(losses, 3 * whole)  # each launch adds the same
+    assert timings.compute == 3 * NANOSECONDS
+    np.testing.assert_array_equal(bench(batch, rows=rows)[0], losses)
+
+
+def test_an_error_between_two_pieces_is_raised(bench, monkeypatch):
+    monkeypatch.setattr(compiled, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(compiled, "token_rows_at_once", lambda *_: 1)
+    bench.driver.fail = "elapsed"
+    with pytest.raises(DriverError):
+        bench(mix())
+    bench.driver.fail = ""
+    (first,) = bench.driver.graphs[-1].requests
+    np.testing.assert_array_equal(bench(mix())[0], 32 * sums_of(mix()))
+    assert bench.driver.graphs[-1].requests[1] == first
+
+
 @pytest.mark.parametrize("loss", Loss)
 def test_sums_become_losses_as_numpy_would_make_them(bench, loss):
     batch = mix()

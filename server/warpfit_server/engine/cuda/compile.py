@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from cuda.bindings import nvjitlink
 
 from warpfit.errors import InternalError, UnavailableError
 
 T = TypeVar("T")
+#: Evaluations and front doors go before the compiler, which would take all cores.
+_NICE: Final = 10
 
 
 def version() -> str:
@@ -149,6 +152,7 @@ class Workers:
             thread.join()
 
     def _run(self) -> None:
+        os.nice(_NICE)  # of this thread alone, on Linux
         while (job := self._next()) is not None:
             started = time.perf_counter()
             try:

@@ -19,6 +19,7 @@ from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda import one_replay, repeated
 from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
+from warpfit_server.engine.cuda.layout import token_rows_at_once
 from warpfit_server.engine.cuda.plan import fingerprint
 from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Preparer
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module, request
@@ -33,6 +34,8 @@ MAX_ROWS: Final = 1 << 30
 MAX_TOKENS: Final = 2_000
 #: Most parameters of an expression that is compiled with its gradient: each takes an accumulator.
 MAX_PARAMETERS: Final = 64
+#: Rows from which on the rows may be cut, so that kernels have enough of them.
+_LEAST_ROWS: Final = 1 << 16
 #: Times that missing kernels are made before the cache is called too small for them.
 _ATTEMPTS: Final = 3
 
@@ -167,7 +170,8 @@ class CompiledTier:
 
         try:
             sources = prepared.lifted.sources
-            means = repeated.means_of(context, replay, sources, resident, evaluation, cost)
+            rows = self._rows_at_once(prepared, resident, evaluation)
+            means = repeated.means_of(context, replay, sources, resident, evaluation, rows, cost)
         except BaseException:
             release()
             raise
@@ -196,7 +200,7 @@ class CompiledTier:
         self, prepared: Prepared, resident: ResidentDataset, evaluation: Evaluation
     ) -> Identity:
         start, stop = evaluation.row_range(resident.dataset.layout)
-        rows = min(self._chunk(prepared, evaluation), stop - start)
+        rows = min(self._rows_at_once(prepared, resident, evaluation), stop - start)
         # A kernel has at most one block a tile of rows.
         most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
         total = prepared.layout.blocks * self._device.multiprocessors
@@ -293,8 +297,9 @@ class CompiledTier:
         """Compute losses, and gradients if they are wanted, by one launch."""
         with self._device.stream() as context:
             sources = prepared.lifted.sources
+            rows = self._rows_at_once(prepared, resident, evaluation)
             step = one_replay.prepare(
-                context, replay, sources, resident, evaluation, outputs, started, cache_hits
+                context, replay, sources, resident, evaluation, rows, outputs, started, cache_hits
             )
             timings = one_replay.finish(context, replay, outputs, *one_replay.replay_losses(*step))
         if outputs.gradients is not None:
@@ -316,7 +321,7 @@ class CompiledTier:
         """Launch for one chunk of rows after the other."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
-        chunk = self._chunk(prepared, evaluation)
+        chunk = self._rows_at_once(prepared, resident, evaluation)
         prepared.lifted.fill(evaluation.batch, replay.slots)
         sums = np.zeros(int(prepared.sum_starts[-1]) * vectors)
         launched, computed = time.perf_counter_ns(), 0
@@ -358,13 +363,20 @@ class CompiledTier:
             cache_hits=cache_hits,
         )
 
-    def _chunk(self, prepared: Prepared, evaluation: Evaluation) -> int:
-        """Rows of one launch."""
-        if not evaluation.values:
-            return MAX_ROWS
-        row_bytes = len(evaluation.batch) * evaluation.batch.vectors * prepared.mode.dtype.itemsize
-        rows = self._tuning.chunk_bytes // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE
-        return max(rows, ROW_MULTIPLE)
+    def _rows_at_once(
+        self, prepared: Prepared, resident: ResidentDataset, evaluation: Evaluation
+    ) -> int:
+        """Rows of one launch: a multiple of `ROW_MULTIPLE`."""
+        batch, mode = evaluation.batch, prepared.mode
+        if evaluation.values:
+            rows = self._tuning.chunk_bytes // (len(batch) * batch.vectors * mode.dtype.itemsize)
+            return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+        start, stop = evaluation.row_range(resident.dataset.layout)
+        token_rows = len(batch.codes) * batch.vectors * (stop - start)
+        pieces = token_rows // token_rows_at_once(mode, self._device.multiprocessors)
+        most = max(1, (stop - start) // _LEAST_ROWS)
+        rows = -(-(stop - start) // min(max(1, pieces), most)) + ROW_MULTIPLE - 1
+        return min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
 
 
 def _fits_one_launch(resident: ResidentDataset, evaluation: Evaluation) -> bool:

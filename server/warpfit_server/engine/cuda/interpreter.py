@@ -36,6 +36,7 @@ from warpfit_server.engine.cuda.launch import (
     tell_interpreter,
     tell_slots,
     tiles_of,
+    token_rows_of_a_launch,
 )
 from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
@@ -228,7 +229,11 @@ class Interpreter:
     def _pieces(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
     ) -> Iterator[Piece]:
-        """Cut the evaluation so that the results of one launch stay within the chunk size."""
+        """Cut the evaluation so that the results of one launch stay within the chunk size.
+
+        If that takes several launches, none of them keeps other evaluations waiting for long, as in
+        `warpfit_server.engine.cuda.one_launch`.
+        """
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
         tiles = tiles_of(start, stop, variant)
@@ -240,6 +245,10 @@ class Interpreter:
                 self._tuning.chunk_bytes // (variant.tile * variant.dtype.itemsize) * variant.tile
             )
         jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MOST_JOBS)
+        if jobs < programs * vectors:
+            at_once = token_rows_of_a_launch(variant, self._device.multiprocessors)
+            work = len(evaluation.batch.codes) * (stop - start)
+            jobs = min(jobs, max(1, at_once * programs // work))
         for first_job in range(0, programs * vectors, jobs):
             for row in range(start, stop, rows):
                 yield Piece(

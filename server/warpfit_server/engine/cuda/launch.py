@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Loss
+from warpfit_server.engine.cuda.layout import token_rows_at_once
+from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import SCRATCH_LEVELS, Variant
 from warpfit_server.engine.cuda.staging import Extent, Parts
@@ -36,6 +38,8 @@ _COUNTER_BYTES: Final = 16
 _SHARED_BYTES: Final = 48 * 1024 - _COUNTER_BYTES
 #: Most groups of jobs: the limit of a grid's second dimension.
 _MOST_GROUPS: Final = 0xFFFF
+#: Most launches of one evaluation that go to the device together.
+MOST_LAUNCHES: Final = 64
 #: Warps that a multiprocessor runs at a time.
 _RESIDENT_WARPS: Final = 32
 #: Threads of a block that adds partial sums up, and of one that computes row-invariant subtrees.
@@ -91,6 +95,8 @@ class Work(NamedTuple):
     """Programs that a warp runs one after the other when there are plenty."""
     resident_warps: int
     """Warps that the device runs at a time."""
+    at_once: int
+    """Token-rows of one launch: more are cut by jobs."""
 
     @classmethod
     def of(
@@ -128,6 +134,7 @@ class Work(NamedTuple):
             warps=warps,
             rounds=rounds,
             resident_warps=_RESIDENT_WARPS * multiprocessors,
+            at_once=token_rows_of_a_launch(variant, multiprocessors),
         )
 
 
@@ -144,9 +151,29 @@ class Addresses(NamedTuple):
     """For partial sums; 0: no losses are wanted."""
 
 
+def token_rows_of_a_launch(variant: Variant, multiprocessors: int) -> int:
+    """Token-rows that are interpreted at once."""
+    return token_rows_at_once(Mode.of(variant.dtype, variant.precision), multiprocessors) // 2
+
+
 def tiles_of(start: int, stop: int, variant: Variant) -> int:
     """Tiles that cover a range of rows, from an aligned row on."""
     return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def jobs_at_once(work: Work, tokens: int, jobs: int) -> int:
+    """Jobs of one launch, so that it does not keep others waiting for long.
+
+    Args:
+        work: rows.
+        tokens: of all jobs.
+        jobs: how many.
+
+    """
+    token_rows = tokens * (work.end_row - work.first_row)
+    launches = min(max(1, token_rows // work.at_once), jobs, MOST_LAUNCHES)
+    return -(-jobs // launches)
 
 
 @_compiled  # type: ignore[untyped-decorator]

@@ -22,12 +22,14 @@ from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
+    MOST_LAUNCHES,
     SLOT_ARGUMENTS,
     SLOT_THREADS,
     SUM_THREADS,
     Addresses,
     Kernels,
     Work,
+    jobs_at_once,
     tell_interpreter,
     tell_slots,
 )
@@ -48,7 +50,11 @@ from warpfit_server.engine.cuda.submission import (
     add_step as _add,
 )
 
-_MOST_STEPS: Final = 10
+_MOST_STEPS: Final = 9 + MOST_LAUNCHES
+
+#: Where the arguments' addresses begin in `Desk.places`.
+_SUMS: Final = 1
+_INTERPRETER: Final = 4
 
 
 class Handles(NamedTuple):
@@ -78,11 +84,13 @@ class Desk(NamedTuple):
     """Memory for what the driver is told and answers, used again and again by one stream."""
 
     arguments: NDArray[np.void]
+    """Of each launch of the interpreter."""
     slot_arguments: NDArray[np.void]
     sum_arguments: NDArray[np.int64]
     """Partial sums, sums, tiles."""
     places: NDArray[np.int64]
-    """Addresses of all arguments, as the driver wants them."""
+    """Addresses of the arguments of the slots' kernel, of the sums' and of each launch of the
+    interpreter, as the driver wants them."""
     steps: NDArray[np.int64]
     clock: NDArray[np.int64]
     """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
@@ -94,11 +102,12 @@ class Desk(NamedTuple):
     @classmethod
     def fresh(cls) -> Desk:
         """Allocate the memory."""
-        arguments = np.zeros(1, dtype=ARGUMENTS)
+        arguments = np.zeros(MOST_LAUNCHES, dtype=ARGUMENTS)
         slot_arguments = np.zeros(1, dtype=SLOT_ARGUMENTS)
         sums = np.zeros(3, dtype=np.int64)
-        places = [arguments.ctypes.data, slot_arguments.ctypes.data]
-        places += [sums[index:].ctypes.data for index in range(3)]
+        parts = [slot_arguments, *(sums[index:] for index in range(3))]
+        parts += [arguments[index:] for index in range(MOST_LAUNCHES)]
+        places = [part.ctypes.data for part in parts]
         return cls(
             arguments,
             slot_arguments,
@@ -210,13 +219,12 @@ def compute_losses(
 
     Levels are negative if nothing could be launched.
     """
-    extent = Extent(*stage_into(tokens, variables, longest, costly, len(sums), parts, staging))
+    jobs = len(sums)
+    chunk = jobs_at_once(work, len(tokens.codes) * tokens.vectors, jobs)
+    extent = Extent(*stage_into(tokens, variables, longest, costly, chunk, parts, staging))
     if extent.levels < 0:
         return 0, extent.levels, False
     grid = tell_slots(desk.slot_arguments, addresses, parts, extent.slots, tokens.vectors)
-    blocks = tell_interpreter(
-        desk.arguments, work, addresses, parts, extent, tokens.vectors, (0, len(sums))
-    )
     told = desk.sum_arguments
     told[0], told[1], told[2] = addresses.partials, sums.ctypes.data, work.tiles
 
@@ -226,12 +234,24 @@ def compute_losses(
     count = _add(steps, 0, (UPLOAD, addresses.batch, source, used, stream))
     count = _add(steps, count, (RECORD, handles.started, stream))
     if extent.slots > 0:
-        block = (SLOT_THREADS[0], SLOT_THREADS[1], 1, 0, stream, places + 8)
+        block = (SLOT_THREADS[0], SLOT_THREADS[1], 1, 0, stream, places)
         count = _add(steps, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
-    block = (32 * blocks[1], 1, 1, blocks[2], stream, places)
-    count = _add(steps, count, (LAUNCH, handles.interpret, work.tiles, blocks[0], 1, *block))
-    block = (SUM_THREADS, 1, 1, 0, stream, places + 16)
-    count = _add(steps, count, (LAUNCH, handles.sum_partials, len(sums), 1, 1, *block))
+    for number, first in enumerate(range(0, jobs, chunk)):
+        piece = (first, min(chunk, jobs - first))
+        partials = addresses.partials + 8 * first * work.tiles
+        groups, warps, shared = tell_interpreter(
+            desk.arguments[number:],
+            work,
+            Addresses(addresses.batch, addresses.slots, 0, partials),
+            parts,
+            extent,
+            tokens.vectors,
+            piece,
+        )
+        block = (32 * warps, 1, 1, shared, stream, places + 8 * (_INTERPRETER + number))
+        count = _add(steps, count, (LAUNCH, handles.interpret, work.tiles, groups, 1, *block))
+    block = (SUM_THREADS, 1, 1, 0, stream, places + 8 * _SUMS)
+    count = _add(steps, count, (LAUNCH, handles.sum_partials, jobs, 1, 1, *block))
     count = _add(steps, count, (RECORD, handles.computed, stream))
     clock = np.int64(desk.clock.ctypes.data)
     count = _add(steps, count, (NOW, clock))

@@ -8,7 +8,7 @@ of what came out. Between them the step may be carried out by any thread whose d
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numba
 import numpy as np
@@ -19,6 +19,7 @@ from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.lower import Tokens
+from warpfit_server.engine.cuda.ptx import REQUEST
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.shapes import SlotSources, fill_slots
@@ -31,6 +32,11 @@ from warpfit_server.engine.cuda.submission import (
     add_step,
     carry_out,
 )
+
+#: Places in what a graph is told.
+_COLUMNS: Final = tuple(REQUEST[name] // 8 for name in ("variables", "target", "weights"))
+_HEAD: Final = REQUEST["head"] // 8
+_STOP: Final = REQUEST["stop"] // 8
 
 
 class Handles(NamedTuple):
@@ -56,6 +62,8 @@ class Step(NamedTuple):
     handles: Handles
     desk: Desk
     """Of the graph."""
+    at_once: int
+    """Rows of one launch; a multiple of `resident.ROW_MULTIPLE`."""
     tokens: Tokens
     sources: SlotSources
     slots: NDArray[Any]
@@ -74,6 +82,7 @@ def prepare(
     sources: SlotSources,
     resident: ResidentDataset,
     evaluation: Evaluation,
+    at_once: int,
     outputs: Outputs,
     started: int,
     cache_hits: int,
@@ -86,6 +95,7 @@ def prepare(
         sources: of the batch's slots.
         resident: the data set.
         evaluation: that asks for a loss, and not for values.
+        at_once: rows of one launch.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of its beginning.
         cache_hits: expressions whose kernels were there.
@@ -102,6 +112,7 @@ def prepare(
         context.functions,
         Handles.of(context, replay),
         replay.desk,
+        at_once,
         Tokens.of(evaluation.batch),
         sources,
         replay.slots,
@@ -150,6 +161,7 @@ def replay_losses(
     functions: NDArray[np.int64],
     handles: Handles,
     desk: Desk,
+    at_once: int,
     tokens: Tokens,
     sources: SlotSources,
     slots: NDArray[Any],
@@ -160,7 +172,7 @@ def replay_losses(
 ) -> tuple[int, bool]:
     """Carry a `Step` out; return the driver's status, and whether somebody has been told."""
     fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, sources, slots)
-    status = carry_out(functions, desk.steps[: _write_steps(handles, desk)])
+    status = _launch(functions, handles, desk, at_once, slots.itemsize, sums)
     if status != 0:
         return status, False
     for program in range(len(desk.sum_starts) - 1):
@@ -169,6 +181,42 @@ def replay_losses(
             losses[program * tokens.vectors + vector] = sums[place]
     close(losses, closing, losses)
     return status, announce(functions, report, desk.clock, desk.elapsed, desk.told)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _launch(
+    functions: NDArray[np.int64],
+    handles: Handles,
+    desk: Desk,
+    at_once: int,
+    itemsize: int,
+    sums: NDArray[np.float64],
+) -> int:
+    """Launch for one range of rows after the other; return the driver's status."""
+    words, steps = desk.words, desk.steps[: _write_steps(handles, desk)]
+    stop = np.int64(words[_STOP])
+    if stop <= at_once:
+        return int(carry_out(functions, steps))
+    told, totals = words.copy(), np.zeros(len(sums))
+    began, milliseconds, status = desk.clock[:2].copy(), np.float32(0), 0
+    for first in range(0, stop, at_once):
+        for column in _COLUMNS:
+            if told[column] != 0:
+                words[column] = told[column] + np.uint64(first * itemsize)
+        words[_HEAD] = told[_HEAD] if first == 0 else np.uint64(0)
+        words[_STOP] = np.uint64(min(at_once, int(stop) - first))
+        status = carry_out(functions, steps)
+        if status != 0:
+            break
+        if first == 0:
+            began[:] = desk.clock[:2]
+        totals += sums
+        milliseconds += desk.elapsed[0]
+    words[:] = told
+    sums[:] = totals
+    desk.clock[:2] = began
+    desk.elapsed[0] = milliseconds
+    return int(status)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

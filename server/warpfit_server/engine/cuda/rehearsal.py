@@ -1,4 +1,8 @@
-"""A first evaluation on a lane, before anybody waits: compiled code is loaded, or made, by it."""
+"""First evaluations on a lane, before anybody waits: compiled code is loaded, or made, by them.
+
+Numba makes a function when it is first called with arguments of some types, which takes seconds
+unless it lies in the cache, and meanwhile whoever calls another function for the first time waits.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +20,32 @@ from warpfit_server.engine.roster import Roster
 
 
 def rehearse(engine: Engine) -> None:
-    """Evaluate something on a lane that nobody is at the other end of."""
-    dataset = Dataset.of(np.ones((1, 1)), np.ones(1))
+    """Evaluate something by each tier, in each data type, on lanes that nobody is at the end of."""
+    for dtype in (np.float32, np.float64):
+        dataset = Dataset.of(np.ones((1, 1)), np.ones(1), dtype=dtype)
+        engine.load(dataset)
+        try:
+            for tier in (Tier.INTERPRETER, Tier.COMPILED):
+                _serve(engine, dataset, tier)
+        finally:
+            engine.unload(dataset.content_id)
+
+
+def _serve(engine: Engine, dataset: Dataset, tier: Tier) -> None:
+    """Have an evaluation answered, and the lane served until it turns out to be closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     lane = LaneEnd(theirs)
     try:
-        engine.load(dataset)
-        _evaluate(engine, dataset, lane, ours)
+        reply = Reply(lane.descriptor, Roster().reserve(""))
+        flag = np.zeros(64, dtype=np.uint8)
+        batch = Batch.of([parse("x1 + p1")], [np.ones(1)])
+        evaluation = Evaluation(dataset.content_id, batch, loss=Loss.MSE, values=False, tier=tier)
+        outputs = Outputs(None, np.zeros((1, 1)), flag, lambda _: None, reply=reply)
+        engine.evaluate(evaluation, outputs)
+        ours.close()
+        if reply.standing is not None:
+            reply.standing.serve(lane.line, b"", flag)
+            reply.standing.close()
     finally:
-        engine.unload(dataset.content_id)
+        ours.close()
         lane.close()
-
-
-def _evaluate(engine: Engine, dataset: Dataset, lane: LaneEnd, other: socket.socket) -> None:
-    batch = Batch.of([parse("x1")], [np.empty(0)])
-    evaluation = Evaluation(
-        dataset.content_id, batch, loss=Loss.MSE, values=False, tier=Tier.INTERPRETER
-    )
-    reply = Reply(lane.descriptor, Roster().reserve(""))
-    flag = np.zeros(64, dtype=np.uint8)
-    engine.evaluate(evaluation, Outputs(None, np.zeros((1, 1)), flag, lambda _: None, reply=reply))
-    other.close()
-    if reply.standing is not None:
-        reply.standing.serve(lane.line, b"", flag)
-        reply.standing.close()

@@ -53,6 +53,8 @@ class Means(NamedTuple):
     """From `warpfit_server.engine.cuda.submission.driver_functions`."""
     handles: Handles
     desk: Desk
+    at_once: int
+    """Rows of one launch."""
     own: Own
     sources: SlotSources
     slots: NDArray[Any]
@@ -71,6 +73,7 @@ def means_of(
     sources: SlotSources,
     resident: ResidentDataset,
     evaluation: Evaluation,
+    at_once: int,
     cost: float,
 ) -> Means:
     """Collect what `serve` needs.
@@ -81,6 +84,7 @@ def means_of(
         sources: of the batch's slots.
         resident: the data set.
         evaluation: that asks for a loss alone; its batch is copied.
+        at_once: rows of one launch.
         cost: see `Means`.
 
     """
@@ -92,6 +96,7 @@ def means_of(
         context.functions,
         Handles.of(context, replay),
         replay.desk,
+        at_once,
         Own(
             batch.codes.copy(),
             batch.values.view(np.uint64).copy(),
@@ -147,6 +152,7 @@ def _answer(line: Line, segment: NDArray[np.uint8], means: Means, began: int) ->
         means.functions,
         means.handles,
         means.desk,
+        means.at_once,
         view_tokens(segment, numbers),
         means.sources,
         means.slots,

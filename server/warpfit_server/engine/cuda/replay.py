@@ -68,6 +68,8 @@ class Work:
 class Desk(NamedTuple):
     """Memory of compiled code that launches a graph, used again and again."""
 
+    words: NDArray[np.uint64]
+    """What the graph is told; see `ptx.REQUEST`."""
     sum_starts: NDArray[np.int64]
     """Index of each expression's first sum, and the total; [programs + 1]."""
     steps: NDArray[np.int64]
@@ -79,9 +81,10 @@ class Desk(NamedTuple):
     """`warpfit_server.channel.Told`."""
 
     @classmethod
-    def fresh(cls, sum_starts: NDArray[np.int64]) -> Desk:
+    def fresh(cls, words: NDArray[np.uint64], sum_starts: NDArray[np.int64]) -> Desk:
         """Allocate the memory."""
         return cls(
+            words,
             sum_starts,
             np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
             np.zeros(4, dtype=np.int64),
@@ -153,7 +156,7 @@ class Replay:
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
         self._sum_module = sum_module
-        self.desk = Desk.fresh(work.sum_starts)
+        self.desk = Desk.fresh(self._words, work.sum_starts)
         """For launches by compiled code."""
         self._graph = self._capture()
         self.tell(

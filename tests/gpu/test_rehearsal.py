@@ -1,0 +1,62 @@
+"""What Numba has to compile is there before anybody waits for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+#: Prints what has been compiled, or loaded, since the engine was ready.
+SCRIPT = """
+import sys
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from support.interpreted import EngineOnLanes
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.workload import thesis_mix
+from warpfit_server.engine.cuda.engine import CudaEngine
+
+def compiled():
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("warpfit_server"):
+            for function in vars(module).values():
+                if isinstance(function, Dispatcher):
+                    found |= {(function.__qualname__, str(types)) for types in function.overloads}
+    return found
+
+def answers(engine, dataset, tier, precision, loss):
+    with EngineOnLanes(engine, dataset) as lanes:
+        for scale in range(6):
+            programs, parameters = thesis_mix(1, 30)
+            batch = Batch.of(programs, [scale * vector for vector in parameters])
+            evaluation = Evaluation(
+                dataset.content_id, batch, loss=loss, values=False, tier=tier, precision=precision
+            )
+            run = lanes.start(evaluation)
+            run.next_event()
+            run.close()
+
+engine = CudaEngine()
+before = compiled()
+assert len(before) > 5
+X, y = np.random.default_rng(0).normal(size=(1000, 10)), np.ones(1000)
+for dtype in ("float32", "float64"):
+    for weights in (None, y):
+        dataset = Dataset.of(X, y, weights, dtype=dtype)
+        for tier in Tier:
+            for precision in Precision:
+                answers(engine, dataset, tier, precision, Loss.MSE)
+                answers(engine, dataset, tier, precision, Loss.R2)
+        engine.unload(dataset.content_id)
+print(*sorted(compiled() - before), sep="\\n")
+engine.close()
+"""
+
+
+def test_nothing_is_compiled_once_an_engine_is_ready(engine):
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["", ""]
