@@ -5,6 +5,8 @@ Each tenant is charged the time that threads work for it, and who has been charg
 
 - of the evaluations that wait for a place, that of the least charged tenant gets the next one;
 - a tenant that has nothing running need not wait for a place: it gets one of a few extra ones;
+- an evaluation that occupies a device for long takes several places, so that not many of them wait
+  there before whatever comes next;
 - where an engine works in small pieces, the evaluations of a tenant that is ahead pause between two
   pieces while one that is behind is at work.
 
@@ -33,11 +35,12 @@ _REMEMBERED: Final = 1000
 
 
 class Turn:
-    """One evaluation's place in the engine, held inside a ``with`` block."""
+    """The place or places of one evaluation in the engine, held inside a ``with`` block."""
 
-    def __init__(self, gate: FairGate, tenant: str) -> None:
+    def __init__(self, gate: FairGate, tenant: str, places: int) -> None:
         self._gate = gate
         self._tenant = tenant
+        self._places = places
         self._started = 0.0
         self._token: contextvars.Token[Turn] | None = None
         self.charged = False
@@ -45,7 +48,7 @@ class Turn:
 
     def __enter__(self) -> Self:
         """Wait for the place."""
-        self._gate.enter(self._tenant)
+        self._gate.enter(self._tenant, self._places)
         self._started = time.perf_counter()
         self._token = _TURN.set(self)
         return self
@@ -55,7 +58,7 @@ class Turn:
         assert self._token is not None
         _TURN.reset(self._token)
         unreported = 0.0 if self.charged else time.perf_counter() - self._started
-        self._gate.leave(self._tenant, unreported)
+        self._gate.leave(self._tenant, unreported, self._places)
 
     def charge(self, seconds: float) -> None:
         """Add time that a thread has worked."""
@@ -85,31 +88,37 @@ class FairGate:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._total = 0
+        self._taken = 0
         self._running: Counter[str] = Counter()
         self._pausing: Counter[str] = Counter()
-        self._waiting: dict[str, deque[threading.Event]] = {}
+        self._waiting: dict[str, deque[tuple[threading.Event, int]]] = {}
         self._charges: dict[str, float] = {}
         self._level = 0.0  # what the least charged tenant at work has been charged, or had been
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
 
-    def turn(self, tenant: str) -> Turn:
-        """Make a turn, to be waited for and held in a ``with`` block."""
-        return Turn(self, tenant)
+    def turn(self, tenant: str, places: int = 1) -> Turn:
+        """Make a turn, to be waited for and held in a ``with`` block.
 
-    def enter(self, tenant: str) -> None:
-        """Wait for a place and take it."""
-        ticket = self._enter(tenant)
+        Args:
+            tenant: whose evaluation it is.
+            places: that it takes; it begins when one is free.
+
+        """
+        return Turn(self, tenant, places)
+
+    def enter(self, tenant: str, places: int) -> None:
+        """Wait for a place and take as many; for `Turn`."""
+        ticket = self._enter(tenant, places)
         if ticket is not None:
             ticket.wait()
 
-    def leave(self, tenant: str, seconds: float) -> None:
-        """Charge a tenant and give its place back."""
+    def leave(self, tenant: str, seconds: float, places: int) -> None:
+        """Charge a tenant and give its places back; for `Turn`."""
         with self._lock:
             self._charges[tenant] += seconds
             self._note_level()
-            self._total -= 1
+            self._taken -= places
             self._running[tenant] -= 1
             if not self._running[tenant]:
                 del self._running[tenant]
@@ -164,15 +173,15 @@ class FairGate:
         least = min(self._charges[other] for other in self._running)
         return self._charges[tenant] > least + _AHEAD
 
-    def _enter(self, tenant: str) -> threading.Event | None:
-        """Take a place; without one return what will be set when there is."""
+    def _enter(self, tenant: str, places: int) -> threading.Event | None:
+        """Take places; if none is free return what will be set when there is."""
         with self._lock:
             self._welcome(tenant)
             if self._may_run(tenant) and not self._waiting:
-                self._start(tenant)
+                self._start(tenant, places)
                 return None
             ticket = threading.Event()
-            self._waiting.setdefault(tenant, deque()).append(ticket)
+            self._waiting.setdefault(tenant, deque()).append((ticket, places))
             self._serve()
             return ticket
 
@@ -181,19 +190,19 @@ class FairGate:
         while able := [tenant for tenant in self._waiting if self._may_run(tenant)]:
             tenant = min(able, key=self._charges.__getitem__)
             queue = self._waiting[tenant]
-            ticket = queue.popleft()
+            ticket, places = queue.popleft()
             if not queue:
                 del self._waiting[tenant]
-            self._start(tenant)
+            self._start(tenant, places)
             ticket.set()
 
     def _may_run(self, tenant: str) -> bool:
-        if self._total < self._places:
+        if self._taken < self._places:
             return True
-        return not self._running[tenant] and self._total < self._places + _EXTRA
+        return not self._running[tenant] and self._running.total() < self._places + _EXTRA
 
-    def _start(self, tenant: str) -> None:
-        self._total += 1
+    def _start(self, tenant: str, places: int) -> None:
+        self._taken += places
         self._running[tenant] += 1
 
     def _note_level(self) -> None:
@@ -216,7 +225,7 @@ class _Alone(Turn):
     """The turn of work that nobody shares the engine with."""
 
     def __init__(self) -> None:
-        super().__init__(FairGate(1), "")
+        super().__init__(FairGate(1), "", 1)
 
     def charge(self, seconds: float) -> None:
         """Nobody counts."""

@@ -7,24 +7,15 @@ import sys
 
 #: Prints what has been compiled, or loaded, since the engine was ready.
 SCRIPT = """
-import sys
 import numpy as np
-from numba.core.dispatcher import Dispatcher
+from support.compiled_code import compiled
 from support.interpreted import EngineOnLanes
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
+from warpfit_server.engine import lane_end
 from warpfit_server.engine.cuda.engine import CudaEngine
-
-def compiled():
-    found = set()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("warpfit_server"):
-            for function in vars(module).values():
-                if isinstance(function, Dispatcher):
-                    found |= {(function.__qualname__, str(types)) for types in function.overloads}
-    return found
 
 def answers(engine, dataset, tier, precision, loss):
     with EngineOnLanes(engine, dataset) as lanes:
@@ -39,6 +30,7 @@ def answers(engine, dataset, tier, precision, loss):
             run.close()
 
 engine = CudaEngine()
+lane_end.rehearse()
 before = compiled()
 assert len(before) > 5
 X, y = np.random.default_rng(0).normal(size=(1000, 10)), np.ones(1000)

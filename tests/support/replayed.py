@@ -166,7 +166,8 @@ class Store:
         self.leased = 0
 
     def key(self, mode, output, shapes):
-        return KernelKey(mode, output, shapes, "".join(shape.key.hex() for shape in shapes))
+        text = mode.name + "".join(shape.key.hex() for shape in shapes)
+        return KernelKey(mode, output, shapes, text)
 
     def work(self, mode, shapes):
         return np.ones(len(shapes))

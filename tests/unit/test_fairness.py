@@ -31,11 +31,11 @@ class Visitors:
         self._leave = {}
         self._threads = []
 
-    def come(self, name, tenant, charge=0.0):
+    def come(self, name, tenant, charge=0.0, places=1):
         leave = self._leave[name] = threading.Event()
 
         def visit():
-            with self._gate.turn(tenant) as turn:
+            with self._gate.turn(tenant, places) as turn:
                 self.order.append(name)
                 turn.charge(charge)
                 leave.wait(10)
@@ -100,6 +100,24 @@ class TestGate:
         visitors.come("modest", "modest")
         visitors.see("one", "modest")
         visitors.end()
+
+    def test_large_ones_take_several_places(self):
+        gate = FairGate(4)
+        visitors = Visitors(gate)
+        for name in ("one", "two", "three"):
+            visitors.come(name, "greedy", places=2)
+        visitors.come("small", "greedy")
+        visitors.come("modest", "modest", places=2)
+        visitors.see("one", "two", "modest")
+        visitors.go("modest")
+        visitors.go("one")
+        visitors.see("one", "two", "modest", "three")
+        visitors.go("two")
+        visitors.see("one", "two", "modest", "three", "small")
+        visitors.go("three")
+        visitors.go("small")
+        visitors.end()
+        assert gate._taken == 0
 
     def test_who_is_ahead_pauses_until_the_other_is_done(self, monkeypatch):
         monkeypatch.setattr(fairness, "_LONGEST_PAUSE", 10.0)

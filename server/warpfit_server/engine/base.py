@@ -143,6 +143,9 @@ class Engine(Protocol):
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
 
+    def places(self, token_rows: int) -> int:
+        """Tell how many of ``concurrency`` evaluations one of so many token-rows stands for."""
+
     def load(self, dataset: Dataset) -> None:
         """Make a data set usable under its ``content_id``; its arrays stay valid until unload.
 

@@ -76,6 +76,10 @@ class CpuEngine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [Device(name=name, threads=self.threads, memory=memory)]
 
+    def places(self, token_rows: int) -> int:
+        """One for each: large ones are cut into pieces, between which others go first."""
+        return 1
+
     def load(self, dataset: Dataset) -> None:
         """Keep a data set; its arrays are used in place."""
         self._datasets[dataset.content_id] = dataset

@@ -29,13 +29,13 @@ from warpfit.request import Evaluation, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
-from warpfit_server.engine import create_engine
+from warpfit_server.engine import create_engine, lane_end
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Reply, Standing
 from warpfit_server.engine.closing import engine_share, finish
 from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.roster import Roster
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
-from warpfit_server.fairness import FairGate
+from warpfit_server.fairness import FairGate, Turn
 from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging, works_for
 from warpfit_server.orders import Evaluate, Optimize, Order
@@ -124,6 +124,7 @@ class EngineProcess:
         devices = tuple(self._engine.devices())
         if self._engine.name == "cpu":
             os.nice(_NICE)  # inherited by the threads that compute, which have not begun yet
+        lane_end.rehearse()
         threading.Thread(target=self._cancel_abandoned, name="abandoned", daemon=True).start()
         self._overseer.start()
         self._channel.send(wire.Ready(self._engine.name, devices, self._engine.concurrency))
@@ -178,8 +179,7 @@ class EngineProcess:
         job = _Job(message, problem, visit.segment, lane, cancelled, reply)
         self._roster.begin(lane, cancelled)
         try:
-            turn = nullcontext() if problem.urgent else self._gate.turn(problem.tenant)
-            with turn:
+            with nullcontext() if problem.urgent else self._turn(message, problem):
                 visit.finished = self._perform(job)
         finally:
             self._roster.end(lane)
@@ -188,6 +188,12 @@ class EngineProcess:
         visit.tenant, visit.standing = problem.tenant, reply.standing
         if not problem.keep:
             visit.segment = None
+
+    def _turn(self, order: Order, problem: Evaluate) -> Turn:
+        """Make the turn of an evaluation, or of a fit, which launches little at a time."""
+        frame = problem.frame
+        size = 0 if isinstance(order, Optimize) else frame.tokens * frame.vectors * frame.rows
+        return self._gate.turn(problem.tenant, self._engine.places(size))
 
     def _receive(self, visit: _Visit) -> tuple[wire.Message, list[int]]:
         """Wait for the next message, while compiled code answers what it can."""

@@ -39,6 +39,8 @@ from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
+from warpfit_server.engine.cuda.layout import token_rows_at_once
+from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.plan import (
     GRADIENT,
     STARTING_COSTS,
@@ -121,6 +123,11 @@ class CudaEngine:
                 tiers=(Tier.INTERPRETER, Tier.COMPILED),
             )
         ]
+
+    def places(self, token_rows: int) -> int:
+        """Several for large ones, of which two keep the device busy: see `FairGate`."""
+        is_large = token_rows > token_rows_at_once(Mode.PRECISE, self.multiprocessors)
+        return self.concurrency // 2 if is_large else 1
 
     def load(self, dataset: Dataset) -> None:
         """Copy a data set to the device.
