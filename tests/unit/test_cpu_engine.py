@@ -21,7 +21,7 @@ from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine import cpu_cache
+from warpfit_server.engine import cpu_cache, cpu_work
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.cpu_lower import (
@@ -122,11 +122,12 @@ def test_parameter_vectors(evaluate, rows):
             assert np.array_equal(got.losses[index, k], one.losses[0, 0], equal_nan=True)
 
 
-def test_threads_do_not_change_anything():
+def test_threads_do_not_change_anything(monkeypatch):
+    monkeypatch.setattr(cpu_work, "_LARGEST_PIECE", 200_000)  # sixteen threads take larger ones
     data = make_dataset(50_000, "float32")
     programs, parameters = thesis_mix(8, 40)
     answers = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 16):
         engine = CpuEngine(threads=threads)
         answers.append(Evaluate(engine)(data, programs, parameters, loss=Loss.R2))
         engine.close()

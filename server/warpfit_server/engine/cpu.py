@@ -125,7 +125,9 @@ class CpuEngine:
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
         with _memory_errors():
-            derivation = cpu_derive.prepare(self._compiled, dataset, evaluation, wanted, cancelled)
+            derivation = cpu_derive.prepare(
+                self._compiled, dataset, evaluation, wanted, cancelled, self.threads
+            )
             self._run(derivation.work, cancelled)
             derivation.finish()
         return Linearisation(losses, gradients, wanted.curvatures)
@@ -146,7 +148,7 @@ class CpuEngine:
     def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         wanted = wanted_by(evaluation, outputs)
         derivation = cpu_derive.prepare(
-            self._compiled, dataset, evaluation, wanted, outputs.cancelled
+            self._compiled, dataset, evaluation, wanted, outputs.cancelled, self.threads
         )
         self._run(derivation.work, outputs.cancelled, outputs.ready)
         derivation.finish()
@@ -163,9 +165,8 @@ class CpuEngine:
         rows = evaluation.row_range(layout)
         block = _BLOCK_BYTES // layout.dtype.itemsize
         spans = cut_rows(rows, block)
-        pieces, cost = cut_cells(
-            np.diff(lowered.starts), lowered.summaries[:, SCALARS], batch.vectors, rows, spans
-        )
+        lengths, scalars = np.diff(lowered.starts), lowered.summaries[:, SCALARS]
+        pieces, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans, self.threads)
         job = np.zeros(cpu_interpret.JOB_ENTRIES, dtype=np.int64)
         fill_job(job, dataset, evaluation, outputs.values, block)
         if outputs.losses is not None and evaluation.loss is not None:

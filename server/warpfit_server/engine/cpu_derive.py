@@ -60,6 +60,7 @@ def prepare(
     evaluation: Evaluation,
     wanted: Wanted,
     cancelled: NDArray[np.uint8],
+    threads: int,
 ) -> Derivation:
     """Lower a batch with its derivatives and cut the work."""
     batch, layout = evaluation.batch, dataset.layout
@@ -71,7 +72,7 @@ def prepare(
     spans = cut_rows(rows, block, max(1, _MOST_SUMS // int(sizes.sum())))
     summaries = lowered.summaries
     lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
-    pieces, cost = cut_cells(lengths, summaries[:, SCALARS], batch.vectors, rows, spans)
+    pieces, cost = cut_cells(lengths, summaries[:, SCALARS], batch.vectors, rows, spans, threads)
     job = _job(dataset, evaluation, wanted, block)
     sums = _Sums.of(sizes, len(spans), wanted)
     parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts

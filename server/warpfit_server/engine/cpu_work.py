@@ -26,10 +26,13 @@ from warpfit_server.fairness import Turn, current_turn
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 16
 _MOST_SPANS: Final = 64
-#: Token-rows of a piece, a fraction of a millisecond for little work and a millisecond or two for
-#: much: threads take pieces under Python's lock, which many of them would wait for.
+#: Token-rows of a piece, a fraction of a millisecond for little work and half a millisecond or two
+#: for much: threads take pieces under Python's lock, for which many of them wait. So many threads
+#: take larger ones, up to `_LARGEST_GROWTH` times as large.
 _LEAST_PIECE: Final = 1_000_000
 _LARGEST_PIECE: Final = 4_000_000
+_FEW_THREADS: Final = 4
+_LARGEST_GROWTH: Final = 4
 #: Pieces to cut at least before they grow.
 _MANY_PIECES: Final = 64
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
@@ -139,11 +142,13 @@ def cut_cells(
     vectors: int,
     rows: tuple[int, int],
     spans: list[tuple[int, int]],
+    threads: int,
 ) -> tuple[list[tuple[int, int]], int]:
     """Cut the cells into ranges of about equal work; return them and the total of token-rows."""
+    largest = _LARGEST_PIECE * min(max(threads // _FEW_THREADS, 1), _LARGEST_GROWTH)
     tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
-    piece = min(max(total // _MANY_PIECES, _LEAST_PIECE), _LARGEST_PIECE)
+    piece = min(max(total // _MANY_PIECES, _LEAST_PIECE), largest)
     share = tokens * ((spans[0][1] - spans[0][0]) / piece) + scalars / _PIECE_SCALARS
     group = np.cumsum(share).astype(np.int64)
     edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(tokens)]
