@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.info import Limits
+from warpfit_server.resources import available_cores, available_memory
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -59,7 +60,7 @@ def _option(
 
 
 def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return available_memory() // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +150,7 @@ class Config:
     @property
     def doors(self) -> int:
         """Number of processes that take calls."""
-        cores = len(os.sched_getaffinity(0))
-        return self.front_doors or max(1, min(_MOST_DOORS, cores - 1))
+        return self.front_doors or max(1, min(_MOST_DOORS, available_cores() - 1))
 
     @property
     def has_tenants(self) -> bool:

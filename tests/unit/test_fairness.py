@@ -209,7 +209,7 @@ class TestGate:
 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(work, range(500)))
-        assert (gate._total, dict(gate._running), gate._waiting) == (0, {}, {})
+        assert (gate._taken, dict(gate._running), gate._waiting) == (0, {}, {})
 
     def test_tenants_of_the_past_are_forgotten(self, monkeypatch):
         monkeypatch.setattr(fairness, "_REMEMBERED", 5)

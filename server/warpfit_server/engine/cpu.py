@@ -45,6 +45,7 @@ from warpfit_server.engine.schedule import (
 )
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
+from warpfit_server.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
@@ -59,12 +60,12 @@ class CpuEngine:
         """Load the compiled code; the very first start on a machine compiles it.
 
         Args:
-            threads: how many threads one evaluation may use; None for the CPUs of this process.
+            threads: how many threads one evaluation may use; None for `available_cores`.
             cache_directory: where compiled code is kept; None for WARPFIT_CACHE_DIR or the user's
                 cache directory. It may be read-only, shared or missing.
 
         """
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or available_cores()
         self.concurrency = self.threads
         self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}

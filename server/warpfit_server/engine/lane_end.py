@@ -9,7 +9,6 @@ without the lock in between, and a lane that nobody else is in the way of waits 
 from __future__ import annotations
 
 import ctypes
-import os
 import socket
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from warpfit_server.channel import Channel, ChannelClosedError, Message, packed, unpacked
 from warpfit_server.engine.calls import call_1, call_2, call_3, call_4
 from warpfit_server.orders import NUMBERS_BYTES, PLAIN
+from warpfit_server.resources import available_cores
 
 _PACKET_BYTES: Final = 128 << 10
 _CONTROL_BYTES: Final = 64
@@ -73,7 +73,7 @@ class LaneEnd(Channel):
             end.fileno(),
             received,
             np.array(header, dtype=np.int64),
-            _AWAKE if len(os.sched_getaffinity(0)) >= _SPARE_CORES else 0,
+            _AWAKE if available_cores() >= _SPARE_CORES else 0,
         )
 
     @property

@@ -7,7 +7,6 @@ else that needs derivatives, losses of one's own or statistics is always interpr
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Hashable, Mapping
@@ -53,6 +52,7 @@ from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.cuda.standing import Standings
+from warpfit_server.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
@@ -86,7 +86,7 @@ class CudaEngine:
         tuning: Tuning | None = None,
         threads: int | None = None,
     ) -> None:
-        compilers = threads or len(os.sched_getaffinity(0))
+        compilers = threads or available_cores()
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()

@@ -1,0 +1,81 @@
+"""Processors and memory that this process may use.
+
+In a container, or under systemd, the kernel limits a group of processes to some CPU time in each
+period and to some memory. With more threads than that time is worth, all of them stand still until
+the period is over; who takes more memory is killed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_GROUPS: Final = Path("/proc/self/cgroup")
+_MOUNT: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroups:
+    """The control groups of a process; https://docs.kernel.org/admin-guide/cgroup-v2.html.
+
+    Args:
+        groups: file that names them.
+        mount: where their directories are, of version 1 or 2.
+
+    """
+
+    groups: Path = _GROUPS
+    mount: Path = _MOUNT
+
+    def cores(self) -> Iterator[float]:
+        """Cores' worth of CPU time in each period, of each group that has a limit."""
+        for group in self._directories("cpu"):
+            limit = _words(group / "cpu.max")
+            limit = limit or _words(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+            if len(limit) == 2 and limit[0] not in ("max", "-1"):
+                yield int(limit[0]) / int(limit[1])
+
+    def memory(self) -> Iterator[int]:
+        """Bytes, of each group that has a limit."""
+        for group in self._directories("memory"):
+            limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+            if limit and limit[0] != "max":
+                yield int(limit[0])
+
+    def _directories(self, controller: str) -> Iterator[Path]:
+        """Directories of the process's groups and of those around them."""
+        for line in _text(self.groups).splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            base = self.mount / controller if controllers else self.mount
+            own = base / path.lstrip("/")
+            # In a container the path may be the host's, whose end alone is there, as the base.
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(base))
+
+
+def available_cores(groups: ControlGroups | None = None) -> int:
+    """Count the cores that this process may run on, or that its groups' quotas are worth."""
+    quotas = (groups or ControlGroups()).cores()
+    return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
+
+
+def available_memory(groups: ControlGroups | None = None) -> int:
+    """Bytes of the machine's memory that this process's groups may use."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(groups or ControlGroups()).memory()])
+
+
+def _words(*paths: Path) -> list[str]:
+    return [word for path in paths for word in _text(path).split()]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # no such group, or no such version
+        return ""
