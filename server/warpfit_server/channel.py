@@ -250,6 +250,11 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """Take calls: the engine is ready."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     """Refuse new calls, let those in flight finish within the grace period, end."""
 
@@ -260,7 +265,7 @@ Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
     | Lookup | Unused | BorrowWindow | Forgotten | Serving | Recorded
-    | Found | Missing | Lent | Lanes | Forget | Readiness | Quit
+    | Found | Missing | Lent | Lanes | Forget | Readiness | Begin | Quit
 )  # fmt: skip
 
 

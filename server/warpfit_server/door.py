@@ -289,6 +289,7 @@ def main(arguments: Sequence[str]) -> None:
     take_short_turns()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
+        control.receive()  # Begin
         ledger = Ledger(int(table), config.doors, int(number))
         Door(control, config, int(port), front_door, ledger).run()
     except ChannelClosedError:

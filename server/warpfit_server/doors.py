@@ -80,29 +80,37 @@ class Doors:
         self._doors: list[_Door] = []
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._started: list[threading.Event] = []
+        self._open = threading.Event()
 
     def start(self, count: int, port: int, front_door: str) -> None:
-        """Start ``count`` doors on a port and wait until they serve.
+        """Start the processes of ``count`` doors, which takes a second; returns at once.
 
         Args:
             count: how many.
             port: the port that they share with the front door.
             front_door: address at which the front door answers what they pass on.
 
+        """
+        self._started = [threading.Event() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._keep, args=(port, front_door, number, event), daemon=True)
+            for number, event in enumerate(self._started, 1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open(self) -> None:
+        """Let the doors take calls and wait until they do.
+
         Raises:
             UnavailableError: if one ends as it starts.
 
         """
-        started = [threading.Event() for _ in range(count)]
-        self._threads = [
-            threading.Thread(target=self._keep, args=(port, front_door, number, event), daemon=True)
-            for number, event in enumerate(started, 1)
-        ]
-        for thread in self._threads:
-            thread.start()
-        for event in started:
+        self._open.set()
+        for event in self._started:
             event.wait()
-        if len(self._serving()) < count:
+        if len(self._serving()) < len(self._started):
             raise UnavailableError(
                 "a further front-door process did not start",
                 "DOOR_FAILED",
@@ -197,6 +205,8 @@ class Doors:
         return _Door(process, control)
 
     def _attend(self, door: _Door, started: threading.Event) -> None:
+        self._open.wait()
+        door.control.send(wire.Begin())
         while True:
             message, _ = door.control.receive()
             door.heard = time.monotonic()

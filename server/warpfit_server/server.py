@@ -74,9 +74,10 @@ class Server:
         self._operations.open_ports()
         if self._local is not None:
             self._local.start()
+        self._doors.start(self._config.doors - 1, self.port, self._front_door)
         self.supervisor.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
-        self._doors.start(self._config.doors - 1, self.port, self._front_door)
+        self._doors.open()
         self._sweeper.start()
         self._operations.watch()
         return self

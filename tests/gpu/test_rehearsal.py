@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 #: Prints what has been compiled, or loaded, since the engine was ready.
 SCRIPT = """
@@ -49,6 +50,9 @@ engine.close()
 
 def test_nothing_is_compiled_once_an_engine_is_ready(engine):
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    tests = Path(__file__).parents[1]  # where it finds `support`
+    done = subprocess.run(
+        command, cwd=tests, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["", ""]
