@@ -136,6 +136,13 @@ def test_threads_do_not_change_anything(monkeypatch):
         np.testing.assert_array_equal(answers[0].losses, other.losses)
 
 
+def test_large_evaluations_take_a_third_of_the_places(monkeypatch):
+    monkeypatch.setattr("warpfit_server.engine.cpu.available_cores", lambda: 12)
+    engine = CpuEngine()
+    assert [engine.places(n) for n in (0, 10**8, 360_000_000, 360_000_001)] == [1, 1, 1, 4]
+    assert CpuEngine(threads=2).places(10**12) == 1
+
+
 def test_evaluations_at_the_same_time(evaluate):
     data = make_dataset(3000, "float32")
     programs, parameters = thesis_mix(9, 60)

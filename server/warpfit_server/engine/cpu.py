@@ -49,6 +49,8 @@ from warpfit_server.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
+#: Token-rows for each thread that take it some 5 ms.
+_LARGE_WORK: Final = 30_000_000
 
 
 class CpuEngine:
@@ -78,8 +80,9 @@ class CpuEngine:
         return [Device(name=name, threads=self.threads, memory=memory)]
 
     def places(self, token_rows: int) -> int:
-        """One for each: large ones are cut into pieces, between which others go first."""
-        return 1
+        """A third for large ones, which occupy all threads: more of them only evict each other."""
+        is_large = token_rows > _LARGE_WORK * self.threads
+        return max(1, self.concurrency // 3) if is_large else 1
 
     def load(self, dataset: Dataset) -> None:
         """Keep a data set; its arrays are used in place."""
