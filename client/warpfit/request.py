@@ -158,6 +158,11 @@ class Evaluation:
         start, stop = self.row_range(layout)
         return len(self.batch), self.batch.vectors, stop - start
 
+    def token_rows(self, layout: Layout) -> int:
+        """Tokens x parameter vectors x rows: how much there is to compute."""
+        _, vectors, rows = self.shape(layout)
+        return len(self.batch.codes) * vectors * rows
+
     def matrix_bytes(self, layout: Layout) -> int:
         """Size of the value and Jacobian matrices that are wanted."""
         start, stop = self.row_range(layout)

@@ -189,13 +189,13 @@ class Admission:
 
         """
         derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
-        units = _token_rows(evaluation, layout)
+        units = evaluation.token_rows(layout)
         return self._charge(tenant, "derive" if derives else "evaluate", units, size)
 
     def fit(self, tenant: str, request: FitRequest, layout: Layout, size: int) -> Charge:
         """Count a fit as `evaluation` does; most searches end long before they must."""
         passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
-        units = _token_rows(request.problem, layout) * passes
+        units = request.problem.token_rows(layout) * passes
         return self._charge(tenant, "fit", units, size)
 
     def _charge(self, tenant: str, kind: str, units: float, size: int) -> Charge:
@@ -224,8 +224,3 @@ class Admission:
         each = used.work / 1e9 / max(1, used.calls)
         each = min(_LONGEST, max(_SHORTEST, each))
         return self.ledger.turn(time.monotonic(), each, each)
-
-
-def _token_rows(evaluation: Evaluation, layout: Layout) -> float:
-    _, vectors, rows = evaluation.shape(layout)
-    return float(len(evaluation.batch.codes)) * vectors * rows

@@ -39,7 +39,7 @@ class Turn:
 
     def __init__(self, gate: FairGate, tenant: str, places: int) -> None:
         self._gate = gate
-        self._tenant = tenant
+        self.tenant = tenant
         self._places = places
         self._started = 0.0
         self._token: contextvars.Token[Turn] | None = None
@@ -48,7 +48,7 @@ class Turn:
 
     def __enter__(self) -> Self:
         """Wait for the place."""
-        self._gate.enter(self._tenant, self._places)
+        self._gate.enter(self.tenant, self._places)
         self._started = time.perf_counter()
         self._token = _TURN.set(self)
         return self
@@ -58,24 +58,24 @@ class Turn:
         assert self._token is not None
         _TURN.reset(self._token)
         unreported = 0.0 if self.charged else time.perf_counter() - self._started
-        self._gate.leave(self._tenant, unreported, self._places)
+        self._gate.leave(self.tenant, unreported, self._places)
 
     def charge(self, seconds: float) -> None:
         """Add time that a thread has worked."""
         self.charged = True
-        self._gate.charge(self._tenant, seconds)
+        self._gate.charge(self.tenant, seconds)
 
     def charged_so_far(self) -> float:
         """Seconds that the tenant has been charged, compared with those of others."""
-        return self._gate.charged(self._tenant)
+        return self._gate.charged(self.tenant)
 
     def must_pause(self) -> bool:
         """Tell whether another tenant that is at work should go first."""
-        return self._gate.is_ahead(self._tenant)
+        return self._gate.is_ahead(self.tenant)
 
     def pause(self) -> None:
         """Wait until no other tenant should go first, but not for ever."""
-        self._gate.pause(self._tenant)
+        self._gate.pause(self.tenant)
 
 
 class FairGate:

@@ -21,6 +21,7 @@ from warpfit_server.engine.cuda.plan import Planner
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import costly_codes
 from warpfit_server.engine.cuda.standing import Standings
+from warpfit_server.engine.cuda.turns import DeviceTurns
 from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.process import EngineProcess
 from warpfit_server.lanes import Lanes
@@ -93,6 +94,7 @@ def host_device(driver):
     device = CudaDevice.__new__(CudaDevice)
     device.index, device.multiprocessors = 0, 132
     device._idle, device._lock, device._thread = [], threading.Lock(), threading.local()
+    device.turns = DeviceTurns(132)
     device.functions = driver.addresses
     device.cupy = SimpleNamespace(cuda=_cuda())
     device.allocate = lambda size: SimpleNamespace(ptr=1 << 40, mem=SimpleNamespace(size=size))

@@ -16,6 +16,7 @@ import numpy as np
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.ptx import REQUEST, sum_count
+from warpfit_server.engine.cuda.turns import DeviceTurns
 
 I64 = ctypes.c_int64
 NANOSECONDS = 250_000
@@ -105,6 +106,7 @@ class Driver:
         device = CudaDevice.__new__(CudaDevice)
         device.index, device.multiprocessors, device.compute_capability = 0, 132, (9, 0)
         device._idle, device._lock, device._thread = [], threading.Lock(), threading.local()
+        device.turns = DeviceTurns(132)
         device.on_shortage = lambda: None
         device.allocate = lambda size: SimpleNamespace(
             ptr=ON_DEVICE, mem=SimpleNamespace(size=size)

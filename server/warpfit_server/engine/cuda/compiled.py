@@ -25,6 +25,7 @@ from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Prepar
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.standing import Duty
+from warpfit_server.engine.cuda.turns import COMPILED, COMPILED_GRADIENT
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
@@ -135,8 +136,11 @@ class CompiledTier:
         hits = len(evaluation.batch) * is_hit
         replay = replay or self._capture(identity, prepared)
         run = self._run_once if _fits_one_launch(resident, evaluation) else self._run
+        size = evaluation.token_rows(resident.dataset.layout)
+        cost = COMPILED_GRADIENT if evaluation.gradient else COMPILED
         try:
-            return run(replay, prepared, resident, evaluation, outputs, started, hits)
+            with self._device.turns.turn(size, cost, prepared.mode, outputs.cancelled):
+                return run(replay, prepared, resident, evaluation, outputs, started, hits)
         finally:
             self._give(replay)
 
@@ -372,7 +376,7 @@ class CompiledTier:
             rows = self._tuning.chunk_bytes // (len(batch) * batch.vectors * mode.dtype.itemsize)
             return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
         start, stop = evaluation.row_range(resident.dataset.layout)
-        token_rows = len(batch.codes) * batch.vectors * (stop - start)
+        token_rows = evaluation.token_rows(resident.dataset.layout)
         pieces = token_rows // token_rows_at_once(mode, self._device.multiprocessors)
         most = max(1, (stop - start) // _LEAST_ROWS)
         rows = -(-(stop - start) // min(max(1, pieces), most)) + ROW_MULTIPLE - 1

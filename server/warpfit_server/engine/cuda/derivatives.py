@@ -49,8 +49,10 @@ from warpfit_server.engine.cuda.derivative_steps import (
 )
 from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
+from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.cuda.turns import DIFFERENTIATED
 from warpfit_server.engine.differentiate import (
     lower_with_derivatives,
     no_row_loss,
@@ -138,12 +140,16 @@ class DerivativeTier:
         started = time.perf_counter_ns()
         with self._device.stream() as context:
             plan = self._plan(context, resident, evaluation, wanted, keep=keep)
-            if len(plan.pieces) == 1 and wanted.values is None and wanted.jacobian is None:
-                check_wanted(cancelled)
-                computed = self._at_once(context, resident, evaluation, wanted, plan)
-            else:
-                launch = self._begin(context, resident, evaluation, wanted, plan)
-                computed = piece_by_piece(context, launch, cancelled, ready)
+            variant = plan.geometry.variant
+            mode = Mode.of(variant.dtype, variant.precision)
+            size = evaluation.token_rows(resident.dataset.layout)
+            with self._device.turns.turn(size, DIFFERENTIATED, mode, cancelled):
+                if len(plan.pieces) == 1 and wanted.values is None and wanted.jacobian is None:
+                    check_wanted(cancelled)
+                    computed = self._at_once(context, resident, evaluation, wanted, plan)
+                else:
+                    launch = self._begin(context, resident, evaluation, wanted, plan)
+                    computed = piece_by_piece(context, launch, cancelled, ready)
         prepared = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, prepared), compute=computed, tier=Tier.INTERPRETER)
 

@@ -20,6 +20,7 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cuda.cache import replace_file
 from warpfit_server.engine.cuda.submission import Submission, driver_functions
+from warpfit_server.engine.cuda.turns import DeviceTurns
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
@@ -78,6 +79,8 @@ class CudaDevice:
         self._thread = threading.local()
         self.functions = driver_functions()
         """For `Submission`."""
+        self.turns = DeviceTurns(self.multiprocessors)
+        """Of large work that Python hands over."""
         self.on_shortage: Callable[[], None] = lambda: None
         """Called when memory is short, so that contexts which are kept for later come back."""
 

@@ -38,8 +38,6 @@ from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
-from warpfit_server.engine.cuda.layout import token_rows_at_once
-from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.plan import (
     GRADIENT,
     STARTING_COSTS,
@@ -125,9 +123,8 @@ class CudaEngine:
         ]
 
     def places(self, token_rows: int) -> int:
-        """Several for large ones, of which two keep the device busy: see `FairGate`."""
-        is_large = token_rows > token_rows_at_once(Mode.PRECISE, self.multiprocessors)
-        return self.concurrency // 2 if is_large else 1
+        """One for each: large ones take turns on the device."""
+        return 1
 
     def load(self, dataset: Dataset) -> None:
         """Copy a data set to the device.
@@ -312,10 +309,7 @@ def _identity(evaluation: Evaluation, mark: int) -> Hashable:
 def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
     """Mode of arithmetic and token-rows of an evaluation."""
     layout = resident.dataset.layout
-    start, stop = evaluation.row_range(layout)
-    batch = evaluation.batch
-    token_rows = len(batch.codes) * batch.vectors * (stop - start)
     mode = "fast" if evaluation.precision is Precision.FAST else "precise"
     if layout.dtype.itemsize == 8:
         mode = "float64"
-    return mode + GRADIENT * evaluation.gradient, token_rows
+    return mode + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -38,10 +39,12 @@ from warpfit_server.engine.cuda.launch import (
     tiles_of,
     token_rows_of_a_launch,
 )
+from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
 from warpfit_server.engine.cuda.staging import Staged, stage
+from warpfit_server.engine.cuda.turns import INTERPRETED
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
@@ -125,7 +128,8 @@ class Interpreter:
         if len(pieces) == 1 and not evaluation.values and outputs.losses is not None:
             work = self.work(resident, evaluation, pieces[0])
             kernels = self.prepare(variant)
-            with self._device.stream() as context:
+            turn = self._turn(resident, evaluation, variant, outputs)
+            with turn, self._device.stream() as context:
                 return losses_in_one_launch(
                     context, kernels, work, evaluation, resident, outputs, started
                 )
@@ -270,6 +274,18 @@ class Interpreter:
             rows = piece.start, piece.stop
         return Work.of(resident, rows, evaluation.loss, variant, shares)
 
+    def _turn(
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        variant: Variant,
+        outputs: Outputs,
+    ) -> AbstractContextManager[None]:
+        """Wait for the device."""
+        size = evaluation.token_rows(resident.dataset.layout)
+        mode = Mode.of(variant.dtype, variant.precision)
+        return self._device.turns.turn(size, INTERPRETED, mode, outputs.cancelled)
+
     def _in_pieces(
         self,
         resident: ResidentDataset,
@@ -282,7 +298,8 @@ class Interpreter:
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         sums = np.zeros(programs * vectors)
         landing = Landing(resident, evaluation, outputs, sums)
-        with self._device.stream() as context:
+        turn = self._turn(resident, evaluation, variant, outputs)
+        with turn, self._device.stream() as context:
             launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")
             self.evaluate_slots(context, launch, vectors)

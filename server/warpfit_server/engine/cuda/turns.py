@@ -1,0 +1,70 @@
+"""Whose work goes to the device next, of the work that Python hands to it.
+
+A device runs what it was given in the order in which it came: whatever waits there goes before
+everybody who comes later. So of the evaluations, and of the passes of fits, that keep the whole
+device busy for a while, two are there at a time, one to compute and one so that the device does not
+wait for the host. Of the others the tenant that has been charged least goes first, and one that has
+nothing there need not wait (`warpfit_server.fairness`). Compiled code that serves lanes has a rule
+of its own: `warpfit_server.engine.roster.may_start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError
+from warpfit_server.engine.cuda.layout import token_rows_at_once
+from warpfit_server.engine.cuda.library import Mode
+from warpfit_server.fairness import FairGate, current_turn
+
+#: What a token-row costs, relative to one of compiled kernels that sum up a loss.
+COMPILED: Final = 1
+COMPILED_GRADIENT: Final = 3
+INTERPRETED: Final = 2
+DIFFERENTIATED: Final = 6
+_AT_A_TIME: Final = 2
+#: Share of `token_rows_at_once` from which on work is large: some 0.5 ms of an H200.
+_LARGE: Final = 0.25
+
+
+class DeviceTurns:
+    """Turns on one device; safe to use from several threads.
+
+    Args:
+        multiprocessors: of the device.
+
+    """
+
+    def __init__(self, multiprocessors: int) -> None:
+        self._multiprocessors = multiprocessors
+        self._gate = FairGate(_AT_A_TIME)
+
+    @contextmanager
+    def turn(
+        self, token_rows: int, cost: int, mode: Mode, cancelled: NDArray[np.uint8]
+    ) -> Iterator[None]:
+        """Wait until the work may go to the device, and let others wait while it is there.
+
+        Args:
+            token_rows: tokens x parameter vectors x rows.
+            cost: one of the figures above.
+            mode: of arithmetic.
+            cancelled: flag of the evaluation.
+
+        Raises:
+            CancelledError: if it was cancelled meanwhile.
+
+        """
+        at_once = token_rows_at_once(mode, self._multiprocessors)
+        if token_rows * cost < _LARGE * at_once:
+            yield
+            return
+        with self._gate.turn(current_turn().tenant):
+            if cancelled[0]:
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            yield
