@@ -29,11 +29,21 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
-from support.callers import TURN_SECONDS, Caller, Crew, Outcomes, Target, closed_loop, on_cores
+from support.callers import (
+    OPTIMIZE,
+    TURN_SECONDS,
+    Caller,
+    Crew,
+    Outcomes,
+    Target,
+    closed_loop,
+    on_cores,
+)
 from support.results import write_result
 from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
+from warpfit.fit_arguments import build_fit
 from warpfit.security import new_token
 from warpfit.workload import thesis_mix
 
@@ -60,6 +70,8 @@ class Job:
 
     programs: int
     rows: int
+    iterations: int = 0
+    """Of fits; 0 for evaluations."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,7 @@ def work(rows: int) -> Work:
             "the same batches": (16, Job(programs=100, rows=rows // 2)),
             "batches ten times larger": (8, Job(programs=1000, rows=rows // 2)),
             "very small batches": (16, Job(programs=1, rows=1000)),
+            "fits": (8, Job(programs=30, rows=rows // 2, iterations=3)),
         },
     )
 
@@ -96,9 +109,11 @@ def prepared(address: str, token: str, job: Job) -> Target:
     with warpfit.connect(address, token=token) as client:
         data = client.upload(X, X[:, 0])
     programs, parameters = thesis_mix(SEED, job.programs)
+    if job.iterations:
+        fit = build_fit(data, programs, parameters, {"max_iterations": job.iterations})
+        return Target(address, token, codec.fit_to_message(fit).SerializeToString(), OPTIMIZE)
     evaluation, _ = build_evaluation(data, programs, parameters, None, {"loss": "mse"})
-    request = codec.evaluation_to_message(evaluation).SerializeToString()
-    return Target(address, token, request)
+    return Target(address, token, codec.evaluation_to_message(evaluation).SerializeToString())
 
 
 def _flood(target: Target, count: int, go: Any, stop: Any) -> None:

@@ -18,6 +18,7 @@ from warpfit import codec
 from warpfit.v1 import evaluator_pb2 as pb
 
 EVALUATE = "/warpfit.v1.Evaluator/Evaluate"
+OPTIMIZE = "/warpfit.v1.Evaluator/Optimize"
 #: The threads of a generator take turns of this many seconds: its Python is not what is measured.
 TURN_SECONDS = 0.0005
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -42,6 +43,7 @@ class Target:
     address: str
     token: str
     request: bytes
+    method: str = EVALUATE
 
 
 class Caller:
@@ -50,7 +52,7 @@ class Caller:
     def __init__(self, target: Target) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.insecure_channel(target.address, options)
-        self._method = self._channel.unary_stream(EVALUATE)
+        self._method = self._channel.unary_stream(target.method)
         self._metadata = (("authorization", f"Bearer {target.token}"),)
         self._request = target.request
         grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
