@@ -41,7 +41,9 @@ class Turn:
         self._gate = gate
         self.tenant = tenant
         self._places = places
-        self._started = 0.0
+        self._thread = 0
+        self._started = self._worked = 0.0
+        self._reported = 0.0  # of that thread's work
         self._token: contextvars.Token[Turn] | None = None
         self.charged = False
         """Whether the engine reports the time itself."""
@@ -49,20 +51,28 @@ class Turn:
     def __enter__(self) -> Self:
         """Wait for the place."""
         self._gate.enter(self.tenant, self._places)
-        self._started = time.perf_counter()
+        self._thread = threading.get_ident()
+        self._started, self._worked = time.perf_counter(), time.thread_time()
         self._token = _TURN.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave it, charged with the whole time if the engine has not reported it."""
+        """Leave it, charged with the whole time if the engine has not reported any work.
+
+        If it has, what this thread has done beside is charged.
+        """
         assert self._token is not None
         _TURN.reset(self._token)
-        unreported = 0.0 if self.charged else time.perf_counter() - self._started
+        unreported = time.perf_counter() - self._started
+        if self.charged:
+            unreported = max(0.0, time.thread_time() - self._worked - self._reported)
         self._gate.leave(self.tenant, unreported, self._places)
 
     def charge(self, seconds: float) -> None:
-        """Add time that a thread has worked."""
+        """Add time that the calling thread has worked."""
         self.charged = True
+        if threading.get_ident() == self._thread:
+            self._reported += seconds
         self._gate.charge(self.tenant, seconds)
 
     def charged_so_far(self) -> float:

@@ -101,6 +101,19 @@ class TestGate:
         visitors.see("one", "modest")
         visitors.end()
 
+    def test_work_that_the_engine_does_not_report_is_charged_too(self):
+        gate = FairGate(1)
+        with gate.turn("a") as turn:
+            helper = threading.Thread(target=turn.charge, args=(1.0,))
+            helper.start()
+            helper.join()
+            end = time.thread_time() + 0.05
+            while time.thread_time() < end:
+                continue
+            turn.charge(0.04)
+            time.sleep(0.1)  # is no work
+        assert 1.05 <= gate._charges["a"] < 1.08
+
     def test_large_ones_take_several_places(self):
         gate = FairGate(4)
         visitors = Visitors(gate)
