@@ -29,6 +29,7 @@ from warpfit_server.engine.cuda.standing import (
     AT_A_TIME,
     BETWEEN,
     Duty,
+    Memory,
     begin,
     end,
     read_numbers,
@@ -176,15 +177,15 @@ def _serve(
     means: Means,
     line: Line,
     kind: NDArray[np.uint8],
-    segment: NDArray[np.uint8],
+    memory: Memory,
     board: NDArray[np.int64],
     place: int,
 ) -> int:
     for _ in range(AT_A_TIME):
-        size, began = begin(line, kind, segment, board, place, means.cost)
+        size, began = begin(line, kind, memory, board, place, means.cost)
         if began == 0:
             return int(size)
-        tokens = _answer(line, segment, means, began)
+        tokens = _answer(line, memory, means, began)
         is_over = end(line, board, place, began, tokens * means.rows)
         if tokens == 0:
             return int(size)
@@ -194,7 +195,7 @@ def _serve(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _answer(line: Line, segment: NDArray[np.uint8], means: Means, began: int) -> int:
+def _answer(line: Line, memory: Memory, means: Means, began: int) -> int:
     """Return tokens x parameter vectors of the evaluation; 0 if Python must answer."""
     numbers, room = read_numbers(line), means.room
     jobs = numbers.programs * numbers.vectors
@@ -203,10 +204,10 @@ def _answer(line: Line, segment: NDArray[np.uint8], means: Means, began: int) ->
     slots = slots_at_most(numbers.tokens, numbers.programs) * numbers.vectors
     if jobs < room.least_jobs or jobs > room.most_jobs or slots * room.slot_size > room.slot_bytes:
         return 0
-    if parts.end > len(means.staging) or numbers.losses_at + 8 * jobs > len(segment):
+    if parts.end > len(means.staging) or numbers.losses_at + 8 * jobs > len(memory.bytes):
         return 0
-    tokens = view_tokens(segment, numbers)
-    longest = int(np.max(tokens.lengths))
+    tokens = view_tokens(memory, numbers)
+    longest = np.int64(np.max(tokens.lengths))  # as Python counts
     if longest >= INDEX_LIMIT or _has_been_seen(means.seen, means.seed, tokens):
         return 0
     status, levels, is_told = compute_losses(
@@ -224,7 +225,7 @@ def _answer(line: Line, segment: NDArray[np.uint8], means: Means, began: int) ->
         means.sums[:jobs],
         means.closing,
         Report(line.descriptor, began - numbers.submitted, began, 0, 0),
-        segment[numbers.losses_at : numbers.losses_at + 8 * jobs].view(np.float64),
+        memory.bytes[numbers.losses_at : numbers.losses_at + 8 * jobs].view(np.float64),
     )
     is_done = status == 0 and levels >= 0 and is_told
     return int(numbers.tokens * numbers.vectors) if is_done else 0

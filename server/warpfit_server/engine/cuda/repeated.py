@@ -22,6 +22,7 @@ from warpfit_server.engine.cuda.shapes import SlotSources
 from warpfit_server.engine.cuda.standing import (
     AT_A_TIME,
     BETWEEN,
+    Memory,
     begin,
     end,
     read_numbers,
@@ -122,16 +123,16 @@ def serve(
     means: Means,
     line: Line,
     kind: NDArray[np.uint8],
-    segment: NDArray[np.uint8],
+    memory: Memory,
     board: NDArray[np.int64],
     place: int,
 ) -> int:
     """See `warpfit_server.engine.cuda.standing.Duty`."""
     for _ in range(AT_A_TIME):
-        size, began = begin(line, kind, segment, board, place, means.cost)
+        size, began = begin(line, kind, memory, board, place, means.cost)
         if began == 0:
             return int(size)
-        tokens = _answer(line, segment, means, began)
+        tokens = _answer(line, memory, means, began)
         is_over = end(line, board, place, began, tokens * means.rows)
         if tokens == 0:
             return int(size)
@@ -141,38 +142,38 @@ def serve(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _answer(line: Line, segment: NDArray[np.uint8], means: Means, began: int) -> int:
+def _answer(line: Line, memory: Memory, means: Means, began: int) -> int:
     """Return tokens x parameter vectors of the evaluation; 0 if Python must answer."""
     numbers = read_numbers(line)
     jobs = numbers.programs * numbers.vectors
     stop = numbers.losses_at + 8 * jobs
-    if stop > len(segment) or not _is_same(segment, numbers, means.own):
+    if stop > len(memory.bytes) or not _is_same(memory, numbers, means.own):
         return 0
     status, is_told = replay_losses(
         means.functions,
         means.handles,
         means.desk,
         means.at_once,
-        view_tokens(segment, numbers),
+        view_tokens(memory, numbers),
         means.sources,
         means.slots,
         means.sums,
         means.closing,
         # Every expression's kernel is there.
         Report(line.descriptor, began - numbers.submitted, began, 1, numbers.programs),
-        segment[numbers.losses_at : stop].view(np.float64),
+        memory.bytes[numbers.losses_at : stop].view(np.float64),
     )
     return int(numbers.tokens * numbers.vectors) if status == 0 and is_told else 0
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _is_same(segment: NDArray[np.uint8], numbers: Numbers, own: Own) -> bool:
-    """Whether the batch in a segment is the one that comes again, parameters aside."""
+def _is_same(memory: Memory, numbers: Numbers, own: Own) -> bool:
+    """Whether the batch in a lane's memory is the one that comes again, parameters aside."""
     if numbers.tokens != len(own.codes) or numbers.programs != len(own.lengths):
         return False
     if numbers.vectors != own.vectors or numbers.parameters != own.parameters:
         return False
-    tokens = view_tokens(segment, numbers)
+    tokens = view_tokens(memory, numbers)
     return not (
         differ(own.lengths, tokens.lengths)
         or differ(own.parameter_counts, tokens.parameter_counts)

@@ -48,14 +48,29 @@ _NUMBERS: Final = len(Numbers._fields)
 _compiled = numba.njit(cache=True, nogil=True)
 
 
+class Memory(NamedTuple):
+    """The lane's memory, bytes, twice."""
+
+    bytes: NDArray[np.uint8]
+    batch: NDArray[np.uint8]
+    """The same for reading, so that compiled code is made for one kind of batch; see `Tokens`."""
+
+    @classmethod
+    def of(cls, segment: NDArray[np.uint8]) -> Memory:
+        """View a lane's memory."""
+        batch = segment.view()
+        batch.flags.writeable = False
+        return cls(segment, batch)
+
+
 class Duty(NamedTuple):
     """What compiled code does on a lane."""
 
     content_id: bytes
     """Of the data set that it uses."""
-    serve: Callable[[Line, NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64], int], int]
-    """Answers on a line evaluations of a kind, in a segment; board and place of the roster. Returns
-    the size of what came and was not answered, or `BETWEEN`."""
+    serve: Callable[[Line, NDArray[np.uint8], Memory, NDArray[np.int64], int], int]
+    """Answers on a line evaluations of a kind, in its memory, with board and place of the roster.
+    Returns the size of what came and was not answered, or `BETWEEN`."""
     observe: Callable[[int, float], None]
     """Told the token-rows and seconds of an average evaluation, now and then."""
     release: Callable[[], None]
@@ -112,7 +127,7 @@ class Standing:
         self._place.occupy(segment)
         board = self._place.roster.board
         text = np.frombuffer(kind, np.uint8)
-        size = int(duty.serve(line, text, segment, board, self._place.number))
+        size = int(duty.serve(line, text, Memory.of(segment), board, self._place.number))
         return None if size == BETWEEN else size
 
     @property
@@ -163,7 +178,7 @@ def _ask_back(words: NDArray[np.int64]) -> bool:
 def begin(
     line: Line,
     kind: NDArray[np.uint8],
-    segment: NDArray[np.uint8],
+    memory: Memory,
     board: NDArray[np.int64],
     place: int,
     cost: float,
@@ -173,7 +188,7 @@ def begin(
     Args:
         line: of the lane.
         kind: that is to be answered.
-        segment: the lane's memory.
+        memory: of the lane.
         board: of the roster.
         place: of the lane.
         cost: nanoseconds of the device for one token with one parameter vector.
@@ -185,13 +200,13 @@ def begin(
     size = receive_message(line, nobody_works(board))
     if not is_of_kind(line, size, kind):
         return int(size), 0
-    while not may_start(board, place) and segment[0] == 0:
+    while not may_start(board, place) and memory.bytes[0] == 0:
         sleep(line, _PAUSE)
     words, began, numbers = board[place], now(line), read_numbers(line)
     words[NEEDS] = int(cost * numbers.tokens * numbers.vectors)
     words[AT_WORK] = began
     fence()
-    if words[REVOKED] == 0 and segment[0] == 0:
+    if words[REVOKED] == 0 and memory.bytes[0] == 0:
         return int(size), began
     words[AT_WORK] = 0
     return int(size), 0
@@ -229,18 +244,19 @@ def read_numbers(line: Line) -> Numbers:
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def view_tokens(segment: NDArray[np.uint8], numbers: Numbers) -> Tokens:
-    """View the batch in a segment."""
+def view_tokens(memory: Memory, numbers: Numbers) -> Tokens:
+    """View the batch in a lane's memory."""
+    batch = memory.batch
     return Tokens(
-        codes=_part(segment, numbers.codes_at, numbers.tokens),
-        values=_part(segment, numbers.values_at, 8 * numbers.tokens).view(np.float64),
-        lengths=_part(segment, numbers.lengths_at, 4 * numbers.programs).view(np.uint32),
-        parameter_counts=_part(segment, numbers.counts_at, 4 * numbers.programs).view(np.uint32),
-        parameters=_part(segment, numbers.parameters_at, 8 * numbers.parameters).view(np.float64),
+        codes=_part(batch, numbers.codes_at, numbers.tokens),
+        values=_part(batch, numbers.values_at, 8 * numbers.tokens).view(np.float64),
+        lengths=_part(batch, numbers.lengths_at, 4 * numbers.programs).view(np.uint32),
+        parameter_counts=_part(batch, numbers.counts_at, 4 * numbers.programs).view(np.uint32),
+        parameters=_part(batch, numbers.parameters_at, 8 * numbers.parameters).view(np.float64),
         vectors=numbers.vectors,
     )
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _part(segment: NDArray[np.uint8], start: int, size: int) -> NDArray[np.uint8]:
-    return segment[start : start + size]
+def _part(batch: NDArray[np.uint8], start: int, size: int) -> NDArray[np.uint8]:
+    return batch[start : start + size]
