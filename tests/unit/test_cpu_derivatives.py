@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from support.derivative_suite import *  # noqa: F403
 from support.derivative_suite import make_dataset, smooth_programs
 from support.derivatives import derive, linearise
+from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
-from warpfit.request import Precision
+from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_derive
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.rules import COMPUTES, KIND, NOTHING, rules
@@ -70,3 +72,46 @@ def test_fewer_spans_give_the_same_sums(engine, monkeypatch):
     few = linearise(engine, data, *smooth_programs(), SQUARES)
     for name in ("losses", "gradients", "curvatures"):
         np.testing.assert_allclose(getattr(few, name), getattr(whole, name), rtol=1e-12)
+
+
+def test_plans_of_fits_are_kept_and_told_apart():
+    programs, parameters = smooth_programs()
+    batch = Batch.of(programs, parameters)
+    data = make_dataset(5_000, "float32", weights=True)
+    other = make_dataset(5_000, "float64", weights=True)
+    kept, fresh = CpuEngine(threads=1), CpuEngine(threads=1)
+    flag = np.zeros(1, dtype=np.uint8)
+    for engine in (kept, fresh):
+        engine.load(data)
+        engine.load(other)
+    for scale in (1.0, 0.9):
+        for dataset in (data, other):
+            for loss in (SQUARES, ABSOLUTE):
+                for rows in (None, (7, 4_000)):
+                    for curvature in (True, False):
+                        scaled = replace(batch, parameters=scale * batch.parameters)
+                        problem = Evaluation(dataset.content_id, scaled, rows=rows)
+                        fresh._planner._kept.clear()
+                        found, expected = (
+                            engine.linearise(problem, loss, curvature=curvature, cancelled=flag)
+                            for engine in (kept, fresh)
+                        )
+                        for name in ("losses", "gradients", "curvatures"):
+                            ours, theirs = getattr(found, name), getattr(expected, name)
+                            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    assert len(kept._planner._kept) == 2
+    kept.close()
+    fresh.close()
+
+
+def test_a_kept_plan_is_used_again(engine, monkeypatch):
+    batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
+    engine.load(data)
+    lowered = []
+    lower = cpu_derive._lower
+    monkeypatch.setattr(cpu_derive, "_lower", lambda *given: lowered.append(1) or lower(*given))
+    for scale in (1.0, 0.5, 0.2):
+        scaled = replace(batch, parameters=scale * batch.parameters)
+        problem = Evaluation(data.content_id, scaled)
+        engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
+    assert len(lowered) == 1

@@ -73,6 +73,7 @@ class CpuEngine:
         self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}
         self._helpers = Helpers(self.threads - 1)
+        self._planner = cpu_derive.Planner(self._compiled, self.threads)
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
@@ -132,8 +133,9 @@ class CpuEngine:
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
         with _memory_errors():
+            plan = self._planner.plan(dataset, evaluation, wanted, keep=True)
             derivation = cpu_derive.prepare(
-                self._compiled, dataset, evaluation, wanted, cancelled, self.threads
+                self._compiled, plan, dataset, evaluation, wanted, cancelled
             )
             self._run(derivation.work, cancelled)
             derivation.finish()
@@ -154,8 +156,9 @@ class CpuEngine:
 
     def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         wanted = wanted_by(evaluation, outputs)
+        plan = self._planner.plan(dataset, evaluation, wanted)
         derivation = cpu_derive.prepare(
-            self._compiled, dataset, evaluation, wanted, outputs.cancelled, self.threads
+            self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
         )
         self._run(derivation.work, outputs.cancelled, outputs.ready)
         derivation.finish()
