@@ -13,7 +13,13 @@ pytest.importorskip("numba")
 
 from warpfit.errors import CancelledError
 from warpfit_server.engine.cuda.library import Mode
-from warpfit_server.engine.cuda.turns import COMPILED, DIFFERENTIATED, INTERPRETED, DeviceTurns
+from warpfit_server.engine.cuda.turns import (
+    COMPILED,
+    DIFFERENTIATED,
+    INTERPRETED,
+    MATRICES,
+    DeviceTurns,
+)
 from warpfit_server.fairness import FairGate
 
 LARGE = 10**12
@@ -79,6 +85,12 @@ def test_two_large_ones_at_a_time_and_small_ones_beside_them(callers):
     assert callers.there == ["one", "two", "small"]
     callers.go("one")
     assert callers.there == ["one", "two", "small", "three"]
+
+
+def test_what_brings_matrices_along_takes_no_turn(callers):
+    for name in ("one", "two", "three"):
+        callers.come(name, "greedy", cost=MATRICES)
+    assert callers.there == ["one", "two", "three"]
 
 
 def test_a_tenant_with_nothing_there_need_not_wait(callers):

@@ -25,7 +25,7 @@ from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Prepar
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.standing import Duty
-from warpfit_server.engine.cuda.turns import COMPILED, COMPILED_GRADIENT
+from warpfit_server.engine.cuda.turns import COMPILED, COMPILED_GRADIENT, MATRICES
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
@@ -138,6 +138,7 @@ class CompiledTier:
         run = self._run_once if _fits_one_launch(resident, evaluation) else self._run
         size = evaluation.token_rows(resident.dataset.layout)
         cost = COMPILED_GRADIENT if evaluation.gradient else COMPILED
+        cost = MATRICES if evaluation.values else cost
         try:
             with self._device.turns.turn(size, cost, prepared.mode, outputs.cancelled):
                 return run(replay, prepared, resident, evaluation, outputs, started, hits)

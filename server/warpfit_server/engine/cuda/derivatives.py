@@ -52,7 +52,7 @@ from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
-from warpfit_server.engine.cuda.turns import DIFFERENTIATED
+from warpfit_server.engine.cuda.turns import DIFFERENTIATED, MATRICES
 from warpfit_server.engine.differentiate import (
     lower_with_derivatives,
     no_row_loss,
@@ -143,8 +143,10 @@ class DerivativeTier:
             variant = plan.geometry.variant
             mode = Mode.of(variant.dtype, variant.precision)
             size = evaluation.token_rows(resident.dataset.layout)
-            with self._device.turns.turn(size, DIFFERENTIATED, mode, cancelled):
-                if len(plan.pieces) == 1 and wanted.values is None and wanted.jacobian is None:
+            is_small = wanted.values is None and wanted.jacobian is None
+            cost = DIFFERENTIATED if is_small else MATRICES
+            with self._device.turns.turn(size, cost, mode, cancelled):
+                if len(plan.pieces) == 1 and is_small:
                     check_wanted(cancelled)
                     computed = self._at_once(context, resident, evaluation, wanted, plan)
                 else:

@@ -44,7 +44,7 @@ from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
 from warpfit_server.engine.cuda.staging import Staged, stage
-from warpfit_server.engine.cuda.turns import INTERPRETED
+from warpfit_server.engine.cuda.turns import INTERPRETED, MATRICES
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
@@ -284,7 +284,8 @@ class Interpreter:
         """Wait for the device."""
         size = evaluation.token_rows(resident.dataset.layout)
         mode = Mode.of(variant.dtype, variant.precision)
-        return self._device.turns.turn(size, INTERPRETED, mode, outputs.cancelled)
+        cost = MATRICES if evaluation.values else INTERPRETED
+        return self._device.turns.turn(size, cost, mode, outputs.cancelled)
 
     def _in_pieces(
         self,

@@ -4,8 +4,9 @@ A device runs what it was given in the order in which it came: whatever waits th
 everybody who comes later. So of the evaluations, and of the passes of fits, that keep the whole
 device busy for a while, two are there at a time, one to compute and one so that the device does not
 wait for the host. Of the others the tenant that has been charged least goes first, and one that has
-nothing there need not wait (`warpfit_server.fairness`). Compiled code that serves lanes has a rule
-of its own: `warpfit_server.engine.roster.may_start`.
+nothing there need not wait (`warpfit_server.fairness`). What brings matrices along takes no turn:
+the device does little of it at a time, and then waits for the host. Compiled code that serves lanes
+has a rule of its own: `warpfit_server.engine.roster.may_start`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.fairness import FairGate, current_turn
 
 #: What a token-row costs, relative to one of compiled kernels that sum up a loss.
+MATRICES: Final = 0
 COMPILED: Final = 1
 COMPILED_GRADIENT: Final = 3
 INTERPRETED: Final = 2
