@@ -21,6 +21,11 @@ import time
 from collections import Counter, deque
 from typing import Final, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError
+
 #: Places beyond those of the engine, for tenants that have nothing running.
 _EXTRA: Final = 4
 #: A tenant may be this far ahead of another, in seconds of thread time, before it pauses.
@@ -30,6 +35,8 @@ _AHEAD: Final = 0.005
 _CREDIT: Final = 0.1
 #: A pause ends after this time, in seconds, whatever the others do, so that nothing hangs on them.
 _LONGEST_PAUSE: Final = 0.25
+#: Seconds after which one that waits for its turn looks whether it was cancelled.
+_LOOK_AGAIN: Final = 0.1
 #: Tenants whose charges are remembered while they are away.
 _REMEMBERED: Final = 1000
 
@@ -37,10 +44,13 @@ _REMEMBERED: Final = 1000
 class Turn:
     """The place or places of one evaluation in the engine, held inside a ``with`` block."""
 
-    def __init__(self, gate: FairGate, tenant: str, places: int) -> None:
+    def __init__(
+        self, gate: FairGate, tenant: str, places: int, cancelled: NDArray[np.uint8] | None
+    ) -> None:
         self._gate = gate
         self.tenant = tenant
         self._places = places
+        self._cancelled = cancelled
         self._thread = 0
         self._started = self._worked = 0.0
         self._reported = 0.0  # of that thread's work
@@ -49,8 +59,13 @@ class Turn:
         """Whether the engine reports the time itself."""
 
     def __enter__(self) -> Self:
-        """Wait for the place."""
-        self._gate.enter(self.tenant, self._places)
+        """Wait for the place.
+
+        Raises:
+            CancelledError: if the evaluation was cancelled meanwhile.
+
+        """
+        self._gate.enter(self.tenant, self._places, self._cancelled)
         self._thread = threading.get_ident()
         self._started, self._worked = time.perf_counter(), time.thread_time()
         self._token = _TURN.set(self)
@@ -107,21 +122,39 @@ class FairGate:
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
 
-    def turn(self, tenant: str, places: int = 1) -> Turn:
+    def turn(
+        self, tenant: str, places: int = 1, cancelled: NDArray[np.uint8] | None = None
+    ) -> Turn:
         """Make a turn, to be waited for and held in a ``with`` block.
 
         Args:
             tenant: whose evaluation it is.
             places: that it takes; it begins when one is free.
+            cancelled: flag that ends the wait, [1]; None for none.
 
         """
-        return Turn(self, tenant, places)
+        return Turn(self, tenant, places, cancelled)
 
-    def enter(self, tenant: str, places: int) -> None:
+    def enter(self, tenant: str, places: int, cancelled: NDArray[np.uint8] | None) -> None:
         """Wait for a place and take as many; for `Turn`."""
         ticket = self._enter(tenant, places)
-        if ticket is not None:
-            ticket.wait()
+        if ticket is None:
+            return
+        while not ticket.wait(_LOOK_AGAIN):
+            if cancelled is not None and cancelled[0] and self._withdraw(tenant, ticket):
+                raise CancelledError("cancelled while it waited for its turn", "CANCELLED")
+
+    def _withdraw(self, tenant: str, ticket: threading.Event) -> bool:
+        """Wait no more; False if there is a place after all."""
+        with self._lock:
+            queue = self._waiting.get(tenant, deque())
+            entry = next((one for one in queue if one[0] is ticket), None)
+            if entry is None:
+                return False
+            queue.remove(entry)
+            if not queue:
+                del self._waiting[tenant]
+            return True
 
     def leave(self, tenant: str, seconds: float, places: int) -> None:
         """Charge a tenant and give its places back; for `Turn`."""
@@ -235,7 +268,7 @@ class _Alone(Turn):
     """The turn of work that nobody shares the engine with."""
 
     def __init__(self) -> None:
-        super().__init__(FairGate(1), "", 1)
+        super().__init__(FairGate(1), "", 1, None)
 
     def charge(self, seconds: float) -> None:
         """Nobody counts."""

@@ -141,13 +141,17 @@ def test_sigterm_lets_calls_finish():
     X = np.random.default_rng(4).normal(size=(100_000, 4))
     with ServerProcess("--threads", "1") as server, warpfit.connect(server.address) as client:
         data = client.upload(X)
-        answers = []
+        answers, long = [], "x1"
+        for _ in range(20):
+            long = f"sin({long} + x2)"
         thread = threading.Thread(
-            target=lambda: answers.append(client.evaluate(data, ["sin(x1)*exp(x2)"] * 150))
+            target=lambda: answers.append(client.evaluate(data, [long] * 150))
         )
-        thread.start()
-        time.sleep(0.2)
         engine = server.engine()
+        before = engine.cpu_times().user
+        thread.start()
+        _wait_until(lambda: engine.cpu_times().user > before + 0.02)
+        assert not answers, "it is at work"
         assert server.stop() == 0
         thread.join()
         assert answers[0].shape == (100_000, 150)

@@ -19,6 +19,7 @@ from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.cuda.staging import Parts, Staged, stage
 from warpfit_server.engine.roster import AT_WORK
+from warpfit_server.fairness import FairGate
 from warpfit_server.frame import Frame
 
 DATA = Dataset.of(np.ones((100_000, 10)), np.arange(100_000.0), dtype="float32")
@@ -256,6 +257,25 @@ def test_a_stuck_evaluation_can_be_seen(driver, served):
     assert flag[0] == 1
     driver.may_end.set()
     run.close()
+
+
+def test_what_waits_for_its_turn_ends_when_it_is_cancelled(driver):
+    with EngineOnLanes(HostEngine(host_device(driver)), DATA, lanes=3) as lanes:
+        lanes.process._gate = gate = FairGate(1)
+        driver.may_end.clear()
+        first = lanes.start(fresh(1))
+        assert driver.began.wait(10)
+        second = lanes.start(fresh(2))
+        wait_until(lambda: gate._waiting)
+        second.cancel()
+        with pytest.raises(CancelledError):
+            second.next_event()
+        second.close()
+        assert not gate._waiting
+        driver.may_end.set()
+        first.next_event()
+        first.close()
+        assert lanes.engine.evaluated == 1
 
 
 def test_a_lane_that_is_closed_gives_everything_back(driver):

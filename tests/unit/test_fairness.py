@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from support.lanes import DATA, an_evaluation, engine_ends
@@ -31,14 +32,17 @@ class Visitors:
         self._leave = {}
         self._threads = []
 
-    def come(self, name, tenant, charge=0.0, places=1):
+    def come(self, name, tenant, charge=0.0, places=1, cancelled=None):
         leave = self._leave[name] = threading.Event()
 
         def visit():
-            with self._gate.turn(tenant, places) as turn:
-                self.order.append(name)
-                turn.charge(charge)
-                leave.wait(10)
+            try:
+                with self._gate.turn(tenant, places, cancelled) as turn:
+                    self.order.append(name)
+                    turn.charge(charge)
+                    leave.wait(10)
+            except CancelledError:
+                self.order.append(f"{name} is gone")
 
         thread = threading.Thread(target=visit, daemon=True)
         thread.start()
@@ -100,6 +104,26 @@ class TestGate:
         visitors.come("modest", "modest")
         visitors.see("one", "modest")
         visitors.end()
+
+    def test_who_is_cancelled_waits_no_more(self, gate, visitors):
+        flag = np.zeros(1, np.uint8)
+        visitors.come("running", "a")
+        visitors.come("second", "a", cancelled=flag)
+        visitors.come("third", "a", cancelled=np.zeros(1, np.uint8))
+        flag[0] = 1
+        visitors.see("running", "second is gone")
+        visitors.go("running")
+        visitors.see("running", "second is gone", "third")
+        visitors.go("third")
+        visitors.end()
+        assert (gate._taken, gate._waiting) == (0, {})
+
+    def test_who_has_a_place_does_not_withdraw(self, gate):
+        with gate.turn("a"):
+            ticket = gate._enter("a", 1)
+        assert ticket.is_set()
+        assert not gate._withdraw("a", ticket)
+        gate.leave("a", 0.0, 1)
 
     def test_work_that_the_engine_does_not_report_is_charged_too(self):
         gate = FairGate(1)

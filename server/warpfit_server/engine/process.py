@@ -179,8 +179,10 @@ class EngineProcess:
         job = _Job(message, problem, visit.segment, lane, cancelled, reply)
         self._roster.begin(lane, cancelled)
         try:
-            with nullcontext() if problem.urgent else self._turn(message, problem):
+            with nullcontext() if problem.urgent else self._turn(job):
                 visit.finished = self._perform(job)
+        except CancelledError as error:  # while it waited
+            visit.finished = wire.Finished(error=error)
         finally:
             self._roster.end(lane)
             if place is not None and reply.standing is None:
@@ -189,11 +191,11 @@ class EngineProcess:
         if not problem.keep:
             visit.segment = None
 
-    def _turn(self, order: Order, problem: Evaluate) -> Turn:
-        """Make the turn of an evaluation, or of a fit, which launches little at a time."""
-        frame = problem.frame
-        size = 0 if isinstance(order, Optimize) else frame.tokens * frame.vectors * frame.rows
-        return self._gate.turn(problem.tenant, self._engine.places(size))
+    def _turn(self, job: _Job) -> Turn:
+        """Make the turn of an evaluation, or of a fit, which does little at a time."""
+        frame = job.problem.frame
+        size = 0 if isinstance(job.order, Optimize) else frame.tokens * frame.vectors * frame.rows
+        return self._gate.turn(job.problem.tenant, self._engine.places(size), job.cancelled)
 
     def _receive(self, visit: _Visit) -> tuple[wire.Message, list[int]]:
         """Wait for the next message, while compiled code answers what it can."""

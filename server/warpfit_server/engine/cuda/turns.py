@@ -66,7 +66,7 @@ class DeviceTurns:
         if token_rows * cost < _LARGE * at_once:
             yield
             return
-        with self._gate.turn(current_turn().tenant):
+        with self._gate.turn(current_turn().tenant, cancelled=cancelled):
             if cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
             yield
