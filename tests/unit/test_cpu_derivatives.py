@@ -91,7 +91,7 @@ def test_plans_of_fits_are_kept_and_told_apart():
                     for curvature in (True, False):
                         scaled = replace(batch, parameters=scale * batch.parameters)
                         problem = Evaluation(dataset.content_id, scaled, rows=rows)
-                        fresh._planner._kept.clear()
+                        fresh._plans.clear()
                         found, expected = (
                             engine.linearise(problem, loss, curvature=curvature, cancelled=flag)
                             for engine in (kept, fresh)
@@ -99,7 +99,7 @@ def test_plans_of_fits_are_kept_and_told_apart():
                         for name in ("losses", "gradients", "curvatures"):
                             ours, theirs = getattr(found, name), getattr(expected, name)
                             np.testing.assert_array_equal(ours, theirs, err_msg=name)
-    assert len(kept._planner._kept) == 2
+    assert len(kept._plans) == 16
     kept.close()
     fresh.close()
 

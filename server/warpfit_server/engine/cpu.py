@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,16 +31,18 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
-from warpfit.ir import Program
+from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
 from warpfit_server.engine.cpu_helpers import Helpers
 from warpfit_server.engine.cpu_lower import (
+    Lowered,
     lower_batch,
 )
 from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
+from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.schedule import (
     SCALARS,
 )
@@ -73,7 +76,8 @@ class CpuEngine:
         self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}
         self._helpers = Helpers(self.threads - 1)
-        self._planner = cpu_derive.Planner(self._compiled, self.threads)
+        self._lowered: Recurring[Lowered] = Recurring()
+        self._plans: Recurring[cpu_derive.Plan] = Recurring()
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
@@ -133,7 +137,7 @@ class CpuEngine:
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
         with _memory_errors():
-            plan = self._planner.plan(dataset, evaluation, wanted, keep=True)
+            plan = self._plans.of_arrays(batch, *self._planned(dataset, evaluation, wanted))
             derivation = cpu_derive.prepare(
                 self._compiled, plan, dataset, evaluation, wanted, cancelled
             )
@@ -154,9 +158,21 @@ class CpuEngine:
         if cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
+    def _planned(
+        self, dataset: Dataset, evaluation: Evaluation, wanted: Wanted
+    ) -> tuple[tuple[Hashable, ...], Callable[[Batch], cpu_derive.Plan]]:
+        """What a plan needs beside the programs, and what makes it of them."""
+
+        def make(batch: Batch) -> cpu_derive.Plan:
+            problem = replace(evaluation, batch=batch)
+            return cpu_derive.make_plan(self._compiled, dataset, problem, wanted, self.threads)
+
+        return cpu_derive.plan_needs(dataset, evaluation, wanted), make
+
     def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         wanted = wanted_by(evaluation, outputs)
-        plan = self._planner.plan(dataset, evaluation, wanted)
+        programs = self._planned(dataset, evaluation, wanted)
+        plan = self._plans.of_programs(evaluation.batch, *programs)
         derivation = cpu_derive.prepare(
             self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
         )
@@ -170,7 +186,7 @@ class CpuEngine:
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         layout, batch = dataset.layout, evaluation.batch
-        lowered = lower_batch(self._compiled.lower, batch)
+        lowered = self._lowered.of_programs(batch, (), partial(lower_batch, self._compiled.lower))
         kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
         block = _BLOCK_BYTES // layout.dtype.itemsize
@@ -181,7 +197,7 @@ class CpuEngine:
         fill_job(job, dataset, evaluation, outputs.values, block)
         if outputs.losses is not None and evaluation.loss is not None:
             job[cpu_interpret.LOSS_KERNEL] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
-        partial = np.zeros((len(spans), len(batch) * batch.vectors))
+        sums = np.zeros((len(spans), len(batch) * batch.vectors))
         parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
         interpret, cancelled = self._compiled.interpret, outputs.cancelled
 
@@ -189,7 +205,7 @@ class CpuEngine:
             return bool(
                 interpret(
                     *(job, kernels.addresses, lowered, parameters, starts),
-                    *(cells, spans[span], cancelled, partial[span]),
+                    *(cells, spans[span], cancelled, sums[span]),
                 )
             )
 
@@ -197,7 +213,7 @@ class CpuEngine:
         self._run(work, cancelled, outputs.ready)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
-            flat[:] = _finish(evaluation.loss, partial.sum(axis=0), dataset, rows)
+            flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)
         if work.reported < len(batch):
             outputs.ready(len(batch))
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
@@ -38,8 +36,6 @@ Floats = NDArray[np.float64]
 _BLOCK_BYTES: Final = 4096
 #: Sums of all spans together above which fewer spans are cut: 256 MiB.
 _MOST_SUMS: Final = 2**25
-#: Plans that are kept: those of a fit before and after programs have dropped out of it.
-_KEPT_FOR_A_THREAD: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +58,6 @@ def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
 class Plan:
     """What does not depend on the parameters."""
 
-    batch: Batch
-    """Keeps the arrays alive by whose identity the plan is found again."""
     lowered: lowering.Differentiated
     spans: list[tuple[int, int]]
     pieces: list[tuple[int, int]]
@@ -72,54 +66,27 @@ class Plan:
     """Sums of each cell."""
 
 
-class Planner:
-    """Lowers batches with their derivatives and cuts the work; safe to use from several threads.
+def make_plan(
+    compiled: Compiled, dataset: Dataset, evaluation: Evaluation, wanted: Wanted, threads: int
+) -> Plan:
+    """Lower a batch with its derivatives and cut the work."""
+    batch, layout = evaluation.batch, dataset.layout
+    lowered = _lower(compiled, dataset, batch, wanted)
+    rows = evaluation.row_range(layout)
+    sizes = _sum_sizes(lowered, batch, products=wanted.curvatures is not None)
+    block = _BLOCK_BYTES // layout.dtype.itemsize
+    spans = cut_rows(rows, block, max(1, _MOST_SUMS // int(sizes.sum())))
+    summaries = lowered.summaries
+    lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
+    scalars = summaries[:, SCALARS]
+    pieces, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans, threads)
+    return Plan(lowered, spans, pieces, cost, sizes)
 
-    The driver of fits comes back with the same programs and other parameters: their plans are kept.
 
-    Args:
-        compiled: the compiled code.
-        threads: of the engine.
-
-    """
-
-    def __init__(self, compiled: Compiled, threads: int) -> None:
-        self._compiled = compiled
-        self._threads = threads
-        self._kept: LRUCache[Hashable, Plan] = LRUCache(_KEPT_FOR_A_THREAD * threads)
-        self._lock = threading.Lock()
-
-    def plan(
-        self, dataset: Dataset, evaluation: Evaluation, wanted: Wanted, *, keep: bool = False
-    ) -> Plan:
-        """Make a plan, or find it if it was kept."""
-        batch = evaluation.batch
-        key = (
-            *(id(batch.codes), id(batch.values), id(batch.lengths), batch.vectors),
-            *(wanted.row_loss, wanted.curvatures is not None, dataset.layout, evaluation.rows),
-        )
-        with self._lock:
-            known = self._kept.get(key) if keep else None
-        if known is not None:
-            return known
-        plan = self._make(dataset, evaluation, wanted)
-        if keep:
-            with self._lock:
-                self._kept[key] = plan
-        return plan
-
-    def _make(self, dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> Plan:
-        batch, layout = evaluation.batch, dataset.layout
-        lowered = _lower(self._compiled, dataset, batch, wanted)
-        rows = evaluation.row_range(layout)
-        sizes = _sum_sizes(lowered, batch, products=wanted.curvatures is not None)
-        block = _BLOCK_BYTES // layout.dtype.itemsize
-        spans = cut_rows(rows, block, max(1, _MOST_SUMS // int(sizes.sum())))
-        summaries = lowered.summaries
-        lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
-        scalars = summaries[:, SCALARS]
-        pieces, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans, self._threads)
-        return Plan(batch, lowered, spans, pieces, cost, sizes)
+def plan_needs(dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> tuple[Hashable, ...]:
+    """What a plan depends on beside the programs."""
+    wishes = (wanted.row_loss, wanted.wishes, wanted.curvatures is not None)
+    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, *wishes)
 
 
 def prepare(

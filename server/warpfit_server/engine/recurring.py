@@ -1,0 +1,99 @@
+"""What was made of the programs of a batch, for when they come again with other parameters.
+
+With few rows, to lower programs takes longer than to run them. The driver of fits comes with the
+same arrays of programs at every pass; clients that search by themselves send the same programs
+again and again, each time in other memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Final, Generic, TypeVar
+
+import numpy as np
+from cachetools import LRUCache
+
+from warpfit.ir import Batch
+
+Made = TypeVar("Made")
+#: Tokens of all batches of which something is kept: some 100 MB with their derivatives.
+_MOST_TOKENS: Final = 400_000
+#: Batches that are remembered, to keep something of those that come again.
+_REMEMBERED: Final = 256
+
+
+class Recurring(Generic[Made]):
+    """Keeps what was made of batches, those used least recently go; safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._kept: LRUCache[Hashable, tuple[Batch, Made]] = LRUCache(_MOST_TOKENS, _tokens)
+        self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
+        self._lock = threading.Lock()
+
+    def of_arrays(
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
+    ) -> Made:
+        """Return what was made of the same arrays, or make it.
+
+        Args:
+            batch: whose arrays are its own; its parameters do not matter.
+            needs: what it depends on beside the programs.
+            make: makes it.
+
+        """
+        # They live, and keep their identity, as long as what was made of them is kept.
+        key = (id(batch.codes), id(batch.values), id(batch.lengths), *needs)
+        with self._lock:
+            known = self._kept.get(key)
+        return self._keep(key, batch, make) if known is None else known[1]
+
+    def of_programs(
+        self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
+    ) -> Made:
+        """Return what was made of the same programs, or make it; kept from the second time on.
+
+        Args:
+            batch: in memory that will be used again; its parameters do not matter.
+            needs: what it depends on beside the programs.
+            make: makes it.
+
+        """
+        key = (hash((batch.codes.tobytes(), batch.values.tobytes())), *needs)
+        with self._lock:
+            known, has_been_seen = self._kept.get(key), key in self._seen
+            self._seen[key] = True
+        if known is not None and _is_same(known[0], batch):
+            return known[1]
+        return self._keep(key, batch.without_parameters(), make) if has_been_seen else make(batch)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._kept.clear()
+            self._seen.clear()
+
+    def __len__(self) -> int:
+        """Count what is kept."""
+        return len(self._kept)
+
+    def _keep(self, key: Hashable, batch: Batch, make: Callable[[Batch], Made]) -> Made:
+        made = make(batch)
+        if len(batch.codes) < _MOST_TOKENS:
+            with self._lock:
+                self._kept[key] = batch, made
+        return made
+
+
+def _tokens(entry: tuple[Batch, object]) -> int:
+    return len(entry[0].codes)
+
+
+def _is_same(one: Batch, other: Batch) -> bool:
+    """Whether two batches have the same programs, bit by bit."""
+    return (
+        np.array_equal(one.lengths, other.lengths)
+        and np.array_equal(one.parameter_counts, other.parameter_counts)
+        and np.array_equal(one.codes, other.codes)
+        and np.array_equal(one.values.view(np.uint64), other.values.view(np.uint64))
+    )
