@@ -87,7 +87,12 @@ def engine_case(
         ready=lambda ready: None,
     )
     values = None if outputs.values is None else outputs.values[:, 0]
-    return Case(lambda: engine.evaluate(evaluation, outputs), values)
+
+    def evaluate() -> object:
+        engine._lowered.clear()  # as if the programs were new, as those of genetic programming are
+        return engine.evaluate(evaluation, outputs)
+
+    return Case(evaluate, values)
 
 
 def operator_errors(engine: CpuEngine, peer_data: NDArray[np.float32]) -> dict[str, Any]:
