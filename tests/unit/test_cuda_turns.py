@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 pytest.importorskip("numba")
 
+from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
-from warpfit_server.engine.cuda.library import Mode
+from warpfit.request import Precision
 from warpfit_server.engine.cuda.turns import (
     COMPILED,
     DIFFERENTIATED,
@@ -23,6 +25,18 @@ from warpfit_server.engine.cuda.turns import (
 from warpfit_server.fairness import FairGate
 
 LARGE = 10**12
+DATA = Dataset.of(np.ones((1, 1)))
+
+
+@dataclass(frozen=True)
+class Sized:
+    """An evaluation of so many token-rows."""
+
+    size: int
+    precision = Precision.PRECISE
+
+    def token_rows(self, layout):
+        return self.size
 
 
 class Callers:
@@ -43,7 +57,7 @@ class Callers:
             try:
                 with (
                     self._gate.turn(tenant),
-                    self._turns.turn(token_rows, cost, Mode.PRECISE, flag),
+                    self._turns.turn(Sized(token_rows), DATA.layout, cost, flag),
                 ):
                     self.there.append(name)
                     leave.wait(10)

@@ -11,16 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.lanes import DATA, an_evaluation, engine_ends
 from warpfit.errors import CancelledError
-from warpfit.request import Loss
-from warpfit_server import channel as wire
 from warpfit_server import fairness
 from warpfit_server.engine.cpu_helpers import Helpers
 from warpfit_server.engine.cpu_work import Work
 from warpfit_server.fairness import FairGate, current_turn
-from warpfit_server.lanes import Lanes
-from warpfit_server.segments import SegmentPool
 
 
 class Visitors:
@@ -391,73 +386,3 @@ class TestWork:
         thread.join()
         helpers.close()
         assert len(seen) == 2
-
-
-class TestLanes:
-    def test_the_last_lane_is_kept_for_a_tenant_that_has_none(self):
-        lanes = Lanes(SegmentPool(1 << 20))
-        _ends = engine_ends(lanes, 3)
-        runs = [_start(lanes, "greedy") for _ in range(2)]
-        with pytest.raises(CancelledError):  # it waits, until its call has ended
-            _start(lanes, "greedy", is_wanted=lambda: False)
-        runs.append(_start(lanes, "modest"))
-
-    def test_a_lane_goes_to_the_tenant_with_fewest(self):
-        lanes = Lanes(SegmentPool(1 << 20))
-        ends = engine_ends(lanes, 2)
-        runs = [_start(lanes, "greedy"), _start(lanes, "other")]
-        served = []
-
-        def wait(tenant):
-            runs.append(_start(lanes, tenant))
-            served.append(tenant)
-
-        for tenant in ("other", "modest"):
-            threading.Thread(target=wait, args=(tenant,), daemon=True).start()
-            time.sleep(0.05)
-        end = ends[1]  # lanes are taken from the end
-        end.receive()
-        end.send(wire.Finished())
-        runs[0].next_event()
-        deadline = time.monotonic() + 10
-        while not served and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert served == ["modest"]
-
-    def test_all_lanes_serve_one_tenant_in_turn(self):
-        lanes = Lanes(SegmentPool(1 << 20))
-        ends = engine_ends(lanes, 3)
-        stop = threading.Event()
-
-        def answer(end):
-            end.wake_every(10_000)
-            while not stop.is_set():
-                try:
-                    for _ in end.receive()[1]:
-                        pass
-                except BlockingIOError:
-                    continue
-                end.send(wire.Finished())
-
-        threads = [threading.Thread(target=answer, args=(end,)) for end in ends]
-        for thread in threads:
-            thread.start()
-
-        def call(number):
-            run = lanes.start(
-                an_evaluation(loss=Loss.MSE), DATA.layout, lambda: True, f"t{number % 3}"
-            )
-            run.next_event()
-            run.close()
-
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(call, range(200)))
-        stop.set()
-        for thread in threads:
-            thread.join()
-        assert len(lanes._idle) == 3
-        assert not +lanes._used
-
-
-def _start(lanes, tenant, is_wanted=lambda: True):
-    return lanes.start(an_evaluation(loss=Loss.MSE), DATA.layout, is_wanted, tenant)

@@ -96,6 +96,7 @@ def test_the_same_arrays_are_found_at_once(made, make):
 
 def test_what_is_kept_is_limited_by_its_tokens(monkeypatch, made, make):
     monkeypatch.setattr(recurring, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(recurring, "_LEAST_TOKENS", 1)
     kept = Recurring()
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:
@@ -104,6 +105,13 @@ def test_what_is_kept_is_limited_by_its_tokens(monkeypatch, made, make):
     large = Batch.of(*thesis_mix(1, 100))
     assert kept.of_arrays(large, (), make) == make(large)
     assert large not in [batch for batch, _ in kept._kept.values()]
+
+
+def test_small_batches_count_for_more_than_their_tokens(make):
+    kept = Recurring()
+    for _ in range(300):
+        kept.of_arrays(of("x1"), (), make)
+    assert len(kept) == 200
 
 
 def test_threads(make):

@@ -106,6 +106,8 @@ class CpuEngine:
         """Stop the threads."""
         self._helpers.close()
         self._datasets.clear()
+        self._lowered.clear()
+        self._plans.clear()
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
         """Evaluate a batch into ``outputs``; see `base.Engine`."""

@@ -17,8 +17,10 @@ from cachetools import LRUCache
 from warpfit.ir import Batch
 
 Made = TypeVar("Made")
-#: Tokens of all batches of which something is kept: some 100 MB with their derivatives.
+#: Tokens of all batches of which something is kept, some 30 MB with their derivatives ...
 _MOST_TOKENS: Final = 400_000
+#: ... of which each batch counts for these at least: small ones take memory, too.
+_LEAST_TOKENS: Final = 2_000
 #: Batches that are remembered, to keep something of those that come again.
 _REMEMBERED: Final = 256
 
@@ -27,7 +29,7 @@ class Recurring(Generic[Made]):
     """Keeps what was made of batches, those used least recently go; safe to use from threads."""
 
     def __init__(self) -> None:
-        self._kept: LRUCache[Hashable, tuple[Batch, Made]] = LRUCache(_MOST_TOKENS, _tokens)
+        self._kept: LRUCache[Hashable, tuple[Batch, Made]] = LRUCache(_MOST_TOKENS, _size)
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         self._lock = threading.Lock()
 
@@ -79,14 +81,14 @@ class Recurring(Generic[Made]):
 
     def _keep(self, key: Hashable, batch: Batch, make: Callable[[Batch], Made]) -> Made:
         made = make(batch)
-        if len(batch.codes) < _MOST_TOKENS:
+        if _size((batch, made)) <= _MOST_TOKENS:
             with self._lock:
                 self._kept[key] = batch, made
         return made
 
 
-def _tokens(entry: tuple[Batch, object]) -> int:
-    return len(entry[0].codes)
+def _size(entry: tuple[Batch, object]) -> int:
+    return max(_LEAST_TOKENS, len(entry[0].codes))
 
 
 def _is_same(one: Batch, other: Batch) -> bool:

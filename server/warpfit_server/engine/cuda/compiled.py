@@ -136,11 +136,11 @@ class CompiledTier:
         hits = len(evaluation.batch) * is_hit
         replay = replay or self._capture(identity, prepared)
         run = self._run_once if _fits_one_launch(resident, evaluation) else self._run
-        size = evaluation.token_rows(resident.dataset.layout)
+        layout = resident.dataset.layout
         cost = COMPILED_GRADIENT if evaluation.gradient else COMPILED
         cost = MATRICES if evaluation.values else cost
         try:
-            with self._device.turns.turn(size, cost, prepared.mode, outputs.cancelled):
+            with self._device.turns.turn(evaluation, layout, cost, outputs.cancelled):
                 return run(replay, prepared, resident, evaluation, outputs, started, hits)
         finally:
             self._give(replay)
@@ -299,7 +299,7 @@ class CompiledTier:
         started: int,
         cache_hits: int,
     ) -> Timings:
-        """Compute losses, and gradients if they are wanted, by one launch."""
+        """Compute losses, and gradients if they are wanted, in one compiled step."""
         with self._device.stream() as context:
             sources = prepared.lifted.sources
             rows = self._rows_at_once(prepared, resident, evaluation)
@@ -385,7 +385,7 @@ class CompiledTier:
 
 
 def _fits_one_launch(resident: ResidentDataset, evaluation: Evaluation) -> bool:
-    """Whether an evaluation asks for no more than sums over rows, and one launch takes them all."""
+    """Whether an evaluation asks for no more than sums over rows that one graph can count."""
     start, stop = evaluation.row_range(resident.dataset.layout)
     return evaluation.loss is not None and not evaluation.values and stop - start <= MAX_ROWS
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
@@ -49,7 +48,6 @@ from warpfit_server.engine.cuda.derivative_steps import (
 )
 from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
 from warpfit_server.engine.cuda.jump_table import with_jump_table
-from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.cuda.turns import DIFFERENTIATED, MATRICES
@@ -58,11 +56,10 @@ from warpfit_server.engine.differentiate import (
     no_row_loss,
     row_loss_tokens,
 )
+from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 
-#: Batches whose code stays on the device.
-_KEPT: Final = 32
 _ALIGNMENT: Final = 256
 
 
@@ -72,7 +69,8 @@ class DerivativeTier:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._kernels: dict[tuple[Variant, bool], Kernels] = {}
-        self._plans: LRUCache[Hashable, Plan] = LRUCache(_KEPT)
+        self._plans: Recurring[Plan] = Recurring()
+        """Of passes of fits; their code stays on the device."""
         self._lock = threading.Lock()
         self._differentiate = cpu_cache.load_differentiate(device.cache_directory)
 
@@ -124,8 +122,7 @@ class DerivativeTier:
 
     def forget(self) -> None:
         """Free the code that is kept on the device."""
-        with self._lock:
-            self._plans.clear()
+        self._plans.clear()
 
     def _run(
         self,
@@ -140,12 +137,9 @@ class DerivativeTier:
         started = time.perf_counter_ns()
         with self._device.stream() as context:
             plan = self._plan(context, resident, evaluation, wanted, keep=keep)
-            variant = plan.geometry.variant
-            mode = Mode.of(variant.dtype, variant.precision)
-            size = evaluation.token_rows(resident.dataset.layout)
             is_small = wanted.values is None and wanted.jacobian is None
             cost = DIFFERENTIATED if is_small else MATRICES
-            with self._device.turns.turn(size, cost, mode, cancelled):
+            with self._device.turns.turn(evaluation, resident.dataset.layout, cost, cancelled):
                 if len(plan.pieces) == 1 and is_small:
                     check_wanted(cancelled)
                     computed = self._at_once(context, resident, evaluation, wanted, plan)
@@ -212,23 +206,16 @@ class DerivativeTier:
         keep: bool,
     ) -> Plan:
         """Plan of an evaluation, from those kept if it is there."""
-        batch, layout = evaluation.batch, resident.dataset.layout
-        key = (
-            *(id(batch.codes), id(batch.values), id(batch.lengths), batch.vectors),
-            *(wanted.row_loss, wanted.curvatures is not None, layout, resident.address(0, 0)),
-            *(evaluation.rows, evaluation.precision),
-        )
-        if keep:
-            with self._lock:
-                known = self._plans.get(key)
-            if known is not None:
-                return known
-        code = self._lower(context, resident, batch, wanted)
-        plan = make_plan(self._device, resident, evaluation, wanted, code)
-        if keep:
-            with self._lock:
-                self._plans[key] = plan
-        return plan
+
+        def make(batch: Batch) -> Plan:
+            code = self._lower(context, resident, batch, wanted)
+            return make_plan(self._device, resident, evaluation, wanted, code)
+
+        batch = evaluation.batch
+        wishes = (wanted.row_loss, wanted.curvatures is not None)
+        place = (resident.dataset.layout, resident.address(0, 0))
+        needs = (batch.vectors, evaluation.rows, evaluation.precision, *wishes, *place)
+        return self._plans.of_arrays(batch, needs, make) if keep else make(batch)
 
     def _lower(
         self, context: StreamContext, resident: ResidentDataset, batch: Batch, wanted: Wanted

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -39,7 +38,6 @@ from warpfit_server.engine.cuda.launch import (
     tiles_of,
     token_rows_of_a_launch,
 )
-from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
@@ -128,7 +126,9 @@ class Interpreter:
         if len(pieces) == 1 and not evaluation.values and outputs.losses is not None:
             work = self.work(resident, evaluation, pieces[0])
             kernels = self.prepare(variant)
-            turn = self._turn(resident, evaluation, variant, outputs)
+            turn = self._device.turns.turn(
+                evaluation, resident.dataset.layout, INTERPRETED, outputs.cancelled
+            )
             with turn, self._device.stream() as context:
                 return losses_in_one_launch(
                     context, kernels, work, evaluation, resident, outputs, started
@@ -274,19 +274,6 @@ class Interpreter:
             rows = piece.start, piece.stop
         return Work.of(resident, rows, evaluation.loss, variant, shares)
 
-    def _turn(
-        self,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        variant: Variant,
-        outputs: Outputs,
-    ) -> AbstractContextManager[None]:
-        """Wait for the device."""
-        size = evaluation.token_rows(resident.dataset.layout)
-        mode = Mode.of(variant.dtype, variant.precision)
-        cost = MATRICES if evaluation.values else INTERPRETED
-        return self._device.turns.turn(size, cost, mode, outputs.cancelled)
-
     def _in_pieces(
         self,
         resident: ResidentDataset,
@@ -299,7 +286,9 @@ class Interpreter:
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         sums = np.zeros(programs * vectors)
         landing = Landing(resident, evaluation, outputs, sums)
-        turn = self._turn(resident, evaluation, variant, outputs)
+        cost = MATRICES if evaluation.values else INTERPRETED
+        layout, cancelled = resident.dataset.layout, outputs.cancelled
+        turn = self._device.turns.turn(evaluation, layout, cost, cancelled)
         with turn, self._device.stream() as context:
             launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")

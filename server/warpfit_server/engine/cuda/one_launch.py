@@ -238,18 +238,9 @@ def compute_losses(
         count = _add(steps, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
     for number, first in enumerate(range(0, jobs, chunk)):
         piece = (first, min(chunk, jobs - first))
-        partials = addresses.partials + 8 * first * work.tiles
-        groups, warps, shared = tell_interpreter(
-            desk.arguments[number:],
-            work,
-            Addresses(addresses.batch, addresses.slots, 0, partials),
-            parts,
-            extent,
-            tokens.vectors,
-            piece,
-        )
-        block = (32 * warps, 1, 1, shared, stream, places + 8 * (_INTERPRETER + number))
-        count = _add(steps, count, (LAUNCH, handles.interpret, work.tiles, groups, 1, *block))
+        launch = _tell_piece(desk, number, piece, work, addresses, parts, extent, tokens.vectors)
+        place = places + 8 * (_INTERPRETER + number)
+        count = _add(steps, count, (LAUNCH, handles.interpret, *launch, stream, place))
     block = (SUM_THREADS, 1, 1, 0, stream, places + 8 * _SUMS)
     count = _add(steps, count, (LAUNCH, handles.sum_partials, jobs, 1, 1, *block))
     count = _add(steps, count, (RECORD, handles.computed, stream))
@@ -265,3 +256,23 @@ def compute_losses(
     close(sums, closing, losses)
     is_sent = announce(functions, report, desk.clock, desk.elapsed, desk.told)
     return status, extent.levels, is_sent
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _tell_piece(
+    desk: Desk,
+    number: int,
+    piece: tuple[int, int],
+    work: Work,
+    addresses: Addresses,
+    parts: Parts,
+    extent: Extent,
+    vectors: int,
+) -> tuple[int, int, int, int, int, int, int]:
+    """Write the arguments of one launch of the interpreter; return grid, block, shared memory."""
+    partials = addresses.partials + 8 * piece[0] * work.tiles
+    own = Addresses(addresses.batch, addresses.slots, 0, partials)
+    groups, warps, shared = tell_interpreter(
+        desk.arguments[number:], work, own, parts, extent, vectors, piece
+    )
+    return work.tiles, groups, 1, 32 * warps, 1, 1, shared

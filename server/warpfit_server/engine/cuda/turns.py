@@ -18,7 +18,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.dataset import Layout
 from warpfit.errors import CancelledError
+from warpfit.request import Evaluation
 from warpfit_server.engine.cuda.layout import token_rows_at_once
 from warpfit_server.engine.cuda.library import Mode
 from warpfit_server.fairness import FairGate, current_turn
@@ -48,22 +50,23 @@ class DeviceTurns:
 
     @contextmanager
     def turn(
-        self, token_rows: int, cost: int, mode: Mode, cancelled: NDArray[np.uint8]
+        self, evaluation: Evaluation, layout: Layout, cost: int, cancelled: NDArray[np.uint8]
     ) -> Iterator[None]:
         """Wait until the work may go to the device, and let others wait while it is there.
 
         Args:
-            token_rows: tokens x parameter vectors x rows.
+            evaluation: that is to go there.
+            layout: of its data set.
             cost: one of the figures above.
-            mode: of arithmetic.
             cancelled: flag of the evaluation.
 
         Raises:
             CancelledError: if it was cancelled meanwhile.
 
         """
+        mode = Mode.of(layout.dtype, evaluation.precision)
         at_once = token_rows_at_once(mode, self._multiprocessors)
-        if token_rows * cost < _LARGE * at_once:
+        if evaluation.token_rows(layout) * cost < _LARGE * at_once:
             yield
             return
         with self._gate.turn(current_turn().tenant, cancelled=cancelled):
