@@ -19,6 +19,7 @@ import contextvars
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Final, Self
 
 import numpy as np
@@ -37,6 +38,8 @@ _CREDIT: Final = 0.1
 _LONGEST_PAUSE: Final = 0.25
 #: Seconds after which one that waits for its turn looks whether it was cancelled.
 _LOOK_AGAIN: Final = 0.1
+#: Seconds without a charge after which a tenant is away, and nobody lets it go first.
+_LATELY: Final = 1.0
 #: Tenants whose charges are remembered while they are away.
 _REMEMBERED: Final = 1000
 
@@ -98,6 +101,10 @@ class Turn:
         """Tell whether another tenant that is at work should go first."""
         return self._gate.is_ahead(self.tenant)
 
+    def goes_behind(self) -> bool:
+        """Tell whether the work of another tenant that was here lately should go first."""
+        return self._gate.goes_behind(self.tenant)
+
     def pause(self) -> None:
         """Wait until no other tenant should go first, but not for ever."""
         self._gate.pause(self.tenant)
@@ -118,6 +125,7 @@ class FairGate:
         self._pausing: Counter[str] = Counter()
         self._waiting: dict[str, deque[tuple[threading.Event, int]]] = {}
         self._charges: dict[str, float] = {}
+        self._last: dict[str, float] = {}  # ``time.monotonic()`` of the last charge
         self._level = 0.0  # what the least charged tenant at work has been charged, or had been
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
@@ -159,7 +167,7 @@ class FairGate:
     def leave(self, tenant: str, seconds: float, places: int) -> None:
         """Charge a tenant and give its places back; for `Turn`."""
         with self._lock:
-            self._charges[tenant] += seconds
+            self._add(tenant, seconds)
             self._note_level()
             self._taken -= places
             self._running[tenant] -= 1
@@ -169,16 +177,27 @@ class FairGate:
                 self._serve()
             self._wake()
 
-    def account(self, tenant: str, seconds: float) -> None:
-        """Charge a tenant for evaluations that have run without a place."""
+    def account(self, used: Mapping[str, float], elapsed: float) -> None:
+        """Charge tenants for evaluations that have run without a place.
+
+        Args:
+            used: seconds of each that had any.
+            elapsed: seconds in which they ran.
+
+        """
         with self._lock:
-            self._welcome(tenant)
-            self._charges[tenant] += seconds
+            for tenant, seconds in used.items():
+                self._welcome(tenant)
+                self._add(tenant, seconds)
+            # Who used less had nothing at work at times, and is away as far as that goes.
+            always = [self._charges[name] for name, seconds in used.items() if seconds >= elapsed]
+            most = max((self._charges[name] for name in used), default=0.0)
+            self._level = max(self._level, min(always, default=most))
 
     def charge(self, tenant: str, seconds: float) -> None:
         """Charge a tenant at work."""
         with self._lock:
-            self._charges[tenant] += seconds
+            self._add(tenant, seconds)
             self._wake()
 
     def charged(self, tenant: str) -> float:
@@ -192,6 +211,14 @@ class FairGate:
         with self._lock:
             return self._is_ahead(tenant)
 
+    def goes_behind(self, tenant: str) -> bool:
+        """Tell whether a tenant that was charged lately, here or not, is charged clearly less."""
+        since = time.monotonic() - _LATELY
+        with self._lock:
+            self._last = {name: last for name, last in self._last.items() if last > since}
+            lately = [self._charges[name] for name in self._last if name in self._charges]
+            return self._charges.get(tenant, 0.0) > min(lately, default=np.inf) + _AHEAD
+
     def pause(self, tenant: str) -> None:
         """Wait until the tenant is not ahead any more."""
         with self._lock:
@@ -202,6 +229,10 @@ class FairGate:
                 del self._pausing[tenant]
 
     # ------------------------------------------------------------------------- under the lock
+
+    def _add(self, tenant: str, seconds: float) -> None:
+        self._charges[tenant] += seconds
+        self._last[tenant] = time.monotonic()
 
     def _wake(self) -> None:
         """Let those who pause go on, if one of them may.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from support.driver import INTERPRET, SLOTS, SUM
 from warpfit.dataset import Dataset
 from warpfit_server.channel import Channel
-from warpfit_server.engine.cuda.device import CudaDevice
+from warpfit_server.engine.cuda.device import BEHIND, FIRST, USUAL, CudaDevice
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter
@@ -28,6 +29,8 @@ from warpfit_server.lanes import Lanes
 from warpfit_server.segments import SegmentPool
 
 ON_DEVICE = 1 << 41
+#: Handles of streams by their priority.
+STREAMS = {FIRST: 5, USUAL: 6, BEHIND: 7}
 
 
 class HostResident(ResidentDataset):
@@ -86,14 +89,15 @@ class HostEngine(CudaEngine):
     @property
     def idle_contexts(self):
         """Streams that nobody holds."""
-        return len(self._device._idle)
+        return sum(map(len, self._device._idle.values()))
 
 
 def host_device(driver):
     """A device whose memory is numbers."""
     device = CudaDevice.__new__(CudaDevice)
     device.index, device.multiprocessors = 0, 132
-    device._idle, device._lock, device._thread = [], threading.Lock(), threading.local()
+    device._idle, device._lock = defaultdict(list), threading.Lock()
+    device._thread = threading.local()
     device.turns = DeviceTurns(132)
     device.functions = driver.addresses
     device.cupy = SimpleNamespace(cuda=_cuda())
@@ -102,9 +106,11 @@ def host_device(driver):
 
 
 def _cuda():
-    def stream(**_):
+    def stream(*, non_blocking, priority):
+        assert non_blocking
         names = ("synchronize", "__enter__", "__exit__")
-        return type("Stream", (), {**dict.fromkeys(names, lambda *_: None), "ptr": 7})()
+        members = dict.fromkeys(names, lambda *_: None)
+        return type("Stream", (), {**members, "ptr": STREAMS[priority]})()
 
     return SimpleNamespace(
         Stream=stream,

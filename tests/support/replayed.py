@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,7 +106,8 @@ class Driver:
     def _device(self):
         device = CudaDevice.__new__(CudaDevice)
         device.index, device.multiprocessors, device.compute_capability = 0, 132, (9, 0)
-        device._idle, device._lock, device._thread = [], threading.Lock(), threading.local()
+        device._idle, device._lock = defaultdict(list), threading.Lock()
+        device._thread = threading.local()
         device.turns = DeviceTurns(132)
         device.on_shortage = lambda: None
         device.allocate = lambda size: SimpleNamespace(

@@ -39,7 +39,7 @@ WORK = Work(
 class Context:
     """A stream context without a device."""
 
-    handle = 7
+    handle, first = 7, 8
 
     def __init__(self, driver):
         self.functions = driver.addresses

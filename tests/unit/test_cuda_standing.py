@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("numba")
 
 from support.driver import Driver
-from support.interpreted import EngineOnLanes, HostEngine, host_device, wait_until
+from support.interpreted import STREAMS, EngineOnLanes, HostEngine, host_device, wait_until
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
+from warpfit_server.engine.cuda import device
 from warpfit_server.engine.cuda.staging import Parts, Staged, stage
 from warpfit_server.engine.roster import AT_WORK
 from warpfit_server.fairness import FairGate
@@ -276,6 +277,53 @@ def test_what_waits_for_its_turn_ends_when_it_is_cancelled(driver):
         first.next_event()
         first.close()
         assert lanes.engine.evaluated == 1
+
+
+def test_the_first_evaluation_of_a_tenant_goes_before_further_ones(driver):
+    with EngineOnLanes(HostEngine(host_device(driver)), DATA, lanes=4) as lanes:
+        for seed in range(FIRST + 1):
+            driver.calls.clear()
+            driver.may_end.clear()
+            runs = [lanes.start(fresh(2 * seed)), lanes.start(fresh(2 * seed + 1))]
+            wait_until(lambda: len(_streams(driver)) == 2)
+            driver.may_end.set()
+            for run in runs:
+                run.next_event()
+                run.close()
+        assert lanes.engine.evaluated == 2 * FIRST
+    assert sorted(_streams(driver)) == [STREAMS[device.FIRST], STREAMS[device.USUAL]]
+
+
+def test_what_takes_several_launches_does_not_go_first(driver):
+    data = Dataset.of(np.ones((30_000_000, 1)), np.ones(30_000_000), dtype="float32")
+    batch = Batch.of(*thesis_mix(1, 40, variables=1))
+    with EngineOnLanes(HostEngine(host_device(driver)), data) as lanes:
+        for _ in range(FIRST):
+            lanes.losses(fresh(0, batch=batch, dataset_id=data.content_id))
+        driver.calls.clear()
+        lanes.losses(fresh(0, batch=batch, dataset_id=data.content_id))
+        assert lanes.engine.evaluated == FIRST
+    assert _streams(driver) == [STREAMS[device.USUAL]]
+
+
+def _streams(driver):
+    """Streams that were waited for."""
+    return [stream for name, stream, *_ in driver.calls if name == "synchronize"]
+
+
+def test_a_tenant_is_charged_while_compiled_code_works_for_it(served):
+    gate = served.process._gate = FairGate(2)
+    for seed in range(10, 13):
+        served.losses(fresh(seed))
+    served.process._charge(0.2)
+    charged = gate.charged("")
+    assert 0 < charged < 10
+    served.process._charge(0.2)
+    assert gate.charged("") == charged
+    served.losses(fresh(1, loss=Loss.MAE))  # another kind, so that Python comes in
+    served.process._charge(0.2)
+    served.losses(fresh(13))
+    assert served.process._served == {}
 
 
 def test_a_lane_that_is_closed_gives_everything_back(driver):

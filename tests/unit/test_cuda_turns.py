@@ -44,8 +44,9 @@ class Callers:
 
     def __init__(self, turns):
         self._turns = turns
-        self._gate = FairGate(100)
+        self.gate = FairGate(100)
         self.there = []
+        self.behind = {}
         self.cancelled = []
         self._flags, self._leave, self._threads = {}, {}, []
 
@@ -56,10 +57,11 @@ class Callers:
         def work():
             try:
                 with (
-                    self._gate.turn(tenant),
-                    self._turns.turn(Sized(token_rows), DATA.layout, cost, flag),
+                    self.gate.turn(tenant),
+                    self._turns.turn(Sized(token_rows), DATA.layout, cost, flag) as behind,
                 ):
                     self.there.append(name)
+                    self.behind[name] = behind
                     leave.wait(10)
             except CancelledError:
                 self.cancelled.append(name)
@@ -99,6 +101,14 @@ def test_two_large_ones_at_a_time_and_small_ones_beside_them(callers):
     assert callers.there == ["one", "two", "small"]
     callers.go("one")
     assert callers.there == ["one", "two", "small", "three"]
+
+
+def test_large_work_of_who_is_ahead_goes_behind_that_of_others(callers):
+    callers.gate.account({"greedy": 2.0, "modest": 0.1}, 1.0)
+    callers.come("greedy", "greedy")
+    callers.come("greedy, small", "greedy", token_rows=10**8)
+    callers.come("modest", "modest")
+    assert callers.behind == {"greedy": True, "greedy, small": False, "modest": False}
 
 
 def test_what_brings_matrices_along_takes_no_turn(callers):

@@ -226,6 +226,50 @@ class TestGate:
             assert newcomer.must_pause()
             assert not first.must_pause()
 
+    def test_who_has_used_more_goes_behind_whoever_was_here_lately(self, monkeypatch):
+        gate = FairGate(2)
+        with gate.turn("modest") as modest:
+            modest.charge(1.0)
+        with gate.turn("greedy") as greedy:
+            assert not greedy.goes_behind()
+            greedy.charge(2 * fairness._AHEAD)  # it begins with no less than the others
+            assert greedy.goes_behind()
+            assert not modest.goes_behind()
+            modest.charge(3 * fairness._AHEAD)
+            assert not greedy.goes_behind()
+            modest.charge(0.5)
+            assert modest.goes_behind()
+            monkeypatch.setattr(fairness, "_LATELY", 0.0)
+            assert not modest.goes_behind(), "nobody else was here lately"
+
+    def test_who_never_was_there_is_ahead_of_nobody(self):
+        gate = FairGate(2)
+        gate.account({"modest": 1.0}, 1.0)
+        assert not gate.goes_behind("newcomer")
+
+    def test_what_runs_without_a_place_counts(self):
+        gate = FairGate(2)
+        for _ in range(5):
+            gate.account({"greedy": 1.6, "modest": 0.1}, 0.2)
+        assert gate.goes_behind("greedy")
+        assert not gate.goes_behind("modest")
+
+    def test_who_is_away_at_times_falls_back_by_no_more_than_the_credit(self):
+        gate = FairGate(2)
+        for _ in range(100):
+            gate.account({"greedy": 1.6, "modest": 0.1}, 0.2)
+        lag = gate.charged("greedy") - gate.charged("modest")
+        assert lag < 1.6 + fairness._CREDIT
+        for _ in range(20):  # which it has used up soon
+            gate.account({"greedy": 1.6, "modest": 1.8}, 0.2)
+        assert gate.goes_behind("modest")
+
+    def test_two_that_are_always_there_are_compared_by_what_they_use(self):
+        gate = FairGate(2)
+        for _ in range(100):
+            gate.account({"a": 0.4, "b": 0.3}, 0.2)
+        assert gate.charged("a") - gate.charged("b") == pytest.approx(10.0)
+
     def test_work_that_engines_do_not_report_is_charged_by_the_clock(self):
         gate = FairGate(1)
         with gate.turn("a"):

@@ -60,7 +60,7 @@ class Standing(Protocol):
         """Whether it answers no more."""
 
     def seconds(self) -> float:
-        """Time that evaluations have taken since this was asked last."""
+        """Time that all evaluations so far have taken; any thread may ask."""
 
     def close(self) -> None:
         """Give everything back; nothing may be served any more."""

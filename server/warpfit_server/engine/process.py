@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -47,8 +48,9 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 _PROGRESS_SECONDS: Final = 0.1
 #: Evaluations that Python runs at most before compiled code tries again to answer the next ones.
 _MOST_PATIENCE: Final = 64
-#: Work whose door has died ends after at most this time.
-_ABANDONED_SECONDS: Final = 0.2
+#: Work whose door has died ends after at most this time, and tenants are charged for what compiled
+#: code does on their lanes.
+_ROUND_SECONDS: Final = 0.2
 #: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for
 #: a moment, to take, answer or refuse a call. With less than this Linux lets it wait for
 #: milliseconds.
@@ -99,6 +101,16 @@ class _Visit:
         self.repeats = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Served:
+    """What compiled code does on a lane."""
+
+    tenant: str
+    standing: Standing
+    noted: float = 0.0
+    """Seconds that have been written down for the tenant."""
+
+
 class EngineProcess:
     """State of the engine process: the engine, its data sets and the threads of its lanes."""
 
@@ -117,6 +129,9 @@ class EngineProcess:
         self._chunk_bytes = chunk_bytes
         self._roster = Roster()
         self._gate = FairGate(engine.concurrency)
+        self._served: dict[LaneEnd, _Served] = {}
+        self._used: dict[str, float] = defaultdict(float)  # seconds that nobody is charged for yet
+        self._accounts = threading.Lock()  # of these two
         self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
     def run(self) -> None:
@@ -125,7 +140,7 @@ class EngineProcess:
         if self._engine.name == "cpu":
             os.nice(_NICE)  # inherited by the threads that compute, which have not begun yet
         lane_end.rehearse()
-        threading.Thread(target=self._cancel_abandoned, name="abandoned", daemon=True).start()
+        threading.Thread(target=self._go_round, name="rounds", daemon=True).start()
         self._overseer.start()
         self._channel.send(wire.Ready(self._engine.name, devices, self._engine.concurrency))
         while True:
@@ -203,29 +218,53 @@ class EngineProcess:
         standing, visit.standing = visit.standing, None
         if standing is None or visit.segment is None:
             return lane.exchange(answer, awake=self._roster.is_idle)
-        size, seconds = None, 0.0
+        size, served = None, _Served(visit.tenant, standing)
+        with self._accounts:
+            self._served[lane] = served
         try:
             if answer is not None:
                 lane.send(answer)
             memory = visit.segment.array("u1", (visit.segment.size,))
             while size is None and not standing.is_over:
                 size = standing.serve(lane.line, visit.kind, memory)
-                seconds += (more := standing.seconds())
-                self._gate.account(visit.tenant, more)
         finally:
+            with self._accounts:
+                self._note(served)
+                del self._served[lane]
             standing.close()
-        visit.learn(seconds)
+        visit.learn(served.noted)
         if size is None:
             return lane.exchange(None, awake=self._roster.is_idle)
         return lane.received(size)
 
-    def _cancel_abandoned(self) -> None:
-        """Cancel the work of doors that have died; those that live cancel it themselves."""
+    def _go_round(self) -> None:
+        """Look after all lanes now and then.
+
+        The work of doors that have died is cancelled; those that live cancel it themselves.
+        """
+        last = time.monotonic()
         while True:
-            time.sleep(_ABANDONED_SECONDS)
+            time.sleep(_ROUND_SECONDS)
             for lane, flag in self._roster.running():
                 if lane.is_abandoned():
                     flag[0] = 1
+            now = time.monotonic()
+            self._charge(now - last)
+            last = now
+
+    def _charge(self, elapsed: float) -> None:
+        """Charge tenants for what compiled code has done in the last ``elapsed`` seconds."""
+        with self._accounts:
+            for served in self._served.values():
+                self._note(served)
+            used = {tenant: seconds for tenant, seconds in self._used.items() if seconds > 0}
+            self._used.clear()
+        self._gate.account(used, elapsed)
+
+    def _note(self, served: _Served) -> None:
+        seconds = served.standing.seconds()
+        self._used[served.tenant] += seconds - served.noted
+        served.noted = seconds
 
     def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
         segment = Segment(message.segment, descriptors[0], message.size)

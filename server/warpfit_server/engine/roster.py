@@ -27,7 +27,7 @@ MOST_PLACES: Final = 64
 BUSY: Final = 0
 #: Words of a lane's row: number of the evaluation that is being answered, 0 for none; whether its
 #: memory is wanted back; number of the tenant; nanoseconds that the device needs for what is at
-#: work; then, since they were last cleared: evaluations answered, their token-rows, and nanoseconds
+#: work; then, since the place was reserved: evaluations answered, their token-rows, and nanoseconds
 #: that they took.
 AT_WORK, REVOKED, TENANT, NEEDS, ANSWERED, TOKEN_ROWS, NANOSECONDS = range(7)
 #: Evaluations that compiled code answers at a time: enough to keep a device busy ...
@@ -149,3 +149,13 @@ def may_start(board: NDArray[np.int64], number: int) -> bool:
     if own == 0 or (2 * own < total and needs < _AHEAD):
         return total < _AT_MOST
     return total < _AT_ONCE and needs < _AHEAD
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def has_nothing_else(board: NDArray[np.int64], number: int) -> bool:
+    """Tell whether the tenant of a lane has no other evaluation at work."""
+    for row in range(1, len(board)):
+        is_at_work = row != number and board[row, AT_WORK] != 0
+        if is_at_work and board[row, TENANT] == board[number, TENANT]:
+            return False
+    return True

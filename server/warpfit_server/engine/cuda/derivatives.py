@@ -135,17 +135,17 @@ class DerivativeTier:
         keep: bool = False,
     ) -> Timings:
         started = time.perf_counter_ns()
-        with self._device.stream() as context:
-            plan = self._plan(context, resident, evaluation, wanted, keep=keep)
-            is_small = wanted.values is None and wanted.jacobian is None
-            cost = DIFFERENTIATED if is_small else MATRICES
-            with self._device.turns.turn(evaluation, resident.dataset.layout, cost, cancelled):
-                if len(plan.pieces) == 1 and is_small:
-                    check_wanted(cancelled)
-                    computed = self._at_once(context, resident, evaluation, wanted, plan)
-                else:
-                    launch = self._begin(context, resident, evaluation, wanted, plan)
-                    computed = piece_by_piece(context, launch, cancelled, ready)
+        plan = self._plan(resident, evaluation, wanted, keep=keep)
+        is_small = wanted.values is None and wanted.jacobian is None
+        cost = DIFFERENTIATED if is_small else MATRICES
+        turn = self._device.turns.turn(evaluation, resident.dataset.layout, cost, cancelled)
+        with turn as behind, self._device.stream(behind=behind) as context:
+            if len(plan.pieces) == 1 and is_small:
+                check_wanted(cancelled)
+                computed = self._at_once(context, resident, evaluation, wanted, plan)
+            else:
+                launch = self._begin(context, resident, evaluation, wanted, plan)
+                computed = piece_by_piece(context, launch, cancelled, ready)
         prepared = time.perf_counter_ns() - started - computed
         return Timings(copy_in=max(0, prepared), compute=computed, tier=Tier.INTERPRETER)
 
@@ -198,7 +198,6 @@ class DerivativeTier:
 
     def _plan(
         self,
-        context: StreamContext,
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: Wanted,
@@ -208,7 +207,7 @@ class DerivativeTier:
         """Plan of an evaluation, from those kept if it is there."""
 
         def make(batch: Batch) -> Plan:
-            code = self._lower(context, resident, batch, wanted)
+            code = self._lower(resident, batch, wanted)
             return make_plan(self._device, resident, evaluation, wanted, code)
 
         batch = evaluation.batch
@@ -217,9 +216,7 @@ class DerivativeTier:
         needs = (batch.vectors, evaluation.rows, evaluation.precision, *wishes, *place)
         return self._plans.of_arrays(batch, needs, make) if keep else make(batch)
 
-    def _lower(
-        self, context: StreamContext, resident: ResidentDataset, batch: Batch, wanted: Wanted
-    ) -> DeviceCode:
+    def _lower(self, resident: ResidentDataset, batch: Batch, wanted: Wanted) -> DeviceCode:
         row_loss = no_row_loss()
         if wanted.row_loss is not None:
             layout = resident.dataset.layout
@@ -233,7 +230,8 @@ class DerivativeTier:
             has_loss=wanted.row_loss is not None,
             products=wanted.curvatures is not None,
         )
-        memory, addresses = _upload(self._device, context, code.arrays)
+        with self._device.stream() as context:
+            memory, addresses = _upload(self._device, context, code.arrays)
         return DeviceCode(batch, code, memory, addresses)
 
     def _prepare(self, variant: Variant, *, far: bool) -> Kernels:

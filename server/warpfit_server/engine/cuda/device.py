@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -31,6 +33,10 @@ _RESERVED_BYTES: Final = 1024
 _DYNAMIC_SHARED_SIZE: Final = 8
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
+#: Priorities of streams. Blocks of a lower number go before those of a higher one that wait.
+FIRST: Final = -2
+USUAL: Final = -1
+BEHIND: Final = 0
 Kept = TypeVar("Kept")
 
 
@@ -74,7 +80,7 @@ class CudaDevice:
         self.memory_limit = memory_limit or int(self.memory * _DEFAULT_SHARE)
         self._pool = self.cupy.cuda.MemoryPool()
         self._pool.set_limit(size=self.memory_limit)
-        self._idle: list[StreamContext] = []
+        self._idle: dict[int, list[StreamContext]] = defaultdict(list)
         self._lock = threading.Lock()
         self._thread = threading.local()
         self.functions = driver_functions()
@@ -158,7 +164,7 @@ class CudaDevice:
         """Give the scratch memory of idle contexts and the pool's unused blocks back."""
         self.on_shortage()
         with self._lock:
-            for context in self._idle:
+            for context in chain.from_iterable(self._idle.values()):
                 context.release()
         self._pool.free_all_blocks()
 
@@ -172,22 +178,28 @@ class CudaDevice:
         module.load(cached_cubin(self.cache_directory, key, build))
         return module
 
-    def stream(self) -> _Loan:
-        """Lend a stream with its buffers to a thread; made as needed, then reused."""
-        return _Loan(self)
+    def stream(self, *, behind: bool = False) -> _Loan:
+        """Lend a stream with its buffers to a thread; made as needed, then reused.
 
-    def take(self) -> StreamContext:
-        """Take an idle stream; for `stream`."""
+        Args:
+            behind: whether work on all usual streams goes before what is done on it.
+
+        """
+        return _Loan(self, BEHIND if behind else USUAL)
+
+    def take(self, priority: int = USUAL) -> StreamContext:
+        """Take an idle stream of a priority; for `stream`."""
         self.use()
         with self._lock:
-            context = self._idle.pop() if self._idle else None
-        return context or StreamContext(self)
+            idle = self._idle[priority]
+            context = idle.pop() if idle else None
+        return context or StreamContext(self, priority)
 
     def give(self, context: StreamContext) -> None:
         """Give a stream back, once it has done everything; for `stream`."""
         context.settle()
         with self._lock:
-            self._idle.append(context)
+            self._idle[context.priority].append(context)
 
     def close(self) -> None:
         """Free all memory that no data set holds."""
@@ -200,11 +212,12 @@ class CudaDevice:
 class _Loan:
     """A stream that is the calling thread's, and CuPy's current one, inside a ``with`` block."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, priority: int) -> None:
         self._device = device
+        self._priority = priority
 
     def __enter__(self) -> StreamContext:
-        self._context = self._device.take()
+        self._context = self._device.take(self._priority)
         self._context.stream.__enter__()
         return self._context
 
@@ -225,10 +238,12 @@ class Elapsed:
 class StreamContext:
     """A stream, events to time it, and named buffers that grow as needed and are kept."""
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, priority: int = USUAL) -> None:
         self._device = device
         self._cuda = device.cupy.cuda
-        self.stream = self._cuda.Stream(non_blocking=True)
+        self.priority = priority
+        self.stream = self._cuda.Stream(non_blocking=True, priority=priority)
+        self._first = self._cuda.Stream(non_blocking=True, priority=FIRST)
         self._events: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._pinned: dict[str, Any] = {}
@@ -236,6 +251,9 @@ class StreamContext:
         self._settled = False
         self.handle = int(self.stream.ptr)
         """What the driver knows the stream by."""
+        self.first = int(self._first.ptr)
+        """What it knows a stream by that goes before all others, for compiled code that waits for
+        what it does there before it ends."""
         self._kept: dict[Callable[[], Any], Any] = {}
 
     @property

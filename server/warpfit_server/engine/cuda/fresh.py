@@ -36,6 +36,7 @@ from warpfit_server.engine.cuda.standing import (
     view_tokens,
 )
 from warpfit_server.engine.lane_end import Line
+from warpfit_server.engine.roster import has_nothing_else
 
 #: Room for larger batches than the one that was seen.
 _HEADROOM: Final = 1.5
@@ -185,7 +186,8 @@ def _serve(
         size, began = begin(line, kind, memory, board, place, means.cost)
         if began == 0:
             return int(size)
-        tokens = _answer(line, memory, means, began)
+        is_first = has_nothing_else(board, place)
+        tokens = _answer(line, memory, means, began, is_first)
         is_over = end(line, board, place, began, tokens * means.rows)
         if tokens == 0:
             return int(size)
@@ -195,8 +197,11 @@ def _serve(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _answer(line: Line, memory: Memory, means: Means, began: int) -> int:
-    """Return tokens x parameter vectors of the evaluation; 0 if Python must answer."""
+def _answer(line: Line, memory: Memory, means: Means, began: int, is_first: bool) -> int:
+    """Return tokens x parameter vectors of the evaluation; 0 if Python must answer.
+
+    The first evaluation of a tenant goes before further ones of others.
+    """
     numbers, room = read_numbers(line), means.room
     jobs = numbers.programs * numbers.vectors
     sizes = (numbers.tokens, numbers.programs, numbers.parameters, numbers.vectors)
@@ -221,6 +226,7 @@ def _answer(line: Line, memory: Memory, means: Means, began: int) -> int:
         means.variables,
         longest,
         means.costly,
+        is_first,
         means.staging,
         means.sums[:jobs],
         means.closing,

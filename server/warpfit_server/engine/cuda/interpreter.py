@@ -129,7 +129,7 @@ class Interpreter:
             turn = self._device.turns.turn(
                 evaluation, resident.dataset.layout, INTERPRETED, outputs.cancelled
             )
-            with turn, self._device.stream() as context:
+            with turn as behind, self._device.stream(behind=behind) as context:
                 return losses_in_one_launch(
                     context, kernels, work, evaluation, resident, outputs, started
                 )
@@ -289,7 +289,7 @@ class Interpreter:
         cost = MATRICES if evaluation.values else INTERPRETED
         layout, cancelled = resident.dataset.layout, outputs.cancelled
         turn = self._device.turns.turn(evaluation, layout, cost, cancelled)
-        with turn, self._device.stream() as context:
+        with turn as behind, self._device.stream(behind=behind) as context:
             launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")
             self.evaluate_slots(context, launch, vectors)

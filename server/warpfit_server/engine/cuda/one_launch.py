@@ -64,6 +64,8 @@ class Handles(NamedTuple):
     evaluate_slots: int
     sum_partials: int
     stream: int
+    first: int
+    """Stream that goes before the usual ones."""
     started: int
     computed: int
 
@@ -75,6 +77,7 @@ class Handles(NamedTuple):
             evaluate_slots=kernels.evaluate_slots.ptr,
             sum_partials=kernels.sum_partials.ptr,
             stream=context.handle,
+            first=context.first,
             started=context.event("started").ptr,
             computed=context.event("computed").ptr,
         )
@@ -167,6 +170,7 @@ def losses_in_one_launch(
         layout.variables,
         longest,
         kernels.costly,
+        False,
         staging,
         sums,
         resident.closing(evaluation.loss, *evaluation.row_range(layout)),
@@ -209,6 +213,7 @@ def compute_losses(
     variables: int,
     longest: int,
     costly: NDArray[np.bool_],
+    may_go_first: bool,
     staging: NDArray[np.uint8],
     sums: NDArray[np.float64],
     closing: Closing,
@@ -217,7 +222,8 @@ def compute_losses(
 ) -> tuple[int, int, bool]:
     """Return the driver's status, levels, and whether somebody has been told of the losses.
 
-    Levels are negative if nothing could be launched.
+    Levels are negative if nothing could be launched. What takes one launch may go before what is
+    on usual streams.
     """
     jobs = len(sums)
     chunk = jobs_at_once(work, len(tokens.codes) * tokens.vectors, jobs)
@@ -228,7 +234,8 @@ def compute_losses(
     told = desk.sum_arguments
     told[0], told[1], told[2] = addresses.partials, sums.ctypes.data, work.tiles
 
-    steps, stream = desk.steps, handles.stream
+    steps = desk.steps
+    stream = handles.first if may_go_first and chunk == jobs else handles.stream
     places, source = np.int64(desk.places.ctypes.data), np.int64(staging.ctypes.data)
     used = parts.slots + 16 * extent.slots
     count = _add(steps, 0, (UPLOAD, addresses.batch, source, used, stream))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.channel import Told
 from warpfit_server.engine.cuda import nvrtc
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import FIRST, USUAL, CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.prelude import NVRTC_PRECISE
 from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES
@@ -188,9 +188,11 @@ class Replay:
 
     def _capture(self) -> Any:
         cuda = self._device.cupy.cuda
-        main = cuda.Stream(non_blocking=True)
+        # Sums take next to no time, and should not wait for what others have begun meanwhile.
+        main = cuda.Stream(non_blocking=True, priority=FIRST)
         branches = [
-            cuda.Stream(non_blocking=True) for _ in range(min(_BRANCHES, len(self._kernels)))
+            cuda.Stream(non_blocking=True, priority=USUAL)
+            for _ in range(min(_BRANCHES, len(self._kernels)))
         ]
         if self._partials is not None:
             # A kernel of fewer blocks than the most leaves the rest of its sums as they are.

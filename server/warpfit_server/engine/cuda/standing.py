@@ -117,6 +117,7 @@ class Standing:
         self._part = part
         self._observe = duty.observe
         self._duty: Duty | None = duty
+        self._noted = (0, 0, 0)  # what was answered, its token-rows and nanoseconds
         self._lock = threading.Lock()
 
     def serve(self, line: Line, kind: bytes, segment: NDArray[np.uint8]) -> int | None:
@@ -136,14 +137,15 @@ class Standing:
         return bool(self._place.words[REVOKED])
 
     def seconds(self) -> float:
-        """Time that evaluations have taken since this was asked last; the planner is told, too."""
-        words = self._place.words
-        answered, token_rows = int(words[ANSWERED]), int(words[TOKEN_ROWS])
-        seconds = float(words[NANOSECONDS]) * 1e-9
-        words[ANSWERED] = words[TOKEN_ROWS] = words[NANOSECONDS] = 0
+        """Time that all evaluations so far have taken; the planner is told of the latest, too."""
+        with self._lock:
+            words = self._place.words
+            now = int(words[ANSWERED]), int(words[TOKEN_ROWS]), int(words[NANOSECONDS])
+            answered, token_rows, nanoseconds = np.subtract(now, self._noted).tolist()
+            self._noted = now
         if answered:
-            self._observe(token_rows // answered, seconds / answered)
-        return seconds
+            self._observe(token_rows // answered, 1e-9 * nanoseconds / answered)
+        return 1e-9 * now[2]
 
     def revoke(self) -> None:
         """Want everything back: at once if nothing is at work, else the lane's thread gives it."""

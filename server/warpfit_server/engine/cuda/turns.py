@@ -7,6 +7,9 @@ wait for the host. Of the others the tenant that has been charged least goes fir
 nothing there need not wait (`warpfit_server.fairness`). What brings matrices along takes no turn:
 the device does little of it at a time, and then waits for the host. Compiled code that serves lanes
 has a rule of its own: `warpfit_server.engine.roster.may_start`.
+
+What a device has been given and has not begun can still be overtaken, block by block, by streams of
+a higher priority: whose tenant is ahead of others works on one of the lowest.
 """
 
 from __future__ import annotations
@@ -51,8 +54,10 @@ class DeviceTurns:
     @contextmanager
     def turn(
         self, evaluation: Evaluation, layout: Layout, cost: int, cancelled: NDArray[np.uint8]
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         """Wait until the work may go to the device, and let others wait while it is there.
+
+        Tells whether it should go behind that of others there.
 
         Args:
             evaluation: that is to go there.
@@ -67,9 +72,10 @@ class DeviceTurns:
         mode = Mode.of(layout.dtype, evaluation.precision)
         at_once = token_rows_at_once(mode, self._multiprocessors)
         if evaluation.token_rows(layout) * cost < _LARGE * at_once:
-            yield
+            yield False
             return
-        with self._gate.turn(current_turn().tenant, cancelled=cancelled):
+        turn = current_turn()
+        with self._gate.turn(turn.tenant, cancelled=cancelled):
             if cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            yield
+            yield turn.goes_behind()
