@@ -179,10 +179,13 @@ def test_calls_that_would_take_too_long_are_left_out(tmp_path, server):
 
 def test_slices_get_shorter_towards_the_end():
     clock = Clock(replace(SMALL, slice_seconds=100.0), end=runner.time.monotonic() + 10, left=5)
-    first = clock.slice()
+    usual, peer = Scenario(engine="cpu"), Scenario(engine="cpu", kind=Kind.PEER, peer="NumPy")
+    first = clock.slice(usual)
     assert 0.5 < first < 2
+    assert clock.slice(peer) == pytest.approx(1.25 * first, rel=0.01)
+    assert clock.left == 0, "a peer counts for several"
     clock.end = runner.time.monotonic() + 0.1
-    assert clock.slice() < first
+    assert clock.slice(usual) < first
 
 
 def test_scenarios_that_take_the_time_of_several_come_last(tmp_path):

@@ -30,8 +30,10 @@ _MEASURED_SHARE: Final = 0.6
 _FEWEST_CALLS: Final = 2
 #: A scenario that would take more than this many others' time is put off.
 _DEAR: Final = 3.0
+#: Scenarios that one with a peer counts for: many peers prepare, or compile, for each expression.
+_PEER_WEIGHT: Final = 4
 #: Of the whole time, for the GPU where there is one: its scenarios are more.
-_FIRST_ENGINE_SHARE: Final = 0.6
+_FIRST_ENGINE_SHARE: Final = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Clock:
     end: float
     """When this engine's time is used up, `time.monotonic`; infinite without a limit."""
     left: int
-    """Scenarios still to measure."""
+    """Scenarios still to measure, by their weights."""
 
     @property
     def over(self) -> bool:
@@ -67,10 +69,10 @@ class Clock:
         """Seconds that each of the scenarios still to measure may take."""
         return (self.end - time.monotonic()) / max(1, self.left)
 
-    def slice(self) -> float:
-        """Seconds for the next scenario."""
+    def slice(self, scenario: Scenario) -> float:
+        """Seconds for calls of the next scenario."""
         share = self.share
-        self.left -= 1
+        self.left -= _weight(scenario)
         return min(self.profile.slice_seconds, max(_SHORTEST_SLICE, share * _MEASURED_SHARE))
 
 
@@ -163,10 +165,7 @@ class Run:
             names, missing = peers.installed(engine)
             for name, why in missing.items():
                 self._results.skip(f"peer/{name}", why)
-            # Behind the grid: a peer is worth more than the last of the other scenarios.
-            grid = len(profile.rows) * len(profile.expressions)
-            grid *= 3 if Tier.COMPILED.value in tiers else 1
-            wanted[grid:grid] = profile.peers(engine, peers.offers(names))
+            wanted += profile.peers(engine, peers.offers(names))
         return [scenario for scenario in wanted if scenario.key not in self._results.cells]
 
     def _scenarios(
@@ -174,14 +173,14 @@ class Run:
     ) -> None:
         begun = time.monotonic()
         end = begun + share * self._left
-        clock = Clock(self._plan.profile, end, len(wanted))
+        clock = Clock(self._plan.profile, end, sum(map(_weight, wanted)))
         self._progress.expect(len(wanted))
         most = max((s.workers for s in wanted), default=1)
         with processes(crowd.processes_for(most)) as pool:
             for scenario in self._in_time(wanted, clock):
                 self._progress.start(scenario.title)
                 why_not = self._obstacle(scenario, clock)
-                seconds = clock.slice()
+                seconds = clock.slice(scenario)
                 if why_not:
                     self._results.skip(scenario.key, why_not)
                     self._progress.done(f"left out, {why_not}")
@@ -289,6 +288,10 @@ class Run:
 def _load_average() -> float:
     """Processes that wanted a core during the last minute: before the run, those of others."""
     return round(os.getloadavg()[0], 1)
+
+
+def _weight(scenario: Scenario) -> int:
+    return _PEER_WEIGHT if scenario.kind is Kind.PEER else 1
 
 
 def _similar(scenario: Scenario) -> tuple[str, str, str]:

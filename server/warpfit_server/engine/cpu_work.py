@@ -32,7 +32,7 @@ _MOST_SPANS: Final = 64
 _LEAST_PIECE: Final = 1_000_000
 _LARGEST_PIECE: Final = 4_000_000
 _FEW_THREADS: Final = 4
-_LARGEST_GROWTH: Final = 4
+_LARGEST_GROWTH: Final = 2
 #: Pieces to cut at least before they grow.
 _MANY_PIECES: Final = 64
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
