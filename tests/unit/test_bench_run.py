@@ -20,7 +20,7 @@ from warpfit.bench.command import main
 from warpfit.bench.progress import Pace, PlainProgress, progress
 from warpfit.bench.results import Results
 from warpfit.bench.runner import Clock, Plan, Run
-from warpfit.bench.scenarios import TINY, Scenario
+from warpfit.bench.scenarios import TINY, Kind, Scenario
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.info import Device, Limits, ServerInfo
 from warpfit.request import Tier, Timings
