@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,7 +62,7 @@ class Context:
         self.status = status
 
 
-def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None, work=WORK):
+def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None, work=WORK, waited=0):
     functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM))
     context = Context(driver)
     kernels = Kernels(VARIANT, *functions, np.zeros(256, dtype=np.bool_))
@@ -71,7 +72,7 @@ def launch(batch, driver, variables=10, loss=Loss.SSE, reply=None, work=WORK):
     evaluation = Evaluation(dataset.content_id, batch, loss=loss, values=False)
     timings = losses_in_one_launch(
         *(context, kernels, work, evaluation, ResidentDataset(dataset, None), outputs),
-        time.perf_counter_ns(),
+        *(time.perf_counter_ns() - waited, waited),
     )
     return context, losses, timings
 
@@ -204,12 +205,14 @@ def test_who_waits_is_told_once_the_losses_are_there():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         reply = Reply(theirs.fileno(), queue=123)
-        _, _, timings = launch(Batch.of([Program.variable(0)]), Driver(), reply=reply)
+        batch, waited = Batch.of([Program.variable(0)]), 10**12
+        _, _, timings = launch(batch, Driver(), reply=reply, waited=waited)
     channel = Channel(ours)
     message, _ = channel.receive()
     assert reply.is_sent
-    assert message == Finished(timings)
-    assert (timings.queue, timings.compute) == (123, 250_000)
+    assert message == Finished(replace(timings, queue=123 + waited))
+    assert (timings.queue, timings.compute) == (waited, 250_000)
+    assert 0 < timings.copy_in < waited
     with pytest.raises(ChannelClosedError):
         channel.receive()
     channel.close()

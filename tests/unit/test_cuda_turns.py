@@ -46,7 +46,7 @@ class Callers:
         self._turns = turns
         self.gate = FairGate(100)
         self.there = []
-        self.behind = {}
+        self.behind, self.waited = {}, {}
         self.cancelled = []
         self._flags, self._leave, self._threads = {}, {}, []
 
@@ -58,10 +58,10 @@ class Callers:
             try:
                 with (
                     self.gate.turn(tenant),
-                    self._turns.turn(Sized(token_rows), DATA.layout, cost, flag) as behind,
+                    self._turns.turn(Sized(token_rows), DATA.layout, cost, flag) as admitted,
                 ):
                     self.there.append(name)
-                    self.behind[name] = behind
+                    self.behind[name], self.waited[name] = admitted
                     leave.wait(10)
             except CancelledError:
                 self.cancelled.append(name)
@@ -101,6 +101,9 @@ def test_two_large_ones_at_a_time_and_small_ones_beside_them(callers):
     assert callers.there == ["one", "two", "small"]
     callers.go("one")
     assert callers.there == ["one", "two", "small", "three"]
+    assert callers.waited["small"] == 0
+    assert callers.waited["one"] < 20e6
+    assert 50e6 < callers.waited["three"] < 10e9
 
 
 def test_large_work_of_who_is_ahead_goes_behind_that_of_others(callers):

@@ -164,6 +164,9 @@ class Engine(Protocol):
         is asked for only when there is a target. An engine looks at the tokens itself, in compiled
         code: in Python that would take a front door more time than all the rest.
 
+        Returns:
+            How long it took; ``queue`` is what it has waited in the engine.
+
         Raises:
             ProgramError: for the first bad token, see `warpfit_server.engine.sound`.
             CancelledError: if ``outputs.cancelled`` became 1; the outputs are then undefined.

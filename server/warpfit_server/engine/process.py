@@ -305,7 +305,7 @@ class EngineProcess:
                 error=InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             )
         else:
-            finished = wire.Finished(replace(timings, queue=reply.queue))
+            finished = wire.Finished(replace(timings, queue=reply.queue + timings.queue))
         return None if reply.is_sent else finished
 
     def _evaluate(self, job: _Job) -> Timings:

@@ -140,8 +140,10 @@ class CompiledTier:
         cost = COMPILED_GRADIENT if evaluation.gradient else COMPILED
         cost = MATRICES if evaluation.values else cost
         try:
-            with self._device.turns.turn(evaluation, layout, cost, outputs.cancelled):
-                return run(replay, prepared, resident, evaluation, outputs, started, hits)
+            turn = self._device.turns.turn(evaluation, layout, cost, outputs.cancelled)
+            with turn as admitted:
+                work = (replay, prepared, resident, evaluation, outputs)
+                return run(*work, started, admitted.waited, hits)
         finally:
             self._give(replay)
 
@@ -297,6 +299,7 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
+        waited: int,
         cache_hits: int,
     ) -> Timings:
         """Compute losses, and gradients if they are wanted, in one compiled step."""
@@ -304,9 +307,11 @@ class CompiledTier:
             sources = prepared.lifted.sources
             rows = self._rows_at_once(prepared, resident, evaluation)
             step = one_replay.prepare(
-                context, replay, sources, resident, evaluation, rows, outputs, started, cache_hits
+                *(context, replay, sources, resident, evaluation, rows, outputs),
+                *(started, waited, cache_hits),
             )
-            timings = one_replay.finish(context, replay, outputs, *one_replay.replay_losses(*step))
+            outcome = one_replay.replay_losses(*step)
+            timings = one_replay.finish(context, replay, outputs, waited, *outcome)
         if outputs.gradients is not None:
             sums = replay.sums.reshape(-1, evaluation.batch.vectors)
             _fill_gradients(prepared, evaluation, sums, outputs.gradients)
@@ -321,6 +326,7 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
+        waited: int,
         cache_hits: int,
     ) -> Timings:
         """Launch for one chunk of rows after the other."""
@@ -361,7 +367,8 @@ class CompiledTier:
                 _fill_gradients(prepared, evaluation, shaped, outputs.gradients)
         outputs.ready(programs)
         return Timings(
-            copy_in=launched - started,
+            queue=waited,
+            copy_in=launched - waited - started,
             compute=computed,
             copy_out=max(0, time.perf_counter_ns() - launched - computed),
             tier=Tier.COMPILED,

@@ -139,15 +139,20 @@ class DerivativeTier:
         is_small = wanted.values is None and wanted.jacobian is None
         cost = DIFFERENTIATED if is_small else MATRICES
         turn = self._device.turns.turn(evaluation, resident.dataset.layout, cost, cancelled)
-        with turn as behind, self._device.stream(behind=behind) as context:
+        with turn as admitted, self._device.stream(behind=admitted.behind) as context:
             if len(plan.pieces) == 1 and is_small:
                 check_wanted(cancelled)
                 computed = self._at_once(context, resident, evaluation, wanted, plan)
             else:
                 launch = self._begin(context, resident, evaluation, wanted, plan)
                 computed = piece_by_piece(context, launch, cancelled, ready)
-        prepared = time.perf_counter_ns() - started - computed
-        return Timings(copy_in=max(0, prepared), compute=computed, tier=Tier.INTERPRETER)
+        prepared = time.perf_counter_ns() - started - admitted.waited - computed
+        return Timings(
+            queue=admitted.waited,
+            copy_in=max(0, prepared),
+            compute=computed,
+            tier=Tier.INTERPRETER,
+        )
 
     def _at_once(
         self,

@@ -222,7 +222,8 @@ class CudaEngine:
             timings = interpreter.evaluate(resident, evaluation, outputs)
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
             mode, token_rows = _work(resident, evaluation)
-            self._planner.observe(tier, mode, token_rows, time.perf_counter() - started)
+            seconds = time.perf_counter() - started - 1e-9 * timings.queue
+            self._planner.observe(tier, mode, token_rows, seconds)
         if outputs.reply is not None:
             outputs.reply.standing = self._stand(resident, evaluation, outputs.reply, tier)
         return timings

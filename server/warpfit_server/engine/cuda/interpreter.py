@@ -85,6 +85,8 @@ class Outcome(NamedTuple):
 
     sums: NDArray[np.float64]
     """Sum of the loss terms of each job, [jobs]."""
+    waited: int
+    """Nanoseconds of the wait for their turn."""
     launched: int
     """``time.perf_counter_ns()`` when the first piece could be launched."""
     computed: int
@@ -129,9 +131,10 @@ class Interpreter:
             turn = self._device.turns.turn(
                 evaluation, resident.dataset.layout, INTERPRETED, outputs.cancelled
             )
-            with turn as behind, self._device.stream(behind=behind) as context:
+            with turn as admitted, self._device.stream(behind=admitted.behind) as context:
                 return losses_in_one_launch(
-                    context, kernels, work, evaluation, resident, outputs, started
+                    *(context, kernels, work, evaluation, resident, outputs),
+                    *(started, admitted.waited),
                 )
         outcome = self._in_pieces(resident, evaluation, variant, pieces, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
@@ -139,7 +142,8 @@ class Interpreter:
             sums = outcome.sums.reshape(outputs.losses.shape)
             outputs.losses[...] = resident.losses(evaluation.loss, sums, *rows)
         return Timings(
-            copy_in=outcome.launched - started,
+            queue=outcome.waited,
+            copy_in=outcome.launched - outcome.waited - started,
             compute=outcome.computed,
             copy_out=max(0, time.perf_counter_ns() - outcome.launched - outcome.computed),
             tier=Tier.INTERPRETER,
@@ -289,7 +293,7 @@ class Interpreter:
         cost = MATRICES if evaluation.values else INTERPRETED
         layout, cancelled = resident.dataset.layout, outputs.cancelled
         turn = self._device.turns.turn(evaluation, layout, cost, cancelled)
-        with turn as behind, self._device.stream(behind=behind) as context:
+        with turn as admitted, self._device.stream(behind=admitted.behind) as context:
             launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")
             self.evaluate_slots(context, launch, vectors)
@@ -304,7 +308,8 @@ class Interpreter:
                 flying = flight
             if flying is not None:
                 landing.take(context, flying)
-            return Outcome(sums, launched, context.nanoseconds("start", "computed"))
+            computed = context.nanoseconds("start", "computed")
+            return Outcome(sums, admitted.waited, launched, computed)
 
     def begin(
         self,

@@ -131,6 +131,7 @@ def losses_in_one_launch(
     resident: ResidentDataset,
     outputs: Outputs,
     started: int,
+    waited: int = 0,
 ) -> Timings:
     """Compute the losses of a batch, and announce them.
 
@@ -142,6 +143,7 @@ def losses_in_one_launch(
         resident: the data set.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of its beginning.
+        waited: nanoseconds of its wait for its turn, since then.
 
     Raises:
         ProgramError: for the first bad token.
@@ -155,9 +157,9 @@ def losses_in_one_launch(
     longest, parts, jobs = check_length(batch), Parts.of(batch), len(batch) * batch.vectors
     staging = context.pinned("batch", parts.end)
     sums = context.pinned("sums", 8 * jobs).view(np.float64)
-    report = Report(-1, 0, started)
+    report = Report(-1, waited, started + waited)
     if reply is not None:
-        report = Report(reply.descriptor, reply.queue, started)
+        report = Report(reply.descriptor, reply.queue + waited, started + waited)
     desk = context.keep(Desk.fresh)
     status, levels, is_sent = compute_losses(
         context.functions,
@@ -181,8 +183,8 @@ def losses_in_one_launch(
     context.settled(status)
     if reply is not None:
         reply.is_sent = is_sent
-    _, queue, copy_in, compute, copy_out, *_ = desk.told.tolist()
-    return Timings(queue=queue, copy_in=copy_in, compute=compute, copy_out=copy_out)
+    _, _, copy_in, compute, copy_out, *_ = desk.told.tolist()
+    return Timings(queue=waited, copy_in=copy_in, compute=compute, copy_out=copy_out)
 
 
 def _addresses(

@@ -85,6 +85,7 @@ def prepare(
     at_once: int,
     outputs: Outputs,
     started: int,
+    waited: int,
     cache_hits: int,
 ) -> Step:
     """Collect what `replay_losses` needs.
@@ -98,6 +99,7 @@ def prepare(
         at_once: rows of one launch.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of its beginning.
+        waited: nanoseconds of its wait for its turn, since then.
         cache_hits: expressions whose kernels were there.
 
     """
@@ -106,8 +108,8 @@ def prepare(
     rows = evaluation.row_range(resident.dataset.layout)
     replay.tell(request(resident, *rows))
     reply = outputs.reply
-    waiting = (-1, 0) if reply is None else (reply.descriptor, reply.queue)
-    report = Report(*waiting, started, 1, cache_hits)
+    waiting = (-1, waited) if reply is None else (reply.descriptor, reply.queue + waited)
+    report = Report(*waiting, started + waited, 1, cache_hits)
     return Step(
         context.functions,
         Handles.of(context, replay),
@@ -124,7 +126,12 @@ def prepare(
 
 
 def finish(
-    context: StreamContext, replay: Replay, outputs: Outputs, status: int, is_sent: bool
+    context: StreamContext,
+    replay: Replay,
+    outputs: Outputs,
+    waited: int,
+    status: int,
+    is_sent: bool,
 ) -> Timings:
     """Take notice of what the step has done.
 
@@ -132,6 +139,7 @@ def finish(
         context: that it was prepared with.
         replay: likewise.
         outputs: likewise.
+        waited: likewise.
         status: that it returned.
         is_sent: likewise.
 
@@ -142,9 +150,9 @@ def finish(
     context.settled(status)
     if outputs.reply is not None:
         outputs.reply.is_sent = is_sent
-    _, queue, copy_in, compute, copy_out, _, cache_hits = replay.desk.told.tolist()
+    _, _, copy_in, compute, copy_out, _, cache_hits = replay.desk.told.tolist()
     return Timings(
-        queue=queue,
+        queue=waited,
         copy_in=copy_in,
         compute=compute,
         copy_out=copy_out,

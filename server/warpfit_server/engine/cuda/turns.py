@@ -14,9 +14,10 @@ a higher priority: whose tenant is ahead of others works on one of the lowest.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,15 @@ _AT_A_TIME: Final = 2
 _LARGE: Final = 0.25
 
 
+class Admission(NamedTuple):
+    """How work has come to its turn."""
+
+    behind: bool = False
+    """Whether it should go behind that of others on the device."""
+    waited: int = 0
+    """Nanoseconds."""
+
+
 class DeviceTurns:
     """Turns on one device; safe to use from several threads.
 
@@ -54,10 +64,8 @@ class DeviceTurns:
     @contextmanager
     def turn(
         self, evaluation: Evaluation, layout: Layout, cost: int, cancelled: NDArray[np.uint8]
-    ) -> Iterator[bool]:
+    ) -> Iterator[Admission]:
         """Wait until the work may go to the device, and let others wait while it is there.
-
-        Tells whether it should go behind that of others there.
 
         Args:
             evaluation: that is to go there.
@@ -72,10 +80,10 @@ class DeviceTurns:
         mode = Mode.of(layout.dtype, evaluation.precision)
         at_once = token_rows_at_once(mode, self._multiprocessors)
         if evaluation.token_rows(layout) * cost < _LARGE * at_once:
-            yield False
+            yield Admission()
             return
-        turn = current_turn()
+        turn, came = current_turn(), time.perf_counter_ns()
         with self._gate.turn(turn.tenant, cancelled=cancelled):
             if cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            yield turn.goes_behind()
+            yield Admission(turn.goes_behind(), time.perf_counter_ns() - came)
