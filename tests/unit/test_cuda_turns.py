@@ -114,6 +114,12 @@ def test_large_work_of_who_is_ahead_goes_behind_that_of_others(callers):
     assert callers.behind == {"greedy": True, "greedy, small": False, "modest": False}
 
 
+def test_a_tenant_is_charged_for_each_time_on_the_device(callers):
+    callers.come("one", "greedy")
+    callers.go("one")
+    assert 0.05 < callers.gate.charged("greedy") < 1
+
+
 def test_what_brings_matrices_along_takes_no_turn(callers):
     for name in ("one", "two", "three"):
         callers.come(name, "greedy", cost=MATRICES)

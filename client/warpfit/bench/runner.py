@@ -33,7 +33,7 @@ _DEAR: Final = 3.0
 #: Scenarios that one with a peer counts for: many peers prepare, or compile, for each expression.
 _PEER_WEIGHT: Final = 4
 #: Of the whole time, for the GPU where there is one: its scenarios are more.
-_FIRST_ENGINE_SHARE: Final = 0.7
+_FIRST_ENGINE_SHARE: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

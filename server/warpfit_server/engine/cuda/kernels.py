@@ -84,6 +84,7 @@ class KernelStore:
         self.workers = Workers(threads)
         self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
 
     def library(self, mode: Mode, *, derivatives: bool = False) -> DeviceLibrary:
         """Device library of a mode, built when first needed."""
@@ -168,7 +169,9 @@ class KernelStore:
 
     def _compile(self, key: KernelKey) -> bytes:
         device_library = self.library(key.mode, derivatives=key.output.gradient)
-        text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
+        # All in Python: a dozen threads would wait for its lock, and evaluations behind all of them.
+        with self._writing:
+            text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
         return linker.link(text, device_library.architecture, device_library.functions)
 
 
