@@ -169,7 +169,7 @@ class KernelStore:
 
     def _compile(self, key: KernelKey) -> bytes:
         device_library = self.library(key.mode, derivatives=key.output.gradient)
-        # All in Python: a dozen threads would wait for its lock, and evaluations behind all of them.
+        # All in Python: many threads would wait for its lock, and evaluations behind all of them.
         with self._writing:
             text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
         return linker.link(text, device_library.architecture, device_library.functions)
