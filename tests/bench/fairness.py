@@ -17,9 +17,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.pieces import work_in_python
 from support.results import write_result
 from warpfit_server.engine.cpu_helpers import Helpers
-from warpfit_server.engine.cpu_work import Work
 from warpfit_server.fairness import FairGate
 from warpfit_server.workers import take_short_turns
 
@@ -45,14 +45,12 @@ class Engine:
         """Run one evaluation; return its seconds."""
         started = time.perf_counter()
         with self.gate.turn(tenant):
-            cells = [(number, number + 1) for number in range(pieces)]
-            self._helpers.run(Work(self._piece, cells, [(0, 1)], 1, 10**9))
+            self._helpers.run(work_in_python(self._piece, pieces))
         return time.perf_counter() - started
 
-    def _piece(self, cells: tuple[int, int], span: int) -> bool:
+    def _piece(self, number: int) -> None:
         with self._cores:
             time.sleep(PIECE_SECONDS)
-        return True
 
 
 def modest(engine: Engine, seconds: float) -> list[float]:

@@ -123,7 +123,7 @@ def test_parameter_vectors(evaluate, rows):
 
 
 def test_threads_do_not_change_anything(monkeypatch):
-    monkeypatch.setattr(cpu_work, "_LARGEST_PIECE", 200_000)  # sixteen threads take larger ones
+    monkeypatch.setattr(cpu_work, "_LARGEST_PIECE", 200_000)
     data = make_dataset(50_000, "float32")
     programs, parameters = thesis_mix(8, 40)
     answers = []

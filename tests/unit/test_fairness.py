@@ -6,15 +6,15 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from support.pieces import work_in_python
 from warpfit.errors import CancelledError
 from warpfit_server import fairness
 from warpfit_server.engine.cpu_helpers import Helpers
-from warpfit_server.engine.cpu_work import Work
+from warpfit_server.engine.cpu_pieces import INTERRUPTED, finish, take
 from warpfit_server.fairness import FairGate, current_turn
 
 
@@ -298,12 +298,11 @@ class TestGate:
 
 class TestWork:
     def _work(self, log, name, pieces=30, seconds=0.002):
-        def run_piece(cells, span):
+        def run_piece(number):
             time.sleep(seconds)
             log.append(name)
-            return True
 
-        return Work(run_piece, [(i, i + 1) for i in range(pieces)], [(0, 1)], 1, 10**9)
+        return work_in_python(run_piece, pieces)
 
     def test_a_long_evaluation_makes_way_for_a_modest_tenant(self):
         gate, log = FairGate(2), []
@@ -329,15 +328,55 @@ class TestWork:
         assert during.count("modest") == 30
         assert during.count("greedy") <= 10
 
+    def test_threads_come_back_between_two_pieces_when_another_should_go_first(self):
+        gate, log, helpers = FairGate(2), [], Helpers(1)
+        with gate.turn("modest"):
+            pass
+        with gate.turn("greedy") as turn:
+            greedy = self._work(log, "greedy", 10**6, seconds=0.0)
+        turn.charge(5.0)
+        greedy.make_way()
+        assert greedy.pieces.words[INTERRUPTED] == 0, "nobody else is at work"
+        with gate.turn("greedy"), gate.turn("modest"):
+            greedy.make_way()
+            assert take(greedy.pieces) == -1
+            assert greedy.remaining == 10**6
+        helpers.close()
+
+    def test_what_is_ready_is_told_in_order(self):
+        told, done = [], []
+        work = work_in_python(done.append, 10)
+        work.lead(lambda programs: told.append((programs, len(done))))
+        assert told[-1] == (10, 10)
+        work = work_in_python(done.append, 10)
+        for piece in (1, 0, 3):
+            finish(work.pieces, piece)
+        assert work._ready_programs() == 2
+        finish(work.pieces, 2)
+        assert work._ready_programs() == 4
+
+    def test_what_is_cancelled_takes_no_more_pieces(self):
+        done = []
+        work = work_in_python(lambda number: done.append(number) or number < 3, 10)
+        work.lead()
+        assert done == [0, 1, 2, 3]
+        assert work.remaining == 0
+
+    def test_many_threads_take_each_piece_once(self):
+        helpers, taken = Helpers(7), []
+        for _ in range(20):
+            helpers.run(work_in_python(taken.append, 500))
+        helpers.close()
+        assert sorted(taken) == sorted(list(range(500)) * 20)
+
     def test_alone_all_threads_work(self):
         helpers, seen = Helpers(3), []
 
-        def run_piece(cells, span):
+        def run_piece(number):
             seen.append(threading.get_ident())
             time.sleep(0.002)
-            return True
 
-        helpers.run(replace(self._work([], "x", 40), run_piece=run_piece))
+        helpers.run(work_in_python(run_piece, 40))
         assert len(seen) == 40
         assert len(set(seen)) == 4
         assert current_turn().must_pause() is False
@@ -373,14 +412,13 @@ class TestWork:
         """An engine lowers its own when it is there: doors go first."""
         helpers, seen = Helpers(2), set()
 
-        def run_piece(cells, span):
+        def run_piece(number):
             seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
             time.sleep(0.002)
-            return True
 
         def lower_and_run():
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
-            helpers.run(replace(self._work([], "x", 40), run_piece=run_piece))
+            helpers.run(work_in_python(run_piece, 40))
 
         thread = threading.Thread(target=lower_and_run)
         thread.start()
@@ -391,13 +429,12 @@ class TestWork:
     def test_what_a_helping_thread_raises_ends_the_work(self):
         helpers, caller = Helpers(2), threading.get_ident()
 
-        def run_piece(cells, span):
+        def run_piece(number):
             time.sleep(0.001)
             if threading.get_ident() != caller:
                 raise ValueError("not here")
-            return True
 
-        work = replace(self._work([], "x", 1000), run_piece=run_piece)
+        work = work_in_python(run_piece, 1000)
         with pytest.raises(ValueError, match="not here"):
             helpers.run(work)
         log = []
@@ -408,10 +445,9 @@ class TestWork:
     def test_held_up_work_gets_its_help_back(self):
         gate, helpers, seen = FairGate(4), Helpers(1), set()
 
-        def run_piece(cells, span):
+        def run_piece(number):
             seen.add(threading.get_ident())
             time.sleep(0.002)
-            return True
 
         begun, end = threading.Event(), threading.Event()
 
@@ -426,7 +462,7 @@ class TestWork:
         threading.Timer(0.1, end.set).start()
         with gate.turn("greedy") as turn:
             turn.charge(1.0)
-            helpers.run(replace(self._work([], "x", 60), run_piece=run_piece))
+            helpers.run(work_in_python(run_piece, 60))
         thread.join()
         helpers.close()
         assert len(seen) == 2

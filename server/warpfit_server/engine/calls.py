@@ -1,4 +1,4 @@
-"""Calls of functions of C libraries by compiled code."""
+"""Calls of functions of C libraries by compiled code, and what threads need that share memory."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def fence(typing_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(), generate
+
+
+@compiled_intrinsic
+def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
+    """Add to the 64-bit integer at an address; return what it was before."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, given[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate

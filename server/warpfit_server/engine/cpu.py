@@ -10,8 +10,8 @@ The simple form:
 The way through: `cpu_lower` turns the batch's tokens into instructions, `cpu_interpret` runs them
 in blocks, calling the loops that `cpu_kernels` generates from the operator table with the
 functions of `cpu_math`; `cpu_cache` keeps all compiled code on disk. `cpu_work` cuts the work into
-pieces and hands them to threads. What needs derivatives, losses of one's own or statistics takes
-another way through, `cpu_derive`.
+pieces, which threads take in compiled code (`cpu_pieces`). What needs derivatives, losses of one's
+own or statistics takes another way through, `cpu_derive`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from warpfit_server.engine.cpu_lower import (
     Lowered,
     lower_batch,
 )
+from warpfit_server.engine.cpu_pieces import Pieces
 from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
 from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.schedule import (
@@ -167,7 +168,7 @@ class CpuEngine:
 
         def make(batch: Batch) -> cpu_derive.Plan:
             problem = replace(evaluation, batch=batch)
-            return cpu_derive.make_plan(self._compiled, dataset, problem, wanted, self.threads)
+            return cpu_derive.make_plan(self._compiled, dataset, problem, wanted)
 
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
@@ -194,25 +195,17 @@ class CpuEngine:
         block = _BLOCK_BYTES // layout.dtype.itemsize
         spans = cut_rows(rows, block)
         lengths, scalars = np.diff(lowered.starts), lowered.summaries[:, SCALARS]
-        pieces, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans, self.threads)
+        cells, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans)
         job = np.zeros(cpu_interpret.JOB_ENTRIES, dtype=np.int64)
         fill_job(job, dataset, evaluation, outputs.values, block)
         if outputs.losses is not None and evaluation.loss is not None:
             job[cpu_interpret.LOSS_KERNEL] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
         sums = np.zeros((len(spans), len(batch) * batch.vectors))
         parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
-        interpret, cancelled = self._compiled.interpret, outputs.cancelled
-
-        def run_piece(cells: tuple[int, int], span: int) -> bool:
-            return bool(
-                interpret(
-                    *(job, kernels.addresses, lowered, parameters, starts),
-                    *(cells, spans[span], cancelled, sums[span]),
-                )
-            )
-
-        work = Work(run_piece, pieces, spans, batch.vectors, cost)
-        self._run(work, cancelled, outputs.ready)
+        given = (job, kernels.addresses, lowered, parameters, starts, outputs.cancelled, sums)
+        pieces = Pieces.of(cells, spans)
+        work = Work(self._compiled.interpret, pieces, given, batch.vectors, cost)
+        self._run(work, outputs.cancelled, outputs.ready)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
             flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from warpfit import ops
 from warpfit_server.engine import (
+    calls,
     cpu_build,
     cpu_dots,
     cpu_interpret,
@@ -33,22 +34,25 @@ from warpfit_server.engine import (
     cpu_lower,
     cpu_math,
     cpu_partials,
+    cpu_pieces,
     cpu_statistics,
     cpu_vector,
     differentiate,
+    intrinsics,
     rules,
     schedule,
     sweep,
 )
 from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour, symbol
+from warpfit_server.engine.cpu_pieces import Pieces
 
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
 #: Modules that shape the code.
 _SOURCES: Final = (
     *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
-    *(schedule, cpu_lower, cpu_interpret, sweep, differentiate, cpu_statistics),
-    cpu_linearise,
+    *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
+    *(cpu_statistics, cpu_linearise),
 )
 _lock = threading.Lock()
 
@@ -198,22 +202,27 @@ _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
 _NUMBERS: Final = types.Array(types.float64, 1, "C")
 _MATRIX: Final = types.Array(types.float64, 2, "C")
-_PAIR: Final = types.UniTuple(types.int64, 2)
+_CUBE: Final = types.Array(types.float64, 3, "C")
 _GIVEN_BYTES, _GIVEN_SMALL, _GIVEN_NUMBERS = (
     types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.int8, types.float64)
 )
+
+
+def _pieces() -> Any:
+    ranges = np.zeros((1, 2), dtype=np.int64)
+    return numba.typeof(Pieces.of(ranges, ranges))
 
 
 def _compile_evaluation(directory: Path) -> tuple[Any, Any]:
     lowered = numba.typeof(cpu_lower.empty(1, np.zeros(2, dtype=np.int64)))
     rewrites = numba.typeof(cpu_lower.power_rewrites())
     lower = types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _GIVEN_SMALL, rewrites, lowered)
-    interpret = types.boolean(
-        *(_WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
-        *(_PAIR, _PAIR, _GIVEN_BYTES, _NUMBERS),
+    interpret = types.int64(
+        *(_pieces(), _WORD, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
+        *(_GIVEN_BYTES, _MATRIX),
     )
     with cached_in(directory) as jit:
-        return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret)
+        return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret_pieces)
 
 
 def _differentiate_signature() -> Any:
@@ -225,9 +234,9 @@ def _differentiate_signature() -> Any:
 
 def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
     lowered = numba.typeof(differentiate.empty(1, 1, 1))
-    linearise = types.boolean(
-        *(_WORDS, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
-        *(_PAIR, _PAIR, _GIVEN_BYTES, _WORDS, _NUMBERS, _MATRIX, _MATRIX),
+    linearise = types.int64(
+        *(_pieces(), _WORD, _WORDS, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
+        *(_GIVEN_BYTES, _WORDS, _MATRIX, _CUBE, _CUBE),
     )
     combine = types.void(
         *(_WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
@@ -236,7 +245,7 @@ def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
     with cached_in(directory) as jit:
         return (
             jit(_differentiate_signature(), differentiate.differentiate),
-            jit(linearise, cpu_linearise.linearise),
+            jit(linearise, cpu_linearise.linearise_pieces),
             jit(combine, cpu_linearise.combine),
         )
 

@@ -17,6 +17,7 @@ from warpfit_server.engine import cpu_linearise, sweep
 from warpfit_server.engine import differentiate as lowering
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu_cache import Compiled
+from warpfit_server.engine.cpu_pieces import Pieces
 from warpfit_server.engine.cpu_statistics import (
     MOMENTS,
     REDUCTIONS,
@@ -59,16 +60,15 @@ class Plan:
     """What does not depend on the parameters."""
 
     lowered: lowering.Differentiated
-    spans: list[tuple[int, int]]
-    pieces: list[tuple[int, int]]
+    spans: NDArray[np.int64]
+    """See `Pieces`, likewise the next."""
+    cells: NDArray[np.int64]
     cost: int
     sizes: NDArray[np.int64]
     """Sums of each cell."""
 
 
-def make_plan(
-    compiled: Compiled, dataset: Dataset, evaluation: Evaluation, wanted: Wanted, threads: int
-) -> Plan:
+def make_plan(compiled: Compiled, dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> Plan:
     """Lower a batch with its derivatives and cut the work."""
     batch, layout = evaluation.batch, dataset.layout
     lowered = _lower(compiled, dataset, batch, wanted)
@@ -79,8 +79,8 @@ def make_plan(
     summaries = lowered.summaries
     lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
     scalars = summaries[:, SCALARS]
-    pieces, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans, threads)
-    return Plan(lowered, spans, pieces, cost, sizes)
+    cells, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans)
+    return Plan(lowered, spans, cells, cost, sizes)
 
 
 def plan_needs(dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> tuple[Hashable, ...]:
@@ -105,14 +105,8 @@ def prepare(
     sums = _Sums.of(plan.sizes, len(spans), wanted)
     parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
 
-    def run_piece(cells: tuple[int, int], span: int) -> bool:
-        return bool(
-            compiled.linearise(
-                *(job, kernels.addresses, kernels.dots, lowered, parameters, starts),
-                *(cells, spans[span], cancelled, sums.starts),
-                *(sums.sums[span], sums.reductions[span], sums.moments[span]),
-            )
-        )
+    given = (job, kernels.addresses, kernels.dots, lowered, parameters, starts, cancelled)
+    results = (sums.starts, sums.sums, sums.reductions, sums.moments)
 
     def finish() -> None:
         with np.errstate(all="ignore"):
@@ -120,7 +114,10 @@ def prepare(
         combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
         _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
 
-    return Derivation(Work(run_piece, plan.pieces, spans, batch.vectors, plan.cost), finish)
+    pieces = Pieces.of(plan.cells, spans)
+    return Derivation(
+        Work(compiled.linearise, pieces, (*given, *results), batch.vectors, plan.cost), finish
+    )
 
 
 def _lower(

@@ -51,6 +51,8 @@ class Helpers:
         if work.wanted > 0:
             with self._lock:
                 self._start(work.wanted)
+                for other in self._works:
+                    other.make_way()
                 self._works.append(work)
                 self._changed.notify(work.wanted)
         try:

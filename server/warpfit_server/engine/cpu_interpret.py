@@ -22,6 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
+from warpfit_server.engine.cpu_pieces import CANCELLED, finish, nanoseconds, part, take
 from warpfit_server.engine.intrinsics import compiled_intrinsic
 from warpfit_server.engine.schedule import (
     BROADCAST,
@@ -81,7 +82,40 @@ def _call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: 
     return types.float64(*[types.int64] * 5), generate
 
 
-def interpret(
+def interpret_pieces(
+    pieces: Any,
+    limit: int,
+    job: Any,
+    kernels: Any,
+    lowered: Any,
+    parameters: Any,
+    parameter_starts: Any,
+    cancelled: Any,
+    losses: Any,
+) -> int:
+    """Take pieces and run them for about ``limit`` nanoseconds, one at least, if any is left.
+
+    Returns the nanoseconds that it took, or `CANCELLED`. ``pieces`` is `cpu_pieces.Pieces`,
+    ``losses`` float64 [spans, cells of the batch]; the others are as for `_interpret`.
+    """
+    began, took = nanoseconds(pieces.clock), 0
+    while took < limit:
+        piece = take(pieces)
+        if piece < 0:
+            break
+        cells, rows, span = part(pieces, piece)
+        if not _interpret(
+            job, kernels, lowered, parameters, parameter_starts, cells, rows, cancelled,
+            losses[span],
+        ):  # fmt: skip
+            return CANCELLED
+        finish(pieces, piece)
+        took = nanoseconds(pieces.clock) - began
+    return took
+
+
+@inlined
+def _interpret(
     job: Any,
     kernels: Any,
     lowered: Any,

@@ -42,6 +42,7 @@ from warpfit_server.engine.cpu_interpret import (
     result_address,
     run_instructions,
 )
+from warpfit_server.engine.cpu_pieces import CANCELLED, finish, nanoseconds, part, take
 from warpfit_server.engine.cpu_statistics import add_moments, add_reductions
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
@@ -91,14 +92,40 @@ def _call_dots(
     return types.void(*[types.int64] * 7), generate
 
 
-def linearise(
+def linearise_pieces(
+    pieces: Any, limit: int, job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any,
+    parameter_starts: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
+) -> int:  # fmt: skip
+    """Take pieces and run them, as `cpu_interpret.interpret_pieces` does.
+
+    ``sums``, ``reductions`` and ``moments`` have one more dimension, the first, for spans; the
+    others are as for `_linearise`.
+    """
+    began, took = nanoseconds(pieces.clock), 0
+    while took < limit:
+        piece = take(pieces)
+        if piece < 0:
+            break
+        cells, rows, span = part(pieces, piece)
+        if not _linearise(
+            job, kernels, dots, lowered, parameters, parameter_starts, cells, rows, cancelled,
+            starts, sums[span], reductions[span], moments[span],
+        ):  # fmt: skip
+            return CANCELLED
+        finish(pieces, piece)
+        took = nanoseconds(pieces.clock) - began
+    return took
+
+
+@inlined
+def _linearise(
     job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any, parameter_starts: Any,
     cells: Any, rows: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
 ) -> bool:  # fmt: skip
     """Run cells over rows; return whether they were finished.
 
     ``job``, ``parameters``, ``cells``, ``rows`` and ``cancelled`` are as for
-    `cpu_interpret.interpret`, ``job`` with LONG_JOB_ENTRIES. ``kernels`` are addresses by code of
+    `cpu_interpret._interpret`, ``job`` with LONG_JOB_ENTRIES. ``kernels`` are addresses by code of
     instruction, ``dots`` by `DOT_SHAPES`. ``lowered`` is `Differentiated`. To ``sums``, from
     ``starts[cell]``, are added the loss, a sum for each column and, if wanted, the products of all
     columns, [columns, columns], of which the lower triangle is valid. ``reductions`` and

@@ -7,9 +7,6 @@ the results do not depend on the number of threads.
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,35 +18,36 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_interpret
 from warpfit_server.engine.cpu_kernels import Flavour
+from warpfit_server.engine.cpu_pieces import CANCELLED, INTERRUPTED, NEXT, Pieces
 from warpfit_server.fairness import Turn, current_turn
 
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 16
 _MOST_SPANS: Final = 64
-#: Token-rows of a piece, a fraction of a millisecond for little work and half a millisecond or two
-#: for much: threads take pieces under Python's lock, for which many of them wait. So many threads
-#: take larger ones, up to `_LARGEST_GROWTH` times as large.
+#: Token-rows of a piece: a fraction of a millisecond.
 _LEAST_PIECE: Final = 1_000_000
 _LARGEST_PIECE: Final = 4_000_000
-_FEW_THREADS: Final = 4
-_LARGEST_GROWTH: Final = 2
 #: Pieces to cut at least before they grow.
 _MANY_PIECES: Final = 64
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
+#: Nanoseconds after which a thread comes back to Python: another tenant may have come that should
+#: go first.
+_SLICE: Final = 2_000_000
 
 
 @dataclass(slots=True, eq=False)
 class Work:
     """One evaluation cut into pieces, which threads take one after the other."""
 
-    run_piece: Callable[[tuple[int, int], int], bool]
-    """Run a range of cells over the span of this index; False if it was cancelled."""
-    pieces: list[tuple[int, int]]
-    """Cell ranges; piece i is cell range i // spans over span i % spans."""
-    spans: list[tuple[int, int]]
+    run: Callable[..., int]
+    """Takes pieces for some nanoseconds and runs them; see `cpu_interpret.interpret_pieces`."""
+    pieces: Pieces
+    given: tuple[Any, ...]
+    """What ``run`` is given beside pieces and nanoseconds."""
     vectors: int
     cost: int
+    """Token-rows of all pieces."""
     reported: int = 0
     """Programs that were announced as ready, by the calling thread alone."""
     turn: Turn = field(default_factory=current_turn)
@@ -59,24 +57,23 @@ class Work:
     helping: int = 0
     failure: BaseException | None = None
     """What a helping thread raised."""
-    _next: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _done: set[int] = field(default_factory=set)
     _finished: int = 0
+    """Pieces that are finished, from the first; the calling thread's."""
 
     @property
     def remaining(self) -> int:
         """Pieces that nobody has taken."""
-        return self._pieces - self._next
+        return max(0, len(self.pieces.done) - int(self.pieces.words[NEXT]))
 
     def lead(self, ready: Any = None) -> None:
         """Take pieces until none is left, on the calling thread, which reports what is ready.
 
         While another tenant should go first the thread pauses, as its helpers go to help others.
         """
-        while (piece := self._take()) is not None:
-            programs = self._run(piece)
-            if ready is not None and programs > self.reported:
+        while self.remaining:
+            self._run()
+            programs = self._ready_programs() if ready is not None else 0
+            if programs > self.reported:
                 self.reported = programs
                 ready(programs)
             if self.remaining and self.turn.must_pause():
@@ -85,55 +82,52 @@ class Work:
     def help(self) -> None:
         """Take pieces until none is left or another tenant should go first."""
         try:
-            while not self.turn.must_pause() and (piece := self._take()) is not None:
-                self._run(piece)
+            while self.remaining and not self.turn.must_pause():
+                self._run()
         except BaseException as error:
             self.failure = error
             self.stop()
 
-    def _run(self, piece: int) -> int:
-        """Run a piece; return how many programs are finished, from the first."""
-        started = time.perf_counter()
-        group, span = divmod(piece, len(self.spans))
-        if not self.run_piece(self.pieces[group], span):
-            self.stop()
-            return 0
-        self.turn.charge(time.perf_counter() - started)
-        return self._finish(piece)
+    def make_way(self) -> None:
+        """Let the threads come back as soon as they have run a piece, if others should go first."""
+        if self.turn.must_pause():
+            self.pieces.words[INTERRUPTED] = 1
 
     def stop(self) -> None:
         """Give out no more pieces."""
-        with self._lock:
-            self._next = self._pieces
+        self.pieces.words[NEXT] = len(self.pieces.done)
 
-    @property
-    def _pieces(self) -> int:
-        return len(self.pieces) * len(self.spans)
+    def _run(self) -> None:
+        self.pieces.words[INTERRUPTED] = 0
+        took = self.run(self.pieces, _SLICE, *self.given)
+        if took == CANCELLED:
+            self.stop()
+        else:
+            self.turn.charge(1e-9 * took)
 
-    def _take(self) -> int | None:
-        with self._lock:
-            if self._next >= self._pieces:
-                return None
-            self._next += 1
-            return self._next - 1
-
-    def _finish(self, piece: int) -> int:
-        """Note that a piece is finished; return how many programs are, from the first."""
-        with self._lock:
-            self._done.add(piece)
-            while self._finished in self._done:
-                self._done.remove(self._finished)
-                self._finished += 1
-            groups = self._finished // len(self.spans)
-            return self.pieces[groups - 1][1] // self.vectors if groups else 0
+    def _ready_programs(self) -> int:
+        """Count the programs that are finished, from the first."""
+        left = self.pieces.done[self._finished :]
+        self._finished += len(left) if left.all() else int(left.argmin())
+        groups = self._finished // len(self.pieces.spans)
+        return int(self.pieces.cells[groups - 1, 1]) // self.vectors if groups else 0
 
 
-def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> list[tuple[int, int]]:
-    """Cut the rows into at most ``most`` spans of whole blocks, whatever the threads."""
+def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.int64]:
+    """Cut the rows into at most ``most`` spans of whole blocks; return their edges, [spans, 2]."""
     start, stop = rows
     blocks = -(-(stop - start) // block)
     length = max(_SPAN_BLOCKS, -(-blocks // min(most, _MOST_SPANS))) * block
-    return [(first, min(first + length, stop)) for first in range(start, stop, length)]
+    edges = np.arange(start, stop + length, length, dtype=np.int64)
+    edges[-1] = stop
+    return _ranges(edges)
+
+
+def _ranges(edges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Pair each edge with the next, [ranges, 2]."""
+    ranges = np.empty((len(edges) - 1, 2), dtype=np.int64)
+    ranges[:, 0], ranges[:, 1] = edges[:-1], edges[1:]
+    return ranges
 
 
 def cut_cells(
@@ -141,18 +135,16 @@ def cut_cells(
     scalars: NDArray[np.int64],
     vectors: int,
     rows: tuple[int, int],
-    spans: list[tuple[int, int]],
-    threads: int,
-) -> tuple[list[tuple[int, int]], int]:
-    """Cut the cells into ranges of about equal work; return them and the total of token-rows."""
-    largest = _LARGEST_PIECE * min(max(threads // _FEW_THREADS, 1), _LARGEST_GROWTH)
+    spans: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], int]:
+    """Cut the cells into ranges of about equal work; return their edges and all token-rows."""
     tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
-    piece = min(max(total // _MANY_PIECES, _LEAST_PIECE), largest)
-    share = tokens * ((spans[0][1] - spans[0][0]) / piece) + scalars / _PIECE_SCALARS
+    piece = min(max(total // _MANY_PIECES, _LEAST_PIECE), _LARGEST_PIECE)
+    share = tokens * (int(spans[0, 1] - spans[0, 0]) / piece) + scalars / _PIECE_SCALARS
     group = np.cumsum(share).astype(np.int64)
-    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(tokens)]
-    return list(itertools.pairwise(edges)), total
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(group)) + 1, [len(tokens)]])
+    return _ranges(edges), total
 
 
 def flavour_of(layout: Layout, precision: Precision) -> Flavour:
