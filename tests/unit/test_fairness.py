@@ -346,19 +346,23 @@ class TestWork:
     def test_what_is_ready_is_told_in_order(self):
         told, done = [], []
         work = work_in_python(done.append, 10)
-        work.lead(lambda programs: told.append((programs, len(done))))
+        helpers = Helpers(0)
+        helpers.run(work, lambda programs: told.append((programs, len(done))))
         assert told[-1] == (10, 10)
         work = work_in_python(done.append, 10)
         for piece in (1, 0, 3):
             finish(work.pieces, piece)
-        assert work._ready_programs() == 2
+        told.clear()
+        work.report(told.append)
         finish(work.pieces, 2)
-        assert work._ready_programs() == 4
+        work.report(told.append)
+        work.report(told.append)
+        assert told == [2, 4]
 
     def test_what_is_cancelled_takes_no_more_pieces(self):
         done = []
         work = work_in_python(lambda number: done.append(number) or number < 3, 10)
-        work.lead()
+        Helpers(0).run(work)
         assert done == [0, 1, 2, 3]
         assert work.remaining == 0
 
@@ -368,6 +372,61 @@ class TestWork:
             helpers.run(work_in_python(taken.append, 500))
         helpers.close()
         assert sorted(taken) == sorted(list(range(500)) * 20)
+
+    def test_no_more_threads_compute_than_there_are_cores(self):
+        gate, helpers, lock = FairGate(16), Helpers(3), threading.Lock()
+        computing, most, done = 0, 0, []
+
+        def run_piece(number):
+            nonlocal computing, most
+            with lock:
+                computing += 1
+                most = max(most, computing)
+            time.sleep(0.0003 * (number % 3))
+            with lock:
+                computing -= 1
+                done.append(number)
+
+        def caller(number):
+            rng = np.random.default_rng(number)
+            for pieces in rng.integers(1, 40, 12):
+                with gate.turn(f"tenant {number % 3}"):
+                    helpers.run(work_in_python(run_piece, int(pieces)))
+
+        with ThreadPoolExecutor(24) as pool:
+            for future in [pool.submit(caller, number) for number in range(24)]:
+                future.result(timeout=60)
+        helpers.close()
+        expected = sum(np.random.default_rng(n).integers(1, 40, 12).sum() for n in range(24))
+        assert len(done) == expected
+        assert most == 4
+        assert (helpers._free, helpers._leads, helpers._works) == (4, [], [])
+
+    def test_a_core_goes_to_the_least_charged_tenant_that_waits_for_one(self):
+        gate, helpers, order, may_end = FairGate(16), Helpers(0), [], threading.Event()
+
+        def call(name, charge, wait=False):
+            def run_piece(number):
+                order.append(name)
+                if wait:
+                    may_end.wait(10)
+
+            with gate.turn(name) as turn:
+                turn.charge(charge)
+                helpers.run(work_in_python(run_piece, 1))
+
+        threads = [threading.Thread(target=call, args=("first", 9.0, True))]
+        threads += [
+            threading.Thread(target=call, args=(f"charged {n}", float(n))) for n in (3, 1, 2)
+        ]
+        for count, thread in enumerate(threads):
+            thread.start()
+            while len(order) + len(helpers._leads) <= count:
+                time.sleep(0.001)
+        may_end.set()
+        for thread in threads:
+            thread.join(10)
+        assert order == ["first", "charged 1", "charged 2", "charged 3"]
 
     def test_alone_all_threads_work(self):
         helpers, seen = Helpers(3), []

@@ -1,13 +1,19 @@
-"""Threads that help evaluations on the CPU: each goes where the least charged tenant's work is.
+"""Threads that compute on the CPU: as many at a time as there are cores.
 
-A queue of requests for help would be long where many evaluations run, and who comes last would wait
-for everybody before: a tenant that has asked for little behind one that floods the engine.
+The thread that brings an evaluation leads it, and others help. Who gets a core next, to lead or to
+help, is the work of the least charged tenant. A queue of requests for help would be long where many
+evaluations run, and who comes last would wait for everybody before: a tenant that has asked for
+little behind one that floods the engine. And with more threads than cores the system's scheduler
+would choose among them, which knows nothing of tenants.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
 
 from warpfit_server.engine.cpu_work import Work
 
@@ -21,7 +27,8 @@ class Helpers:
     """Threads shared by all evaluations, started when they are first wanted.
 
     Args:
-        threads: how many may help; the thread that brings an evaluation works on it, too.
+        threads: how many may help; the thread that brings an evaluation works on it, too. One more
+            compute at a time.
 
     """
 
@@ -34,8 +41,14 @@ class Helpers:
         self._left = threading.Condition(self._lock)
         self._looking = False
         self._closed = False
+        self._asleep = 0
+        """Threads that wait for something to help with."""
+        self._free = threads + 1
+        """Cores that nobody computes on."""
+        self._leads: list[tuple[Work, threading.Event]] = []
+        """Threads that wait for a core to lead their work on."""
 
-    def run(self, work: Work, ready: Any = None) -> None:
+    def run(self, work: Work, ready: Callable[[int], None] | None = None) -> None:
         """Do the work on the calling thread and those that come to help.
 
         Args:
@@ -51,12 +64,10 @@ class Helpers:
         if work.wanted > 0:
             with self._lock:
                 self._start(work.wanted)
-                for other in self._works:
-                    other.make_way()
                 self._works.append(work)
                 self._changed.notify(work.wanted)
         try:
-            work.lead(ready)
+            self._lead(work, ready)
         finally:
             work.stop()
             if work.wanted > 0:
@@ -71,6 +82,30 @@ class Helpers:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _lead(self, work: Work, ready: Callable[[int], None] | None) -> None:
+        """Run the work to its end on the calling thread, which reports what is ready.
+
+        While another tenant should go first the thread pauses, as its helpers go to help others.
+        """
+        while work.remaining:
+            if work.turn.must_pause():
+                work.turn.pause()
+            self._take_core(work)
+            try:
+                self._go_on(work, ready)
+            finally:
+                with self._lock:
+                    self._give_core()
+
+    def _go_on(self, work: Work, ready: Callable[[int], None] | None = None) -> None:
+        """Take pieces until none is left or another tenant should go first."""
+        while work.remaining:
+            work.run_some()
+            if ready is not None:
+                work.report(ready)
+            if work.turn.must_pause() or self._must_yield(work):
+                return
 
     def _start(self, wanted: int) -> None:
         """See to it that there are so many threads; they inherit the caller's priority."""
@@ -87,32 +122,95 @@ class Helpers:
 
     def _help(self) -> None:
         while (work := self._next()) is not None:
-            work.help()
+            try:
+                self._go_on(work)
+            except BaseException as error:
+                work.failure = error
+                work.stop()
             with self._lock:
                 work.helping -= 1
                 if not work.helping:
                     self._left.notify_all()
+                self._give_core(helps_on=True)
             del work  # a thread without work holds nothing of the last evaluation
 
+    def _must_yield(self, work: Work) -> bool:
+        """Whether the work of a less charged tenant waits for a core."""
+        waiting = tuple(self._leads)  # without the lock: it is only a hint
+        return any(_charge(lead) < _charge(work) for lead, _ in waiting)
+
+    def _take_core(self, work: Work) -> None:
+        """Wait for a core."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            for other in self._works:
+                other.make_way()
+            turn = threading.Event()
+            self._leads.append((work, turn))
+        turn.wait()
+
+    # ------------------------------------------------------------------------- under the lock
+
+    def _give_core(self, *, helps_on: bool = False) -> None:
+        """Pass a core on: to a thread that waits to lead, or to one that helps.
+
+        Args:
+            helps_on: whether the calling thread looks for other work to help with.
+
+        """
+        self._free += 1
+        helped = self._to_help() if self._asleep or helps_on else None
+        least = min((_charge(lead) for lead, _ in self._leads), default=np.inf)
+        if helped is not None and _charge(helped) < least:
+            if not helps_on:
+                self._changed.notify()  # whoever wakes finds out whether it is still wanted
+        else:
+            self._let_lead()
+
+    def _let_lead(self) -> None:
+        """Give free cores to threads that wait to lead, the least charged tenant's first."""
+        while self._free and self._leads:
+            entry = min(self._leads, key=lambda entry: _charge(entry[0]))
+            self._leads.remove(entry)
+            self._free -= 1
+            entry[1].set()
+
     def _next(self) -> Work | None:
-        """Wait for work to help with; None at the end."""
+        """Wait for work to help with, and a core; None at the end."""
         with self._lock:
             while not self._closed:
-                open_works = [w for w in self._works if w.helping < w.wanted and w.remaining]
-                able = [work for work in open_works if not work.turn.must_pause()]
-                if able:
-                    work = min(able, key=lambda work: work.turn.charged_so_far())
+                work = self._to_help() if self._free else None
+                if work is not None:
+                    self._free -= 1
                     work.helping += 1
                     self._changed.notify()  # who finds nothing to do goes back to sleep
                     return work
-                self._wait(is_held_up=bool(open_works))
+                self._let_lead()  # a core may have been left for help that is not wanted any more
+                self._wait(is_held_up=any(map(_wants_help, self._works)))
         return None
+
+    def _to_help(self) -> Work | None:
+        """Work of the least charged tenant that wants help, and need not pause."""
+        able = (w for w in self._works if _wants_help(w) and not w.turn.must_pause())
+        return min(able, key=_charge, default=None)
 
     def _wait(self, *, is_held_up: bool) -> None:
         """Sleep; one thread looks again soon if there is work that has to pause."""
+        self._asleep += 1
         if not is_held_up or self._looking:
             self._changed.wait()
-            return
-        self._looking = True
-        self._changed.wait(_LOOK_AGAIN)
-        self._looking = False
+        else:
+            self._looking = True
+            self._changed.wait(_LOOK_AGAIN)
+            self._looking = False
+        self._asleep -= 1
+
+
+def _wants_help(work: Work) -> bool:
+    return work.helping < work.wanted and work.remaining > 0
+
+
+def _charge(work: Work) -> float:
+    return work.turn.charged_so_far()

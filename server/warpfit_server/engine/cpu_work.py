@@ -65,28 +65,24 @@ class Work:
         """Pieces that nobody has taken."""
         return max(0, len(self.pieces.done) - int(self.pieces.words[NEXT]))
 
-    def lead(self, ready: Any = None) -> None:
-        """Take pieces until none is left, on the calling thread, which reports what is ready.
-
-        While another tenant should go first the thread pauses, as its helpers go to help others.
-        """
-        while self.remaining:
-            self._run()
-            programs = self._ready_programs() if ready is not None else 0
-            if programs > self.reported:
-                self.reported = programs
-                ready(programs)
-            if self.remaining and self.turn.must_pause():
-                self.turn.pause()
-
-    def help(self) -> None:
-        """Take pieces until none is left or another tenant should go first."""
-        try:
-            while self.remaining and not self.turn.must_pause():
-                self._run()
-        except BaseException as error:
-            self.failure = error
+    def run_some(self) -> None:
+        """Take pieces for a while, until none is left, or until others should go first."""
+        self.pieces.words[INTERRUPTED] = 0
+        took = self.run(self.pieces, _SLICE, *self.given)
+        if took == CANCELLED:
             self.stop()
+        else:
+            self.turn.charge(1e-9 * took)
+
+    def report(self, ready: Callable[[int], None]) -> None:
+        """Tell how many programs are finished, from the first, if there are more than before."""
+        left = self.pieces.done[self._finished :]
+        self._finished += len(left) if left.all() else int(left.argmin())
+        groups = self._finished // len(self.pieces.spans)
+        programs = int(self.pieces.cells[groups - 1, 1]) // self.vectors if groups else 0
+        if programs > self.reported:
+            self.reported = programs
+            ready(programs)
 
     def make_way(self) -> None:
         """Let the threads come back as soon as they have run a piece, if others should go first."""
@@ -96,21 +92,6 @@ class Work:
     def stop(self) -> None:
         """Give out no more pieces."""
         self.pieces.words[NEXT] = len(self.pieces.done)
-
-    def _run(self) -> None:
-        self.pieces.words[INTERRUPTED] = 0
-        took = self.run(self.pieces, _SLICE, *self.given)
-        if took == CANCELLED:
-            self.stop()
-        else:
-            self.turn.charge(1e-9 * took)
-
-    def _ready_programs(self) -> int:
-        """Count the programs that are finished, from the first."""
-        left = self.pieces.done[self._finished :]
-        self._finished += len(left) if left.all() else int(left.argmin())
-        groups = self._finished // len(self.pieces.spans)
-        return int(self.pieces.cells[groups - 1, 1]) // self.vectors if groups else 0
 
 
 def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.int64]:
