@@ -7,8 +7,7 @@ Each tenant is charged the time that threads work for it, and who has been charg
 - a tenant that has nothing running need not wait for a place: it gets one of a few extra ones;
 - an evaluation that occupies a device for long takes several places, so that not many of them wait
   there before whatever comes next;
-- where an engine works in small pieces, the evaluations of a tenant that is ahead pause between two
-  pieces while one that is behind is at work.
+- engines share out their cores, and the order in which a device works, by these charges, too.
 
 A tenant that comes back keeps a bounded part of what it did not use; a new one begins with nothing.
 """
@@ -29,13 +28,11 @@ from warpfit.errors import CancelledError
 
 #: Places beyond those of the engine, for tenants that have nothing running.
 _EXTRA: Final = 4
-#: A tenant may be this far ahead of another, in seconds of thread time, before it pauses.
+#: A tenant may be this far ahead of another, in seconds of thread time, before it goes behind it.
 _AHEAD: Final = 0.005
 #: Longest, in seconds of thread time, that a tenant falls back behind the others while it is away.
 #: It goes before them for as long when it comes back, so this bounds how long they wait then.
 _CREDIT: Final = 0.1
-#: A pause ends after this time, in seconds, whatever the others do, so that nothing hangs on them.
-_LONGEST_PAUSE: Final = 0.25
 #: Seconds after which one that waits for its turn looks whether it was cancelled.
 _LOOK_AGAIN: Final = 0.1
 #: Seconds without a charge after which a tenant is away, and nobody lets it go first.
@@ -97,17 +94,9 @@ class Turn:
         """Seconds that the tenant has been charged, compared with those of others."""
         return self._gate.charged(self.tenant)
 
-    def must_pause(self) -> bool:
-        """Tell whether another tenant that is at work should go first."""
-        return self._gate.is_ahead(self.tenant)
-
     def goes_behind(self) -> bool:
         """Tell whether the work of another tenant that was here lately should go first."""
         return self._gate.goes_behind(self.tenant)
-
-    def pause(self) -> None:
-        """Wait until no other tenant should go first, but not for ever."""
-        self._gate.pause(self.tenant)
 
 
 class FairGate:
@@ -122,13 +111,11 @@ class FairGate:
         self._places = places
         self._taken = 0
         self._running: Counter[str] = Counter()
-        self._pausing: Counter[str] = Counter()
         self._waiting: dict[str, deque[tuple[threading.Event, int]]] = {}
         self._charges: dict[str, float] = {}
         self._last: dict[str, float] = {}  # ``time.monotonic()`` of the last charge
         self._level = 0.0  # what the least charged tenant at work has been charged, or had been
         self._lock = threading.Lock()
-        self._moved = threading.Condition(self._lock)
 
     def turn(
         self, tenant: str, places: int = 1, cancelled: NDArray[np.uint8] | None = None
@@ -175,7 +162,6 @@ class FairGate:
                 del self._running[tenant]
             if self._waiting:
                 self._serve()
-            self._wake()
 
     def account(self, used: Mapping[str, float], elapsed: float) -> None:
         """Charge tenants for evaluations that have run without a place.
@@ -198,18 +184,10 @@ class FairGate:
         """Charge a tenant at work."""
         with self._lock:
             self._add(tenant, seconds)
-            self._wake()
 
     def charged(self, tenant: str) -> float:
         """Return what a tenant has been charged; read without the lock, because it is a hint."""
         return self._charges.get(tenant, 0.0)
-
-    def is_ahead(self, tenant: str) -> bool:
-        """Tell whether another tenant at work has been charged clearly less."""
-        if len(self._running) < 2:  # read without the lock: the common case, and only a hint
-            return False
-        with self._lock:
-            return self._is_ahead(tenant)
 
     def goes_behind(self, tenant: str) -> bool:
         """Tell whether a tenant that was charged lately, here or not, is charged clearly less."""
@@ -219,33 +197,11 @@ class FairGate:
             lately = [self._charges[name] for name in self._last if name in self._charges]
             return self._charges.get(tenant, 0.0) > min(lately, default=np.inf) + _AHEAD
 
-    def pause(self, tenant: str) -> None:
-        """Wait until the tenant is not ahead any more."""
-        with self._lock:
-            self._pausing[tenant] += 1
-            self._moved.wait_for(lambda: not self._is_ahead(tenant), _LONGEST_PAUSE)
-            self._pausing[tenant] -= 1
-            if not self._pausing[tenant]:
-                del self._pausing[tenant]
-
     # ------------------------------------------------------------------------- under the lock
 
     def _add(self, tenant: str, seconds: float) -> None:
         self._charges[tenant] += seconds
         self._last[tenant] = time.monotonic()
-
-    def _wake(self) -> None:
-        """Let those who pause go on, if one of them may.
-
-        On many cores a dozen threads pause while others report pieces ten times a millisecond; to
-        wake all of them each time would keep Python's lock busy.
-        """
-        if any(not self._is_ahead(tenant) for tenant in self._pausing):
-            self._moved.notify_all()
-
-    def _is_ahead(self, tenant: str) -> bool:
-        least = min(self._charges[other] for other in self._running)
-        return self._charges[tenant] > least + _AHEAD
 
     def _enter(self, tenant: str, places: int) -> threading.Event | None:
         """Take places; if none is free return what will be set when there is."""
@@ -303,10 +259,6 @@ class _Alone(Turn):
 
     def charge(self, seconds: float) -> None:
         """Nobody counts."""
-
-    def must_pause(self) -> bool:
-        """Nobody waits."""
-        return False
 
 
 _ALONE: Final = _Alone()

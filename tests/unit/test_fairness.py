@@ -14,7 +14,7 @@ from support.pieces import work_in_python
 from warpfit.errors import CancelledError
 from warpfit_server import fairness
 from warpfit_server.engine.cpu_helpers import Helpers
-from warpfit_server.engine.cpu_pieces import INTERRUPTED, finish, take
+from warpfit_server.engine.cpu_pieces import finish, take
 from warpfit_server.fairness import FairGate, current_turn
 
 
@@ -151,57 +151,6 @@ class TestGate:
         visitors.end()
         assert gate._taken == 0
 
-    def test_who_is_ahead_pauses_until_the_other_is_done(self, monkeypatch):
-        monkeypatch.setattr(fairness, "_LONGEST_PAUSE", 10.0)
-        gate = FairGate(2)
-        with gate.turn("modest"):
-            pass
-        with gate.turn("greedy") as greedy:
-            greedy.charge(5.0)
-            assert not greedy.must_pause(), "nobody else is at work"
-            visitors = Visitors(gate)
-            visitors.come("modest", "modest")
-            visitors.see("modest")
-            assert greedy.must_pause()
-            threading.Timer(0.2, visitors.go, ["modest"]).start()
-            started = time.monotonic()
-            greedy.pause()
-            assert 0.1 < time.monotonic() - started < 5
-            assert not greedy.must_pause()
-            visitors.end()
-
-    def test_nobody_is_woken_who_must_go_on_pausing(self, monkeypatch):
-        gate = FairGate(2)
-        woken = []
-        notify = gate._moved.notify_all
-        monkeypatch.setattr(gate._moved, "notify_all", lambda: (woken.append(1), notify()))
-        with gate.turn("greedy") as greedy, gate.turn("modest") as modest:
-            greedy.charge(1.0)
-            pausing = threading.Thread(target=greedy.pause)
-            monkeypatch.setattr(fairness, "_LONGEST_PAUSE", 20.0)
-            pausing.start()
-            while not gate._pausing["greedy"]:
-                time.sleep(0.001)
-            for _ in range(100):
-                modest.charge(0.005)
-            assert not woken
-            modest.charge(0.6)
-            pausing.join(10)
-            assert not pausing.is_alive()
-            assert woken
-        assert not gate._pausing
-
-    def test_a_pause_ends_by_itself(self):
-        gate = FairGate(2)
-        visitors = Visitors(gate)
-        visitors.come("stuck", "modest")
-        visitors.see("stuck")
-        with gate.turn("greedy") as greedy:
-            greedy.charge(5.0)
-            greedy.pause()
-            assert greedy.must_pause()
-        visitors.end()
-
     def test_who_was_away_gets_credit_but_not_for_ever(self, monkeypatch):
         gate = FairGate(2)
         with gate.turn("modest"):
@@ -210,21 +159,22 @@ class TestGate:
             greedy.charge(1000.0)
             with gate.turn("modest") as modest:
                 modest.charge(0.5 * fairness._CREDIT)
-                assert greedy.must_pause()
+                assert greedy.goes_behind()
                 modest.charge(fairness._CREDIT)
-                assert modest.must_pause()
+                assert modest.goes_behind()
 
     def test_a_newcomer_does_not_stop_who_was_there_before(self):
         gate = FairGate(2)
         with gate.turn("first") as first:
             first.charge(1000.0)  # alone, while nobody else wanted it
         with gate.turn("newcomer") as newcomer, gate.turn("first") as first:
-            assert not first.must_pause()
+            newcomer.charge(0.0)
+            assert not first.goes_behind()
             first.charge(1.0)
-            assert first.must_pause()
+            assert first.goes_behind()
             newcomer.charge(2.0)
-            assert newcomer.must_pause()
-            assert not first.must_pause()
+            assert newcomer.goes_behind()
+            assert not first.goes_behind()
 
     def test_who_has_used_more_goes_behind_whoever_was_here_lately(self, monkeypatch):
         gate = FairGate(2)
@@ -328,20 +278,37 @@ class TestWork:
         assert during.count("modest") == 30
         assert during.count("greedy") <= 10
 
-    def test_threads_come_back_between_two_pieces_when_another_should_go_first(self):
-        gate, log, helpers = FairGate(2), [], Helpers(1)
-        with gate.turn("modest"):
-            pass
-        with gate.turn("greedy") as turn:
-            greedy = self._work(log, "greedy", 10**6, seconds=0.0)
-        turn.charge(5.0)
-        greedy.make_way()
-        assert greedy.pieces.words[INTERRUPTED] == 0, "nobody else is at work"
-        with gate.turn("greedy"), gate.turn("modest"):
-            greedy.make_way()
-            assert take(greedy.pieces) == -1
-            assert greedy.remaining == 10**6
+    def test_threads_come_back_between_two_pieces_when_they_are_interrupted(self):
+        work = self._work([], "x", 10, seconds=0.0)
+        assert take(work.pieces) == 0
+        work.interrupt()
+        assert take(work.pieces) == -1
+        assert work.remaining == 9
+        work.run_some()
+        assert work.remaining == 0
+
+    def test_evaluations_of_one_tenant_take_turns(self):
+        gate, helpers, log, begun = FairGate(16), Helpers(1), [], threading.Event()
+
+        def huge():
+            def run_piece(number):
+                begun.set()
+                time.sleep(0.001)
+                log.append("huge")
+
+            with gate.turn("one"):
+                helpers.run(work_in_python(run_piece, 2000))
+
+        thread = threading.Thread(target=huge)
+        thread.start()
+        assert begun.wait(10)
+        with gate.turn("one"):
+            helpers.run(self._work(log, "small", 1, seconds=0.0))
+        before = log.index("small")
+        thread.join()
         helpers.close()
+        assert log.count("huge") == 2000
+        assert before < 200, "it did not wait for the end of the other"
 
     def test_what_is_ready_is_told_in_order(self):
         told, done = [], []
@@ -438,7 +405,7 @@ class TestWork:
         helpers.run(work_in_python(run_piece, 40))
         assert len(seen) == 40
         assert len(set(seen)) == 4
-        assert current_turn().must_pause() is False
+        assert current_turn().goes_behind() is False
         helpers.close()
 
     def test_who_comes_last_does_not_wait_for_everybody_s_help(self):

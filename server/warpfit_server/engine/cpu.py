@@ -49,7 +49,6 @@ from warpfit_server.engine.schedule import (
 )
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
-from warpfit_server.fairness import current_turn
 from warpfit_server.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
@@ -131,9 +130,7 @@ class CpuEngine:
         cancelled: NDArray[np.uint8],
     ) -> Linearisation:
         """Compute losses, gradients and curvatures in one pass; see `base.Engine`."""
-        dataset, batch, turn = self._dataset(evaluation), evaluation.batch, current_turn()
-        if turn.must_pause():  # between two passes of a fit, as between two pieces of one
-            turn.pause()
+        dataset, batch = self._dataset(evaluation), evaluation.batch
         losses = np.empty((len(batch), batch.vectors))
         gradients = np.empty(len(batch.parameters))
         wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)

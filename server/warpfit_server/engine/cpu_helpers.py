@@ -19,8 +19,8 @@ from warpfit_server.engine.cpu_work import Work
 
 #: Token-rows below which waking another thread costs more than it gains.
 _WORK_WORTH_A_THREAD: Final = 300_000
-#: Seconds after which a thread looks again whether work that had to pause may go on.
-_LOOK_AGAIN: Final = 0.002
+#: Seconds of thread time that a tenant may be ahead of another before its threads make way.
+_AHEAD: Final = 0.005
 
 
 class Helpers:
@@ -39,12 +39,13 @@ class Helpers:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._left = threading.Condition(self._lock)
-        self._looking = False
         self._closed = False
         self._asleep = 0
-        """Threads that wait for something to help with."""
+        """Threads that wait for something to help with, and that nobody has woken."""
         self._free = threads + 1
         """Cores that nobody computes on."""
+        self._reserved = 0
+        """Cores that wait for a thread which has been woken to help."""
         self._leads: list[tuple[Work, threading.Event]] = []
         """Threads that wait for a core to lead their work on."""
 
@@ -64,8 +65,9 @@ class Helpers:
         if work.wanted > 0:
             with self._lock:
                 self._start(work.wanted)
+                self._make_way(work)
                 self._works.append(work)
-                self._changed.notify(work.wanted)
+                self._wake(work.wanted)
         try:
             self._lead(work, ready)
         finally:
@@ -84,13 +86,8 @@ class Helpers:
             thread.join()
 
     def _lead(self, work: Work, ready: Callable[[int], None] | None) -> None:
-        """Run the work to its end on the calling thread, which reports what is ready.
-
-        While another tenant should go first the thread pauses, as its helpers go to help others.
-        """
+        """Run the work to its end on the calling thread, which reports what is ready."""
         while work.remaining:
-            if work.turn.must_pause():
-                work.turn.pause()
             self._take_core(work)
             try:
                 self._go_on(work, ready)
@@ -104,7 +101,7 @@ class Helpers:
             work.run_some()
             if ready is not None:
                 work.report(ready)
-            if work.turn.must_pause() or self._must_yield(work):
+            if self._must_yield(work):
                 return
 
     def _start(self, wanted: int) -> None:
@@ -135,9 +132,13 @@ class Helpers:
             del work  # a thread without work holds nothing of the last evaluation
 
     def _must_yield(self, work: Work) -> bool:
-        """Whether the work of a less charged tenant waits for a core."""
-        waiting = tuple(self._leads)  # without the lock: it is only a hint
-        return any(_charge(lead) < _charge(work) for lead, _ in waiting)
+        """Whether others should have the core: who leads takes turns within a tenant, too."""
+        if not self._leads and len(self._works) < 2:  # without the lock: the common case
+            return False
+        with self._lock:
+            if any(_charge(lead) <= _charge(work) for lead, _ in self._leads):
+                return True
+            return any(_goes_before(other, work) for other in filter(_wants_help, self._works))
 
     def _take_core(self, work: Work) -> None:
         """Wait for a core."""
@@ -145,13 +146,18 @@ class Helpers:
             if self._free:
                 self._free -= 1
                 return
-            for other in self._works:
-                other.make_way()
+            self._make_way(work)
             turn = threading.Event()
             self._leads.append((work, turn))
         turn.wait()
 
     # ------------------------------------------------------------------------- under the lock
+
+    def _make_way(self, work: Work) -> None:
+        """Let threads come back soon that work for tenants which are clearly ahead."""
+        for other in self._works:
+            if _goes_before(work, other):
+                other.interrupt()
 
     def _give_core(self, *, helps_on: bool = False) -> None:
         """Pass a core on: to a thread that waits to lead, or to one that helps.
@@ -160,13 +166,14 @@ class Helpers:
             helps_on: whether the calling thread looks for other work to help with.
 
         """
-        self._free += 1
         helped = self._to_help() if self._asleep or helps_on else None
         least = min((_charge(lead) for lead, _ in self._leads), default=np.inf)
         if helped is not None and _charge(helped) < least:
+            self._reserved += 1
             if not helps_on:
-                self._changed.notify()  # whoever wakes finds out whether it is still wanted
+                self._wake(1)
         else:
+            self._free += 1
             self._let_lead()
 
     def _let_lead(self) -> None:
@@ -181,31 +188,27 @@ class Helpers:
         """Wait for work to help with, and a core; None at the end."""
         with self._lock:
             while not self._closed:
+                self._free, self._reserved = self._free + self._reserved, 0
                 work = self._to_help() if self._free else None
                 if work is not None:
                     self._free -= 1
                     work.helping += 1
-                    self._changed.notify()  # who finds nothing to do goes back to sleep
+                    self._wake(1)  # who finds nothing to do goes back to sleep
                     return work
-                self._let_lead()  # a core may have been left for help that is not wanted any more
-                self._wait(is_held_up=any(map(_wants_help, self._works)))
+                self._let_lead()
+                self._asleep += 1
+                self._changed.wait()
         return None
 
-    def _to_help(self) -> Work | None:
-        """Work of the least charged tenant that wants help, and need not pause."""
-        able = (w for w in self._works if _wants_help(w) and not w.turn.must_pause())
-        return min(able, key=_charge, default=None)
+    def _wake(self, count: int) -> None:
+        """Let so many threads look for something to help with, as far as there are any."""
+        count = min(count, self._asleep)
+        self._asleep -= count
+        self._changed.notify(count)
 
-    def _wait(self, *, is_held_up: bool) -> None:
-        """Sleep; one thread looks again soon if there is work that has to pause."""
-        self._asleep += 1
-        if not is_held_up or self._looking:
-            self._changed.wait()
-        else:
-            self._looking = True
-            self._changed.wait(_LOOK_AGAIN)
-            self._looking = False
-        self._asleep -= 1
+    def _to_help(self) -> Work | None:
+        """Work of the least charged tenant that wants help."""
+        return min(filter(_wants_help, self._works), key=_charge, default=None)
 
 
 def _wants_help(work: Work) -> bool:
@@ -214,3 +217,7 @@ def _wants_help(work: Work) -> bool:
 
 def _charge(work: Work) -> float:
     return work.turn.charged_so_far()
+
+
+def _goes_before(work: Work, other: Work) -> bool:
+    return _charge(work) + _AHEAD < _charge(other)

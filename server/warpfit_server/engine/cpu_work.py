@@ -84,10 +84,9 @@ class Work:
             self.reported = programs
             ready(programs)
 
-    def make_way(self) -> None:
-        """Let the threads come back as soon as they have run a piece, if others should go first."""
-        if self.turn.must_pause():
-            self.pieces.words[INTERRUPTED] = 1
+    def interrupt(self) -> None:
+        """Let the threads come back as soon as they have run a piece."""
+        self.pieces.words[INTERRUPTED] = 1
 
     def stop(self) -> None:
         """Give out no more pieces."""
