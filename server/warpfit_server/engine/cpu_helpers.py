@@ -62,18 +62,22 @@ class Helpers:
         """
         worth = work.cost // _WORK_WORTH_A_THREAD + 1
         work.wanted = min(self._most, work.remaining - 1, worth - 1)
+        if worth == 1:  # it is done sooner than a core could be asked for
+            while work.remaining:
+                work.run_some()
+            return
         if work.wanted > 0:
             with self._lock:
                 self._start(work.wanted)
                 self._make_way(work)
                 self._works.append(work)
                 self._wake(work.wanted)
+        self._take_core(work)
         try:
             self._lead(work, ready)
         finally:
             work.stop()
-            if work.wanted > 0:
-                self._part(work)
+            self._part(work)
         if work.failure is not None:
             raise work.failure
 
@@ -87,13 +91,13 @@ class Helpers:
 
     def _lead(self, work: Work, ready: Callable[[int], None] | None) -> None:
         """Run the work to its end on the calling thread, which reports what is ready."""
-        while work.remaining:
+        while True:
+            self._go_on(work, ready)
+            if not work.remaining:
+                return
+            with self._lock:
+                self._give_core()
             self._take_core(work)
-            try:
-                self._go_on(work, ready)
-            finally:
-                with self._lock:
-                    self._give_core()
 
     def _go_on(self, work: Work, ready: Callable[[int], None] | None = None) -> None:
         """Take pieces until none is left or another tenant should go first."""
@@ -112,10 +116,15 @@ class Helpers:
             self._threads[-1].start()
 
     def _part(self, work: Work) -> None:
-        """Wait until nobody helps with a piece of work any more."""
+        """Wait until nobody helps with a piece of work any more, then give its leader's core up.
+
+        Not before, as who comes next would be in the way of those who end it.
+        """
         with self._lock:
-            self._works.remove(work)
-            self._left.wait_for(lambda: not work.helping)
+            if work.wanted > 0:
+                self._works.remove(work)
+                self._left.wait_for(lambda: not work.helping)
+            self._give_core()
 
     def _help(self) -> None:
         while (work := self._next()) is not None:
