@@ -172,12 +172,14 @@ class FairGate:
 
         """
         with self._lock:
+            always, most = [], 0.0
             for tenant, seconds in used.items():
                 self._welcome(tenant)
                 self._add(tenant, seconds)
-            # Who used less had nothing at work at times, and is away as far as that goes.
-            always = [self._charges[name] for name, seconds in used.items() if seconds >= elapsed]
-            most = max((self._charges[name] for name in used), default=0.0)
+                most = max(most, self._charges[tenant])
+                # Who used less had nothing at work at times, and is away as far as that goes.
+                if seconds >= elapsed:
+                    always.append(self._charges[tenant])
             self._level = max(self._level, min(always, default=most))
 
     def charge(self, tenant: str, seconds: float) -> None:

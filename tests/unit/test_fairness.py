@@ -244,6 +244,9 @@ class TestGate:
             with gate.turn(f"t{number}"):
                 pass
         assert len(gate._charges) <= 6
+        gate.account({f"t{number}": 1.0 for number in range(100)}, 0.2)
+        assert len(gate._charges) <= 6
+        assert not gate.goes_behind("t0")
 
 
 class TestWork:
