@@ -312,18 +312,21 @@ def _streams(driver):
 
 
 def test_a_tenant_is_charged_while_compiled_code_works_for_it(served):
-    gate = served.process._gate = FairGate(2)
+    gate, accounts = served.process._gate, served.process._accounts
+    before = gate.charged("")
     for seed in range(10, 13):
         served.losses(fresh(seed))
-    served.process._charge(0.2)
+    accounts.charge(0.2)
     charged = gate.charged("")
-    assert 0 < charged < 10
-    served.process._charge(0.2)
+    assert before < charged < before + 10
+    accounts.charge(0.2)
     assert gate.charged("") == charged
-    served.losses(fresh(1, loss=Loss.MAE))  # another kind, so that Python comes in
-    served.process._charge(0.2)
     served.losses(fresh(13))
-    assert served.process._served == {}
+    served.losses(fresh(1, loss=Loss.MAE))  # another kind, so that Python comes in
+    assert not accounts._open
+    by_python = gate.charged("")
+    accounts.charge(0.2)
+    assert gate.charged("") > by_python, "what was done last is not forgotten"
 
 
 def test_a_lane_that_is_closed_gives_everything_back(driver):

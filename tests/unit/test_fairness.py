@@ -332,9 +332,11 @@ class TestWork:
     def test_what_is_cancelled_takes_no_more_pieces(self):
         done = []
         work = work_in_python(lambda number: done.append(number) or number < 3, 10)
-        Helpers(0).run(work)
+        told = []
+        Helpers(0).run(work, told.append)
         assert done == [0, 1, 2, 3]
         assert work.remaining == 0
+        assert told == []
 
     def test_many_threads_take_each_piece_once(self):
         helpers, taken = Helpers(7), []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 
 from warpfit_server.engine.intrinsics import compiled_intrinsic
 
@@ -56,3 +58,11 @@ def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
         return builder.atomic_rmw("add", place, given[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
+
+
+@njit  # type: ignore[untyped-decorator]
+def nanoseconds(clock: int) -> int:
+    """``time.monotonic_ns()``, by ``clock_gettime`` at an address."""
+    now = np.zeros(2, dtype=np.int64)
+    call_2(clock, (np.int64(time.CLOCK_MONOTONIC), np.int64(now.ctypes.data)))
+    return int(now[0] * 1_000_000_000 + now[1])

@@ -22,7 +22,8 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from warpfit_server.engine.cpu_pieces import CANCELLED, finish, nanoseconds, part, take
+from warpfit_server.engine.calls import nanoseconds
+from warpfit_server.engine.cpu_pieces import CANCELLED, next_piece, part, take
 from warpfit_server.engine.intrinsics import compiled_intrinsic
 from warpfit_server.engine.schedule import (
     BROADCAST,
@@ -98,20 +99,16 @@ def interpret_pieces(
     Returns the nanoseconds that it took, or `CANCELLED`. ``pieces`` is `cpu_pieces.Pieces`,
     ``losses`` float64 [spans, cells of the batch]; the others are as for `_interpret`.
     """
-    began, took = nanoseconds(pieces.clock), 0
-    while took < limit:
-        piece = take(pieces)
-        if piece < 0:
-            break
+    began, piece = nanoseconds(pieces.clock), take(pieces)
+    while piece >= 0:
         cells, rows, span = part(pieces, piece)
         if not _interpret(
             job, kernels, lowered, parameters, parameter_starts, cells, rows, cancelled,
             losses[span],
         ):  # fmt: skip
             return CANCELLED
-        finish(pieces, piece)
-        took = nanoseconds(pieces.clock) - began
-    return took
+        piece = next_piece(pieces, piece, began + limit)
+    return int(nanoseconds(pieces.clock) - began)
 
 
 @inlined

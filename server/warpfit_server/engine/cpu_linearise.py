@@ -22,6 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
+from warpfit_server.engine.calls import nanoseconds
 from warpfit_server.engine.cpu_dots import LARGEST_TILE
 from warpfit_server.engine.cpu_interpret import (
     BLOCK,
@@ -42,7 +43,7 @@ from warpfit_server.engine.cpu_interpret import (
     result_address,
     run_instructions,
 )
-from warpfit_server.engine.cpu_pieces import CANCELLED, finish, nanoseconds, part, take
+from warpfit_server.engine.cpu_pieces import CANCELLED, next_piece, part, take
 from warpfit_server.engine.cpu_statistics import add_moments, add_reductions
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
@@ -101,20 +102,16 @@ def linearise_pieces(
     ``sums``, ``reductions`` and ``moments`` have one more dimension, the first, for spans; the
     others are as for `_linearise`.
     """
-    began, took = nanoseconds(pieces.clock), 0
-    while took < limit:
-        piece = take(pieces)
-        if piece < 0:
-            break
+    began, piece = nanoseconds(pieces.clock), take(pieces)
+    while piece >= 0:
         cells, rows, span = part(pieces, piece)
         if not _linearise(
             job, kernels, dots, lowered, parameters, parameter_starts, cells, rows, cancelled,
             starts, sums[span], reductions[span], moments[span],
         ):  # fmt: skip
             return CANCELLED
-        finish(pieces, piece)
-        took = nanoseconds(pieces.clock) - began
-    return took
+        piece = next_piece(pieces, piece, began + limit)
+    return int(nanoseconds(pieces.clock) - began)
 
 
 @inlined

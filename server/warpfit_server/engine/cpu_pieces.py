@@ -8,13 +8,12 @@ atomic counter, and come back to Python now and then to see whether somebody els
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.calls import add_atomically, call_2, fence
+from warpfit_server.engine.calls import add_atomically, fence, nanoseconds
 from warpfit_server.engine.schedule import inlined
 
 #: Words that threads share: number of the next piece, and whether they should come back at once.
@@ -73,15 +72,14 @@ def part(pieces: Any, piece: int) -> Any:
 
 
 @inlined
+def next_piece(pieces: Any, piece: int, deadline: int) -> int:
+    """Note that a piece is finished; take another one, unless it is too late for that."""
+    finish(pieces, piece)
+    return -1 if nanoseconds(pieces.clock) >= deadline else take(pieces)
+
+
+@inlined
 def finish(pieces: Any, piece: int) -> None:
     """Note that a piece is finished, once its results can be seen."""
     fence()
     pieces.done[piece] = 1
-
-
-@inlined
-def nanoseconds(clock: int) -> int:
-    """``time.monotonic_ns()``, by the function at an address."""
-    now = np.zeros(2, dtype=np.int64)
-    call_2(clock, (np.int64(time.CLOCK_MONOTONIC), np.int64(now.ctypes.data)))
-    return int(now[0] * 1_000_000_000 + now[1])

@@ -57,6 +57,8 @@ class Work:
     helping: int = 0
     failure: BaseException | None = None
     """What a helping thread raised."""
+    is_cancelled: bool = False
+    """Whether a thread has found out that nobody wants the results any more."""
     _finished: int = 0
     """Pieces that are finished, from the first; the calling thread's."""
 
@@ -70,12 +72,15 @@ class Work:
         self.pieces.words[INTERRUPTED] = 0
         took = self.run(self.pieces, _SLICE, *self.given)
         if took == CANCELLED:
+            self.is_cancelled = True
             self.stop()
         else:
             self.turn.charge(1e-9 * took)
 
     def report(self, ready: Callable[[int], None]) -> None:
         """Tell how many programs are finished, from the first, if there are more than before."""
+        if self.is_cancelled:
+            return
         left = self.pieces.done[self._finished :]
         self._finished += len(left) if left.all() else int(left.argmin())
         groups = self._finished // len(self.pieces.spans)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import socket
-import time
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.channel import Channel, ChannelClosedError, Message, packed, unpacked
-from warpfit_server.engine.calls import call_1, call_2, call_3, call_4
+from warpfit_server.engine.calls import call_1, call_3, call_4, nanoseconds
 from warpfit_server.orders import NUMBERS_BYTES, PLAIN
 from warpfit_server.resources import available_cores
 
@@ -194,10 +193,7 @@ def _look_out(line: Line) -> None:
 @_compiled  # type: ignore[untyped-decorator]
 def now(line: Line) -> int:
     """``time.monotonic_ns()``."""
-    clock = np.zeros(2, dtype=np.int64)
-    place = np.int64(clock.ctypes.data)
-    call_2(line.functions[_CLOCK], (np.int64(time.CLOCK_MONOTONIC), place))
-    return int(clock[0] * 1_000_000_000 + clock[1])
+    return int(nanoseconds(line.functions[_CLOCK]))
 
 
 @_compiled  # type: ignore[untyped-decorator]

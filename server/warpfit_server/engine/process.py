@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine, lane_end
+from warpfit_server.engine.accounts import Accounts
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Reply, Standing
 from warpfit_server.engine.closing import engine_share, finish
 from warpfit_server.engine.lane_end import LaneEnd
@@ -101,16 +101,6 @@ class _Visit:
         self.repeats = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Served:
-    """What compiled code does on a lane."""
-
-    tenant: str
-    standing: Standing
-    noted: float = 0.0
-    """Seconds that have been written down for the tenant."""
-
-
 class EngineProcess:
     """State of the engine process: the engine, its data sets and the threads of its lanes."""
 
@@ -129,9 +119,7 @@ class EngineProcess:
         self._chunk_bytes = chunk_bytes
         self._roster = Roster()
         self._gate = FairGate(engine.concurrency)
-        self._served: dict[LaneEnd, _Served] = {}
-        self._used: dict[str, float] = defaultdict(float)  # seconds that nobody is charged for yet
-        self._accounts = threading.Lock()  # of these two
+        self._accounts = Accounts(self._gate)
         self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
     def run(self) -> None:
@@ -218,21 +206,17 @@ class EngineProcess:
         standing, visit.standing = visit.standing, None
         if standing is None or visit.segment is None:
             return lane.exchange(answer, awake=self._roster.is_idle)
-        size, served = None, _Served(visit.tenant, standing)
-        with self._accounts:
-            self._served[lane] = served
+        size = None
         try:
-            if answer is not None:
-                lane.send(answer)
-            memory = visit.segment.array("u1", (visit.segment.size,))
-            while size is None and not standing.is_over:
-                size = standing.serve(lane.line, visit.kind, memory)
+            with self._accounts.account(visit.tenant, standing) as account:
+                if answer is not None:
+                    lane.send(answer)
+                memory = visit.segment.array("u1", (visit.segment.size,))
+                while size is None and not standing.is_over:
+                    size = standing.serve(lane.line, visit.kind, memory)
         finally:
-            with self._accounts:
-                self._note(served)
-                del self._served[lane]
             standing.close()
-        visit.learn(served.noted)
+        visit.learn(account.seconds)
         if size is None:
             return lane.exchange(None, awake=self._roster.is_idle)
         return lane.received(size)
@@ -249,22 +233,8 @@ class EngineProcess:
                 if lane.is_abandoned():
                     flag[0] = 1
             now = time.monotonic()
-            self._charge(now - last)
+            self._accounts.charge(now - last)
             last = now
-
-    def _charge(self, elapsed: float) -> None:
-        """Charge tenants for what compiled code has done in the last ``elapsed`` seconds."""
-        with self._accounts:
-            for served in self._served.values():
-                self._note(served)
-            used = {tenant: seconds for tenant, seconds in self._used.items() if seconds > 0}
-            self._used.clear()
-        self._gate.account(used, elapsed)
-
-    def _note(self, served: _Served) -> None:
-        seconds = served.standing.seconds()
-        self._used[served.tenant] += seconds - served.noted
-        served.noted = seconds
 
     def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
         segment = Segment(message.segment, descriptors[0], message.size)
