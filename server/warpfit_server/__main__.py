@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
+import time
 from collections.abc import Sequence
+from typing import Final
 
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
@@ -14,19 +15,23 @@ from warpfit_server.logs import configure_logging
 from warpfit_server.server import Server
 from warpfit_server.workers import take_short_turns
 
+#: Pause between two looks whether the server should stop.
+_LOOK_SECONDS: Final = 0.1
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     config = Config.from_arguments(arguments)
     configure_logging(config.log_level, config.log_format)
     take_short_turns()
-    stop = threading.Event()
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda got, _: signals.append(got))
     try:
         with Server(config) as server:
             print(server.describe(), flush=True)
-            stop.wait()
+            while not signals:  # the system may give one to another thread, which wakes nobody
+                time.sleep(_LOOK_SECONDS)
             logging.getLogger("warpfit").info("stopping")
     except WarpfitError as error:
         print(f"warpfit: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -101,6 +102,14 @@ def test_cancelled_calls_stop_the_engine_and_free_their_place():
         client.evaluate(data, ["x1"], loss="mse", timeout=20)
         cancelled_work = time.monotonic() - started
         assert cancelled_work < 10, "cancelled work was executed"
+
+
+def test_sigterm_stops_the_server_whichever_thread_the_system_gives_it_to():
+    with ServerProcess("--threads", "1") as server:
+        pid = server.process.pid
+        threads = {int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()}
+        assert ctypes.CDLL(None).tgkill(pid, max(threads - {pid}), signal.SIGTERM) == 0
+        assert server.process.wait(timeout=20) == 0
 
 
 def test_over_the_number_of_calls_in_flight():
