@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final, Self
@@ -39,6 +40,35 @@ _LOOK_AGAIN: Final = 0.1
 _LATELY: Final = 1.0
 #: Tenants whose charges are remembered while they are away.
 _REMEMBERED: Final = 1000
+#: Words of a charge: nanoseconds that Python has charged, and that compiled code has; a cache line.
+_PYTHON, _COMPILED, _WORDS = 0, 1, 8
+
+
+class Charge:
+    """What a tenant has been charged, in memory that compiled code adds to, too."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._words = array("q", [round(1e9 * seconds)] + [0] * (_WORDS - 1))
+
+    @property
+    def address(self) -> int:
+        """Of two words, int64, whose sum counts; valid while this object lives.
+
+        Python changes the first. Compiled code adds to the second, atomically and for tenants at
+        work alone.
+        """
+        return self._words.buffer_info()[0]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return 1e-9 * (self._words[_PYTHON] + self._words[_COMPILED])
+
+    def add(self, seconds: float) -> None:
+        """Add to it; one thread at a time."""
+        self._words[_PYTHON] += round(1e9 * seconds)
 
 
 class Turn:
@@ -85,14 +115,18 @@ class Turn:
 
     def charge(self, seconds: float) -> None:
         """Add time that the calling thread has worked."""
+        self.note(seconds)
+        self._gate.charge(self.tenant, seconds)
+
+    def account(self) -> Charge:
+        """Where compiled code charges the tenant, while the turn lasts; see `note`."""
+        return self._gate.account_of(self.tenant)
+
+    def note(self, seconds: float) -> None:
+        """Take note that the calling thread has worked, which is charged already."""
         self.charged = True
         if threading.get_ident() == self._thread:
             self._reported += seconds
-        self._gate.charge(self.tenant, seconds)
-
-    def charged_so_far(self) -> float:
-        """Seconds that the tenant has been charged, compared with those of others."""
-        return self._gate.charged(self.tenant)
 
     def goes_behind(self) -> bool:
         """Tell whether the work of another tenant that was here lately should go first."""
@@ -112,7 +146,7 @@ class FairGate:
         self._taken = 0
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[tuple[threading.Event, int]]] = {}
-        self._charges: dict[str, float] = {}
+        self._charges: dict[str, Charge] = {}
         self._last: dict[str, float] = {}  # ``time.monotonic()`` of the last charge
         self._level = 0.0  # what the least charged tenant at work has been charged, or had been
         self._lock = threading.Lock()
@@ -176,10 +210,10 @@ class FairGate:
             for tenant, seconds in used.items():
                 self._welcome(tenant)
                 self._add(tenant, seconds)
-                most = max(most, self._charges[tenant])
+                most = max(most, self._charges[tenant].seconds)
                 # Who used less had nothing at work at times, and is away as far as that goes.
                 if seconds >= elapsed:
-                    always.append(self._charges[tenant])
+                    always.append(self._charges[tenant].seconds)
             self._level = max(self._level, min(always, default=most))
 
     def charge(self, tenant: str, seconds: float) -> None:
@@ -187,22 +221,31 @@ class FairGate:
         with self._lock:
             self._add(tenant, seconds)
 
-    def charged(self, tenant: str) -> float:
-        """Return what a tenant has been charged; read without the lock, because it is a hint."""
-        return self._charges.get(tenant, 0.0)
+    def account_of(self, tenant: str) -> Charge:
+        """Find where a tenant at work is charged; for `Turn`."""
+        charge = self._charges.get(tenant)
+        if charge is None:  # it has not entered
+            with self._lock:
+                charge = self._charges.setdefault(tenant, Charge())
+        return charge
+
+    def charged(self, tenant: str, otherwise: float = 0.0) -> float:
+        """Seconds that a tenant has been charged, if remembered; a hint without the lock."""
+        charge = self._charges.get(tenant)
+        return otherwise if charge is None else charge.seconds
 
     def goes_behind(self, tenant: str) -> bool:
         """Tell whether a tenant that was charged lately, here or not, is charged clearly less."""
         since = time.monotonic() - _LATELY
         with self._lock:
             self._last = {name: last for name, last in self._last.items() if last > since}
-            lately = [self._charges[name] for name in self._last if name in self._charges]
-            return self._charges.get(tenant, 0.0) > min(lately, default=np.inf) + _AHEAD
+            lately = [self.charged(name) for name in self._last if name in self._charges]
+            return self.charged(tenant) > min(lately, default=np.inf) + _AHEAD
 
     # ------------------------------------------------------------------------- under the lock
 
     def _add(self, tenant: str, seconds: float) -> None:
-        self._charges[tenant] += seconds
+        self._charges[tenant].add(seconds)
         self._last[tenant] = time.monotonic()
 
     def _enter(self, tenant: str, places: int) -> threading.Event | None:
@@ -220,7 +263,7 @@ class FairGate:
     def _serve(self) -> None:
         """Give places to those who wait, the least charged tenant first."""
         while able := [tenant for tenant in self._waiting if self._may_run(tenant)]:
-            tenant = min(able, key=self._charges.__getitem__)
+            tenant = min(able, key=self.charged)
             queue = self._waiting[tenant]
             ticket, places = queue.popleft()
             if not queue:
@@ -238,7 +281,7 @@ class FairGate:
         self._running[tenant] += 1
 
     def _note_level(self) -> None:
-        least = min((self._charges[tenant] for tenant in self._running), default=0.0)
+        least = min(map(self.charged, self._running), default=0.0)
         self._level = max(self._level, least)
 
     def _welcome(self, tenant: str) -> None:
@@ -246,8 +289,8 @@ class FairGate:
         self._note_level()
         active = [*self._running, *self._waiting]
         if tenant not in active:
-            before = self._charges.get(tenant, self._level)
-            self._charges[tenant] = max(before, self._level - _CREDIT)
+            before = self.charged(tenant, self._level)
+            self._charges[tenant] = Charge(max(before, self._level - _CREDIT))
         if len(self._charges) > _REMEMBERED:
             kept = {tenant, *active}
             self._charges = {name: self._charges[name] for name in kept}

@@ -17,9 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.pieces import work_in_python
+from support.pieces import helpers_on, work_in_python
 from support.results import write_result
-from warpfit_server.engine.cpu_helpers import Helpers
 from warpfit_server.fairness import FairGate
 from warpfit_server.workers import take_short_turns
 
@@ -38,7 +37,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.gate = FairGate(CORES)
-        self._helpers = Helpers(CORES - 1)
+        self._helpers = helpers_on(CORES)
         self._cores = threading.Semaphore(CORES)
 
     def evaluate(self, tenant: str, pieces: int) -> float:

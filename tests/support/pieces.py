@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-import time
+import ctypes
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
-from warpfit_server.engine.cpu_pieces import CANCELLED, Pieces, finish, take
+from warpfit_server.code_cache import default_cache_directory
+from warpfit_server.engine.cpu_cache import load_board
+from warpfit_server.engine.cpu_helpers import BoardCode, Helpers
+from warpfit_server.engine.cpu_pieces import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.cpu_work import Work
 
-_ONE = Pieces.of(np.array([[0, 1]]), np.array([[0, 1]]))
-finish(_ONE, take(_ONE))  # compiled before anybody measures time
+_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+@cache
+def _code() -> BoardCode:
+    return load_board(default_cache_directory())
+
+
+def helpers_on(cores: int) -> Helpers:
+    """Threads of an engine with so many cores."""
+    return Helpers(cores, _code())
 
 
 def work_in_python(run_piece: Callable[[int], object], count: int) -> Work:
-    """Pieces that are run by a function, which is given their numbers; False cancels all."""
+    """Pieces that are run by a function, which is given their numbers.
+
+    False cancels all; an exception fails, as no memory would.
+    """
+    cancelled = np.zeros(1, dtype=np.uint8)
+
+    def run(record: int, piece: int) -> int:
+        try:
+            wanted = run_piece(piece) is not False
+        except Exception:
+            return FAILED
+        cancelled[0] |= not wanted
+        return FINISHED if wanted else CANCELLED
+
+    function = _FUNCTION(run)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    alive = np.empty(1, dtype=object)
+    alive[0] = function
     numbers = np.arange(count)
     cells = np.column_stack([numbers, numbers + 1])
-    pieces = Pieces.of(cells, np.array([[0, 1]]))
-
-    def run(pieces: Pieces, limit: int) -> int:
-        began, took = time.perf_counter_ns(), 0
-        while took < limit and (piece := take(pieces)) >= 0:
-            if run_piece(piece) is False:
-                return CANCELLED
-            finish(pieces, piece)
-            took = time.perf_counter_ns() - began
-        return took
-
-    return Work(run, pieces, (), 1, 10**9)
+    return Work(address, (alive,), cells, np.array([[0, 1]]), 1, 10**9, cancelled)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.evaluations import POISON, Evaluate
 from warpfit import reference
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, DatasetNotFoundError
+from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
@@ -159,7 +159,7 @@ def test_evaluations_at_the_same_time(evaluate):
 
 
 def test_ready_is_announced_in_order_and_completely():
-    data = make_dataset(20_000, "float32")
+    data = make_dataset(100_000, "float32")
     programs, parameters = thesis_mix(10, 100)
     engine = CpuEngine(threads=1)
     evaluate = Evaluate(engine)
@@ -336,3 +336,15 @@ def test_working_memory_lives_as_long_as_it_is_used(evaluate):
     got = evaluate(data, [program]).values[0, 0]
     expected = [np.add.accumulate(np.r_[x, constants])[-1] for x in data.variables[0]]
     np.testing.assert_array_equal(got, expected)
+
+
+def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
+    engine = CpuEngine(threads=2)
+    data = make_dataset(1000, "float64")
+    programs, parameters = thesis_mix(10, 3)
+    monkeypatch.setattr("warpfit_server.engine.cpu._BLOCK_BYTES", 2**60)
+    with pytest.raises(ResourceExhaustedError, match="out of memory"):
+        Evaluate(engine)(data, programs, parameters)
+    monkeypatch.undo()
+    Evaluate(engine)(data, programs, parameters)
+    engine.close()

@@ -35,6 +35,7 @@ call_1 = _calling(64)
 call_2 = _calling(64, 64)
 call_3 = _calling(64, 64, 64)
 call_4 = _calling(64, 64, 64, 64)
+call_5 = _calling(64, 64, 64, 64, 64)
 call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
 
 

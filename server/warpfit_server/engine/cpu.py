@@ -10,8 +10,8 @@ The simple form:
 The way through: `cpu_lower` turns the batch's tokens into instructions, `cpu_interpret` runs them
 in blocks, calling the loops that `cpu_kernels` generates from the operator table with the
 functions of `cpu_math`; `cpu_cache` keeps all compiled code on disk. `cpu_work` cuts the work into
-pieces, which threads take in compiled code (`cpu_pieces`). What needs derivatives, losses of one's
-own or statistics takes another way through, `cpu_derive`.
+pieces, which threads choose and take in compiled code (`cpu_board`). What needs derivatives, losses
+of one's own or statistics takes another way through, `cpu_derive`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,6 @@ from warpfit_server.engine.cpu_lower import (
     Lowered,
     lower_batch,
 )
-from warpfit_server.engine.cpu_pieces import Pieces
 from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
 from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.schedule import (
@@ -75,7 +74,7 @@ class CpuEngine:
         self.concurrency = self.threads
         self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}
-        self._helpers = Helpers(self.threads - 1)
+        self._helpers = Helpers(self.threads, self._compiled.board)
         self._lowered: Recurring[Lowered] = Recurring()
         self._plans: Recurring[cpu_derive.Plan] = Recurring()
 
@@ -141,7 +140,7 @@ class CpuEngine:
             derivation = cpu_derive.prepare(
                 self._compiled, plan, dataset, evaluation, wanted, cancelled
             )
-            self._run(derivation.work, cancelled)
+            self._run(derivation.work)
             derivation.finish()
         return Linearisation(losses, gradients, wanted.curvatures)
 
@@ -153,9 +152,11 @@ class CpuEngine:
             )
         return dataset
 
-    def _run(self, work: Work, cancelled: NDArray[np.uint8], ready: Any = None) -> None:
-        self._helpers.run(work, ready)
-        if cancelled[0]:
+    def _run(self, work: Work, outputs: Outputs | None = None) -> None:
+        """Do the work; tell which values are ready if there are any."""
+        tells = outputs is not None and not (outputs.values is None and outputs.jacobian is None)
+        self._helpers.run(work, outputs.ready if outputs is not None and tells else None)
+        if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
     def _planned(
@@ -176,7 +177,7 @@ class CpuEngine:
         derivation = cpu_derive.prepare(
             self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
         )
-        self._run(derivation.work, outputs.cancelled, outputs.ready)
+        self._run(derivation.work, outputs)
         derivation.finish()
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(dataset.layout)
@@ -199,10 +200,11 @@ class CpuEngine:
             job[cpu_interpret.LOSS_KERNEL] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
         sums = np.zeros((len(spans), len(batch) * batch.vectors))
         parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
-        given = (job, kernels.addresses, lowered, parameters, starts, outputs.cancelled, sums)
-        pieces = Pieces.of(cells, spans)
-        work = Work(self._compiled.interpret, pieces, given, batch.vectors, cost)
-        self._run(work, outputs.cancelled, outputs.ready)
+        given = (job, kernels.addresses, cells, spans, parameters, starts, outputs.cancelled)
+        arrays = (*given, *lowered, sums)
+        function = self._compiled.interpret
+        work = Work(function, arrays, cells, spans, batch.vectors, cost, outputs.cancelled)
+        self._run(work, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
             flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from warpfit import ops
 from warpfit_server.engine import (
     calls,
+    cpu_board,
     cpu_build,
     cpu_dots,
     cpu_interpret,
@@ -43,8 +44,8 @@ from warpfit_server.engine import (
     schedule,
     sweep,
 )
+from warpfit_server.engine.cpu_helpers import BoardCode
 from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour, symbol
-from warpfit_server.engine.cpu_pieces import Pieces
 
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
@@ -52,7 +53,7 @@ _DIGEST_BYTES: Final = 32
 _SOURCES: Final = (
     *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
     *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
-    *(cpu_statistics, cpu_linearise),
+    *(cpu_statistics, cpu_linearise, cpu_board),
 )
 _lock = threading.Lock()
 
@@ -76,11 +77,15 @@ class Compiled:
     """All compiled code of the engine."""
 
     lower: Any
-    interpret: Any
     differentiate: Any
-    linearise: Any
     combine: Any
+    interpret: int
+    """Address of what runs a piece of an evaluation; likewise the next, with derivatives."""
+    linearise: int
+    board: BoardCode
     kernels: dict[Flavour, Kernels]
+    owners: tuple[Any, ...]
+    """What has to live as long as these addresses are used."""
 
 
 def load(directory: Path) -> Compiled:
@@ -89,11 +94,21 @@ def load(directory: Path) -> Compiled:
     place = directory / f"cpu-{_fingerprint()[:32]}"
     if not all(_object_path(place, flavour).exists() for flavour in FLAVOURS):
         _log.info("compiling the CPU engine into %s (first start only, 10 to 40 s)", place)
-    with writable(place) as numba_directory:
-        functions = (*_compile_evaluation(numba_directory), *_compile_derivatives(numba_directory))
+    with writable(place) as kept, cached_in(kept) as jit:
+        functions = _compile_functions(jit)
+        runners = _compile_runners(jit)
+        board = _compile_board(jit)
     kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    return Compiled(*functions, kernels)
+    interpret, linearise = runners
+    addresses = (_address_of(interpret), _address_of(linearise))
+    return Compiled(*functions, *addresses, board, kernels, runners)
+
+
+def load_board(directory: Path) -> BoardCode:
+    """Load the functions of `cpu_board` alone."""
+    with writable(directory / f"cpu-{_fingerprint()[:32]}") as kept, cached_in(kept) as jit:
+        return _compile_board(jit)
 
 
 def load_differentiate(directory: Path) -> Any:
@@ -202,27 +217,11 @@ _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
 _NUMBERS: Final = types.Array(types.float64, 1, "C")
 _MATRIX: Final = types.Array(types.float64, 2, "C")
-_CUBE: Final = types.Array(types.float64, 3, "C")
 _GIVEN_BYTES, _GIVEN_SMALL, _GIVEN_NUMBERS = (
     types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.int8, types.float64)
 )
-
-
-def _pieces() -> Any:
-    ranges = np.zeros((1, 2), dtype=np.int64)
-    return numba.typeof(Pieces.of(ranges, ranges))
-
-
-def _compile_evaluation(directory: Path) -> tuple[Any, Any]:
-    lowered = numba.typeof(cpu_lower.empty(1, np.zeros(2, dtype=np.int64)))
-    rewrites = numba.typeof(cpu_lower.power_rewrites())
-    lower = types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _GIVEN_SMALL, rewrites, lowered)
-    interpret = types.int64(
-        *(_pieces(), _WORD, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
-        *(_GIVEN_BYTES, _MATRIX),
-    )
-    with cached_in(directory) as jit:
-        return jit(lower, cpu_lower.lower), jit(interpret, cpu_interpret.interpret_pieces)
+_PIECE: Final = types.int64(_WORD, _WORD)
+_Jit = Callable[[Any, Any], Any]
 
 
 def _differentiate_signature() -> Any:
@@ -232,26 +231,47 @@ def _differentiate_signature() -> Any:
     return types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered)
 
 
-def _compile_derivatives(directory: Path) -> tuple[Any, Any, Any]:
-    lowered = numba.typeof(differentiate.empty(1, 1, 1))
-    linearise = types.int64(
-        *(_pieces(), _WORD, _WORDS, _WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS),
-        *(_GIVEN_BYTES, _WORDS, _MATRIX, _CUBE, _CUBE),
-    )
+def _compile_functions(jit: _Jit) -> tuple[Any, Any, Any]:
+    """Compile what Python calls before and after pieces run."""
+    lowered = numba.typeof(cpu_lower.empty(1, np.zeros(2, dtype=np.int64)))
+    rewrites = numba.typeof(cpu_lower.power_rewrites())
+    lower = types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _GIVEN_SMALL, rewrites, lowered)
+    differentiated = numba.typeof(differentiate.empty(1, 1, 1))
     combine = types.void(
-        *(_WORDS, _WORDS, lowered, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
+        *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
         *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
     )
-    with cached_in(directory) as jit:
-        return (
-            jit(_differentiate_signature(), differentiate.differentiate),
-            jit(linearise, cpu_linearise.linearise_pieces),
-            jit(combine, cpu_linearise.combine),
-        )
+    return (
+        jit(lower, cpu_lower.lower),
+        jit(_differentiate_signature(), differentiate.differentiate),
+        jit(combine, cpu_linearise.combine),
+    )
+
+
+def _compile_runners(jit: _Jit) -> tuple[Any, Any]:
+    return jit(_PIECE, cpu_interpret.interpret_piece), jit(_PIECE, cpu_linearise.linearise_piece)
+
+
+def _compile_board(jit: _Jit) -> BoardCode:
+    one = types.void(_WORDS)
+    return BoardCode(
+        lead=jit(types.int64(_WORDS, _WORD, _WORD), cpu_board.lead),
+        withdraw=jit(types.void(_WORDS, _WORD), cpu_board.withdraw),
+        help_out=jit(one, cpu_board.help_out),
+        close=jit(one, cpu_board.close),
+        run_alone=jit(types.int64(_WORDS, _WORD), cpu_board.run_alone),
+    )
+
+
+def _address_of(runner: Any) -> int:
+    """Find where the function begins that C code may call."""
+    (compiled,) = runner.overloads.values()
+    name = compiled.fndesc.llvm_cfunc_wrapper_name
+    return int(compiled.library.get_pointer_to_function(name))
 
 
 @contextlib.contextmanager
-def cached_in(directory: Path) -> Iterator[Callable[[Any, Any], Any]]:
+def cached_in(directory: Path) -> Iterator[_Jit]:
     """Give a compiler whose results Numba keeps below ``directory``."""
 
     def jit(signature: Any, function: Any) -> Any:

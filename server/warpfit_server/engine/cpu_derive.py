@@ -17,7 +17,6 @@ from warpfit_server.engine import cpu_linearise, sweep
 from warpfit_server.engine import differentiate as lowering
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu_cache import Compiled
-from warpfit_server.engine.cpu_pieces import Pieces
 from warpfit_server.engine.cpu_statistics import (
     MOMENTS,
     REDUCTIONS,
@@ -61,7 +60,7 @@ class Plan:
 
     lowered: lowering.Differentiated
     spans: NDArray[np.int64]
-    """See `Pieces`, likewise the next."""
+    """See `Work`, likewise the next."""
     cells: NDArray[np.int64]
     cost: int
     sizes: NDArray[np.int64]
@@ -105,8 +104,9 @@ def prepare(
     sums = _Sums.of(plan.sizes, len(spans), wanted)
     parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
 
-    given = (job, kernels.addresses, kernels.dots, lowered, parameters, starts, cancelled)
-    results = (sums.starts, sums.sums, sums.reductions, sums.moments)
+    given = (job, kernels.addresses, plan.cells, spans, parameters, starts, cancelled)
+    results = (kernels.dots, sums.starts, sums.sums, sums.reductions, sums.moments)
+    arrays = (*given, *lowered, *results)
 
     def finish() -> None:
         with np.errstate(all="ignore"):
@@ -114,10 +114,8 @@ def prepare(
         combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
         _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
 
-    pieces = Pieces.of(plan.cells, spans)
-    return Derivation(
-        Work(compiled.linearise, pieces, (*given, *results), batch.vectors, plan.cost), finish
-    )
+    work = Work(compiled.linearise, arrays, plan.cells, spans, batch.vectors, plan.cost, cancelled)
+    return Derivation(work, finish)
 
 
 def _lower(

@@ -22,19 +22,32 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from warpfit_server.engine.calls import nanoseconds
-from warpfit_server.engine.cpu_pieces import CANCELLED, next_piece, part, take
+from warpfit_server.engine.cpu_lower import Lowered
+from warpfit_server.engine.cpu_pieces import (
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    numbers,
+    octets,
+    part,
+    pointer32,
+    pointer64,
+    table,
+    words,
+)
 from warpfit_server.engine.intrinsics import compiled_intrinsic
 from warpfit_server.engine.schedule import (
     BROADCAST,
     CODE,
     FIRST,
+    INSTRUCTION_COLUMNS,
     INSTRUCTIONS_END,
     INSTRUCTIONS_START,
     LOADS,
     PROLOGUE_END,
     SCALARS,
     SLOTS,
+    SUMMARY_COLUMNS,
     TARGET,
     inlined,
 )
@@ -83,32 +96,43 @@ def _call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: 
     return types.float64(*[types.int64] * 5), generate
 
 
-def interpret_pieces(
-    pieces: Any,
-    limit: int,
-    job: Any,
-    kernels: Any,
-    lowered: Any,
-    parameters: Any,
-    parameter_starts: Any,
-    cancelled: Any,
-    losses: Any,
-) -> int:
-    """Take pieces and run them for about ``limit`` nanoseconds, one at least, if any is left.
+#: Arrays of a record, in order; those of `cpu_lower.Lowered` begin with INSTRUCTION_TABLE.
+JOB: Final = 0
+KERNELS: Final = 1
+CELLS: Final = 2
+SPANS: Final = 3
+PARAMETERS: Final = 4
+PARAMETER_STARTS: Final = 5
+CANCEL_FLAG: Final = 6
+INSTRUCTION_TABLE: Final = 7
+_LOSSES: Final = INSTRUCTION_TABLE + len(Lowered._fields)
 
-    Returns the nanoseconds that it took, or `CANCELLED`. ``pieces`` is `cpu_pieces.Pieces`,
-    ``losses`` float64 [spans, cells of the batch]; the others are as for `_interpret`.
+
+def interpret_piece(record: int, piece: int) -> int:
+    """Run a piece; see `cpu_pieces`.
+
+    The losses of a record are float64 [spans, cells of the batch]; its other arrays are as for
+    `_interpret`.
     """
-    began, piece = nanoseconds(pieces.clock), take(pieces)
-    while piece >= 0:
-        cells, rows, span = part(pieces, piece)
-        if not _interpret(
-            job, kernels, lowered, parameters, parameter_starts, cells, rows, cancelled,
-            losses[span],
-        ):  # fmt: skip
-            return CANCELLED
-        piece = next_piece(pieces, piece, began + limit)
-    return int(nanoseconds(pieces.clock) - began)
+    cells, rows, span = part(table(record, CELLS, 2), table(record, SPANS, 2), piece)
+    losses = numbers(record, _LOSSES)
+    count = len(losses) // len(table(record, SPANS, 2))
+    lowered = Lowered(
+        table(record, INSTRUCTION_TABLE, INSTRUCTION_COLUMNS),
+        table(record, INSTRUCTION_TABLE + 1, SUMMARY_COLUMNS),
+        table(record, INSTRUCTION_TABLE + 2, 2),
+        numbers(record, INSTRUCTION_TABLE + 3),
+        words(record, INSTRUCTION_TABLE + 4),
+    )
+    try:
+        finished = _interpret(
+            words(record, JOB), words(record, KERNELS), lowered, numbers(record, PARAMETERS),
+            words(record, PARAMETER_STARTS), cells, rows, octets(record, CANCEL_FLAG),
+            losses[span * count : (span + 1) * count],
+        )  # fmt: skip
+    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+        return FAILED
+    return FINISHED if finished else CANCELLED
 
 
 @inlined
@@ -280,19 +304,3 @@ def run_instructions(
             instructions[index, BROADCAST],
             rows,
         )
-
-
-def _as_pointer(kind: Any) -> Any:
-    @compiled_intrinsic
-    def convert(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            target = context.get_value_type(signature.return_type)
-            return builder.inttoptr(arguments[0], target)
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return convert
-
-
-pointer32: Final = _as_pointer(types.float32)
-pointer64: Final = _as_pointer(types.float64)

@@ -22,38 +22,57 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from warpfit_server.engine.calls import nanoseconds
 from warpfit_server.engine.cpu_dots import LARGEST_TILE
 from warpfit_server.engine.cpu_interpret import (
     BLOCK,
+    CANCEL_FLAG,
+    CELLS,
+    INSTRUCTION_TABLE,
     ITEMSIZE,
+    JOB,
     JOB_ENTRIES,
+    KERNELS,
+    PARAMETER_STARTS,
+    PARAMETERS,
     ROW_START,
     ROW_STOP,
     SCALAR_WIDTH,
+    SPANS,
     TARGET_ROWS,
     VARIABLE_PITCH,
     VARIABLES,
     VECTORS,
     WEIGHT_ROWS,
     measure,
-    pointer32,
-    pointer64,
     prologue,
     result_address,
     run_instructions,
 )
-from warpfit_server.engine.cpu_pieces import CANCELLED, next_piece, part, take
-from warpfit_server.engine.cpu_statistics import add_moments, add_reductions
+from warpfit_server.engine.cpu_pieces import (
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    numbers,
+    octets,
+    part,
+    pointer32,
+    pointer64,
+    table,
+    words,
+)
+from warpfit_server.engine.cpu_statistics import MOMENTS, REDUCTIONS, add_moments, add_reductions
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
     ENTRIES_END,
     ENTRIES_START,
+    LONG_SUMMARY,
     LOSS_PLACE,
     SLOPE_PLACE,
+    Differentiated,
 )
 from warpfit_server.engine.intrinsics import compiled_intrinsic
 from warpfit_server.engine.schedule import (
+    INSTRUCTION_COLUMNS,
     INSTRUCTIONS_END,
     PROLOGUE_END,
     inlined,
@@ -61,6 +80,7 @@ from warpfit_server.engine.schedule import (
 from warpfit_server.engine.sweep import (
     COLUMNS_START,
     ENTRY_COLUMN,
+    ENTRY_COLUMNS,
     ENTRY_FACTOR,
     ENTRY_LEAF,
 )
@@ -93,25 +113,53 @@ def _call_dots(
     return types.void(*[types.int64] * 7), generate
 
 
-def linearise_pieces(
-    pieces: Any, limit: int, job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any,
-    parameter_starts: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
-) -> int:  # fmt: skip
-    """Take pieces and run them, as `cpu_interpret.interpret_pieces` does.
+#: Arrays of a record after those of `Differentiated`, in order.
+_DOTS: Final = INSTRUCTION_TABLE + len(Differentiated._fields)
+_STARTS, _SUMS, _REDUCTIONS, _MOMENTS = _DOTS + 1, _DOTS + 2, _DOTS + 3, _DOTS + 4
 
-    ``sums``, ``reductions`` and ``moments`` have one more dimension, the first, for spans; the
-    others are as for `_linearise`.
+
+def linearise_piece(record: int, piece: int) -> int:
+    """Run a piece; see `cpu_pieces`.
+
+    The first arrays of a record are as for `cpu_interpret.interpret_piece`, in ``Lowered``'s place
+    `Differentiated`. Sums, reductions and moments have one more dimension, the first, for spans;
+    they are as for `_linearise` otherwise, as the others.
     """
-    began, piece = nanoseconds(pieces.clock), take(pieces)
-    while piece >= 0:
-        cells, rows, span = part(pieces, piece)
-        if not _linearise(
-            job, kernels, dots, lowered, parameters, parameter_starts, cells, rows, cancelled,
-            starts, sums[span], reductions[span], moments[span],
-        ):  # fmt: skip
-            return CANCELLED
-        piece = next_piece(pieces, piece, began + limit)
-    return int(nanoseconds(pieces.clock) - began)
+    cells, rows, span = part(table(record, CELLS, 2), table(record, SPANS, 2), piece)
+    spans = len(table(record, SPANS, 2))
+    lowered = Differentiated(
+        table(record, INSTRUCTION_TABLE, INSTRUCTION_COLUMNS),
+        table(record, INSTRUCTION_TABLE + 1, LONG_SUMMARY),
+        table(record, INSTRUCTION_TABLE + 2, 2),
+        numbers(record, INSTRUCTION_TABLE + 3),
+        words(record, INSTRUCTION_TABLE + 4),
+        words(record, INSTRUCTION_TABLE + 5),
+        table(record, INSTRUCTION_TABLE + 6, ENTRY_COLUMNS),
+    )
+    try:
+        finished = _linearise(
+            words(record, JOB), words(record, KERNELS), words(record, _DOTS), lowered,
+            numbers(record, PARAMETERS), words(record, PARAMETER_STARTS), cells, rows,
+            octets(record, CANCEL_FLAG), words(record, _STARTS),
+            _of_span(numbers(record, _SUMS), spans, span),
+            _rows_of_span(numbers(record, _REDUCTIONS), spans, span, REDUCTIONS),
+            _rows_of_span(numbers(record, _MOMENTS), spans, span, MOMENTS),
+        )  # fmt: skip
+    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+        return FAILED
+    return FINISHED if finished else CANCELLED
+
+
+@inlined
+def _of_span(values: Any, spans: int, span: int) -> Any:
+    count = len(values) // spans
+    return values[span * count : (span + 1) * count]
+
+
+@inlined
+def _rows_of_span(values: Any, spans: int, span: int, columns: int) -> Any:
+    own = _of_span(values, spans, span)
+    return own.reshape((len(own) // columns, columns))
 
 
 @inlined

@@ -1,85 +1,106 @@
-"""The pieces of one evaluation on the CPU, taken by many threads without Python.
+"""The pieces of one evaluation on the CPU, and how compiled code finds what they are about.
 
-Python lets one thread at a time take something out of a list. Where a dozen threads come back for
-more every half millisecond, they wait for each other: so they take pieces in compiled code, by an
-atomic counter, and come back to Python now and then to see whether somebody else should go first.
+Whatever runs pieces is a function of two integers: the address of a record, which lists addresses
+and sizes of arrays, and the number of the piece. So a thread that serves many evaluations of
+different kinds calls them all alike, and never comes back to Python in between.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
+from llvmlite import ir
+from numba import carray, types
 from numpy.typing import NDArray
 
-from warpfit_server.engine.calls import add_atomically, fence, nanoseconds
+from warpfit_server.engine.intrinsics import compiled_intrinsic
 from warpfit_server.engine.schedule import inlined
 
-#: Words that threads share: number of the next piece, and whether they should come back at once.
-NEXT: Final = 0
-INTERRUPTED: Final = 1
-_WORDS: Final = 2
-#: What functions that run pieces return if the evaluation was cancelled.
-CANCELLED: Final = -1
+#: What a function that runs a piece returns: it is finished, nobody wants the results any more, or
+#: there was no memory.
+FINISHED: Final = 0
+CANCELLED: Final = 1
+FAILED: Final = 2
+#: Words of an entry of a record: address, and number of elements.
+_ENTRY: Final = 2
 
 
-class Pieces(NamedTuple):
-    """Ranges of cells times spans of rows; piece i is range i // spans over span i % spans."""
-
-    words: NDArray[np.int64]
-    cells: NDArray[np.int64]
-    """Start and stop of each range of cells, [ranges, 2]."""
-    spans: NDArray[np.int64]
-    """Start and stop of each span of rows, [spans, 2]."""
-    done: NDArray[np.uint8]
-    """1 for each piece that is finished."""
-    clock: int
-    """Address of ``clock_gettime``."""
-
-    @classmethod
-    def of(cls, cells: NDArray[np.int64], spans: NDArray[np.int64]) -> Pieces:
-        """Collect all pieces, none of which has been taken."""
-        done = np.zeros(len(cells) * len(spans), dtype=np.uint8)
-        return cls(np.zeros(_WORDS, dtype=np.int64), cells, spans, done, _CLOCK)
+def record_of(arrays: tuple[NDArray[Any], ...]) -> NDArray[np.int64]:
+    """Make a record of arrays, which must outlive it."""
+    record = np.empty(_ENTRY * len(arrays), dtype=np.int64)
+    for index, array in enumerate(arrays):
+        assert array.flags.c_contiguous, "compiled code takes arrays for contiguous"
+        record[_ENTRY * index] = array.ctypes.data
+        record[_ENTRY * index + 1] = array.size
+    return record
 
 
-def _address_of_clock() -> int:
-    function = ctypes.CDLL(None).clock_gettime
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
+def pointer_to(kind: Any) -> Any:
+    """Make a function that turns an address into a pointer, in compiled code."""
+
+    @compiled_intrinsic
+    def convert(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            target = context.get_value_type(signature.return_type)
+            return builder.inttoptr(arguments[0], target)
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return convert
 
 
-_CLOCK: Final = _address_of_clock()
+pointer32: Final = pointer_to(types.float32)
+pointer64: Final = pointer_to(types.float64)
+pointer_to_words: Final = pointer_to(types.int64)
+pointer_to_bytes: Final = pointer_to(types.uint8)
 
 
-@inlined
-def take(pieces: Any) -> int:
-    """Take the next piece; -1 if there is none, or the thread should come back to Python."""
-    if pieces.words[INTERRUPTED] != 0 or pieces.words[NEXT] >= len(pieces.done):
-        return -1
-    piece = int(add_atomically(np.int64(pieces.words.ctypes.data + 8 * NEXT), np.int64(1)))
-    return piece if piece < len(pieces.done) else -1
+@compiled_intrinsic
+def run_piece(typing_context: Any, function: Any, record: Any, piece: Any) -> Any:
+    """Call the function at an address that runs a piece."""
 
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        kind = ir.FunctionType(word, [word, word])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
 
-@inlined
-def part(pieces: Any, piece: int) -> Any:
-    """Cells and rows of a piece, half-open ranges, and the index of its span."""
-    group, span = piece // len(pieces.spans), piece % len(pieces.spans)
-    cells = (pieces.cells[group, 0], pieces.cells[group, 1])
-    return cells, (pieces.spans[span, 0], pieces.spans[span, 1]), span
+    return types.int64(types.int64, types.int64, types.int64), generate
 
 
 @inlined
-def next_piece(pieces: Any, piece: int, deadline: int) -> int:
-    """Note that a piece is finished; take another one, unless it is too late for that."""
-    finish(pieces, piece)
-    return -1 if nanoseconds(pieces.clock) >= deadline else take(pieces)
+def words(record: int, index: int) -> Any:
+    """Array number ``index`` of a record: int64, flat."""
+    entry = carray(pointer_to_words(record + 8 * _ENTRY * index), _ENTRY)
+    return carray(pointer_to_words(entry[0]), entry[1])
 
 
 @inlined
-def finish(pieces: Any, piece: int) -> None:
-    """Note that a piece is finished, once its results can be seen."""
-    fence()
-    pieces.done[piece] = 1
+def table(record: int, index: int, columns: int) -> Any:
+    """Array number ``index`` of a record: int64 [rows, columns]."""
+    entry = carray(pointer_to_words(record + 8 * _ENTRY * index), _ENTRY)
+    return carray(pointer_to_words(entry[0]), (entry[1] // columns, columns))
+
+
+@inlined
+def numbers(record: int, index: int) -> Any:
+    """Array number ``index`` of a record: float64, flat."""
+    entry = carray(pointer_to_words(record + 8 * _ENTRY * index), _ENTRY)
+    return carray(pointer64(entry[0]), entry[1])
+
+
+@inlined
+def octets(record: int, index: int) -> Any:
+    """Array number ``index`` of a record: uint8, flat."""
+    entry = carray(pointer_to_words(record + 8 * _ENTRY * index), _ENTRY)
+    return carray(pointer_to_bytes(entry[0]), entry[1])
+
+
+@inlined
+def part(cells: Any, spans: Any, piece: int) -> Any:
+    """Cells and rows of a piece, half-open ranges, and the index of its span.
+
+    Piece i is the range of ``cells`` i // spans over the span i % spans; both are [ranges, 2].
+    """
+    group, span = piece // len(spans), piece % len(spans)
+    return (cells[group, 0], cells[group, 1]), (spans[span, 0], spans[span, 1]), span

@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cpu_interpret import pointer32, pointer64
+from warpfit_server.engine.cpu_pieces import pointer32, pointer64
 from warpfit_server.engine.schedule import (
     inlined,
 )

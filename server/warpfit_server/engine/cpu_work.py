@@ -18,8 +18,7 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_interpret
 from warpfit_server.engine.cpu_kernels import Flavour
-from warpfit_server.engine.cpu_pieces import CANCELLED, INTERRUPTED, NEXT, Pieces
-from warpfit_server.fairness import Turn, current_turn
+from warpfit_server.engine.cpu_pieces import record_of
 
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 16
@@ -31,71 +30,46 @@ _LARGEST_PIECE: Final = 4_000_000
 _MANY_PIECES: Final = 64
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
-#: Nanoseconds after which a thread comes back to Python: another tenant may have come that should
-#: go first.
-_SLICE: Final = 2_000_000
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One evaluation cut into pieces, which threads take one after the other."""
+    """One evaluation cut into pieces: every range of cells over every span of rows."""
 
-    run: Callable[..., int]
-    """Takes pieces for some nanoseconds and runs them; see `cpu_interpret.interpret_pieces`."""
-    pieces: Pieces
-    given: tuple[Any, ...]
-    """What ``run`` is given beside pieces and nanoseconds."""
+    function: int
+    """Address of what runs a piece; see `warpfit_server.engine.cpu_pieces`."""
+    arrays: tuple[NDArray[Any], ...]
+    """Of its record."""
+    cells: NDArray[np.int64]
+    """Start and stop of each range of cells, [ranges, 2]."""
+    spans: NDArray[np.int64]
+    """Start and stop of each span of rows, [spans, 2]."""
     vectors: int
     cost: int
     """Token-rows of all pieces."""
+    cancelled: NDArray[np.uint8]
+    """[1]; not 0 once nobody wants the results any more."""
+    record: NDArray[np.int64] = field(init=False)
+    done: NDArray[np.uint8] = field(init=False)
+    """1 for each piece that is finished; piece i is range i // spans over span i % spans."""
     reported: int = 0
-    """Programs that were announced as ready, by the calling thread alone."""
-    turn: Turn = field(default_factory=current_turn)
-    """Of the evaluation that this is part of."""
-    wanted: int = 0
-    """Threads that may help; see `warpfit_server.engine.cpu_helpers`, likewise the next."""
-    helping: int = 0
-    failure: BaseException | None = None
-    """What a helping thread raised."""
-    is_cancelled: bool = False
-    """Whether a thread has found out that nobody wants the results any more."""
+    """Programs that were announced as ready."""
     _finished: int = 0
-    """Pieces that are finished, from the first; the calling thread's."""
+    """Pieces that are finished, from the first, as far as they were looked at."""
 
-    @property
-    def remaining(self) -> int:
-        """Pieces that nobody has taken."""
-        return max(0, len(self.pieces.done) - int(self.pieces.words[NEXT]))
-
-    def run_some(self) -> None:
-        """Take pieces for a while, until none is left, or until others should go first."""
-        self.pieces.words[INTERRUPTED] = 0
-        took = self.run(self.pieces, _SLICE, *self.given)
-        if took == CANCELLED:
-            self.is_cancelled = True
-            self.stop()
-        else:
-            self.turn.charge(1e-9 * took)
+    def __post_init__(self) -> None:
+        self.record = record_of(self.arrays)
+        self.done = np.zeros(len(self.cells) * len(self.spans), dtype=np.uint8)
 
     def report(self, ready: Callable[[int], None]) -> None:
         """Tell how many programs are finished, from the first, if there are more than before."""
-        if self.is_cancelled:
-            return
-        left = self.pieces.done[self._finished :]
+        left = self.done[self._finished :]
         self._finished += len(left) if left.all() else int(left.argmin())
-        groups = self._finished // len(self.pieces.spans)
-        programs = int(self.pieces.cells[groups - 1, 1]) // self.vectors if groups else 0
+        groups = self._finished // len(self.spans)
+        programs = int(self.cells[groups - 1, 1]) // self.vectors if groups else 0
         if programs > self.reported:
             self.reported = programs
             ready(programs)
-
-    def interrupt(self) -> None:
-        """Let the threads come back as soon as they have run a piece."""
-        self.pieces.words[INTERRUPTED] = 1
-
-    def stop(self) -> None:
-        """Give out no more pieces."""
-        self.pieces.words[NEXT] = len(self.pieces.done)
 
 
 def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.int64]:

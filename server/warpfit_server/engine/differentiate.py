@@ -59,6 +59,7 @@ from warpfit_server.engine.sweep import (
     BY_PARAMETERS,
     BY_VARIABLES,
     COLUMNS_START,
+    ENTRY_COLUMNS,
     ENTRY_FACTOR,
     LOSS,
     MARKS,
@@ -101,7 +102,7 @@ class Differentiated(NamedTuple):
     columns: NDArray[np.int64]
     """Place of each column; [tokens]."""
     entries: NDArray[np.int64]
-    """[2 tokens, 3]."""
+    """[2 tokens, ENTRY_COLUMNS]."""
 
 
 class RowLoss(NamedTuple):
@@ -121,7 +122,7 @@ def empty(tokens: int, programs: int, loss_tokens: int) -> Differentiated:
         np.empty(capacity, dtype=np.float64),
         np.empty(programs + 1, dtype=np.int64),
         np.empty(tokens, dtype=np.int64),
-        np.empty((2 * tokens, 3), dtype=np.int64),
+        np.empty((2 * tokens, ENTRY_COLUMNS), dtype=np.int64),
     )
 
 

@@ -33,6 +33,7 @@ COLUMNS_START: Final = SUMMARY_COLUMNS
 ENTRY_COLUMN: Final = 0
 ENTRY_LEAF: Final = 1
 ENTRY_FACTOR: Final = 2
+ENTRY_COLUMNS: Final = 3
 #: Bits of ``wishes``.
 BY_PARAMETERS: Final = 1
 BY_VARIABLES: Final = 2

@@ -1,0 +1,322 @@
+"""Threads of the CPU engine, and the board on which they find what to do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from support.pieces import helpers_on, work_in_python
+from warpfit_server.engine import cpu_board as board
+from warpfit_server.engine import cpu_helpers
+from warpfit_server.fairness import FairGate, current_turn
+
+
+def waiting(helpers):
+    """Evaluations on the board."""
+    places = range(board.HEAD_WORDS, len(helpers._board), board.PLACE_WORDS)
+    return [place for place in places if helpers._board[place + board.OPEN]]
+
+
+def slow_work(log, name, pieces=30, seconds=0.002):
+    def run_piece(number):
+        time.sleep(seconds)
+        log.append(name)
+
+    return work_in_python(run_piece, pieces)
+
+
+def test_a_long_evaluation_makes_way_for_a_modest_tenant():
+    gate, log = FairGate(2), []
+    with gate.turn("modest"):
+        pass
+    helpers = helpers_on(2)
+
+    def greedy():
+        with gate.turn("greedy") as turn:
+            turn.charge(5.0)
+            helpers.run(slow_work(log, "greedy", 200))
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    time.sleep(0.05)
+    begin = len(log)
+    with gate.turn("modest"):
+        helpers.run(slow_work(log, "modest"))
+    during = log[begin:]
+    thread.join()
+    helpers.close()
+    assert log.count("greedy") == 200, "all of its pieces were run in the end"
+    assert during.count("modest") == 30
+    assert during.count("greedy") <= 10
+
+
+def test_evaluations_of_one_tenant_take_turns():
+    gate, helpers, log, begun = FairGate(16), helpers_on(2), [], threading.Event()
+
+    def huge():
+        def run_piece(number):
+            begun.set()
+            time.sleep(0.001)
+            log.append("huge")
+
+        with gate.turn("one"):
+            helpers.run(work_in_python(run_piece, 2000))
+
+    thread = threading.Thread(target=huge)
+    thread.start()
+    assert begun.wait(10)
+    with gate.turn("one"):
+        helpers.run(slow_work(log, "small", 1, seconds=0.0))
+    before = log.index("small")
+    thread.join()
+    helpers.close()
+    assert log.count("huge") == 2000
+    assert before < 200, "it did not wait for the end of the other"
+
+
+def test_what_is_ready_is_told_in_order():
+    told, done = [], []
+    work = work_in_python(done.append, 10)
+    helpers = helpers_on(1)
+    helpers.run(work, lambda programs: told.append((programs, len(done))))
+    helpers.close()
+    assert told[-1] == (10, 10)
+    work = work_in_python(done.append, 10)
+    work.done[[1, 0, 3]] = 1
+    told.clear()
+    work.report(told.append)
+    work.done[2] = 1
+    work.report(told.append)
+    work.report(told.append)
+    assert told == [2, 4]
+
+
+def test_what_is_cancelled_takes_no_more_pieces():
+    done = []
+    work = work_in_python(lambda number: done.append(number) or number < 3, 10)
+    told, helpers = [], helpers_on(1)
+    helpers.run(work, told.append)
+    helpers.close()
+    assert done == [0, 1, 2, 3]
+    assert told == []
+
+
+def test_many_threads_take_each_piece_once():
+    helpers, taken = helpers_on(8), []
+    for _ in range(20):
+        helpers.run(work_in_python(taken.append, 500))
+    helpers.close()
+    assert sorted(taken) == sorted(list(range(500)) * 20)
+
+
+def test_no_more_threads_compute_than_there_are_cores():
+    gate, helpers, lock = FairGate(16), helpers_on(4), threading.Lock()
+    computing, most, done = 0, 0, []
+
+    def run_piece(number):
+        nonlocal computing, most
+        with lock:
+            computing += 1
+            most = max(most, computing)
+        time.sleep(0.0003 * (number % 3))
+        with lock:
+            computing -= 1
+            done.append(number)
+
+    def caller(number):
+        rng = np.random.default_rng(number)
+        for pieces in rng.integers(1, 40, 12):
+            with gate.turn(f"tenant {number % 3}"):
+                helpers.run(work_in_python(run_piece, int(pieces)))
+
+    with ThreadPoolExecutor(24) as pool:
+        for future in [pool.submit(caller, number) for number in range(24)]:
+            future.result(timeout=60)
+    helpers.close()
+    expected = sum(np.random.default_rng(n).integers(1, 40, 12).sum() for n in range(24))
+    assert len(done) == expected
+    assert most == 4
+    assert helpers._board[board.COMPUTING] == 0
+    assert len(helpers._places) == cpu_helpers._PLACES
+    assert not waiting(helpers)
+
+
+def test_a_core_goes_to_the_least_charged_tenant_that_waits_for_one():
+    gate, helpers, order, may_end = FairGate(16), helpers_on(1), [], threading.Event()
+
+    def call(name, charge, wait=False):
+        def run_piece(number):
+            order.append(name)
+            if wait:
+                may_end.wait(10)
+
+        with gate.turn(name) as turn:
+            turn.charge(charge)
+            helpers.run(work_in_python(run_piece, 1))
+
+    threads = [threading.Thread(target=call, args=("first", 9.0, True))]
+    threads += [threading.Thread(target=call, args=(f"charged {n}", float(n))) for n in (3, 1, 2)]
+    for count, thread in enumerate(threads):
+        thread.start()
+        while len(waiting(helpers)) <= count:
+            time.sleep(0.001)
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "charged 1", "charged 2", "charged 3"]
+
+
+def test_alone_all_threads_work():
+    helpers, seen = helpers_on(4), []
+
+    def run_piece(number):
+        seen.append(threading.get_ident())
+        time.sleep(0.002)
+
+    helpers.run(work_in_python(run_piece, 40))
+    assert len(seen) == 40
+    assert len(set(seen)) == 4
+    assert current_turn().goes_behind() is False
+    helpers.close()
+
+
+def test_who_comes_last_does_not_wait_for_everybody_s_help():
+    """Help goes to the least charged, not to who asked first."""
+    gate, log, helpers = FairGate(12), [], helpers_on(3)
+    with gate.turn("modest"):
+        pass
+
+    def greedy():
+        with gate.turn("greedy") as turn:
+            turn.charge(1.0)
+            helpers.run(slow_work(log, "greedy", 100))
+
+    threads = [threading.Thread(target=greedy) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    begin = len(log)
+    with gate.turn("modest"):
+        helpers.run(slow_work(log, "modest"))
+    during = log[begin:]
+    for thread in threads:
+        thread.join()
+    helpers.close()
+    assert log.count("greedy") == 1000
+    # What each of the twelve threads was at when the modest one came, and what began meanwhile.
+    assert during.count("greedy") <= 30
+
+
+def test_helping_threads_have_the_priority_of_who_first_wants_them():
+    """An engine lowers its own when it is there: doors go first."""
+    helpers, seen = helpers_on(3), set()
+
+    def run_piece(number):
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        time.sleep(0.002)
+
+    def lower_and_run():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
+        helpers.run(work_in_python(run_piece, 40))
+
+    thread = threading.Thread(target=lower_and_run)
+    thread.start()
+    thread.join()
+    helpers.close()
+    assert seen == {7}
+
+
+def test_a_piece_that_finds_no_memory_ends_the_work():
+    helpers, caller = helpers_on(3), threading.get_ident()
+
+    def run_piece(number):
+        time.sleep(0.001)
+        if threading.get_ident() != caller:
+            raise MemoryError
+
+    work = work_in_python(run_piece, 1000)
+    with pytest.raises(MemoryError):
+        helpers.run(work)
+    assert not work.done.all()
+    log = []
+    helpers.run(slow_work(log, "y"))
+    assert len(log) == 30, "the threads go on"
+    helpers.close()
+
+
+def test_what_is_cancelled_waits_for_no_core():
+    helpers, begun, may_end = helpers_on(1), threading.Event(), threading.Event()
+
+    def hold(number):
+        begun.set()
+        may_end.wait(10)
+
+    thread = threading.Thread(target=helpers.run, args=(work_in_python(hold, 1),))
+    thread.start()
+    assert begun.wait(10)
+    done = []
+    work = work_in_python(done.append, 5)
+    threading.Timer(0.05, work.cancelled.fill, (1,)).start()
+    helpers.run(work)
+    assert thread.is_alive()
+    may_end.set()
+    thread.join()
+    helpers.close()
+    assert done == []
+
+
+def test_more_evaluations_than_places_are_done(monkeypatch):
+    monkeypatch.setattr(cpu_helpers, "_PLACES", 2)
+    helpers, done = helpers_on(2), []
+
+    def run_piece(number):
+        time.sleep(0.001)
+        done.append(number)
+
+    with ThreadPoolExecutor(12) as pool:
+        works = [work_in_python(run_piece, 10) for _ in range(48)]
+        for future in [pool.submit(helpers.run, work) for work in works]:
+            future.result(timeout=60)
+    helpers.close()
+    assert sorted(done) == sorted(list(range(10)) * 48)
+
+
+def test_threads_charge_the_tenant_they_work_for():
+    gate, helpers = FairGate(4), helpers_on(3)
+    with gate.turn("one"):
+        helpers.run(slow_work([], "x", 30, seconds=0.005))
+        at_work = gate.charged("one")
+    helpers.close()
+    assert 0.15 <= at_work < 1.5
+    assert gate.charged("one") < at_work + 0.1, "and nobody charges it twice"
+
+
+def test_held_up_work_gets_its_help_back():
+    gate, helpers, seen = FairGate(4), helpers_on(2), set()
+
+    def run_piece(number):
+        seen.add(threading.get_ident())
+        time.sleep(0.002)
+
+    begun, end = threading.Event(), threading.Event()
+
+    def modest():
+        with gate.turn("modest"):
+            begun.set()
+            end.wait(10)
+
+    thread = threading.Thread(target=modest)
+    thread.start()
+    assert begun.wait(10)
+    threading.Timer(0.1, end.set).start()
+    with gate.turn("greedy") as turn:
+        turn.charge(1.0)
+        helpers.run(work_in_python(run_piece, 60))
+    thread.join()
+    helpers.close()
+    assert len(seen) == 2
