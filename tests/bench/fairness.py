@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.pieces import helpers_on, work_in_python
+from support.pieces import helpers_on, run, work_in_python
 from support.results import write_result
 from warpfit_server.fairness import FairGate
 from warpfit_server.workers import take_short_turns
@@ -44,7 +44,7 @@ class Engine:
         """Run one evaluation; return its seconds."""
         started = time.perf_counter()
         with self.gate.turn(tenant):
-            self._helpers.run(work_in_python(self._piece, pieces))
+            run(self._helpers, work_in_python(self._piece, pieces))
         return time.perf_counter() - started
 
     def _piece(self, number: int) -> None:

@@ -13,6 +13,7 @@ from warpfit_server.engine.cpu_cache import load_board
 from warpfit_server.engine.cpu_helpers import BoardCode, Helpers
 from warpfit_server.engine.cpu_pieces import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.cpu_work import Work
+from warpfit_server.fairness import current_turn
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -27,6 +28,11 @@ def helpers_on(cores: int) -> Helpers:
     return Helpers(cores, _code())
 
 
+def run(helpers: Helpers, work: Work, ready: Callable[[int], None] | None = None) -> None:
+    """Do the work for the tenant whose turn it is on this thread."""
+    helpers.run(work, current_turn(), ready)
+
+
 def work_in_python(run_piece: Callable[[int], object], count: int) -> Work:
     """Pieces that are run by a function, which is given their numbers.
 
@@ -34,7 +40,7 @@ def work_in_python(run_piece: Callable[[int], object], count: int) -> Work:
     """
     cancelled = np.zeros(1, dtype=np.uint8)
 
-    def run(record: int, piece: int) -> int:
+    def call(record: int, piece: int) -> int:
         try:
             wanted = run_piece(piece) is not False
         except Exception:
@@ -42,7 +48,7 @@ def work_in_python(run_piece: Callable[[int], object], count: int) -> Work:
         cancelled[0] |= not wanted
         return FINISHED if wanted else CANCELLED
 
-    function = _FUNCTION(run)
+    function = _FUNCTION(call)
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     alive = np.empty(1, dtype=object)

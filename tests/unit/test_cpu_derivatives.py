@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from support.derivative_suite import *  # noqa: F403
 from support.derivative_suite import make_dataset, smooth_programs
 from support.derivatives import derive, linearise
+from warpfit.errors import CancelledError
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
@@ -18,6 +22,7 @@ from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_derive
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.rules import COMPUTES, KIND, NOTHING, rules
+from warpfit_server.fairness import FairGate
 
 FLAVOURS = [
     ("float64", Precision.PRECISE, 1e-9),
@@ -115,3 +120,37 @@ def test_a_kept_plan_is_used_again(engine, monkeypatch):
         problem = Evaluation(data.content_id, scaled)
         engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
     assert len(lowered) == 1
+
+
+def test_three_passes_of_fits_run_at_a_time_and_other_tenants_need_not_wait(monkeypatch):
+    engine, gate = CpuEngine(threads=2), FairGate(16)
+    batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
+    engine.load(data)
+    may_end, order = threading.Event(), []
+
+    def run(work, turn, ready=None):
+        order.append(turn.tenant)
+        may_end.wait(10)
+
+    monkeypatch.setattr(engine._helpers, "run", run)
+
+    def one_pass(tenant, cancelled):
+        with gate.turn(tenant):
+            problem = Evaluation(data.content_id, batch)
+            engine.linearise(problem, SQUARES, curvature=True, cancelled=cancelled)
+
+    flags = [np.zeros(1, dtype=np.uint8) for _ in range(7)]
+    with ThreadPoolExecutor(7) as pool:
+        passes = [pool.submit(one_pass, "greedy", flag) for flag in flags[:5]]
+        while len(order) < 3:
+            time.sleep(0.001)
+        modest = pool.submit(one_pass, "modest", flags[5])
+        while order[3:4] != ["modest"]:  # it has nothing there, so it need not wait
+            time.sleep(0.001)
+        flags[3][0] = flags[4][0] = 1
+        ended, _ = wait(passes, timeout=10, return_when=FIRST_EXCEPTION)
+        assert any(isinstance(future.exception(), CancelledError) for future in ended)
+        may_end.set()
+        assert modest.exception(10) is None
+    assert order.count("greedy") <= 3
+    engine.close()

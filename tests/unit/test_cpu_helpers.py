@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from support.pieces import helpers_on, work_in_python
+from support.pieces import helpers_on, run, work_in_python
 from warpfit_server.engine import cpu_board as board
 from warpfit_server.engine import cpu_helpers
 from warpfit_server.fairness import FairGate, current_turn
@@ -39,14 +39,14 @@ def test_a_long_evaluation_makes_way_for_a_modest_tenant():
     def greedy():
         with gate.turn("greedy") as turn:
             turn.charge(5.0)
-            helpers.run(slow_work(log, "greedy", 200))
+            run(helpers, slow_work(log, "greedy", 200))
 
     thread = threading.Thread(target=greedy)
     thread.start()
     time.sleep(0.05)
     begin = len(log)
     with gate.turn("modest"):
-        helpers.run(slow_work(log, "modest"))
+        run(helpers, slow_work(log, "modest"))
     during = log[begin:]
     thread.join()
     helpers.close()
@@ -65,13 +65,13 @@ def test_evaluations_of_one_tenant_take_turns():
             log.append("huge")
 
         with gate.turn("one"):
-            helpers.run(work_in_python(run_piece, 2000))
+            run(helpers, work_in_python(run_piece, 2000))
 
     thread = threading.Thread(target=huge)
     thread.start()
     assert begun.wait(10)
     with gate.turn("one"):
-        helpers.run(slow_work(log, "small", 1, seconds=0.0))
+        run(helpers, slow_work(log, "small", 1, seconds=0.0))
     before = log.index("small")
     thread.join()
     helpers.close()
@@ -83,7 +83,7 @@ def test_what_is_ready_is_told_in_order():
     told, done = [], []
     work = work_in_python(done.append, 10)
     helpers = helpers_on(1)
-    helpers.run(work, lambda programs: told.append((programs, len(done))))
+    run(helpers, work, lambda programs: told.append((programs, len(done))))
     helpers.close()
     assert told[-1] == (10, 10)
     work = work_in_python(done.append, 10)
@@ -100,7 +100,7 @@ def test_what_is_cancelled_takes_no_more_pieces():
     done = []
     work = work_in_python(lambda number: done.append(number) or number < 3, 10)
     told, helpers = [], helpers_on(1)
-    helpers.run(work, told.append)
+    run(helpers, work, told.append)
     helpers.close()
     assert done == [0, 1, 2, 3]
     assert told == []
@@ -109,7 +109,7 @@ def test_what_is_cancelled_takes_no_more_pieces():
 def test_many_threads_take_each_piece_once():
     helpers, taken = helpers_on(8), []
     for _ in range(20):
-        helpers.run(work_in_python(taken.append, 500))
+        run(helpers, work_in_python(taken.append, 500))
     helpers.close()
     assert sorted(taken) == sorted(list(range(500)) * 20)
 
@@ -132,7 +132,7 @@ def test_no_more_threads_compute_than_there_are_cores():
         rng = np.random.default_rng(number)
         for pieces in rng.integers(1, 40, 12):
             with gate.turn(f"tenant {number % 3}"):
-                helpers.run(work_in_python(run_piece, int(pieces)))
+                run(helpers, work_in_python(run_piece, int(pieces)))
 
     with ThreadPoolExecutor(24) as pool:
         for future in [pool.submit(caller, number) for number in range(24)]:
@@ -157,7 +157,7 @@ def test_a_core_goes_to_the_least_charged_tenant_that_waits_for_one():
 
         with gate.turn(name) as turn:
             turn.charge(charge)
-            helpers.run(work_in_python(run_piece, 1))
+            run(helpers, work_in_python(run_piece, 1))
 
     threads = [threading.Thread(target=call, args=("first", 9.0, True))]
     threads += [threading.Thread(target=call, args=(f"charged {n}", float(n))) for n in (3, 1, 2)]
@@ -178,7 +178,7 @@ def test_alone_all_threads_work():
         seen.append(threading.get_ident())
         time.sleep(0.002)
 
-    helpers.run(work_in_python(run_piece, 40))
+    run(helpers, work_in_python(run_piece, 40))
     assert len(seen) == 40
     assert len(set(seen)) == 4
     assert current_turn().goes_behind() is False
@@ -194,7 +194,7 @@ def test_who_comes_last_does_not_wait_for_everybody_s_help():
     def greedy():
         with gate.turn("greedy") as turn:
             turn.charge(1.0)
-            helpers.run(slow_work(log, "greedy", 100))
+            run(helpers, slow_work(log, "greedy", 100))
 
     threads = [threading.Thread(target=greedy) for _ in range(10)]
     for thread in threads:
@@ -202,7 +202,7 @@ def test_who_comes_last_does_not_wait_for_everybody_s_help():
     time.sleep(0.05)
     begin = len(log)
     with gate.turn("modest"):
-        helpers.run(slow_work(log, "modest"))
+        run(helpers, slow_work(log, "modest"))
     during = log[begin:]
     for thread in threads:
         thread.join()
@@ -222,7 +222,7 @@ def test_helping_threads_have_the_priority_of_who_first_wants_them():
 
     def lower_and_run():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
-        helpers.run(work_in_python(run_piece, 40))
+        run(helpers, work_in_python(run_piece, 40))
 
     thread = threading.Thread(target=lower_and_run)
     thread.start()
@@ -241,10 +241,10 @@ def test_a_piece_that_finds_no_memory_ends_the_work():
 
     work = work_in_python(run_piece, 1000)
     with pytest.raises(MemoryError):
-        helpers.run(work)
+        run(helpers, work)
     assert not work.done.all()
     log = []
-    helpers.run(slow_work(log, "y"))
+    run(helpers, slow_work(log, "y"))
     assert len(log) == 30, "the threads go on"
     helpers.close()
 
@@ -256,13 +256,13 @@ def test_what_is_cancelled_waits_for_no_core():
         begun.set()
         may_end.wait(10)
 
-    thread = threading.Thread(target=helpers.run, args=(work_in_python(hold, 1),))
+    thread = threading.Thread(target=run, args=(helpers, work_in_python(hold, 1)))
     thread.start()
     assert begun.wait(10)
     done = []
     work = work_in_python(done.append, 5)
     threading.Timer(0.05, work.cancelled.fill, (1,)).start()
-    helpers.run(work)
+    run(helpers, work)
     assert thread.is_alive()
     may_end.set()
     thread.join()
@@ -280,7 +280,7 @@ def test_more_evaluations_than_places_are_done(monkeypatch):
 
     with ThreadPoolExecutor(12) as pool:
         works = [work_in_python(run_piece, 10) for _ in range(48)]
-        for future in [pool.submit(helpers.run, work) for work in works]:
+        for future in [pool.submit(run, helpers, work) for work in works]:
             future.result(timeout=60)
     helpers.close()
     assert sorted(done) == sorted(list(range(10)) * 48)
@@ -289,7 +289,7 @@ def test_more_evaluations_than_places_are_done(monkeypatch):
 def test_threads_charge_the_tenant_they_work_for():
     gate, helpers = FairGate(4), helpers_on(3)
     with gate.turn("one"):
-        helpers.run(slow_work([], "x", 30, seconds=0.005))
+        run(helpers, slow_work([], "x", 30, seconds=0.005))
         at_work = gate.charged("one")
     helpers.close()
     assert 0.15 <= at_work < 1.5
@@ -316,7 +316,7 @@ def test_held_up_work_gets_its_help_back():
     threading.Timer(0.1, end.set).start()
     with gate.turn("greedy") as turn:
         turn.charge(1.0)
-        helpers.run(work_in_python(run_piece, 60))
+        run(helpers, work_in_python(run_piece, 60))
     thread.join()
     helpers.close()
     assert len(seen) == 2

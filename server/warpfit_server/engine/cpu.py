@@ -48,12 +48,16 @@ from warpfit_server.engine.schedule import (
 )
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
+from warpfit_server.fairness import FairGate, Turn, current_turn
 from warpfit_server.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
 #: Token-rows for each thread that take it some 5 ms.
 _LARGE_WORK: Final = 30_000_000
+#: Passes of fits at a time: some compute while others are prepared, which is Python's. With more of
+#: them everybody would wait for Python's lock.
+_PASSES: Final = 3
 
 
 class CpuEngine:
@@ -75,6 +79,7 @@ class CpuEngine:
         self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
         self._datasets: dict[bytes, Dataset] = {}
         self._helpers = Helpers(self.threads, self._compiled.board)
+        self._passes = FairGate(_PASSES)
         self._lowered: Recurring[Lowered] = Recurring()
         self._plans: Recurring[cpu_derive.Plan] = Recurring()
 
@@ -135,12 +140,13 @@ class CpuEngine:
         wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
-        with _memory_errors():
+        turn = current_turn()
+        with self._passes.turn(turn.tenant, cancelled=cancelled), _memory_errors():
             plan = self._plans.of_arrays(batch, *self._planned(dataset, evaluation, wanted))
             derivation = cpu_derive.prepare(
                 self._compiled, plan, dataset, evaluation, wanted, cancelled
             )
-            self._run(derivation.work)
+            self._run(derivation.work, turn)
             derivation.finish()
         return Linearisation(losses, gradients, wanted.curvatures)
 
@@ -152,10 +158,10 @@ class CpuEngine:
             )
         return dataset
 
-    def _run(self, work: Work, outputs: Outputs | None = None) -> None:
+    def _run(self, work: Work, turn: Turn, outputs: Outputs | None = None) -> None:
         """Do the work; tell which values are ready if there are any."""
         tells = outputs is not None and not (outputs.values is None and outputs.jacobian is None)
-        self._helpers.run(work, outputs.ready if outputs is not None and tells else None)
+        self._helpers.run(work, turn, outputs.ready if outputs is not None and tells else None)
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
@@ -177,7 +183,7 @@ class CpuEngine:
         derivation = cpu_derive.prepare(
             self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
         )
-        self._run(derivation.work, outputs)
+        self._run(derivation.work, current_turn(), outputs)
         derivation.finish()
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(dataset.layout)
@@ -204,7 +210,7 @@ class CpuEngine:
         arrays = (*given, *lowered, sums)
         function = self._compiled.interpret
         work = Work(function, arrays, cells, spans, batch.vectors, cost, outputs.cancelled)
-        self._run(work, outputs)
+        self._run(work, current_turn(), outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
             flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)

@@ -18,7 +18,7 @@ import numpy as np
 from warpfit_server.engine import cpu_board as board
 from warpfit_server.engine.cpu_pieces import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.cpu_work import Work
-from warpfit_server.fairness import Charge, Turn, current_turn
+from warpfit_server.fairness import Charge, Turn
 
 #: Token-rows below which waking another thread costs more than it gains.
 _WORK_WORTH_A_THREAD: Final = 300_000
@@ -60,11 +60,12 @@ class Helpers:
         self._charges: dict[int, Charge] = {}
         """Of who used a place last: threads that come too late may still look at it."""
 
-    def run(self, work: Work, ready: Callable[[int], None] | None = None) -> None:
+    def run(self, work: Work, turn: Turn, ready: Callable[[int], None] | None = None) -> None:
         """Do the work on the calling thread and those that come to help.
 
         Args:
             work: to do.
+            turn: whose tenant is charged.
             ready: told how many programs are finished, from the first, whenever there are more.
 
         Raises:
@@ -72,7 +73,6 @@ class Helpers:
             Exception: what ``ready`` raised.
 
         """
-        turn = current_turn()
         with self._place() as (words, place):
             self._fill(words, place, work, turn)
             worth = work.cost // _WORK_WORTH_A_THREAD + 1

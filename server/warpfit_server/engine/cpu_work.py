@@ -23,11 +23,11 @@ from warpfit_server.engine.cpu_pieces import record_of
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 16
 _MOST_SPANS: Final = 64
-#: Token-rows of a piece: a fraction of a millisecond.
-_LEAST_PIECE: Final = 1_000_000
-_LARGEST_PIECE: Final = 4_000_000
+#: Token-rows of a piece: some 0.2 ms, after which a thread can turn to another tenant's work.
+_LEAST_PIECE: Final = 500_000
+_LARGEST_PIECE: Final = 1_000_000
 #: Pieces to cut at least before they grow.
-_MANY_PIECES: Final = 64
+_MANY_PIECES: Final = 128
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +23,9 @@ from warpfit_server.fit.searches import Limits
 
 _LOG: Final = logging.getLogger("warpfit.fit")
 _MODULES: Final = (bfgs, bounds, levenberg_marquardt, searches, triangles)
+_LOCK: Final = threading.Lock()
 
 
-@functools.cache
 def load(method: Method, directory: Path | None = None) -> Any:
     """Load a method's ``advance``, or compile it (some seconds) and try to store it.
 
@@ -33,6 +34,12 @@ def load(method: Method, directory: Path | None = None) -> Any:
         directory: where compiled code is kept; None for the engine's default.
 
     """
+    with _LOCK:  # many fits may come at once
+        return _load(method, directory)
+
+
+@functools.cache
+def _load(method: Method, directory: Path | None) -> Any:
     started = time.perf_counter()
     numbers = types.Array(types.float64, 1, "C")
     rows, counts = types.Array(types.float64, 2, "C"), types.Array(types.int64, 2, "C")
