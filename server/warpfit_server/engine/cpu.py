@@ -55,9 +55,9 @@ from warpfit_server.resources import available_cores
 _BLOCK_BYTES: Final = 4096
 #: Token-rows for each thread that take it some 5 ms.
 _LARGE_WORK: Final = 30_000_000
-#: Passes of fits at a time: some compute while others are prepared, which is Python's. With more of
-#: them everybody would wait for Python's lock.
-_PASSES: Final = 3
+#: Passes of fits at a time: one computes while the other is prepared, which is Python's. With more
+#: of them everybody would wait for Python's lock.
+_PASSES: Final = 2
 
 
 class CpuEngine:

@@ -65,6 +65,8 @@ class Plan:
     cost: int
     sizes: NDArray[np.int64]
     """Sums of each cell."""
+    weighs_loss: bool
+    """Whether each row loss counts w times."""
 
 
 def make_plan(compiled: Compiled, dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> Plan:
@@ -79,7 +81,9 @@ def make_plan(compiled: Compiled, dataset: Dataset, evaluation: Evaluation, want
     lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
     scalars = summaries[:, SCALARS]
     cells, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans)
-    return Plan(lowered, spans, cells, cost, sizes)
+    loss = wanted.row_loss
+    weighs_loss = loss is not None and not mentions_weight(loss)
+    return Plan(lowered, spans, cells, cost, sizes, weighs_loss)
 
 
 def plan_needs(dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> tuple[Hashable, ...]:
@@ -101,6 +105,7 @@ def prepare(
     kernels = compiled.kernels[flavour_of(layout, evaluation.precision)]
     rows = evaluation.row_range(layout)
     job = _job(dataset, evaluation, wanted, _BLOCK_BYTES // layout.dtype.itemsize)
+    job[cpu_linearise.WEIGHS_LOSS] = plan.weighs_loss
     sums = _Sums.of(plan.sizes, len(spans), wanted)
     parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
 
@@ -132,12 +137,10 @@ def _lower(
 def _job(dataset: Dataset, evaluation: Evaluation, wanted: Wanted, block: int) -> NDArray[np.int64]:
     job = np.zeros(cpu_linearise.LONG_JOB_ENTRIES, dtype=np.int64)
     fill_job(job, dataset, evaluation, wanted.values, block)
-    loss = wanted.row_loss
-    job[cpu_linearise.WANTS_LOSS] = loss is not None
+    job[cpu_linearise.WANTS_LOSS] = wanted.row_loss is not None
     job[cpu_linearise.WANTS_SLOPES] = wanted.wants_slopes
     job[cpu_linearise.WANTS_PRODUCTS] = wanted.curvatures is not None
     job[cpu_linearise.IS_SQUARES] = wanted.is_squares
-    job[cpu_linearise.WEIGHS_LOSS] = loss is not None and not mentions_weight(loss)
     job[cpu_linearise.WANTS_REDUCTIONS] = wanted.reductions is not None
     job[cpu_linearise.WANTS_MOMENTS] = wanted.moments is not None
     if wanted.jacobian is not None:
