@@ -70,6 +70,10 @@ class Charge:
         """Add to it; one thread at a time."""
         self._words[_PYTHON] += round(1e9 * seconds)
 
+    def raise_to(self, seconds: float) -> None:
+        """Let it be no less; for tenants that have nothing at work."""
+        self.add(max(0.0, seconds - self.seconds))
+
 
 class Turn:
     """The place or places of one evaluation in the engine, held inside a ``with`` block."""
@@ -229,10 +233,10 @@ class FairGate:
                 charge = self._charges.setdefault(tenant, Charge())
         return charge
 
-    def charged(self, tenant: str, otherwise: float = 0.0) -> float:
+    def charged(self, tenant: str) -> float:
         """Seconds that a tenant has been charged, if remembered; a hint without the lock."""
         charge = self._charges.get(tenant)
-        return otherwise if charge is None else charge.seconds
+        return 0.0 if charge is None else charge.seconds
 
     def goes_behind(self, tenant: str) -> bool:
         """Tell whether a tenant that was charged lately, here or not, is charged clearly less."""
@@ -289,8 +293,8 @@ class FairGate:
         self._note_level()
         active = [*self._running, *self._waiting]
         if tenant not in active:
-            before = self.charged(tenant, self._level)
-            self._charges[tenant] = Charge(max(before, self._level - _CREDIT))
+            charge = self._charges.setdefault(tenant, Charge(self._level))
+            charge.raise_to(self._level - _CREDIT)
         if len(self._charges) > _REMEMBERED:
             kept = {tenant, *active}
             self._charges = {name: self._charges[name] for name in kept}

@@ -79,6 +79,39 @@ def test_evaluations_of_one_tenant_take_turns():
     assert before < 200, "it did not wait for the end of the other"
 
 
+def test_evaluations_of_one_tenant_share_the_threads():
+    gate, helpers, begun, lock = FairGate(16), helpers_on(4), threading.Event(), threading.Lock()
+    running, beside = 0, []
+
+    def huge(number):
+        begun.set()
+        time.sleep(0.002)
+
+    def later(number):
+        nonlocal running
+        with lock:
+            running += 1
+            if len(waiting(helpers)) == 2:
+                beside.append(running)
+        time.sleep(0.002)
+        with lock:
+            running -= 1
+
+    def lead():
+        with gate.turn("one"):
+            run(helpers, work_in_python(huge, 2000))
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    assert begun.wait(10)
+    with gate.turn("one"):
+        run(helpers, work_in_python(later, 100))
+    thread.join()
+    helpers.close()
+    assert len(beside) == 100, "the other one takes longer"
+    assert 1.4 < np.mean(beside) < 2.6, "each has half of the four"
+
+
 def test_what_is_ready_is_told_in_order():
     told, done = [], []
     work = work_in_python(done.append, 10)

@@ -38,6 +38,8 @@ from warpfit_server.engine.schedule import inlined
 _AHEAD: Final = 5_000_000
 #: Nanoseconds that a thread without work sleeps at most.
 _LONG: Final = 10_000_000_000
+#: Words of a cache line.
+_LINE: Final = 8
 #: Words of the head, and of a place; those that many threads change have cache lines of their own.
 HEAD_WORDS: Final = 40
 PLACE_WORDS: Final = 32
@@ -57,7 +59,10 @@ _NOWHERE: Final = 0
 
 def new_board(cores: int, places: int) -> NDArray[np.int64]:
     """Make a board on which nobody works."""
-    board = np.zeros(HEAD_WORDS + places * PLACE_WORDS, dtype=np.int64)
+    size = HEAD_WORDS + places * PLACE_WORDS
+    memory = np.zeros(size + _LINE, dtype=np.int64)
+    start = -(memory.ctypes.data // memory.itemsize) % _LINE
+    board = memory[start : start + size]
     board[_CORES] = cores
     board[_CLOCK], board[_SYSCALL] = _address_of("clock_gettime"), _address_of("syscall")
     return board
@@ -69,8 +74,8 @@ def _address_of(name: str) -> int:
     return address
 
 
-_FUTEX_NUMBERS: Final = {"x86_64": 202, "aarch64": 98}
-_FUTEX: Final = _FUTEX_NUMBERS[platform.machine()]
+#: Number of the system call; all newer architectures share one.
+_FUTEX: Final = {"x86_64": 202}.get(platform.machine(), 98)
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 
 
@@ -199,7 +204,12 @@ def _choose(board: Any, place: int) -> int:
         if other != place and inside >= board[other + WANTED]:
             continue
         charge = _charged(board, other)
-        if best == _NOWHERE or charge < least or (charge == least and inside < fewest):
+        # The charge of a tenant changes while this reads it for one evaluation after the other.
+        if best != _NOWHERE and board[other + CHARGE] == board[best + CHARGE]:
+            is_better = inside < fewest
+        else:
+            is_better = best == _NOWHERE or charge < least
+        if is_better:
             best, least, fewest = other, charge, inside
     if place == _NOWHERE or best == _NOWHERE or board[place + NEXT] >= board[place + PIECES]:
         return best
