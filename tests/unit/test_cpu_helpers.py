@@ -129,6 +129,22 @@ def test_what_is_ready_is_told_in_order():
     assert told == [2, 4]
 
 
+def test_who_tells_what_is_ready_keeps_its_core():
+    helpers, seen, told = helpers_on(1), set(), []
+
+    def run_piece(number):
+        seen.add(threading.get_ident())
+        time.sleep(0.001)
+
+    run(helpers, work_in_python(run_piece, 2))
+    time.sleep(0.1)  # the helping thread sleeps
+    seen.clear()
+    run(helpers, work_in_python(run_piece, 30), told.append)
+    helpers.close()
+    assert seen == {threading.get_ident()}
+    assert len(told) > 3
+
+
 def test_what_is_cancelled_takes_no_more_pieces():
     done = []
     work = work_in_python(lambda number: done.append(number) or number < 3, 10)

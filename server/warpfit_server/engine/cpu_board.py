@@ -51,8 +51,9 @@ COMPUTING, _CHANGES, _ASLEEP = 8, 16, 24
 #: are, how many threads may come, addresses of the tenant's charge and of what is set when a piece
 #: is finished, and what ended the work too early.
 OPEN, FUNCTION, RECORD, PIECES, WANTED, CHARGE, DONE, ENDED = 0, 1, 2, 3, 4, 5, 6, 7
-#: The next piece that nobody has taken; threads that are there; how often the last one has left.
-NEXT, INSIDE, EMPTIED = 8, 16, 17
+#: The next piece that nobody has taken; threads that are there; how often the last one has left;
+#: whether who leads the work has a core.
+NEXT, INSIDE, EMPTIED, _HAS_CORE = 8, 16, 17, 24
 #: No place: the head is there.
 _NOWHERE: Final = 0
 
@@ -85,8 +86,8 @@ _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 def lead(board: Any, place: int, limit: int) -> int:
     """Let threads come to a place that has been filled in, and work if a core is free.
 
-    Returns when all is done, and the place closed, or after some nanoseconds, to be called again:
-    the nanoseconds that this thread has worked.
+    Returns when all is done, and the place closed, or after some nanoseconds, to be called again
+    soon, as the thread keeps its core: the nanoseconds that it has worked.
     """
     deadline = nanoseconds(board[_CLOCK]) + limit
     if board[place + OPEN] == 0:
@@ -95,13 +96,16 @@ def lead(board: Any, place: int, limit: int) -> int:
         fence()
         _wake(board, min(board[place + WANTED] - 1, board[_CORES] - board[COMPUTING]))
     worked = 0
-    if _take_core(board):
+    if board[place + _HAS_CORE] != 0 or _take_core(board):
+        board[place + _HAS_CORE] = 1
         worked = _work(board, place, deadline)
-        _give_core(board)
+        if _has_pieces(board, place) and nanoseconds(board[_CLOCK]) >= deadline:
+            return worked
+        _give_core(board, place)
     while True:
         seen = board[place + EMPTIED]
         fence()
-        if board[place + NEXT] >= board[place + PIECES]:
+        if not _has_pieces(board, place):
             _close(board, place)
             return worked
         left = deadline - nanoseconds(board[_CLOCK])
@@ -112,13 +116,15 @@ def lead(board: Any, place: int, limit: int) -> int:
 
 def withdraw(board: Any, place: int) -> None:
     """Give no more pieces of a place out, and close it."""
+    board[place + NEXT] = board[place + PIECES]
+    if board[place + _HAS_CORE] != 0:
+        _give_core(board, place)
     _close(board, place)
 
 
 @inlined
 def _close(board: Any, place: int) -> None:
     """Close a place, and wait until no thread is there any more."""
-    board[place + NEXT] = board[place + PIECES]
     board[place + OPEN] = 0
     while True:
         seen = board[place + EMPTIED]
@@ -150,7 +156,7 @@ def close(board: Any) -> None:
 def run_alone(board: Any, place: int) -> int:
     """Run all pieces of a place that is not open; return the nanoseconds that it took."""
     began = nanoseconds(board[_CLOCK])
-    while board[place + NEXT] < board[place + PIECES]:
+    while _has_pieces(board, place):
         _run(board, place, board[place + NEXT])
         board[place + NEXT] += 1
     took = nanoseconds(board[_CLOCK]) - began
@@ -170,7 +176,7 @@ def _work(board: Any, own: int, deadline: int) -> int:
     """
     began = before = nanoseconds(board[_CLOCK])
     place = _NOWHERE
-    while own == _NOWHERE or (board[own + NEXT] < board[own + PIECES] and before < deadline):
+    while own == _NOWHERE or (_has_pieces(board, own) and before < deadline):
         best = _choose(board, place)
         if best == _NOWHERE:
             break
@@ -198,7 +204,7 @@ def _choose(board: Any, place: int) -> int:
     """
     best, least, fewest = _NOWHERE, 0, 0
     for other in range(HEAD_WORDS, len(board), PLACE_WORDS):
-        if board[other + OPEN] == 0 or board[other + NEXT] >= board[other + PIECES]:
+        if board[other + OPEN] == 0 or not _has_pieces(board, other):
             continue
         inside = board[other + INSIDE]
         if other != place and inside >= board[other + WANTED]:
@@ -211,11 +217,17 @@ def _choose(board: Any, place: int) -> int:
             is_better = best == _NOWHERE or charge < least
         if is_better:
             best, least, fewest = other, charge, inside
-    if place == _NOWHERE or best == _NOWHERE or board[place + NEXT] >= board[place + PIECES]:
+    if place == _NOWHERE or best == _NOWHERE or not _has_pieces(board, place):
         return best
     if board[best + CHARGE] == board[place + CHARGE]:
         return best if fewest + 1 < board[place + INSIDE] else place
     return best if least + _AHEAD < _charged(board, place) else place
+
+
+@inlined
+def _has_pieces(board: Any, place: int) -> bool:
+    """Whether there are pieces that nobody has taken."""
+    return bool(board[place + NEXT] < board[place + PIECES])
 
 
 @inlined
@@ -271,8 +283,9 @@ def _take_core(board: Any) -> bool:
 
 
 @inlined
-def _give_core(board: Any) -> None:
-    """Give a core back, to a thread that sleeps if there is work for it."""
+def _give_core(board: Any, place: int) -> None:
+    """Give the core of who leads the work at a place to a thread that sleeps, if there is work."""
+    board[place + _HAS_CORE] = 0
     _add(board, COMPUTING, -1)
     if _choose(board, _NOWHERE) != _NOWHERE:
         _wake(board, 1)
