@@ -21,13 +21,17 @@ from warpfit_server.engine.cpu_kernels import Flavour
 from warpfit_server.engine.cpu_pieces import record_of
 
 #: Blocks in a span of rows, and how many spans there are at most.
-_SPAN_BLOCKS: Final = 16
+_SPAN_BLOCKS: Final = 4
 _MOST_SPANS: Final = 64
 #: Token-rows of a piece: some 0.2 ms, after which a thread can turn to another tenant's work.
 _LEAST_PIECE: Final = 500_000
 _LARGEST_PIECE: Final = 1_000_000
 #: Pieces to cut at least before they grow.
 _MANY_PIECES: Final = 128
+#: Cells of a piece at least, up to so many token-rows: all of them run over a block of rows that is
+#: read from memory once. With two, a million rows take 17 % longer.
+_CELLS_A_PIECE: Final = 8
+_MOST_FOR_CELLS: Final = 4_000_000
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
 
@@ -99,8 +103,13 @@ def cut_cells(
     """Cut the cells into ranges of about equal work; return their edges and all token-rows."""
     tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
-    piece = min(max(total // _MANY_PIECES, _LEAST_PIECE), _LARGEST_PIECE)
-    share = tokens * (int(spans[0, 1] - spans[0, 0]) / piece) + scalars / _PIECE_SCALARS
+    span = int(spans[0, 1] - spans[0, 0])
+    mean = int(tokens.sum()) // max(1, len(tokens))
+    few_cells = min(_CELLS_A_PIECE * mean * span, _MOST_FOR_CELLS)
+    piece = max(min(total // _MANY_PIECES, _LARGEST_PIECE), _LEAST_PIECE)
+    if total > _MANY_PIECES * few_cells:
+        piece = max(piece, few_cells)
+    share = tokens * (span / piece) + scalars / _PIECE_SCALARS
     group = np.cumsum(share).astype(np.int64)
     edges = np.concatenate([[0], np.flatnonzero(np.diff(group)) + 1, [len(tokens)]])
     return _ranges(edges), total
