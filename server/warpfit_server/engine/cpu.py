@@ -160,8 +160,10 @@ class CpuEngine:
 
     def _run(self, work: Work, turn: Turn, outputs: Outputs | None = None) -> None:
         """Do the work; tell which values are ready if there are any."""
-        tells = outputs is not None and not (outputs.values is None and outputs.jacobian is None)
-        self._helpers.run(work, turn, outputs.ready if outputs is not None and tells else None)
+        ready = None
+        if outputs is not None and (outputs.values is not None or outputs.jacobian is not None):
+            ready = outputs.ready
+        self._helpers.run(work, turn, ready)
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
