@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from support.callers import (
     TURN_SECONDS,
     Caller,
     Crew,
+    Outcome,
     Outcomes,
     Target,
     closed_loop,
@@ -196,32 +197,29 @@ def _times(outcomes: Outcomes, wanted: str = "OK") -> list[float]:
 
 
 def _watch(target: Target, go: Any, stop: Any, seen: Any) -> None:
-    """Process: one client that does nothing else calls now and then, and times the refusals."""
+    """Process: one client that does nothing else calls now and then."""
     caller = Caller(target)
     seen.put(None)
-    refused = []
+    outcomes = []
     while not stop.wait(WATCH_SECONDS):
-        if not go.wait(0.2):
-            continue
-        outcome, _ = caller.call()
-        if outcome.status == "RESOURCE_EXHAUSTED":
-            refused.append(outcome.seconds)
-    seen.put(refused)
+        if go.wait(0.2):
+            outcomes.append(caller.call()[0])
+    seen.put(outcomes)
 
 
 @contextmanager
-def watched(target: Target) -> Iterator[tuple[Any, list[float]]]:
-    """A client of its own, while the event is set; the list has what it saw of refusals then."""
+def watched(target: Target) -> Iterator[tuple[Any, Outcomes]]:
+    """A client of its own, while the event is set; the list has what it saw, afterwards."""
     go, stop, seen = _CONTEXT.Event(), _CONTEXT.Event(), _CONTEXT.Queue()
     process = _CONTEXT.Process(target=_watch, args=(target, go, stop, seen))
     process.start()
     seen.get(timeout=60)  # it is connected
-    took: list[float] = []
+    outcomes: Outcomes = []
     try:
-        yield go, took
+        yield go, outcomes
     finally:
         stop.set()
-        took += seen.get(timeout=90)
+        outcomes += seen.get(timeout=90)
         process.join(90)
 
 
@@ -237,32 +235,33 @@ class Account:
         self._crew = crew
         self._length = seconds
         self._cpu = np.zeros(len(family) + 1)
-        self._wall = self._counted = 0.0
-        self._answered = self._called = 0
+        self._wall = 0.0
+        self._counted: list[tuple[float, float]] = []
         self.outcomes: Outcomes = []
 
     def phase(self, calls: Callable[[float], Outcomes]) -> None:
         """Count what calls of so many seconds bring."""
         before, started = self._used(), time.perf_counter()
-        outcomes = calls(self._length)
+        self.outcomes += calls(self._length)
         self._wall += time.perf_counter() - started
         self._cpu += self._used() - before
-        begin, end = started + self._length / 4, started + self._length
-        counted = [outcome for outcome in outcomes if begin <= outcome.moment < end]
-        self._counted += end - begin
-        self._answered += len(_times(counted))
-        self._called += len(counted)
-        self.outcomes += outcomes
+        self._counted.append((started + self._length / 4, started + self._length))
 
     @property
     def answered(self) -> float:
         """Answers a second."""
-        return self._answered / self._counted
+        return self._rate(outcome for outcome in self.outcomes if outcome.status == "OK")
 
     @property
     def called(self) -> float:
         """Calls a second."""
-        return self._called / self._counted
+        return self._rate(self.outcomes)
+
+    def _rate(self, outcomes: Iterable[Outcome]) -> float:
+        counted = sum(
+            begin <= outcome.moment < end for outcome in outcomes for begin, end in self._counted
+        )
+        return counted / sum(end - begin for begin, end in self._counted)
 
     @property
     def per_core_second(self) -> float:
@@ -301,6 +300,7 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
             beyond.phase(partial(crew.open, 10 * peak.answered))
             go.clear()
             patient.phase(partial(crew.closed, 10 * clients))
+    beyond.outcomes += seen  # its answers are answers, too
     refused = _times(beyond.outcomes, "RESOURCE_EXHAUSTED")
     others = len(beyond.outcomes) - len(refused) - len(_times(beyond.outcomes))
     return {
@@ -315,7 +315,7 @@ def overload(process: ServerProcess, target: Target, crew: Crew, seconds: float)
             beyond.per_core_second / peak.per_core_second, 3
         ),
         "refused": milliseconds(refused),
-        "refused_as_one_client_saw_it": milliseconds(seen),
+        "refused_as_one_client_saw_it": milliseconds(_times(seen, "RESOURCE_EXHAUSTED")),
         "answered": milliseconds(_times(beyond.outcomes)),
         "other": others,
         "ten_times_the_clients_that_obey": {
