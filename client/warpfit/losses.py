@@ -128,8 +128,7 @@ class LossFunction:
     @property
     def is_squares(self) -> bool:
         """Whether the row loss is (f - y)^2, which Levenberg-Marquardt and scaling need."""
-        power = Program.apply("pow", DIFFERENCE, Program.constant(2.0))
-        return self.row in (SQUARES, power, Program.apply("mul", DIFFERENCE, DIFFERENCE))
+        return self.row in _FORMS_OF_SQUARES
 
     @property
     def is_score(self) -> bool:
@@ -239,6 +238,11 @@ def _with_difference(program: Program) -> Program:
 #: Prediction minus target, and the row losses of the six losses of `Loss`.
 DIFFERENCE: Final = Program.apply("sub", Program.variable(PREDICTION), Program.variable(TARGET))
 SQUARES: Final = Program.apply("square", DIFFERENCE)
+_FORMS_OF_SQUARES: Final = (
+    SQUARES,
+    Program.apply("pow", DIFFERENCE, Program.constant(2.0)),
+    Program.apply("mul", DIFFERENCE, DIFFERENCE),
+)
 ABSOLUTE: Final = Program.apply("abs", DIFFERENCE)
 
 #: Each `Loss` as a row loss and a closing.

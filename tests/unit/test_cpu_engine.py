@@ -139,8 +139,10 @@ def test_threads_do_not_change_anything(monkeypatch):
 def test_large_evaluations_take_a_third_of_the_places(monkeypatch):
     monkeypatch.setattr("warpfit_server.engine.cpu.available_cores", lambda: 12)
     engine = CpuEngine()
-    assert [engine.places(n) for n in (0, 10**8, 360_000_000, 360_000_001)] == [1, 1, 1, 4]
-    assert CpuEngine(threads=2).places(10**12) == 1
+    sizes = (0, 10**7, 60_000_000, 60_000_001)
+    assert [engine.places(n, fit=False) for n in sizes] == [1, 1, 1, 4]
+    assert engine.places(0, fit=True) == 4
+    assert CpuEngine(threads=2).places(10**12, fit=True) == 1
 
 
 def test_evaluations_at_the_same_time(evaluate):

@@ -143,8 +143,14 @@ class Engine(Protocol):
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
 
-    def places(self, token_rows: int) -> int:
-        """Tell how many of ``concurrency`` evaluations one of so many token-rows stands for."""
+    def places(self, token_rows: int, *, fit: bool) -> int:
+        """Tell how many of ``concurrency`` evaluations one stands for.
+
+        Args:
+            token_rows: of the evaluation, or of one pass of a fit.
+            fit: whether it is a fit, which takes many passes.
+
+        """
 
     def load(self, dataset: Dataset) -> None:
         """Make a data set usable under its ``content_id``; its arrays stay valid until unload.

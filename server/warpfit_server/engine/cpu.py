@@ -53,8 +53,8 @@ from warpfit_server.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
-#: Token-rows for each thread that take it some 5 ms.
-_LARGE_WORK: Final = 30_000_000
+#: Token-rows for each thread that take it some 1 ms.
+_LARGE_WORK: Final = 5_000_000
 #: Passes of fits at a time: one computes while the other is prepared, which is Python's. With more
 #: of them everybody would wait for Python's lock.
 _PASSES: Final = 2
@@ -89,9 +89,12 @@ class CpuEngine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [Device(name=name, threads=self.threads, memory=memory)]
 
-    def places(self, token_rows: int) -> int:
-        """A third for large ones, which occupy all threads: more of them only evict each other."""
-        is_large = token_rows > _LARGE_WORK * self.threads
+    def places(self, token_rows: int, *, fit: bool) -> int:
+        """A third for fits and for what occupies all threads.
+
+        More of them at a time would evict each other, and wait for Python's lock before others.
+        """
+        is_large = fit or token_rows > _LARGE_WORK * self.threads
         return max(1, self.concurrency // 3) if is_large else 1
 
     def load(self, dataset: Dataset) -> None:

@@ -1,12 +1,14 @@
 """The board: evaluations that threads of the CPU engine work on, without Python.
 
-The simple form, of each thread that helps:
+The simple form, of each thread that computes, of which there are as many as cores:
 
     while True:
-        take a core                                  # as many compute as there are cores
         while some evaluation has pieces left:
             run the next piece of the least charged tenant's, and charge the tenant
-        give the core back, and sleep until there is more
+        sleep until there is more
+
+Who brings an evaluation to an empty board works on it, too, because waking others takes a while,
+until the board has more.
 
 Python would let one thread at a time decide what it does next, and a dozen threads that do so every
 half millisecond wait for each other. So they decide in compiled code. The board is an array of
@@ -41,30 +43,29 @@ _LONG: Final = 10_000_000_000
 #: Words of a cache line.
 _LINE: Final = 8
 #: Words of the head, and of a place; those that many threads change have cache lines of their own.
-HEAD_WORDS: Final = 40
-PLACE_WORDS: Final = 32
-#: Words of the head: cores, whether threads should end, addresses of functions of the C library.
-_CORES, _CLOSED, _CLOCK, _SYSCALL = 0, 1, 2, 3
-#: Threads that compute, changes of the board (what threads without work sleep on), such threads.
-COMPUTING, _CHANGES, _ASLEEP = 8, 16, 24
+HEAD_WORDS: Final = 24
+PLACE_WORDS: Final = 24
+#: Words of the head: whether threads should end, addresses of functions of the C library.
+_CLOSED, _CLOCK, _SYSCALL = 0, 1, 2
+#: Changes of the board (what threads without work sleep on), such threads.
+_CHANGES, _ASLEEP = 8, 16
 #: Words of a place: whether threads may come, what runs a piece and is given, how many pieces there
 #: are, how many threads may come, addresses of the tenant's charge and of what is set when a piece
 #: is finished, and what ended the work too early.
 OPEN, FUNCTION, RECORD, PIECES, WANTED, CHARGE, DONE, ENDED = 0, 1, 2, 3, 4, 5, 6, 7
 #: The next piece that nobody has taken; threads that are there; how often the last one has left;
-#: whether who leads the work has a core.
-NEXT, INSIDE, EMPTIED, _HAS_CORE = 8, 16, 17, 24
+#: the changes of the board when it had nothing but this.
+NEXT, INSIDE, EMPTIED, _ALONE = 8, 16, 17, 18
 #: No place: the head is there.
 _NOWHERE: Final = 0
 
 
-def new_board(cores: int, places: int) -> NDArray[np.int64]:
+def new_board(places: int) -> NDArray[np.int64]:
     """Make a board on which nobody works."""
     size = HEAD_WORDS + places * PLACE_WORDS
     memory = np.zeros(size + _LINE, dtype=np.int64)
     start = -(memory.ctypes.data // memory.itemsize) % _LINE
     board = memory[start : start + size]
-    board[_CORES] = cores
     board[_CLOCK], board[_SYSCALL] = _address_of("clock_gettime"), _address_of("syscall")
     return board
 
@@ -84,24 +85,15 @@ _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 
 
 def lead(board: Any, place: int, limit: int) -> int:
-    """Let threads come to a place that has been filled in, and work if a core is free.
+    """Let threads come to a place that has been filled in, and wait until all is done.
 
-    Returns when all is done, and the place closed, or after some nanoseconds, to be called again
-    soon, as the thread keeps its core: the nanoseconds that it has worked.
+    The place is closed then. After some nanoseconds it returns in any case, to be called again.
+    Returns the nanoseconds that it has worked itself, as it does while there is nothing else.
     """
     deadline = nanoseconds(board[_CLOCK]) + limit
     if board[place + OPEN] == 0:
-        fence()
-        board[place + OPEN] = 1
-        fence()
-        _wake(board, min(board[place + WANTED] - 1, board[_CORES] - board[COMPUTING]))
-    worked = 0
-    if board[place + _HAS_CORE] != 0 or _take_core(board):
-        board[place + _HAS_CORE] = 1
-        worked = _work(board, place, deadline)
-        if _has_pieces(board, place) and nanoseconds(board[_CLOCK]) >= deadline:
-            return worked
-        _give_core(board, place)
+        _open(board, place)
+    worked = _work_alone(board, place, deadline)
     while True:
         seen = board[place + EMPTIED]
         fence()
@@ -117,9 +109,18 @@ def lead(board: Any, place: int, limit: int) -> int:
 def withdraw(board: Any, place: int) -> None:
     """Give no more pieces of a place out, and close it."""
     board[place + NEXT] = board[place + PIECES]
-    if board[place + _HAS_CORE] != 0:
-        _give_core(board, place)
     _close(board, place)
+
+
+@inlined
+def _open(board: Any, place: int) -> None:
+    is_alone = True
+    for other in range(HEAD_WORDS, len(board), PLACE_WORDS):
+        is_alone = is_alone and board[other + OPEN] == 0
+    board[place + OPEN] = 1
+    fence()
+    changes = _wake(board, board[place + WANTED] - is_alone)
+    board[place + _ALONE] = changes if is_alone else -1
 
 
 @inlined
@@ -134,21 +135,19 @@ def _close(board: Any, place: int) -> None:
         _sleep(board, place + EMPTIED, seen, _LONG)
 
 
-def help_out(board: Any) -> None:
+def compute(board: Any) -> None:
     """Work on what there is until the board is closed."""
     while board[_CLOSED] == 0:
         seen = board[_CHANGES]
         fence()
-        if _take_core(board):
-            _work(board, _NOWHERE, 0)
-            _add(board, COMPUTING, -1)
+        _work(board)
         _add(board, _ASLEEP, 1)
         _sleep(board, _CHANGES, seen, _LONG)
         _add(board, _ASLEEP, -1)
 
 
 def close(board: Any) -> None:
-    """Let the threads that help end."""
+    """Let the threads that compute end."""
     board[_CLOSED] = 1
     _wake(board, 1 << 20)
 
@@ -164,19 +163,14 @@ def run_alone(board: Any, place: int) -> int:
     return int(took)
 
 
-# ------------------------------------------------------------------------------- with a core
+# ------------------------------------------------------------------------------- at work
 
 
 @inlined
-def _work(board: Any, own: int, deadline: int) -> int:
-    """Run pieces, the least charged tenant's first, as long as there are any.
-
-    Who leads an evaluation, at the place ``own``, stops when all of its pieces are taken, and at
-    the deadline. Returns the nanoseconds that it took.
-    """
-    began = before = nanoseconds(board[_CLOCK])
-    place = _NOWHERE
-    while own == _NOWHERE or (_has_pieces(board, own) and before < deadline):
+def _work(board: Any) -> None:
+    """Run pieces, the least charged tenant's first, as long as there are any."""
+    before, place = nanoseconds(board[_CLOCK]), _NOWHERE
+    while True:
         best = _choose(board, place)
         if best == _NOWHERE:
             break
@@ -184,14 +178,34 @@ def _work(board: Any, own: int, deadline: int) -> int:
             _leave(board, place)
             place = best if _join(board, best) else _NOWHERE
         if place != _NOWHERE:
-            piece = _add(board, place + NEXT, 1)
-            if piece < board[place + PIECES]:
-                _run(board, place, piece)
-            now = nanoseconds(board[_CLOCK])
-            _charge(board, place, now - before)
-            before = now
+            before = _take_piece(board, place, before)
+    _leave(board, place)
+
+
+@inlined
+def _work_alone(board: Any, place: int, deadline: int) -> int:
+    """Run pieces of one place as long as the board has nothing else; return what that took."""
+    began = before = nanoseconds(board[_CLOCK])
+    if board[place + _ALONE] != board[_CHANGES] or not _join(board, place):
+        return 0
+    while _has_pieces(board, place) and before < deadline:
+        if board[place + _ALONE] != board[_CHANGES]:
+            _wake(board, 1)  # in this thread's stead
+            break
+        before = _take_piece(board, place, before)
     _leave(board, place)
     return int(before - began)
+
+
+@inlined
+def _take_piece(board: Any, place: int, before: int) -> int:
+    """Run the next piece, if any, and charge the time since ``before``; return the time."""
+    piece = _add(board, place + NEXT, 1)
+    if piece < board[place + PIECES]:
+        _run(board, place, piece)
+    now = nanoseconds(board[_CLOCK])
+    _charge(board, place, now - before)
+    return int(now)
 
 
 @inlined
@@ -242,7 +256,7 @@ def _join(board: Any, place: int) -> bool:
 
 @inlined
 def _leave(board: Any, place: int) -> None:
-    """Leave a place, if any; the last one wakes who leads the work."""
+    """Leave a place, if any; the last one wakes who waits for the work."""
     if place == _NOWHERE:
         return
     if _add(board, place + INSIDE, -1) == 1:
@@ -274,23 +288,6 @@ def _charge(board: Any, place: int, took: int) -> None:
     add_atomically(np.int64(board[place + CHARGE] + 8), np.int64(took))
 
 
-@inlined
-def _take_core(board: Any) -> bool:
-    if _add(board, COMPUTING, 1) < board[_CORES]:
-        return True
-    _add(board, COMPUTING, -1)
-    return False
-
-
-@inlined
-def _give_core(board: Any, place: int) -> None:
-    """Give the core of who leads the work at a place to a thread that sleeps, if there is work."""
-    board[place + _HAS_CORE] = 0
-    _add(board, COMPUTING, -1)
-    if _choose(board, _NOWHERE) != _NOWHERE:
-        _wake(board, 1)
-
-
 # ------------------------------------------------------------------------------- sleeping
 
 
@@ -306,11 +303,12 @@ def _add(board: Any, word: int, number: int) -> int:
 
 
 @inlined
-def _wake(board: Any, count: int) -> None:
-    """Tell threads without work that the board has changed."""
-    _add(board, _CHANGES, 1)
+def _wake(board: Any, count: int) -> int:
+    """Tell threads without work that the board has changed; return the changes until now."""
+    changes = _add(board, _CHANGES, 1) + 1
     if count > 0 and board[_ASLEEP] > 0:
         _futex_wake(board, _CHANGES, count)
+    return changes
 
 
 @inlined

@@ -257,7 +257,7 @@ def _compile_board(jit: _Jit) -> BoardCode:
     return BoardCode(
         lead=jit(types.int64(_WORDS, _WORD, _WORD), cpu_board.lead),
         withdraw=jit(types.void(_WORDS, _WORD), cpu_board.withdraw),
-        help_out=jit(one, cpu_board.help_out),
+        compute=jit(one, cpu_board.compute),
         close=jit(one, cpu_board.close),
         run_alone=jit(types.int64(_WORDS, _WORD), cpu_board.run_alone),
     )

@@ -1,12 +1,13 @@
-"""Threads that compute on the CPU: as many at a time as there are cores.
+"""Threads that compute on the CPU: as many as there are cores.
 
-The thread that brings an evaluation leads it, and others help; who gets a core next is the work of
-the least charged tenant. With more threads than cores the system's scheduler would choose among
-them, which knows nothing of tenants. Threads decide in compiled code: see `cpu_board`.
+The thread that brings an evaluation waits for them; what they turn to next is the work of the
+least charged tenant. With more threads than cores the system's scheduler would choose among them,
+which knows nothing of tenants. Threads decide in compiled code: see `cpu_board`.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,15 @@ from warpfit_server.engine.cpu_pieces import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.cpu_work import Work
 from warpfit_server.fairness import Charge, Turn
 
+#: Whoever runs Python, here or in a door, wants a core for a moment only, to take, begin or answer
+#: a call, and goes before what computes. At the same priority Linux may let it wait for 3 ms.
+_NICE: Final = 10
 #: Token-rows below which waking another thread costs more than it gains.
 _WORK_WORTH_A_THREAD: Final = 300_000
 #: Evaluations that threads may help with at a time; further ones do without.
 _PLACES: Final = 64
-#: Nanoseconds after which who leads tells what is ready, and, if nothing is to be told, after which
-#: it looks whether it was cancelled before it got a core.
+#: Nanoseconds after which who waits tells what is ready, and, if nothing is to be told, after which
+#: it looks whether the evaluation was cancelled before anybody came.
 _TELL, _LOOK = 2_000_000, 100_000_000
 
 
@@ -35,7 +39,7 @@ class BoardCode:
 
     lead: Any
     withdraw: Any
-    help_out: Any
+    compute: Any
     close: Any
     run_alone: Any
 
@@ -44,7 +48,7 @@ class Helpers:
     """Threads shared by all evaluations, started when they are first wanted.
 
     Args:
-        cores: threads that compute at a time.
+        cores: threads that compute.
         code: what they run.
 
     """
@@ -52,7 +56,7 @@ class Helpers:
     def __init__(self, cores: int, code: BoardCode) -> None:
         self._cores = cores
         self._code = code
-        self._board = board.new_board(cores, _PLACES)
+        self._board = board.new_board(_PLACES)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._places = [board.HEAD_WORDS + board.PLACE_WORDS * n for n in range(_PLACES)]
@@ -61,7 +65,7 @@ class Helpers:
         """Of who used a place last: threads that come too late may still look at it."""
 
     def run(self, work: Work, turn: Turn, ready: Callable[[int], None] | None = None) -> None:
-        """Do the work on the calling thread and those that come to help.
+        """Have the work done while the calling thread waits; it does what is very little itself.
 
         Args:
             work: to do.
@@ -76,7 +80,7 @@ class Helpers:
         with self._place() as (words, place):
             self._fill(words, place, work, turn)
             worth = work.cost // _WORK_WORTH_A_THREAD + 1
-            if worth == 1 or words is not self._board:  # a core would come too late, or nobody
+            if worth == 1 or words is not self._board:  # a thread would come too late, or none
                 turn.note(1e-9 * self._code.run_alone(words, place))
             else:
                 words[place + board.WANTED] = min(self._cores, len(work.done), worth)
@@ -113,15 +117,17 @@ class Helpers:
                 self._code.withdraw(self._board, place)
 
     def _start(self) -> None:
-        """See to it that there are threads; they inherit the caller's priority."""
+        """See to it that there are threads."""
         with self._lock:
             for number in range(len(self._threads), self._cores):
                 name = f"warpfit-cpu-{number}"
-                thread = threading.Thread(
-                    target=self._code.help_out, args=(self._board,), name=name, daemon=True
-                )
+                thread = threading.Thread(target=self._compute, name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
+
+    def _compute(self) -> None:
+        os.nice(_NICE)  # of this thread alone, on Linux
+        self._code.compute(self._board)
 
     @contextmanager
     def _place(self) -> Iterator[tuple[Any, int]]:
@@ -129,7 +135,7 @@ class Helpers:
         with self._lock:
             place = self._places.pop() if self._places else None
         if place is None:
-            yield board.new_board(1, 1), board.HEAD_WORDS
+            yield board.new_board(1), board.HEAD_WORDS
             return
         try:
             yield self._board, place

@@ -51,10 +51,6 @@ _MOST_PATIENCE: Final = 64
 #: Work whose door has died ends after at most this time, and tenants are charged for what compiled
 #: code does on their lanes.
 _ROUND_SECONDS: Final = 0.2
-#: Where a door wants a core that the CPU engine computes on, the door goes first: it needs it for
-#: a moment, to take, answer or refuse a call. With less than this Linux lets it wait for
-#: milliseconds.
-_NICE: Final = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,8 +121,6 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until Stop or the end of the channel."""
         devices = tuple(self._engine.devices())
-        if self._engine.name == "cpu":
-            os.nice(_NICE)  # inherited by the threads that compute, which have not begun yet
         lane_end.rehearse()
         threading.Thread(target=self._go_round, name="rounds", daemon=True).start()
         self._overseer.start()
@@ -195,10 +189,11 @@ class EngineProcess:
             visit.segment = None
 
     def _turn(self, job: _Job) -> Turn:
-        """Make the turn of an evaluation, or of a fit, which does little at a time."""
+        """Make the turn of an evaluation or a fit."""
         frame = job.problem.frame
-        size = 0 if isinstance(job.order, Optimize) else frame.tokens * frame.vectors * frame.rows
-        return self._gate.turn(job.problem.tenant, self._engine.places(size), job.cancelled)
+        token_rows = frame.tokens * frame.vectors * frame.rows
+        places = self._engine.places(token_rows, fit=isinstance(job.order, Optimize))
+        return self._gate.turn(job.problem.tenant, places, job.cancelled)
 
     def _receive(self, visit: _Visit) -> tuple[wire.Message, list[int]]:
         """Wait for the next message, while compiled code answers what it can."""

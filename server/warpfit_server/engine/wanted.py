@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ class Wanted:
     @property
     def is_squares(self) -> bool:
         """Whether the row loss is (f - y)^2."""
-        return self.row_loss is not None and _is_squares(self.row_loss)
+        return self.row_loss is not None and LossFunction(self.row_loss).is_squares
 
 
 def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:
@@ -71,12 +70,6 @@ def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:
         reductions=outputs.reductions,
         moments=outputs.moments,
     )
-
-
-@lru_cache
-def _is_squares(row_loss: Program) -> bool:
-    """Look at a row loss; every pass of a fit asks the same again."""
-    return LossFunction(row_loss).is_squares
 
 
 def room_for_curvatures(batch: Batch) -> Floats:

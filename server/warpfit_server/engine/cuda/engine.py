@@ -122,7 +122,7 @@ class CudaEngine:
             )
         ]
 
-    def places(self, token_rows: int) -> int:
+    def places(self, token_rows: int, *, fit: bool) -> int:
         """One for each: large ones take turns on the device."""
         return 1
 
