@@ -37,7 +37,7 @@ SHELL = [
 NOT_RUN = {
     "docker": "needs a container engine: `tests/bench/image.py` runs the image's steps",
     "helm": "needs a cluster: the chart is rendered, with what the command sets",
-    "full": "takes minutes: `tests/bench/results/bench_gpu_full.json` is its result",
+    "full": "takes minutes: `tests/bench/results/bench_gpu.json` is its result",
 }
 #: What keeps commands short that would go on for minutes, by their first words.
 SHORTER = {
