@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.evaluations import POISON, Evaluate
+from support.pieces import helpers_on, run
 from warpfit import reference
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
@@ -24,11 +25,11 @@ from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_work
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
-from warpfit_server.engine.cpu_lower import (
-    lower_batch,
-)
+from warpfit_server.engine.cpu_work import lowering
 from warpfit_server.engine.schedule import (
     INSTRUCTIONS_END,
+    INSTRUCTIONS_START,
+    LOADS,
     PROLOGUE_END,
     SLOTS,
 )
@@ -54,8 +55,17 @@ def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) ->
 
 
 def lowered(*programs: Program):
+    return lowered_batch(Batch.of(programs, [[1.0] * 9] * len(programs)), 1)
+
+
+def lowered_batch(batch: Batch, cores: int):
     compiled = cpu_cache.load(default_cache_directory())
-    return lower_batch(compiled.lower, Batch.of(programs, [[1.0] * 9] * len(programs)))
+    work, result = lowering(compiled.lower, batch, np.zeros(1, np.uint8))
+    helpers = helpers_on(cores)
+    run(helpers, work)
+    helpers.close()
+    assert work.done.all()
+    return result
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 15, 16, 17, 31, 511, 512, 513, 1023, 1024, 1025, 20011])
@@ -350,3 +360,19 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     monkeypatch.undo()
     Evaluate(engine)(data, programs, parameters)
     engine.close()
+
+
+def test_threads_lower_ranges_of_programs():
+    programs, parameters = thesis_mix(RNG_SEED, 400)
+    together = lowered_batch(Batch.of(programs, parameters), 4)
+    columns = [INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END]
+    for number, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
+        alone = lowered_batch(Batch.of([program], [vector]), 1)
+        mine, own = together.summaries[number].copy(), alone.summaries[0]
+        first, load, loads = mine[INSTRUCTIONS_START], together.starts[number], own[LOADS]
+        mine[columns] -= first
+        np.testing.assert_array_equal(mine, own)
+        end = first + own[INSTRUCTIONS_END]
+        instructions = alone.instructions[: own[INSTRUCTIONS_END]]
+        np.testing.assert_array_equal(together.instructions[first:end], instructions)
+        np.testing.assert_array_equal(together.loads[load : load + loads], alone.loads[:loads])

@@ -37,11 +37,15 @@ from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
 from warpfit_server.engine.cpu_helpers import Helpers
-from warpfit_server.engine.cpu_lower import (
-    Lowered,
-    lower_batch,
+from warpfit_server.engine.cpu_lower import Lowered
+from warpfit_server.engine.cpu_work import (
+    Work,
+    cut_cells,
+    cut_rows,
+    fill_job,
+    flavour_of,
+    lowering,
 )
-from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
 from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.schedule import (
     SCALARS,
@@ -196,9 +200,15 @@ class CpuEngine:
         if derivation.work.reported < len(evaluation.batch):
             outputs.ready(len(evaluation.batch))
 
+    def _lower(self, batch: Batch, cancelled: NDArray[np.uint8]) -> Lowered:
+        work, lowered = lowering(self._compiled.lower, batch, cancelled)
+        self._run(work, current_turn())
+        return lowered
+
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         layout, batch = dataset.layout, evaluation.batch
-        lowered = self._lowered.of_programs(batch, (), partial(lower_batch, self._compiled.lower))
+        lower = partial(self._lower, cancelled=outputs.cancelled)
+        lowered = self._lowered.of_programs(batch, (), lower)
         kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
         block = _BLOCK_BYTES // layout.dtype.itemsize

@@ -76,11 +76,12 @@ class Kernels:
 class Compiled:
     """All compiled code of the engine."""
 
-    lower: Any
     differentiate: Any
     combine: Any
+    lower: int
+    """Address of what runs a piece of lowering; the next ones of an evaluation, and of one with
+    derivatives."""
     interpret: int
-    """Address of what runs a piece of an evaluation; likewise the next, with derivatives."""
     linearise: int
     board: BoardCode
     kernels: dict[Flavour, Kernels]
@@ -100,9 +101,8 @@ def load(directory: Path) -> Compiled:
         board = _compile_board(jit)
     kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    interpret, linearise = runners
-    addresses = (_address_of(interpret), _address_of(linearise))
-    return Compiled(*functions, *addresses, board, kernels, runners)
+    lower, interpret, linearise = (_address_of(runner) for runner in runners)
+    return Compiled(*functions, lower, interpret, linearise, board, kernels, runners)
 
 
 def load_board(directory: Path) -> BoardCode:
@@ -217,8 +217,8 @@ _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
 _NUMBERS: Final = types.Array(types.float64, 1, "C")
 _MATRIX: Final = types.Array(types.float64, 2, "C")
-_GIVEN_BYTES, _GIVEN_SMALL, _GIVEN_NUMBERS = (
-    types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.int8, types.float64)
+_GIVEN_BYTES, _GIVEN_NUMBERS = (
+    types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.float64)
 )
 _PIECE: Final = types.int64(_WORD, _WORD)
 _Jit = Callable[[Any, Any], Any]
@@ -231,25 +231,25 @@ def _differentiate_signature() -> Any:
     return types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered)
 
 
-def _compile_functions(jit: _Jit) -> tuple[Any, Any, Any]:
+def _compile_functions(jit: _Jit) -> tuple[Any, Any]:
     """Compile what Python calls before and after pieces run."""
-    lowered = numba.typeof(cpu_lower.empty(1, np.zeros(2, dtype=np.int64)))
-    rewrites = numba.typeof(cpu_lower.power_rewrites())
-    lower = types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _GIVEN_SMALL, rewrites, lowered)
     differentiated = numba.typeof(differentiate.empty(1, 1, 1))
     combine = types.void(
         *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
         *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
     )
     return (
-        jit(lower, cpu_lower.lower),
         jit(_differentiate_signature(), differentiate.differentiate),
         jit(combine, cpu_linearise.combine),
     )
 
 
-def _compile_runners(jit: _Jit) -> tuple[Any, Any]:
-    return jit(_PIECE, cpu_interpret.interpret_piece), jit(_PIECE, cpu_linearise.linearise_piece)
+def _compile_runners(jit: _Jit) -> tuple[Any, Any, Any]:
+    return (
+        jit(_PIECE, cpu_lower.lower_piece),
+        jit(_PIECE, cpu_interpret.interpret_piece),
+        jit(_PIECE, cpu_linearise.linearise_piece),
+    )
 
 
 def _compile_board(jit: _Jit) -> BoardCode:

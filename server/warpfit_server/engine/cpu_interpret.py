@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from warpfit_server.engine.cpu_lower import Lowered
+from warpfit_server.engine.cpu_lower import Lowered, lowered_of
 from warpfit_server.engine.cpu_pieces import (
     CANCELLED,
     FAILED,
@@ -40,14 +40,12 @@ from warpfit_server.engine.schedule import (
     BROADCAST,
     CODE,
     FIRST,
-    INSTRUCTION_COLUMNS,
     INSTRUCTIONS_END,
     INSTRUCTIONS_START,
     LOADS,
     PROLOGUE_END,
     SCALARS,
     SLOTS,
-    SUMMARY_COLUMNS,
     TARGET,
     inlined,
 )
@@ -117,18 +115,11 @@ def interpret_piece(record: int, piece: int) -> int:
     cells, rows, span = part(table(record, CELLS, 2), table(record, SPANS, 2), piece)
     losses = numbers(record, _LOSSES)
     count = len(losses) // len(table(record, SPANS, 2))
-    lowered = Lowered(
-        table(record, INSTRUCTION_TABLE, INSTRUCTION_COLUMNS),
-        table(record, INSTRUCTION_TABLE + 1, SUMMARY_COLUMNS),
-        table(record, INSTRUCTION_TABLE + 2, 2),
-        numbers(record, INSTRUCTION_TABLE + 3),
-        words(record, INSTRUCTION_TABLE + 4),
-    )
     try:
         finished = _interpret(
-            words(record, JOB), words(record, KERNELS), lowered, numbers(record, PARAMETERS),
-            words(record, PARAMETER_STARTS), cells, rows, octets(record, CANCEL_FLAG),
-            losses[span * count : (span + 1) * count],
+            words(record, JOB), words(record, KERNELS), lowered_of(record, INSTRUCTION_TABLE),
+            numbers(record, PARAMETERS), words(record, PARAMETER_STARTS), cells, rows,
+            octets(record, CANCEL_FLAG), losses[span * count : (span + 1) * count],
         )  # fmt: skip
     except Exception:  # compiled code tells exceptions apart no further: there is no memory
         return FAILED

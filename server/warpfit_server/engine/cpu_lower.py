@@ -1,5 +1,7 @@
 """Lowering: postfix tokens to the instructions that the interpreter runs, compiled by Numba.
 
+Each program has its own part of the results, so threads take ranges of programs.
+
 The simple form turns each operator token into one instruction that pops its operands from a stack
 and pushes its result. The clever parts, all in one pass over the tokens:
 
@@ -24,8 +26,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch
 from warpfit.ops import ARITIES, CONSTANT, OPERATORS
+from warpfit_server.engine.cpu_pieces import FAILED, FINISHED, numbers, octets, part, table, words
 from warpfit_server.engine.schedule import (
     CODE,
     GIVEN,
@@ -73,41 +75,71 @@ def empty(tokens: int, starts: NDArray[np.int64]) -> Lowered:
     )
 
 
-def lower_batch(lower: Any, batch: Batch) -> Lowered:
-    """Lower a checked batch with the compiled `lower`."""
-    lowered = empty(len(batch.codes), batch.starts)
-    codes, values = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
-    lower(codes, values, ARITIES, power_rewrites(), lowered)
-    return lowered
-
-
 def power_rewrites() -> NDArray[np.float64]:
     """Operators that equal a power with a constant exponent: rows (exponent, code)."""
     rows = [(2.0, "square"), (3.0, "cube"), (-1.0, "inv")]
     return np.array([(exponent, OPERATORS[name].code) for exponent, name in rows])
 
 
+#: Arrays of a record that are the same for all batches.
+TABLES: Final = ARITIES.astype(np.int64), power_rewrites()
+#: Arrays of a record, in order; those of `Lowered` begin with _LOWERED.
+_CELLS, _SPANS, _CODES, _VALUES, _ARITIES, _REWRITES, _LOWERED = range(7)
+
+
+@inlined
+def lowered_of(record: int, index: int) -> Lowered:
+    """Arrays of a record from number ``index``."""
+    return Lowered(
+        table(record, index, INSTRUCTION_COLUMNS),
+        table(record, index + 1, SUMMARY_COLUMNS),
+        table(record, index + 2, 2),
+        numbers(record, index + 3),
+        words(record, index + 4),
+    )
+
+
+def lower_piece(record: int, piece: int) -> int:
+    """Lower a range of programs; see `cpu_pieces`.
+
+    The cells of a record are programs, and there is one span; codes and values are those of the
+    batch, then come TABLES, and `Lowered`, of which the starts are given.
+    """
+    programs, _, _ = part(table(record, _CELLS, 2), table(record, _SPANS, 2), piece)
+    try:
+        _lower(
+            octets(record, _CODES), numbers(record, _VALUES), words(record, _VALUES),
+            words(record, _ARITIES), numbers(record, _REWRITES).reshape((-1, 2)),
+            programs, lowered_of(record, _LOWERED),
+        )  # fmt: skip
+    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+        return FAILED
+    return FINISHED
+
+
 _POWER_CODE: Final = OPERATORS["pow"].code
 
 
-def lower(codes: Any, values: Any, arities: Any, rewrites: Any, lowered: Any) -> None:
-    """Lower every program of a batch into ``lowered``, of which the starts are given."""
+@inlined
+def _lower(
+    codes: Any, values: Any, bits: Any, arities: Any, rewrites: Any, programs: Any, lowered: Any
+) -> None:
+    """Lower programs, a half-open range; ``bits`` are those of the values."""
     starts, summaries = lowered.starts, lowered.summaries
     longest = 1
-    for program in range(len(starts) - 1):
+    for program in range(programs[0], programs[1]):
         longest = max(longest, starts[program + 1] - starts[program])
     nodes = np.empty((longest, NODE_COLUMNS), dtype=np.int64)
     stack = np.empty(longest, dtype=np.int64)
-    table = np.empty(table_size(longest), dtype=np.int64)
+    known = np.empty(table_size(longest), dtype=np.int64)
     work = np.empty(6 * longest + 8, dtype=np.int64)
-    bits = values.view(np.int64)
-    for program in range(len(starts) - 1):
+    for program in range(programs[0], programs[1]):
         start, stop = starts[program], starts[program + 1]
         mask = table_size(stop - start) - 1
-        table[: mask + 1] = -1
+        known[: mask + 1] = -1
         count = number_tokens(
             codes[start:stop], values[start:stop], bits[start:stop], arities, rewrites,
-            nodes, stack, table, mask, 0, -1,
+            nodes, stack, known, mask, 0, -1,
         )  # fmt: skip
         first = start + program
         _place(
@@ -193,8 +225,8 @@ def find_node(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count
     """Find the node with this code and these operands, or make it as number ``count``."""
     a, b, c = operands
     key = np.uint64(code) * np.uint64(0x9E3779B97F4A7C15)
-    for part in (a, b, c):
-        key = (key ^ np.uint64(part)) * np.uint64(0xFF51AFD7ED558CCD)
+    for operand in (a, b, c):
+        key = (key ^ np.uint64(operand)) * np.uint64(0xFF51AFD7ED558CCD)
         key ^= key >> np.uint64(32)
     index = np.int64(key & np.uint64(mask))
     while table[index] >= 0:

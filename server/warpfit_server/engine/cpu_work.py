@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset, Layout
+from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine import cpu_interpret
+from warpfit_server.engine import cpu_interpret, cpu_lower
 from warpfit_server.engine.cpu_kernels import Flavour
 from warpfit_server.engine.cpu_pieces import record_of
 
@@ -32,6 +33,9 @@ _MANY_PIECES: Final = 128
 #: read from memory once. With two, a million rows take 17 % longer.
 _CELLS_A_PIECE: Final = 8
 _MOST_FOR_CELLS: Final = 4_000_000
+#: Tokens that a thread lowers at a time, and token-rows that take about as long as lowering one.
+_TOKENS_A_PIECE: Final = 1000
+_COST_OF_LOWERING: Final = 500
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
 
@@ -113,6 +117,30 @@ def cut_cells(
     group = np.cumsum(share).astype(np.int64)
     edges = np.concatenate([[0], np.flatnonzero(np.diff(group)) + 1, [len(tokens)]])
     return _ranges(edges), total
+
+
+def lowering(
+    function: int, batch: Batch, cancelled: NDArray[np.uint8]
+) -> tuple[Work, cpu_lower.Lowered]:
+    """Cut the lowering of a checked batch into pieces; see `cpu_lower`.
+
+    Args:
+        function: address of `cpu_lower.lower_piece`.
+        batch: to lower.
+        cancelled: see `Work`.
+
+    Returns:
+        The work, and what it fills.
+
+    """
+    tokens, starts = len(batch.codes), batch.starts
+    lowered = cpu_lower.empty(tokens, starts)
+    groups = starts[:-1] // _TOKENS_A_PIECE
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(groups)) + 1, [len(batch)]])
+    cells, span = _ranges(edges), np.array([[0, 1]])
+    given = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
+    arrays = (cells, span, *given, *cpu_lower.TABLES, *lowered)
+    return Work(function, arrays, cells, span, 1, tokens * _COST_OF_LOWERING, cancelled), lowered
 
 
 def flavour_of(layout: Layout, precision: Precision) -> Flavour:
