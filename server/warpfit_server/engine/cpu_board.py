@@ -117,6 +117,7 @@ def _open(board: Any, place: int) -> None:
     is_alone = True
     for other in range(HEAD_WORDS, len(board), PLACE_WORDS):
         is_alone = is_alone and board[other + OPEN] == 0
+    fence()
     board[place + OPEN] = 1
     fence()
     changes = _wake(board, board[place + WANTED] - is_alone)

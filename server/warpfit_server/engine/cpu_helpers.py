@@ -1,8 +1,9 @@
 """Threads that compute on the CPU: as many as there are cores.
 
-The thread that brings an evaluation waits for them; what they turn to next is the work of the
-least charged tenant. With more threads than cores the system's scheduler would choose among them,
-which knows nothing of tenants. Threads decide in compiled code: see `cpu_board`.
+What they turn to next is the work of the least charged tenant. With more threads than cores the
+system's scheduler would choose among them, which knows nothing of tenants. So the thread that
+brings an evaluation waits, unless nothing else is there. Threads decide in compiled code: see
+`cpu_board`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Helpers:
         """Of who used a place last: threads that come too late may still look at it."""
 
     def run(self, work: Work, turn: Turn, ready: Callable[[int], None] | None = None) -> None:
-        """Have the work done while the calling thread waits; it does what is very little itself.
+        """Have the work done; the calling thread waits, or works as long as there is nothing else.
 
         Args:
             work: to do.
