@@ -22,6 +22,17 @@ def waiting(helpers):
     return [place for place in places if helpers._board[place + board.OPEN]]
 
 
+def resting(cores):
+    """Threads that sleep, so that who comes first finds nobody at work."""
+    helpers = helpers_on(cores)
+    run(helpers, work_in_python(lambda number: time.sleep(0.001), 2 * cores))
+    for _ in range(2):
+        while helpers._board[board._ASLEEP] < cores:
+            time.sleep(0.001)
+        time.sleep(0.02)
+    return helpers
+
+
 def slow_work(log, name, pieces=30, seconds=0.002):
     def run_piece(number):
         time.sleep(seconds)
@@ -130,15 +141,12 @@ def test_what_is_ready_is_told_in_order():
 
 
 def test_who_tells_what_is_ready_keeps_its_core():
-    helpers, seen, told = helpers_on(1), set(), []
+    helpers, seen, told = resting(1), set(), []
 
     def run_piece(number):
         seen.add(threading.get_ident())
         time.sleep(0.001)
 
-    run(helpers, work_in_python(run_piece, 2))
-    time.sleep(0.1)  # the helping thread sleeps
-    seen.clear()
     run(helpers, work_in_python(run_piece, 30), told.append)
     helpers.close()
     assert seen == {threading.get_ident()}
@@ -196,7 +204,7 @@ def test_no_more_threads_compute_than_there_are_cores():
 
 
 def test_a_core_goes_to_the_least_charged_tenant_that_waits_for_one():
-    gate, helpers, order, may_end = FairGate(16), helpers_on(1), [], threading.Event()
+    gate, helpers, order, may_end = FairGate(16), resting(1), [], threading.Event()
 
     def call(name, charge):
         def run_piece(number):
@@ -263,7 +271,7 @@ def test_who_comes_last_does_not_wait_for_everybody_s_help():
 
 
 def test_threads_that_compute_go_behind_those_that_answer():
-    helpers, seen = helpers_on(3), {}
+    helpers, seen = resting(3), {}
 
     def run_piece(number):
         priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -281,7 +289,7 @@ def test_threads_that_compute_go_behind_those_that_answer():
 
 def test_who_is_alone_makes_way_for_what_comes():
     """It would take a core from threads that go behind it."""
-    helpers, begun, leads = helpers_on(2), threading.Event(), []
+    helpers, begun, leads = resting(2), threading.Event(), []
 
     def slow(number):
         leads.append(threading.current_thread() is thread)
@@ -320,7 +328,7 @@ def test_a_piece_that_finds_no_memory_ends_the_work():
 
 
 def test_what_is_cancelled_waits_for_no_core():
-    helpers, begun, may_end = helpers_on(1), threading.Semaphore(0), threading.Event()
+    helpers, begun, may_end = resting(1), threading.Semaphore(0), threading.Event()
 
     def hold(number):
         begun.release()
