@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from functools import partial
 from typing import Any, Final
 
@@ -252,10 +251,7 @@ class CompiledTier:
             kernels = self._kernels.lease(keys)
             if kernels is not None:
                 return kernels
-            futures = self._kernels.request(keys, priority=0)
-            wait(futures)
-            for future in futures:
-                future.result()
+            self._kernels.request(keys, priority=0).result()
             # What is in use counts against the caps: idle graphs must not push these kernels out.
             if not all(key in self._kernels.cache for key in keys):
                 self._device.on_shortage()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cuda.cache import replace_file
-from warpfit_server.engine.cuda.submission import Submission, driver_functions
+from warpfit_server.engine.cuda.submission import HELD, PAUSE, Submission, driver_functions
 from warpfit_server.engine.cuda.turns import DeviceTurns
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
@@ -177,6 +178,11 @@ class CudaDevice:
         module = self.cupy.cuda.function.Module()
         module.load(cached_cubin(self.cache_directory, key, build))
         return module
+
+    def await_modules(self) -> None:
+        """Wait before a launch, as compiled code does, while modules are being loaded."""
+        while self.functions[HELD]:
+            time.sleep(1e-6 * PAUSE)
 
     def stream(self, *, behind: bool = False) -> _Loan:
         """Lend a stream with its buffers to a thread; made as needed, then reused.
@@ -370,6 +376,7 @@ class StreamContext:
         if self._submission is not None:
             self._submission.launch(kernel, grid, threads, arguments, shared)
             return
+        self._device.await_modules()
         kernel(grid, threads, tuple(map(_by_value, arguments)), shared, self.stream)
 
     def download_rows(self, target: NDArray[Any], address: int, pitch: int) -> None:

@@ -1,11 +1,16 @@
-"""Compiled kernels by key: in memory, on disk, or from the compiler, each made once."""
+"""Compiled kernels by key: in memory, on disk, or from the compiler, each made once.
+
+Kernels that are wanted together are made by many threads, and loaded together once all are made:
+see `modules`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +25,10 @@ from warpfit_server.engine.cuda.cache import DiskCache, LeasedCache
 from warpfit_server.engine.cuda.compile import Workers
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.library import DeviceLibrary, Mode
+from warpfit_server.engine.cuda.modules import load_together
 from warpfit_server.engine.cuda.shapes import Shape
 
+_LOG: Final = logging.getLogger("warpfit.engine")
 _ENTRY: Final = "evaluate"
 #: Instructions that a call of a library function stands for, roughly.
 _CALL_WORK: Final = 100
@@ -82,6 +89,8 @@ class KernelStore:
         self.cache: LeasedCache[Kernel] = LeasedCache(max_bytes, max_count)
         self.disk = DiskCache(_disk_directory(device.cache_directory), disk_bytes)
         self.workers = Workers(threads)
+        # Not one of the compiler's threads, which go behind others while launches wait for it.
+        self._loader = ThreadPoolExecutor(1, "load")
         self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -133,14 +142,26 @@ class KernelStore:
         for key in keys:
             self.cache.release(key)
 
-    def request(self, keys: Sequence[KernelKey], priority: int = 1) -> list[Future[None]]:
-        """Have the missing kernels made; a full queue refuses those of positive priority."""
-        submitted = [
-            self.workers.submit(key, partial(self._make, key), priority)
+    def request(self, keys: Sequence[KernelKey], priority: int = 1) -> Future[None]:
+        """Have the missing kernels made and loaded; a full queue refuses them if priority is not 0.
+
+        Returns:
+            Done when they are loaded, or with the first error. It says nothing of those refused.
+
+        """
+        loaded: Future[None] = Future()
+        jobs = {
+            key: job
             for key in dict.fromkeys(keys)
             if key not in self.cache
-        ]
-        return [future for future in submitted if future is not None]
+            and (job := self.workers.submit(key, partial(self._make, key), priority)) is not None
+        }
+        if jobs:
+            load = partial(self._loader.submit, self._load, jobs, loaded)
+            _when_all_done(list(jobs.values()), load)
+        else:
+            loaded.set_result(None)
+        return loaded
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches in memory and on disk; see `base.COUNTERS`."""
@@ -152,20 +173,32 @@ class KernelStore:
     def close(self) -> None:
         """Stop the threads and unload what is not in use."""
         self.workers.close()
+        self._loader.shutdown()
         self.cache.clear()
 
-    def _make(self, key: KernelKey) -> None:
-        """Load a kernel, from disk or compiled; runs in a compiler thread."""
+    def _make(self, key: KernelKey) -> bytes:
+        """Make machine code, or read it from disk; runs in a compiler thread."""
         cubin = self.disk.get(key.text)
         if cubin is None:
             cubin = self._compile(key)
             self.disk.put(key.text, cubin)
-        self._device.use()
-        module = self._device.cupy.cuda.function.Module()
-        module.load(cubin)
-        kernel = Kernel(module.get_function(_ENTRY), module, len(cubin) + _MODULE_OVERHEAD)
-        self.cache.add(key, kernel, kernel.size)
-        self.cache.release(key)
+        return cubin
+
+    def _load(self, jobs: Mapping[KernelKey, Future[bytes]], loaded: Future[None]) -> None:
+        """Load kernels that have been made; runs in the loader's thread."""
+        try:
+            # Somebody else may have wanted some of them, too.
+            cubins = {key: job.result() for key, job in jobs.items() if key not in self.cache}
+            modules = load_together(self._device, list(cubins.values()))
+            for (key, cubin), module in zip(cubins.items(), modules, strict=True):
+                size = len(cubin) + _MODULE_OVERHEAD
+                self.cache.add(key, Kernel(module.get_function(_ENTRY), module, size), size)
+                self.cache.release(key)
+        except Exception as error:
+            _LOG.warning("kernels were not loaded: %s", error)  # perhaps nobody waits for them
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(None)
 
     def _compile(self, key: KernelKey) -> bytes:
         device_library = self.library(key.mode, derivatives=key.output.gradient)
@@ -173,6 +206,22 @@ class KernelStore:
         with self._writing:
             text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
         return linker.link(text, device_library.architecture, device_library.functions)
+
+
+def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> None:
+    """Call a function once, in the thread that ends the last of one or more jobs."""
+    left, lock = len(jobs), threading.Lock()
+
+    def count(_: object) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            then()
+
+    for job in jobs:
+        job.add_done_callback(count)
 
 
 def kernel_key(device_library: DeviceLibrary, output: ptx.Output, shapes: tuple[Shape, ...]) -> str:

@@ -184,6 +184,7 @@ class Replay:
 
     def launch(self, context: StreamContext) -> None:
         """Start the graph, for the request and the slots, on the context's stream."""
+        self._device.await_modules()
         self._graph.launch(context.stream)
 
     def _capture(self) -> Any:

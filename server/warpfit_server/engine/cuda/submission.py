@@ -34,12 +34,19 @@ UPLOAD, DOWNLOAD, LAUNCH, RECORD, SYNCHRONIZE, ELAPSED, NOW = range(len(_FUNCTIO
 SEND: Final = NOW + 1
 #: Place of the function that launches a graph: a step of that kind names graph and stream.
 LAUNCH_GRAPH: Final = SEND + 1
+#: Places of what loads a module and of what sleeps for microseconds, which are no steps.
+LOAD_MODULE: Final = LAUNCH_GRAPH + 1
+SLEEP: Final = LOAD_MODULE + 1
+#: Place of a word that is 1 while launches wait for modules to be loaded, otherwise 0.
+HELD: Final = SLEEP + 1
+#: Microseconds after which a launch that waits looks again.
+PAUSE: Final = 100
 #: Numbers of a step: its kind, then the function's arguments.
 WIDTH: Final = 12
 
 
 def driver_functions() -> NDArray[np.int64]:
-    """Addresses of the functions of all kinds of step, and of `SEND`, by their places.
+    """Addresses of all functions by their places, and `HELD`.
 
     Raises:
         OSError: if there is no driver.
@@ -48,8 +55,10 @@ def driver_functions() -> NDArray[np.int64]:
     driver = ctypes.CDLL("libcuda.so.1")
     found = [getattr(driver, name) for name in _FUNCTIONS]
     system = ctypes.CDLL(None)
-    found += [system.clock_gettime, system.send, driver.cuGraphLaunch]
-    return np.array([ctypes.cast(one, ctypes.c_void_p).value for one in found], dtype=np.int64)
+    found += [system.clock_gettime, system.send, driver.cuGraphLaunch, driver.cuModuleLoadData]
+    found += [system.usleep]
+    addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in found]
+    return np.array([*addresses, 0], dtype=np.int64)
 
 
 class Submission:
@@ -138,6 +147,9 @@ def carry_out(functions: Any, steps: Any) -> int:
     for number in range(len(steps)):
         s = steps[number]
         address = functions[s[0]]
+        if s[0] == LAUNCH or s[0] == LAUNCH_GRAPH:
+            while functions[HELD] != 0:
+                call_1(functions[SLEEP], (np.int64(PAUSE),))
         if s[0] == LAUNCH:
             status = call_launch(
                 address, (s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
