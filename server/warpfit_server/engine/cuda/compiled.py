@@ -24,7 +24,12 @@ from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Prepar
 from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.standing import Duty
-from warpfit_server.engine.cuda.turns import COMPILED, COMPILED_GRADIENT, MATRICES
+from warpfit_server.engine.cuda.turns import (
+    COMPILED,
+    COMPILED_GRADIENT,
+    MATRICES,
+    Admission,
+)
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
@@ -142,7 +147,7 @@ class CompiledTier:
             turn = self._device.turns.turn(evaluation, layout, cost, outputs.cancelled)
             with turn as admitted:
                 work = (replay, prepared, resident, evaluation, outputs)
-                return run(*work, started, admitted.waited, hits)
+                return run(*work, started, admitted, hits)
         finally:
             self._give(replay)
 
@@ -295,19 +300,19 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
-        waited: int,
+        admitted: Admission,
         cache_hits: int,
     ) -> Timings:
         """Compute losses, and gradients if they are wanted, in one compiled step."""
-        with self._device.stream() as context:
+        with self._device.stream(behind=admitted.behind) as context:
             sources = prepared.lifted.sources
             rows = self._rows_at_once(prepared, resident, evaluation)
             step = one_replay.prepare(
                 *(context, replay, sources, resident, evaluation, rows, outputs),
-                *(started, waited, cache_hits),
+                *(started, admitted.waited, cache_hits),
             )
             outcome = one_replay.replay_losses(*step)
-            timings = one_replay.finish(context, replay, outputs, waited, *outcome)
+            timings = one_replay.finish(context, replay, outputs, admitted.waited, *outcome)
         if outputs.gradients is not None:
             sums = replay.sums.reshape(-1, evaluation.batch.vectors)
             _fill_gradients(prepared, evaluation, sums, outputs.gradients)
@@ -322,7 +327,7 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
-        waited: int,
+        admitted: Admission,
         cache_hits: int,
     ) -> Timings:
         """Launch for one chunk of rows after the other."""
@@ -332,7 +337,7 @@ class CompiledTier:
         prepared.lifted.fill(evaluation.batch, replay.slots)
         sums = np.zeros(int(prepared.sum_starts[-1]) * vectors)
         launched, computed = time.perf_counter_ns(), 0
-        with self._device.stream() as context:
+        with self._device.stream(behind=admitted.behind) as context:
             for first in range(start, stop, chunk):
                 if outputs.cancelled[0]:
                     raise CancelledError("the evaluation was cancelled", "CANCELLED")
@@ -363,8 +368,8 @@ class CompiledTier:
                 _fill_gradients(prepared, evaluation, shaped, outputs.gradients)
         outputs.ready(programs)
         return Timings(
-            queue=waited,
-            copy_in=launched - waited - started,
+            queue=admitted.waited,
+            copy_in=launched - admitted.waited - started,
             compute=computed,
             copy_out=max(0, time.perf_counter_ns() - launched - computed),
             tier=Tier.COMPILED,

@@ -56,6 +56,9 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
 #: launch what waits together.
 _CONCURRENCY: Final = 16
+#: Cores for each thread that compiles. Two such threads on one processor core are no faster than
+#: one, and all that takes and answers calls wants cores meanwhile.
+_COMPILING: Final = 2
 
 
 class CudaEngine:
@@ -66,7 +69,7 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the device.
         cache_directory: where compiled code is kept; None for the user's cache directory.
         tuning: how the interpreter lays work out; None for the measured best.
-        threads: threads that compile kernels; None for one a core.
+        threads: threads that compile kernels; None for half the cores, see `_COMPILING`.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -84,7 +87,7 @@ class CudaEngine:
         tuning: Tuning | None = None,
         threads: int | None = None,
     ) -> None:
-        compilers = threads or available_cores()
+        compilers = threads or max(1, available_cores() // _COMPILING)
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()

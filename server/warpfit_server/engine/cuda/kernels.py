@@ -91,6 +91,8 @@ class KernelStore:
         self.workers = Workers(threads)
         # Not one of the compiler's threads, which go behind others while launches wait for it.
         self._loader = ThreadPoolExecutor(1, "load")
+        self._made: dict[KernelKey, bytes] = {}
+        """Machine code that waits to be loaded."""
         self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -177,11 +179,12 @@ class KernelStore:
         self.cache.clear()
 
     def _make(self, key: KernelKey) -> bytes:
-        """Make machine code, or read it from disk; runs in a compiler thread."""
-        cubin = self.disk.get(key.text)
+        """Make machine code unless it is there or on disk; runs in a compiler thread."""
+        cubin = self._made.get(key) or self.disk.get(key.text)
         if cubin is None:
             cubin = self._compile(key)
             self.disk.put(key.text, cubin)
+        self._made[key] = cubin
         return cubin
 
     def _load(self, jobs: Mapping[KernelKey, Future[bytes]], loaded: Future[None]) -> None:
@@ -199,6 +202,8 @@ class KernelStore:
             loaded.set_exception(error)
         else:
             loaded.set_result(None)
+        for key in jobs:
+            self._made.pop(key, None)
 
     def _compile(self, key: KernelKey) -> bytes:
         device_library = self.library(key.mode, derivatives=key.output.gradient)

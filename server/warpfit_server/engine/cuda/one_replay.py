@@ -40,10 +40,12 @@ _STOP: Final = REQUEST["stop"] // 8
 
 
 class Handles(NamedTuple):
-    """What the driver knows the graph, the stream and its events by; integers."""
+    """What the driver knows the graph, the streams and the events by; integers."""
 
     graph: int
     stream: int
+    first: int
+    """A stream that goes before all others."""
     started: int
     computed: int
 
@@ -51,7 +53,7 @@ class Handles(NamedTuple):
     def of(cls, context: StreamContext, replay: Replay) -> Handles:
         """Find the handles."""
         started, computed = context.event("started"), context.event("computed")
-        return cls(replay.graph, context.handle, started.ptr, computed.ptr)
+        return cls(replay.graph, context.handle, context.first, started.ptr, computed.ptr)
 
 
 class Step(NamedTuple):
@@ -74,6 +76,8 @@ class Step(NamedTuple):
     report: Report
     losses: NDArray[np.float64]
     """To fill; [programs * K]."""
+    may_go_first: bool = False
+    """Whether it may go before what is on usual streams, if it takes one launch."""
 
 
 def prepare(
@@ -177,10 +181,13 @@ def replay_losses(
     closing: Closing,
     report: Report,
     losses: NDArray[np.float64],
+    may_go_first: bool,
 ) -> tuple[int, bool]:
     """Carry a `Step` out; return the driver's status, and whether somebody has been told."""
     fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, sources, slots)
-    status = _launch(functions, handles, desk, at_once, slots.itemsize, sums)
+    goes_first = may_go_first and np.int64(desk.words[_STOP]) <= at_once
+    stream = handles.first if goes_first else handles.stream
+    status = _launch(functions, handles, stream, desk, at_once, slots.itemsize, sums)
     if status != 0:
         return status, False
     for program in range(len(desk.sum_starts) - 1):
@@ -195,13 +202,14 @@ def replay_losses(
 def _launch(
     functions: NDArray[np.int64],
     handles: Handles,
+    stream: int,
     desk: Desk,
     at_once: int,
     itemsize: int,
     sums: NDArray[np.float64],
 ) -> int:
     """Launch for one range of rows after the other; return the driver's status."""
-    words, steps = desk.words, desk.steps[: _write_steps(handles, desk)]
+    words, steps = desk.words, desk.steps[: _write_steps(handles, stream, desk)]
     stop = np.int64(words[_STOP])
     if stop <= at_once:
         return int(carry_out(functions, steps))
@@ -228,14 +236,14 @@ def _launch(
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _write_steps(handles: Handles, desk: Desk) -> int:
+def _write_steps(handles: Handles, stream: int, desk: Desk) -> int:
     """Write the steps of a launch, and of the wait for its end; return how many there are."""
     steps, clock = desk.steps, np.int64(desk.clock.ctypes.data)
     events = (handles.started, handles.computed)
-    count = add_step(steps, 0, (RECORD, handles.started, handles.stream))
-    count = add_step(steps, count, (LAUNCH_GRAPH, handles.graph, handles.stream))
-    count = add_step(steps, count, (RECORD, handles.computed, handles.stream))
+    count = add_step(steps, 0, (RECORD, handles.started, stream))
+    count = add_step(steps, count, (LAUNCH_GRAPH, handles.graph, stream))
+    count = add_step(steps, count, (RECORD, handles.computed, stream))
     count = add_step(steps, count, (NOW, clock))
-    count = add_step(steps, count, (SYNCHRONIZE, handles.stream))
+    count = add_step(steps, count, (SYNCHRONIZE, stream))
     count = add_step(steps, count, (ELAPSED, np.int64(desk.elapsed.ctypes.data), *events))
     return int(add_step(steps, count, (NOW, clock + 16)))

@@ -29,6 +29,7 @@ from warpfit_server.engine.cuda.standing import (
     view_tokens,
 )
 from warpfit_server.engine.lane_end import Line
+from warpfit_server.engine.roster import has_nothing_else
 from warpfit_server.orders import Numbers
 
 _compiled = numba.njit(cache=True, nogil=True)
@@ -132,7 +133,8 @@ def serve(
         size, began = begin(line, kind, memory, board, place, means.cost)
         if began == 0:
             return int(size)
-        tokens = _answer(line, memory, means, began)
+        is_first = has_nothing_else(board, place)
+        tokens = _answer(line, memory, means, began, is_first)
         is_over = end(line, board, place, began, tokens * means.rows)
         if tokens == 0:
             return int(size)
@@ -142,8 +144,11 @@ def serve(
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def _answer(line: Line, memory: Memory, means: Means, began: int) -> int:
-    """Return tokens x parameter vectors of the evaluation; 0 if Python must answer."""
+def _answer(line: Line, memory: Memory, means: Means, began: int, is_first: bool) -> int:
+    """Return tokens x parameter vectors of the evaluation; 0 if Python must answer.
+
+    The first evaluation of a tenant goes before further ones of others.
+    """
     numbers = read_numbers(line)
     jobs = numbers.programs * numbers.vectors
     stop = numbers.losses_at + 8 * jobs
@@ -162,6 +167,7 @@ def _answer(line: Line, memory: Memory, means: Means, began: int) -> int:
         # Every expression's kernel is there.
         Report(line.descriptor, began - numbers.submitted, began, 1, numbers.programs),
         memory.bytes[numbers.losses_at : stop].view(np.float64),
+        is_first,
     )
     return int(numbers.tokens * numbers.vectors) if status == 0 and is_told else 0
 
