@@ -28,6 +28,7 @@ from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.cuda.compile import usual_threads
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import KernelStore
@@ -54,7 +55,7 @@ class Bench:
 
     def __init__(self, directory: Path) -> None:
         self.device = CudaDevice(cache_directory=directory)
-        self.kernels = KernelStore(self.device, threads=16)
+        self.kernels = KernelStore(self.device, usual_threads())
         self._residents: dict[Any, ResidentDataset] = {}
 
     def resident(self, rows: int, dtype: Any) -> ResidentDataset:
@@ -180,7 +181,8 @@ def main() -> None:
             print(row, flush=True)
         content = {
             "device": {"name": bench.device.name, "driver": bench.device.driver},
-            "compile_300_expressions_16_threads_seconds": {
+            "compiler_threads": usual_threads(),
+            "compile_300_expressions_seconds": {
                 mode: compile_seconds(bench, mode) for mode in MODES
             },
             "results": rows,

@@ -15,10 +15,19 @@ from typing import Any, Final, TypeVar
 from cuda.bindings import nvjitlink
 
 from warpfit.errors import InternalError, UnavailableError
+from warpfit_server.resources import available_cores
 
 T = TypeVar("T")
-#: Evaluations and front doors go before the compiler, which would take all cores.
+#: Evaluations and front doors go before the compiler.
 _NICE: Final = 10
+#: Cores for each thread that compiles. Two such threads on the two hardware threads of a core take
+#: twice as long each, and whatever takes and answers calls wants cores meanwhile.
+_CORES_A_THREAD: Final = 2
+
+
+def usual_threads() -> int:
+    """Threads that compile, unless something else is wanted."""
+    return max(1, available_cores() // _CORES_A_THREAD)
 
 
 def version() -> str:

@@ -21,7 +21,7 @@ from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.layout import token_rows_at_once
 from warpfit_server.engine.cuda.plan import fingerprint
 from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Preparer
-from warpfit_server.engine.cuda.replay import Identity, Replay, Work, load_sum_module, request
+from warpfit_server.engine.cuda.replay import Capturer, Identity, Replay, Work, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.standing import Duty
 from warpfit_server.engine.cuda.turns import (
@@ -64,7 +64,7 @@ class CompiledTier:
         self._device = device
         self._kernels = kernels
         self._tuning = tuning or CompiledTuning()
-        self._sum_module = load_sum_module(device)
+        self._capturer = Capturer(device)
         self._lock = threading.Lock()
         self._replays: LRUCache[object, list[Replay]] = LRUCache(self._tuning.replays)
         self._preparer = Preparer(kernels, self._tuning)
@@ -240,7 +240,7 @@ class CompiledTier:
             threads=prepared.output.threads,
         )
         try:
-            return Replay(self._device, identity, prepared.keys, kernels, self._sum_module, work)
+            return Replay(self._device, identity, prepared.keys, kernels, self._capturer, work)
         except BaseException:
             self._kernels.release(prepared.keys)
             raise

@@ -32,6 +32,7 @@ from warpfit_server.engine.base import (
     Standing,
 )
 from warpfit_server.engine.cuda.calibrate import Calibration
+from warpfit_server.engine.cuda.compile import usual_threads
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -50,15 +51,11 @@ from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.cuda.standing import Standings
-from warpfit_server.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
 #: launch what waits together.
 _CONCURRENCY: Final = 16
-#: Cores for each thread that compiles. Two such threads on one processor core are no faster than
-#: one, and all that takes and answers calls wants cores meanwhile.
-_COMPILING: Final = 2
 
 
 class CudaEngine:
@@ -69,7 +66,7 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the device.
         cache_directory: where compiled code is kept; None for the user's cache directory.
         tuning: how the interpreter lays work out; None for the measured best.
-        threads: threads that compile kernels; None for half the cores, see `_COMPILING`.
+        threads: threads that compile kernels; None for `usual_threads`.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -87,7 +84,7 @@ class CudaEngine:
         tuning: Tuning | None = None,
         threads: int | None = None,
     ) -> None:
-        compilers = threads or max(1, available_cores() // _COMPILING)
+        compilers = threads or usual_threads()
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.channel import Told
 from warpfit_server.engine.cuda import nvrtc
-from warpfit_server.engine.cuda.device import FIRST, USUAL, CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.prelude import NVRTC_PRECISE
 from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES
@@ -93,13 +95,33 @@ class Desk(NamedTuple):
         )
 
 
-def load_sum_module(device: CudaDevice) -> Any:
-    """Load the kernel that adds partial sums up; every graph of a device shares it."""
-    architecture = device.architecture
-    return device.load(
-        ("sum_partials", nvrtc.version(), str(architecture), SUM_SOURCE),
-        lambda: nvrtc.to_cubin(SUM_SOURCE, architecture, NVRTC_PRECISE),
-    )
+class Capturer:
+    """What all captures on a device share; one capture at a time makes use of it."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        architecture = device.architecture
+        module = device.load(
+            ("sum_partials", nvrtc.version(), str(architecture), SUM_SOURCE),
+            lambda: nvrtc.to_cubin(SUM_SOURCE, architecture, NVRTC_PRECISE),
+        )
+        self.sum_partials = module.get_function("sum_partials")
+        """Kernel that adds partial sums up."""
+        self._device = device
+        self._lock = threading.Lock()
+        self._streams: list[Any] = []
+
+    @contextmanager
+    def streams(self) -> Iterator[list[Any]]:
+        """Lend the streams of a capture: the one that begins and ends it, and `_BRANCHES` others.
+
+        Their priorities do not matter: a graph takes that of the stream on which it is launched.
+        """
+        with self._lock:
+            stream = self._device.cupy.cuda.Stream
+            streams = self._streams or [stream(non_blocking=True) for _ in range(1 + _BRANCHES)]
+            self._streams = []  # of a capture that fails they may be unusable
+            yield streams
+            self._streams = streams
 
 
 def request(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
@@ -130,9 +152,10 @@ class Replay:
         identity: Identity,
         keys: Sequence[KernelKey],
         kernels: Sequence[Kernel],
-        sum_module: Any,
+        capturer: Capturer,
         work: Work,
     ) -> None:
+        device.use()
         self.identity = identity
         self.keys = keys
         """Of the kernels, which are in use as long as this lives."""
@@ -155,10 +178,11 @@ class Replay:
         self.sums = np.frombuffer(sums, np.float64, self._jobs)
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
-        self._sum_module = sum_module
+        self._capturer = capturer
         self.desk = Desk.fresh(self._words, work.sum_starts)
         """For launches by compiled code."""
-        self._graph = self._capture()
+        with capturer.streams() as (main, *branches):
+            self._graph = self._capture(main, branches[: len(kernels)])
         self.tell(
             {
                 "slot_stride": self.slots.shape[1] * work.dtype.itemsize,
@@ -187,14 +211,8 @@ class Replay:
         self._device.await_modules()
         self._graph.launch(context.stream)
 
-    def _capture(self) -> Any:
+    def _capture(self, main: Any, branches: Sequence[Any]) -> Any:
         cuda = self._device.cupy.cuda
-        # Sums take next to no time, and should not wait for what others have begun meanwhile.
-        main = cuda.Stream(non_blocking=True, priority=FIRST)
-        branches = [
-            cuda.Stream(non_blocking=True, priority=USUAL)
-            for _ in range(min(_BRANCHES, len(self._kernels)))
-        ]
         if self._partials is not None:
             # A kernel of fewer blocks than the most leaves the rest of its sums as they are.
             cuda.runtime.memsetAsync(self._partials.ptr, 0, self._partials.mem.size, main.ptr)
@@ -235,7 +253,7 @@ class Replay:
         )
 
     def _launch_sum(self, stream: Any, partials: int) -> None:
-        self._sum_module.get_function("sum_partials")(
+        self._capturer.sum_partials(
             (-(-self._jobs // _SUM_JOBS), 1, 1),
             (32 * _SUM_JOBS, 1, 1),
             (
