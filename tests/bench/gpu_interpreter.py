@@ -27,11 +27,12 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter import Interpreter, interpret
 from warpfit_server.engine.cuda.launch import Piece
 from warpfit_server.engine.cuda.resident import upload
+from warpfit_server.engine.cuda.streams import StreamContext
 
 MODES = {
     "float32 fast": (np.float32, Precision.FAST),

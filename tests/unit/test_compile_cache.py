@@ -101,6 +101,38 @@ def test_a_key_is_compiled_once_at_a_time():
         workers.close()
 
 
+def test_what_nobody_waits_for_takes_half_of_the_threads():
+    workers, gate, lock = Workers(4), threading.Event(), threading.Lock()
+    running: list[str] = []
+
+    def work(name: str) -> None:
+        with lock:
+            running.append(name)
+        gate.wait(10)
+
+    def submit(name: str, priority: int) -> None:
+        workers.submit(name, lambda: work(name), priority)
+
+    try:
+        for number in range(6):
+            submit(f"background {number}", 1)
+        time.sleep(0.1)
+        assert running == ["background 0", "background 1"]
+        for number in range(3):
+            submit(f"waited for {number}", 0)
+        time.sleep(0.1)
+        assert running[2:] == ["waited for 0", "waited for 1"]
+        gate.set()
+        deadline = time.monotonic() + 10
+        while workers.counters.done < 9 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert workers.counters.done == 9
+        assert running[4] == "waited for 2"
+    finally:
+        gate.set()
+        workers.close()
+
+
 def test_failures_reach_who_waits_and_do_not_stop_the_threads():
     workers = Workers(1)
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.channel import TOLD
+from warpfit_server.engine.base import Reply
 from warpfit_server.engine.calls import call_4
 from warpfit_server.engine.cuda.resident import Closing
 from warpfit_server.engine.cuda.submission import SEND
@@ -30,6 +31,20 @@ class Report(NamedTuple):
     compiled: int = 0
     """1 for the compiled tier."""
     cache_hits: int = 0
+
+    @classmethod
+    def of(cls, reply: Reply | None, started: int, waited: int, *compiled: int) -> Report:
+        """Report of an evaluation.
+
+        Args:
+            reply: to whom; None for nobody.
+            started: ``time.perf_counter_ns()`` of its beginning.
+            waited: nanoseconds of its wait for its turn, since then.
+            compiled: and cache hits, if not 0.
+
+        """
+        descriptor, queue = (-1, 0) if reply is None else (reply.descriptor, reply.queue)
+        return cls(descriptor, queue + waited, started + waited, *compiled)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -26,7 +26,7 @@ from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset,
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Counts the ways of measuring: what was measured in another way is measured again.
-_GENERATION: Final = 3
+_GENERATION: Final = 2
 _PROGRAMS: Final = 100
 _VARIABLES: Final = 10
 #: The launch is read off few rows, the rate off many.

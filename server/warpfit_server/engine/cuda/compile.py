@@ -15,19 +15,13 @@ from typing import Any, Final, TypeVar
 from cuda.bindings import nvjitlink
 
 from warpfit.errors import InternalError, UnavailableError
-from warpfit_server.resources import available_cores
 
 T = TypeVar("T")
 #: Evaluations and front doors go before the compiler.
 _NICE: Final = 10
-#: Cores for each thread that compiles. Two such threads on the two hardware threads of a core take
-#: twice as long each, and whatever takes and answers calls wants cores meanwhile.
-_CORES_A_THREAD: Final = 2
-
-
-def usual_threads() -> int:
-    """Threads that compile, unless something else is wanted."""
-    return max(1, available_cores() // _CORES_A_THREAD)
+#: Share of the threads that work on what nobody waits for: whatever takes and answers calls wants
+#: cores meanwhile, and priorities alone do not see to it that it gets them soon enough.
+_BACKGROUND: Final = 0.5
 
 
 def version() -> str:
@@ -98,6 +92,8 @@ class CompileCounters:
 class Workers:
     """Background threads that run keyed jobs by priority, each key once at a time.
 
+    Jobs of priority 0, which somebody waits for, may take all threads, the others half of them.
+
     Args:
         threads: number of threads.
         queue_limit: most jobs that wait; further ones of positive priority are refused.
@@ -111,6 +107,9 @@ class Workers:
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
+        self.background = max(1, int(_BACKGROUND * threads))
+        """Most jobs of positive priority at a time."""
+        self._in_background = 0
         self.counters = CompileCounters()
         self._threads = [
             threading.Thread(target=self._run, name=f"warpfit-compile-{i}", daemon=True)
@@ -176,18 +175,26 @@ class Workers:
     def _next(self) -> _Job | None:
         with self._wake:
             while not self._closed:
-                if not self._queue:
+                if not self._may_begin():
                     self._wake.wait()
                     continue
                 job = heapq.heappop(self._queue)
                 if self._flying.get(job.key) is job:
                     job.running = True
+                    self._in_background += job.priority > 0
                     return job
             return None
+
+    def _may_begin(self) -> bool:
+        """Whether there is a job for one more thread."""
+        if not self._queue:
+            return False
+        return self._queue[0].priority <= 0 or self._in_background < self.background
 
     def _finish(self, job: _Job, started: float, failed: int = 0) -> None:
         with self._wake:
             del self._flying[job.key]
+            self._in_background -= job.priority > 0
             self.counters.done += 1 - failed
             self.counters.failed += failed
             self.counters.seconds += time.perf_counter() - started

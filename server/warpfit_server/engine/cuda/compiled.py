@@ -16,7 +16,7 @@ from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda import one_replay, repeated
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.layout import token_rows_at_once
 from warpfit_server.engine.cuda.plan import fingerprint
@@ -24,6 +24,7 @@ from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Prepar
 from warpfit_server.engine.cuda.replay import Capturer, Identity, Replay, Work, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.standing import Duty
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.turns import (
     COMPILED,
     COMPILED_GRADIENT,

@@ -18,8 +18,8 @@ from warpfit_server.engine.cuda.derivative_launch import (
     keeps_values,
 )
 from warpfit_server.engine.cuda.derivative_source import WARPS
-from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.resident import ResidentDataset
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.wanted import Wanted
 
 _STATISTICS_THREADS: Final = 256

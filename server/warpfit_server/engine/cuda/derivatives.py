@@ -46,10 +46,11 @@ from warpfit_server.engine.cuda.derivative_steps import (
     start,
     take,
 )
-from warpfit_server.engine.cuda.device import CudaDevice, Elapsed, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.cuda.streams import Elapsed, StreamContext
 from warpfit_server.engine.cuda.turns import DIFFERENTIATED, MATRICES
 from warpfit_server.engine.differentiate import (
     lower_with_derivatives,

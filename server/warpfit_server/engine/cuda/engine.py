@@ -32,7 +32,6 @@ from warpfit_server.engine.base import (
     Standing,
 )
 from warpfit_server.engine.cuda.calibrate import Calibration
-from warpfit_server.engine.cuda.compile import usual_threads
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -51,6 +50,7 @@ from warpfit_server.engine.cuda.prepared import Prepared
 from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.cuda.standing import Standings
+from warpfit_server.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
@@ -66,7 +66,8 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the device.
         cache_directory: where compiled code is kept; None for the user's cache directory.
         tuning: how the interpreter lays work out; None for the measured best.
-        threads: threads that compile kernels; None for `usual_threads`.
+        threads: threads that compile kernels; None for one a core, half of them
+            for what nobody waits for.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -84,7 +85,6 @@ class CudaEngine:
         tuning: Tuning | None = None,
         threads: int | None = None,
     ) -> None:
-        compilers = threads or usual_threads()
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()
@@ -92,9 +92,9 @@ class CudaEngine:
         self._derivatives = DerivativeTier(self._device)
         self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        kernels = KernelStore(self._device, compilers)
+        kernels = KernelStore(self._device, threads or available_cores())
         self._compiled = CompiledTier(self._device, kernels)
-        self._planner = Planner(compilers, self._calibrated(kernels))
+        self._planner = Planner(kernels.workers.background, self._calibrated(kernels))
         self._fresh = FreshBatches(self._device)
         self._standings = Standings()
         self._device.on_shortage = self._standings.revoke

@@ -21,7 +21,7 @@ from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.fresh import Kind
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.launch import (
@@ -42,6 +42,7 @@ from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
 from warpfit_server.engine.cuda.staging import Staged, stage
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.turns import INTERPRETED, MATRICES
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.

@@ -19,7 +19,6 @@ from warpfit.request import Evaluation, Timings
 from warpfit_server.channel import Told
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
-from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
     MOST_LAUNCHES,
@@ -36,6 +35,7 @@ from warpfit_server.engine.cuda.launch import (
 from warpfit_server.engine.cuda.lower import Tokens, check_length, check_levels
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.staging import Extent, Parts, slots_at_most, stage_into
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import (
     ELAPSED,
     LAUNCH,
@@ -157,9 +157,6 @@ def losses_in_one_launch(
     longest, parts, jobs = check_length(batch), Parts.of(batch), len(batch) * batch.vectors
     staging = context.pinned("batch", parts.end)
     sums = context.pinned("sums", 8 * jobs).view(np.float64)
-    report = Report(-1, waited, started + waited)
-    if reply is not None:
-        report = Report(reply.descriptor, reply.queue + waited, started + waited)
     desk = context.keep(Desk.fresh)
     status, levels, is_sent = compute_losses(
         context.functions,
@@ -176,7 +173,7 @@ def losses_in_one_launch(
         staging,
         sums,
         resident.closing(evaluation.loss, *evaluation.row_range(layout)),
-        report,
+        Report.of(reply, started, waited),
         outputs.losses.reshape(-1),
     )
     check_levels(levels, batch, layout.variables)

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
-from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.lower import Tokens
 from warpfit_server.engine.cuda.ptx import REQUEST
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.shapes import SlotSources, fill_slots
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import (
     ELAPSED,
     LAUNCH_GRAPH,
@@ -111,9 +111,6 @@ def prepare(
     assert evaluation.loss is not None
     rows = evaluation.row_range(resident.dataset.layout)
     replay.tell(request(resident, *rows))
-    reply = outputs.reply
-    waiting = (-1, waited) if reply is None else (reply.descriptor, reply.queue + waited)
-    report = Report(*waiting, started + waited, 1, cache_hits)
     return Step(
         context.functions,
         Handles.of(context, replay),
@@ -124,7 +121,7 @@ def prepare(
         replay.slots,
         replay.sums,
         resident.closing(evaluation.loss, *rows),
-        report,
+        Report.of(outputs.reply, started, waited, 1, cache_hits),
         outputs.losses.reshape(-1),
     )
 

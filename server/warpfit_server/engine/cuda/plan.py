@@ -106,7 +106,7 @@ class Planner:
     """Chooses tiers; safe to use from several threads.
 
     Args:
-        compiler_threads: threads that compile at the same time.
+        compiler_threads: threads that compile in the background at the same time.
         start: where the model starts; what is observed corrects it.
 
     """

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from warpfit.request import Evaluation
 from warpfit_server.engine.cuda.announce import Report
-from warpfit_server.engine.cuda.device import StreamContext
 from warpfit_server.engine.cuda.one_replay import Handles, replay_losses
 from warpfit_server.engine.cuda.prepared import differ
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
@@ -28,6 +27,7 @@ from warpfit_server.engine.cuda.standing import (
     read_numbers,
     view_tokens,
 )
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.lane_end import Line
 from warpfit_server.engine.roster import has_nothing_else
 from warpfit_server.orders import Numbers

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from warpfit_server.channel import Told
 from warpfit_server.engine.cuda import nvrtc
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext
+from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.prelude import NVRTC_PRECISE
 from warpfit_server.engine.cuda.ptx import REQUEST, REQUEST_BYTES
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import WIDTH
 
 #: Most kernels side by side; more branches cost capture time and gain nothing.

@@ -14,7 +14,8 @@ from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.device import CudaDevice, StreamContext, device_array
+from warpfit_server.engine.cuda.device import CudaDevice, device_array
+from warpfit_server.engine.cuda.streams import StreamContext
 
 #: Rows of the variables are padded to whole 128-byte lines, the unit of device memory traffic.
 ROW_MULTIPLE: Final = 32
