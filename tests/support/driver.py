@@ -7,9 +7,18 @@ import ctypes
 import numpy as np
 
 from warpfit_server.engine.cuda.launch import ARGUMENTS, SLOT_ARGUMENTS
+from warpfit_server.engine.cuda.submission import HELD
 
 I64, U32 = ctypes.c_int64, ctypes.c_uint32
 INTERPRET, SLOTS, SUM = 101, 102, 103
+
+
+def addresses_of(functions):
+    """Addresses of the functions of the first places; nothing is in the others."""
+    addresses = np.zeros(HELD + 1, dtype=np.int64)
+    for place, function in enumerate(functions):
+        addresses[place] = ctypes.cast(function, ctypes.c_void_p).value
+    return addresses
 
 
 class Driver:
@@ -27,8 +36,7 @@ class Driver:
         self.keep = [self._noting(name, types) for name, types in kinds.items()]
         system = ctypes.CDLL(None)
         self.keep += [system.clock_gettime, system.send]
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.keep]
-        self.addresses = np.array(addresses, dtype=np.int64)
+        self.addresses = addresses_of(self.keep)
 
     def _noting(self, name, types):
         def function(*arguments):

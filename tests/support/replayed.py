@@ -10,18 +10,21 @@ import ctypes
 import itertools
 import threading
 from collections import defaultdict
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
 
+from support.driver import addresses_of
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.ptx import REQUEST, sum_count
+from warpfit_server.engine.cuda.streams import FIRST
 from warpfit_server.engine.cuda.turns import DeviceTurns
 
 I64 = ctypes.c_int64
 NANOSECONDS = 250_000
-STREAM, STARTED, COMPUTED = 7, 11, 12
+STREAM, FIRST_STREAM, STARTED, COMPUTED = 7, 8, 11, 12
 ON_DEVICE = 1 << 40
 
 
@@ -79,6 +82,8 @@ class Driver:
         self.calls = []
         self.graphs = []
         self.fail = ""
+        self.may_end = threading.Event()
+        self.may_end.set()
         kinds = {"record": 2, "synchronize": 1, "elapsed": 3, "launch_graph": 2}
         noted = {name: self._noting(name, count) for name, count in kinds.items()}
         system = ctypes.CDLL(None)
@@ -103,6 +108,13 @@ class Driver:
     def _launch_graph(self, graph, stream):
         self.graphs[graph].run()
 
+    def _synchronize(self, stream):
+        self.may_end.wait(10)
+
+    def streams(self):
+        """On which graphs were launched."""
+        return [call[2] for call in self.calls if call[0] == "launch_graph"]
+
     def _device(self):
         device = CudaDevice.__new__(CudaDevice)
         device.index, device.multiprocessors, device.compute_capability = 0, 132, (9, 0)
@@ -115,8 +127,7 @@ class Driver:
         )
         device.load = lambda key, build: SimpleNamespace(get_function=lambda name: self._sum)
         device.cupy = SimpleNamespace(cuda=self._cuda())
-        places = [ctypes.cast(one, ctypes.c_void_p).value for one in self._functions]
-        device.functions = np.array(places, dtype=np.int64)
+        device.functions = addresses_of(self._functions)
         return device
 
     def _cuda(self):
@@ -128,21 +139,21 @@ class Driver:
             memcpyAsync=lambda to, source, size, *_: self.graphs[-1].copies(source, size),
         )
         return SimpleNamespace(
-            Stream=lambda **_: self._stream(),
+            Stream=lambda *, non_blocking, priority=0: self._stream(priority),
             Event=lambda: SimpleNamespace(ptr=next(events)),
             alloc_pinned_memory=bytearray,
             runtime=runtime,
             driver=SimpleNamespace(CUDADriverError=DriverError),
         )
 
-    def _stream(self):
+    def _stream(self, priority):
         def nothing(*_):
             return None
 
         names = ("wait_event", "record", "synchronize", "__enter__", "__exit__")
         kind = type("Stream", (), dict.fromkeys(names, nothing))
         stream = kind()
-        stream.ptr = STREAM
+        stream.ptr = FIRST_STREAM if priority == FIRST else STREAM
         stream.begin_capture = lambda: self.graphs.append(Graph(len(self.graphs)))
         stream.end_capture = lambda: self.graphs[-1]
         return stream
@@ -187,4 +198,6 @@ class Store:
 
     def request(self, keys, priority=1):
         self.cache.update(keys)
-        return []
+        loaded = Future()
+        loaded.set_result(None)
+        return loaded

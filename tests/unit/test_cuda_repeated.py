@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 pytest.importorskip("cuda.bindings")
 
 from support.interpreted import EngineOnLanes, HostEngine, wait_until
-from support.replayed import NANOSECONDS, Driver, Store
+from support.replayed import FIRST_STREAM, NANOSECONDS, STREAM, Driver, Store
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.parse import parse
@@ -33,6 +33,7 @@ class Bench:
         self.store = Store(self.driver)
         tier = CompiledTier(self.driver.device, self.store)
         self.engine = HostEngine(self.driver.device, tier)
+        self.done = self.store.request([])
         self.lanes = EngineOnLanes(self.engine, DATA, lanes)
 
     def __enter__(self):
@@ -163,7 +164,7 @@ def test_a_graph_that_is_lent_comes_back(served):
 def test_kernels_that_find_no_room_push_out_what_only_waits(served):
     released = []
     served.engine._device.on_shortage = lambda: released.append(served.engine._standings.revoke())
-    served.store.request = lambda keys, priority=1: []  # as if the cache were full
+    served.store.request = lambda keys, priority=1: served.done  # as if the cache were full
     with pytest.raises(Exception, match="do not fit"):
         served.losses(mix(seed=2))
     assert released
@@ -181,6 +182,39 @@ def test_a_failing_device_is_pythons_business(served, monkeypatch):
     assert ended[:1] == [module.EXIT_BROKEN]
     served.lanes.lanes.shut()
     run._running = False
+
+
+def test_the_first_evaluation_of_a_tenant_goes_before_further_ones():
+    with Bench(lanes=4) as bench:
+        driver = bench.driver
+        for _ in range(FIRST + 1):
+            driver.calls.clear()
+            driver.may_end.clear()
+            runs = [bench.start(mix(scale=0.5)), bench.start(mix(scale=2.0))]
+            wait_until(lambda: len(driver.streams()) == 2)
+            driver.may_end.set()
+            for run in runs:
+                run.next_event()
+                run.close()
+        assert bench.engine.evaluated == 2 * FIRST
+    assert sorted(driver.streams()) == [STREAM, FIRST_STREAM]
+
+
+def test_what_takes_several_launches_does_not_go_first(bench):
+    data = Dataset.of(np.ones((30_000_000, 1)), np.ones(30_000_000), dtype="float32")
+    batch = Batch.of(*thesis_mix(1, 40, variables=1))
+    with EngineOnLanes(bench.engine, data) as lanes:
+        evaluation = Evaluation(
+            data.content_id, batch, loss=Loss.SSE, values=False, tier=Tier.COMPILED
+        )
+        for _ in range(FIRST):
+            lanes.losses(evaluation)
+        before = bench.engine.evaluated
+        bench.driver.calls.clear()
+        lanes.losses(evaluation)
+        assert bench.engine.evaluated == before
+    assert len(bench.driver.streams()) > 1
+    assert set(bench.driver.streams()) == {STREAM}
 
 
 def test_several_lanes_have_graphs_of_their_own():

@@ -17,7 +17,7 @@ from warpfit.errors import CancelledError, ProgramError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.cuda import device
+from warpfit_server.engine.cuda import streams
 from warpfit_server.engine.cuda.staging import Parts, Staged, stage
 from warpfit_server.engine.roster import AT_WORK
 from warpfit_server.fairness import FairGate
@@ -291,7 +291,7 @@ def test_the_first_evaluation_of_a_tenant_goes_before_further_ones(driver):
                 run.next_event()
                 run.close()
         assert lanes.engine.evaluated == 2 * FIRST
-    assert sorted(_streams(driver)) == [STREAMS[device.FIRST], STREAMS[device.USUAL]]
+    assert sorted(_streams(driver)) == [STREAMS[streams.FIRST], STREAMS[streams.USUAL]]
 
 
 def test_what_takes_several_launches_does_not_go_first(driver):
@@ -303,7 +303,7 @@ def test_what_takes_several_launches_does_not_go_first(driver):
         driver.calls.clear()
         lanes.losses(fresh(0, batch=batch, dataset_id=data.content_id))
         assert lanes.engine.evaluated == FIRST
-    assert _streams(driver) == [STREAMS[device.USUAL]]
+    assert _streams(driver) == [STREAMS[streams.USUAL]]
 
 
 def _streams(driver):

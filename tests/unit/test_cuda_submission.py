@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from support.driver import addresses_of
 from warpfit_server.engine.cuda.submission import Submission
 
 STREAM = 0x5EA
@@ -41,8 +42,7 @@ def driver():
         noting("now", i64, i64),
     ]
     notes.keep = functions
-    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
-    notes.addresses = np.array(addresses, dtype=np.int64)
+    notes.addresses = addresses_of(functions)
     return notes
 
 
