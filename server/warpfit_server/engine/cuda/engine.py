@@ -285,8 +285,15 @@ class CudaEngine:
         if advice is Advice.INTERPRET_AND_COMPILE:
             # The memory of the batch is used again after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
-            self._background.submit(self._compiled.request_compile, resident, detached)
+            self._background.submit(self._request_compile, resident, detached)
         return loaded if advice is Advice.COMPILED else None
+
+    def _request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
+        """Have kernels made; in the background, where nobody waits for the outcome."""
+        try:
+            self._compiled.request_compile(resident, evaluation)
+        except Exception as error:
+            _LOG.warning("a batch was not compiled: %s", error)
 
 
 def _has_two_tiers(evaluation: Evaluation) -> bool:
