@@ -66,6 +66,7 @@ CLIENTS = (2, 4, 8, 12)
 #: Connections of the generator of overload.
 CALLERS = 10 * CLIENTS[-1]
 _CONTEXT = multiprocessing.get_context("spawn")
+_PAUSE = -1
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def work(rows: int) -> Work:
         Job(programs=200, rows=rows),
         Job(programs=100, rows=rows // 2),
         {
-            "the same batches": (16, Job(programs=100, rows=rows // 2)),
+            "batches of the same size": (16, Job(programs=100, rows=rows // 2)),
             "batches ten times larger": (8, Job(programs=1000, rows=rows // 2)),
             "very small batches": (16, Job(programs=1, rows=1000)),
             "fits": (8, Job(programs=30, rows=rows // 2, iterations=3)),
@@ -106,13 +107,13 @@ def work(rows: int) -> Work:
 WORK = {"cpu": work(100_000), "cuda": work(4_000_000)}
 
 
-def prepared(address: str, token: str, job: Job) -> Target:
-    """Upload the job's data; return how it is asked for."""
+def prepared(address: str, token: str, job: Job, number: int = 0) -> Target:
+    """Upload the job's data; return how it is asked for, with other programs by each number."""
     rng = np.random.default_rng(SEED)
     X = rng.uniform(0.5, 2, size=(job.rows, VARIABLES)).astype(np.float32)
     with warpfit.connect(address, token=token) as client:
         data = client.upload(X, X[:, 0])
-    programs, parameters = thesis_mix(SEED, job.programs)
+    programs, parameters = thesis_mix(SEED + number, job.programs)
     if job.iterations:
         fit = build_fit(data, programs, parameters, {"max_iterations": job.iterations})
         return Target(address, token, codec.fit_to_message(fit).SerializeToString(), OPTIMIZE)
@@ -120,14 +121,17 @@ def prepared(address: str, token: str, job: Job) -> Target:
     return Target(address, token, codec.evaluation_to_message(evaluation).SerializeToString())
 
 
-def _flood(target: Target, count: int, go: Any, stop: Any) -> None:
-    """Process: closed loops of ``count`` threads while they may, until told to stop."""
+def _flood(targets: list[Target], count: int, turn: Any, stop: Any) -> None:
+    """Process: closed loops of ``count`` threads in each turn, until told to stop."""
 
     def work() -> None:
-        caller = Caller(target)
+        caller = Caller(targets[0])
         while not stop.is_set():
-            if go.wait(0.2):
-                time.sleep(caller.call()[1])
+            if turn.value == _PAUSE:
+                time.sleep(0.01)
+                continue
+            caller.aim(targets[turn.value])
+            time.sleep(caller.call()[1])
 
     threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:
@@ -137,14 +141,14 @@ def _flood(target: Target, count: int, go: Any, stop: Any) -> None:
 
 
 @contextmanager
-def flood(target: Target, count: int) -> Iterator[Any]:
-    """A process that sends as much as it can while the event is set that this yields."""
-    go, stop = _CONTEXT.Event(), _CONTEXT.Event()
-    process = _CONTEXT.Process(target=_flood, args=(target, count, go, stop))
+def flood(targets: list[Target], count: int) -> Iterator[Any]:
+    """A process that sends as much as it can of what the value says that this yields."""
+    turn, stop = _CONTEXT.Value("i", _PAUSE), _CONTEXT.Event()
+    process = _CONTEXT.Process(target=_flood, args=(targets, count, turn, stop))
     process.start()
     time.sleep(3)
     try:
-        yield go
+        yield turn
     finally:
         stop.set()
         process.join(90)
@@ -171,12 +175,14 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
     result: dict[str, Any] = {}
     for name, (threads, job) in asked.greedy.items():
         alone, beside, rounds = [], [], []
-        with flood(prepared(address, tokens["greedy"], job), threads) as go:
-            for _ in range(ROUNDS):
-                go.clear()
+        # Other programs in each round, as from one generation to the next: they are compiled anew.
+        targets = [prepared(address, tokens["greedy"], job, number) for number in range(ROUNDS)]
+        with flood(targets, threads) as turn:
+            for number in range(ROUNDS):
+                turn.value = _PAUSE
                 time.sleep(1)  # what it has begun ends
                 alone += closed_loop(caller, seconds / ROUNDS, pace)
-                go.set()
+                turn.value = number
                 time.sleep(0.5)
                 rounds.append(closed_loop(caller, 2 * seconds / ROUNDS, pace))
                 beside += rounds[-1]
@@ -186,7 +192,6 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
             "alone": milliseconds(_times(alone)),
             "beside": milliseconds(_times(beside)),
             "p99_ratio": round(p99[1] / p99[0], 2),
-            # In the first one what the greedy tenant sends may still be compiled.
             "beside_p99_ms_of_each_round": [milliseconds(_times(one))["p99_ms"] for one in rounds],
         }
     return result

@@ -57,6 +57,10 @@ class Caller:
         self._request = target.request
         grpc.channel_ready_future(self._channel).result(30)  # connecting is not measured
 
+    def aim(self, target: Target) -> None:
+        """Ask for something else of the same method from now on, over the same connection."""
+        self._request = target.request
+
     def call(self) -> tuple[Outcome, float]:
         """Call once; return the outcome, and the seconds to wait before the next."""
         started = time.perf_counter()

@@ -139,10 +139,11 @@ def test_figures_of_the_gpu_are_those_of_the_result_files():
 
 def test_the_table_of_kernels_is_that_of_the_result_files():
     results = ROOT / "tests" / "bench" / "results"
-    interpreter, compiled = (
-        json.loads((results / f"gpu_{name}.json").read_text())["results"]
+    interpreter, measured = (
+        json.loads((results / f"gpu_{name}.json").read_text())
         for name in ("interpreter", "compiled")
     )
+    interpreter, compiled = interpreter["results"], measured["results"]
     rows = [
         (f"interpreter, {mode}", [one for one in interpreter if one["mode"] == mode])
         for mode in ("float32 fast", "float32 precise", "float64")
@@ -170,6 +171,11 @@ def test_the_table_of_kernels_is_that_of_the_result_files():
             for rows in (10**4, 10**5, 10**6)
         ]
         assert f"| {title} | {' | '.join(cells)} |" in README
+    seconds, threads = measured["compile_300_expressions_seconds"], measured["compiler_threads"]
+    assert (
+        f"expressions take {seconds['float32 fast']:.2f} s on {threads} threads in fast mode, "
+        f"{seconds['float32 precise']:.2f} s in precise mode" in " ".join(README.split())
+    )
 
 
 @pytest.fixture(scope="module")
