@@ -113,8 +113,13 @@ def test_a_kept_plan_is_used_again(engine, monkeypatch):
     batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
     engine.load(data)
     lowered = []
-    lower = cpu_derive._lower
-    monkeypatch.setattr(cpu_derive, "_lower", lambda *given: lowered.append(1) or lower(*given))
+    lower = engine._differentiate
+
+    def count(*given, **more):
+        lowered.append(1)
+        return lower(*given, **more)
+
+    monkeypatch.setattr(engine, "_differentiate", count)
     for scale in (1.0, 0.5, 0.2):
         scaled = replace(batch, parameters=scale * batch.parameters)
         problem = Evaluation(data.content_id, scaled)
@@ -127,6 +132,9 @@ def test_two_passes_of_fits_run_at_a_time_and_other_tenants_need_not_wait(monkey
     batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
     engine.load(data)
     may_end, order = threading.Event(), []
+    problem = Evaluation(data.content_id, batch)
+    # What is lowered is kept, and the passes find it.
+    engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
 
     def run(work, turn, ready=None):
         order.append(turn.tenant)
@@ -136,7 +144,6 @@ def test_two_passes_of_fits_run_at_a_time_and_other_tenants_need_not_wait(monkey
 
     def one_pass(tenant, cancelled):
         with gate.turn(tenant):
-            problem = Evaluation(data.content_id, batch)
             engine.linearise(problem, SQUARES, curvature=True, cancelled=cancelled)
 
     flags = [np.zeros(1, dtype=np.uint8) for _ in range(6)]

@@ -18,6 +18,7 @@ from warpfit import reference
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
+from warpfit.losses import DIFFERENCE
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
@@ -25,7 +26,14 @@ from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_work
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
-from warpfit_server.engine.cpu_work import lowering
+from warpfit_server.engine.cpu_work import differentiating, lowering
+from warpfit_server.engine.differentiate import (
+    COLUMNS_END,
+    ENTRIES_END,
+    ENTRIES_START,
+    Differentiated,
+    row_loss_tokens,
+)
 from warpfit_server.engine.schedule import (
     INSTRUCTIONS_END,
     INSTRUCTIONS_START,
@@ -33,6 +41,7 @@ from warpfit_server.engine.schedule import (
     PROLOGUE_END,
     SLOTS,
 )
+from warpfit_server.engine.sweep import BY_PARAMETERS, BY_VARIABLES, COLUMNS_START, LOSS, SLOPE
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 RNG_SEED = 5
@@ -360,6 +369,48 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     monkeypatch.undo()
     Evaluate(engine)(data, programs, parameters)
     engine.close()
+
+
+def differentiated_batch(batch: Batch, cores: int):
+    compiled = cpu_cache.load(default_cache_directory())
+    wishes = BY_PARAMETERS | BY_VARIABLES | LOSS | SLOPE
+    row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
+    flag = np.zeros(1, np.uint8)
+    work, result = differentiating(compiled.differentiate, batch, row_loss, wishes, flag)
+    helpers = helpers_on(cores)
+    run(helpers, work)
+    helpers.close()
+    assert work.done.all()
+    return result
+
+
+def part_of(found: Differentiated, program: int) -> list:
+    """What was made of one program, as if there were no others."""
+    mine = found.summaries[program].copy()
+    ranges = [
+        (found.instructions, INSTRUCTIONS_START, INSTRUCTIONS_END),
+        (found.columns, COLUMNS_START, COLUMNS_END),
+        (found.entries, ENTRIES_START, ENTRIES_END),
+    ]
+    parts = [array[mine[start] : mine[end]].copy() for array, start, end in ranges]
+    load, loads = found.starts[program], mine[LOADS]
+    parts += [found.loads[load : load + loads], found.constants[load : load + loads]]
+    mine[[PROLOGUE_END, INSTRUCTIONS_END, INSTRUCTIONS_START]] -= mine[INSTRUCTIONS_START]
+    mine[[COLUMNS_END, COLUMNS_START]] -= mine[COLUMNS_START]
+    mine[[ENTRIES_END, ENTRIES_START]] -= mine[ENTRIES_START]
+    return [*parts, mine]
+
+
+def test_threads_lower_ranges_of_programs_with_derivatives():
+    programs, parameters = thesis_mix(RNG_SEED, 400)
+    together = differentiated_batch(Batch.of(programs, parameters), 4)
+    for number, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
+        alone = differentiated_batch(Batch.of([program], [vector]), 1)
+        for ours, own in zip(part_of(together, number), part_of(alone, 0), strict=True):
+            np.testing.assert_array_equal(ours, own)
+    used = sorted(together.summaries[:, [INSTRUCTIONS_START, INSTRUCTIONS_END]].tolist())
+    ends = [0, *(end for _, end in used)]
+    assert [start for start, _ in used] == ends[:-1], "nothing lies between them"
 
 
 def test_threads_lower_ranges_of_programs():

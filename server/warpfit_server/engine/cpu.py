@@ -42,10 +42,12 @@ from warpfit_server.engine.cpu_work import (
     Work,
     cut_cells,
     cut_rows,
+    differentiating,
     fill_job,
     flavour_of,
     lowering,
 )
+from warpfit_server.engine.differentiate import Differentiated, RowLoss
 from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.schedule import (
     SCALARS,
@@ -149,7 +151,8 @@ class CpuEngine:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
         turn = current_turn()
         with self._passes.turn(turn.tenant, cancelled=cancelled), _memory_errors():
-            plan = self._plans.of_arrays(batch, *self._planned(dataset, evaluation, wanted))
+            planned = self._planned(dataset, evaluation, wanted, cancelled)
+            plan = self._plans.of_arrays(batch, *planned)
             derivation = cpu_derive.prepare(
                 self._compiled, plan, dataset, evaluation, wanted, cancelled
             )
@@ -175,20 +178,25 @@ class CpuEngine:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
     def _planned(
-        self, dataset: Dataset, evaluation: Evaluation, wanted: Wanted
+        self,
+        dataset: Dataset,
+        evaluation: Evaluation,
+        wanted: Wanted,
+        cancelled: NDArray[np.uint8],
     ) -> tuple[tuple[Hashable, ...], Callable[[Batch], cpu_derive.Plan]]:
         """What a plan needs beside the programs, and what makes it of them."""
 
         def make(batch: Batch) -> cpu_derive.Plan:
             problem = replace(evaluation, batch=batch)
-            return cpu_derive.make_plan(self._compiled, dataset, problem, wanted)
+            lower = partial(self._differentiate, cancelled=cancelled)
+            return cpu_derive.make_plan(lower, dataset, problem, wanted)
 
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
     def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         wanted = wanted_by(evaluation, outputs)
-        programs = self._planned(dataset, evaluation, wanted)
-        plan = self._plans.of_programs(evaluation.batch, *programs)
+        planned = self._planned(dataset, evaluation, wanted, outputs.cancelled)
+        plan = self._plans.of_programs(evaluation.batch, *planned)
         derivation = cpu_derive.prepare(
             self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
         )
@@ -202,6 +210,14 @@ class CpuEngine:
 
     def _lower(self, batch: Batch, cancelled: NDArray[np.uint8]) -> Lowered:
         work, lowered = lowering(self._compiled.lower, batch, cancelled)
+        self._run(work, current_turn())
+        return lowered
+
+    def _differentiate(
+        self, batch: Batch, row_loss: RowLoss, wishes: int, cancelled: NDArray[np.uint8]
+    ) -> Differentiated:
+        function = self._compiled.differentiate
+        work, lowered = differentiating(function, batch, row_loss, wishes, cancelled)
         self._run(work, current_turn())
         return lowered
 

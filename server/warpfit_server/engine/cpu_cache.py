@@ -76,11 +76,11 @@ class Kernels:
 class Compiled:
     """All compiled code of the engine."""
 
-    differentiate: Any
     combine: Any
     lower: int
-    """Address of what runs a piece of lowering; the next ones of an evaluation, and of one with
-    derivatives."""
+    """Address of what runs a piece of lowering; the next ones of lowering with derivatives, of an
+    evaluation, and of one with derivatives."""
+    differentiate: int
     interpret: int
     linearise: int
     board: BoardCode
@@ -96,13 +96,13 @@ def load(directory: Path) -> Compiled:
     if not all(_object_path(place, flavour).exists() for flavour in FLAVOURS):
         _log.info("compiling the CPU engine into %s (first start only, 10 to 40 s)", place)
     with writable(place) as kept, cached_in(kept) as jit:
-        functions = _compile_functions(jit)
+        combine = _compile_combine(jit)
         runners = _compile_runners(jit)
         board = _compile_board(jit)
     kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    lower, interpret, linearise = (_address_of(runner) for runner in runners)
-    return Compiled(*functions, lower, interpret, linearise, board, kernels, runners)
+    lower, derive, interpret, linearise = (_address_of(runner) for runner in runners)
+    return Compiled(combine, lower, derive, interpret, linearise, board, kernels, runners)
 
 
 def load_board(directory: Path) -> BoardCode:
@@ -112,10 +112,10 @@ def load_board(directory: Path) -> BoardCode:
 
 
 def load_differentiate(directory: Path) -> Any:
-    """Load `differentiate.differentiate` alone, for an engine with kernels of its own."""
+    """Load `differentiate.differentiate_piece` alone, for an engine with kernels of its own."""
     place = directory / f"cpu-{_fingerprint()[:32]}"
     with writable(place) as kept, cached_in(kept) as jit:
-        return jit(_differentiate_signature(), differentiate.differentiate)
+        return jit(_PIECE, differentiate.differentiate_piece)
 
 
 @contextlib.contextmanager
@@ -224,29 +224,21 @@ _PIECE: Final = types.int64(_WORD, _WORD)
 _Jit = Callable[[Any, Any], Any]
 
 
-def _differentiate_signature() -> Any:
-    lowered = numba.typeof(differentiate.empty(1, 1, 1))
-    row_loss = numba.typeof(differentiate.no_row_loss())
-    tables = numba.typeof(sweep.tables())
-    return types.void(_GIVEN_BYTES, _GIVEN_NUMBERS, _WORDS, row_loss, tables, _WORD, lowered)
-
-
-def _compile_functions(jit: _Jit) -> tuple[Any, Any]:
-    """Compile what Python calls before and after pieces run."""
+def _compile_combine(jit: _Jit) -> Any:
+    """Compile what Python calls after pieces have run."""
     differentiated = numba.typeof(differentiate.empty(1, 1, 1))
     combine = types.void(
         *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
         *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
     )
-    return (
-        jit(_differentiate_signature(), differentiate.differentiate),
-        jit(combine, cpu_linearise.combine),
-    )
+    return jit(combine, cpu_linearise.combine)
 
 
-def _compile_runners(jit: _Jit) -> tuple[Any, Any, Any]:
+def _compile_runners(jit: _Jit) -> tuple[Any, ...]:
+    """Compile what runs pieces, in the order of `Compiled`."""
     return (
         jit(_PIECE, cpu_lower.lower_piece),
+        jit(_PIECE, differentiate.differentiate_piece),
         jit(_PIECE, cpu_interpret.interpret_piece),
         jit(_PIECE, cpu_linearise.linearise_piece),
     )

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
@@ -32,6 +32,8 @@ from warpfit_server.engine.schedule import (
 from warpfit_server.engine.wanted import Wanted
 
 Floats = NDArray[np.float64]
+#: Lowers a batch with a row loss, for some wishes.
+Lower = Callable[[Batch, lowering.RowLoss, int], lowering.Differentiated]
 #: Bytes of one intermediate result. More of them are alive at a time than in plain evaluation.
 _BLOCK_BYTES: Final = 4096
 #: Sums of all spans together above which fewer spans are cut: 256 MiB.
@@ -69,10 +71,10 @@ class Plan:
     """Whether each row loss counts w times."""
 
 
-def make_plan(compiled: Compiled, dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> Plan:
+def make_plan(lower: Lower, dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> Plan:
     """Lower a batch with its derivatives and cut the work."""
     batch, layout = evaluation.batch, dataset.layout
-    lowered = _lower(compiled, dataset, batch, wanted)
+    lowered = lower(batch, _row_loss(layout, wanted), wanted.wishes)
     rows = evaluation.row_range(layout)
     sizes = _sum_sizes(lowered, batch, products=wanted.curvatures is not None)
     block = _BLOCK_BYTES // layout.dtype.itemsize
@@ -123,15 +125,11 @@ def prepare(
     return Derivation(work, finish)
 
 
-def _lower(
-    compiled: Compiled, dataset: Dataset, batch: Batch, wanted: Wanted
-) -> lowering.Differentiated:
-    row_loss = lowering.no_row_loss()
-    if wanted.row_loss is not None:
-        layout = dataset.layout
-        program = DIFFERENCE if wanted.is_squares else wanted.row_loss
-        row_loss = lowering.row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
-    return lowering.lower_with_derivatives(compiled.differentiate, batch, row_loss, wanted.wishes)
+def _row_loss(layout: Layout, wanted: Wanted) -> lowering.RowLoss:
+    if wanted.row_loss is None:
+        return lowering.no_row_loss()
+    program = DIFFERENCE if wanted.is_squares else wanted.row_loss
+    return lowering.row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
 
 
 def _job(dataset: Dataset, evaluation: Evaluation, wanted: Wanted, block: int) -> NDArray[np.int64]:

@@ -65,14 +65,13 @@ from warpfit_server.engine.differentiate import (
     COLUMNS_END,
     ENTRIES_END,
     ENTRIES_START,
-    LONG_SUMMARY,
     LOSS_PLACE,
     SLOPE_PLACE,
     Differentiated,
+    differentiated_of,
 )
 from warpfit_server.engine.intrinsics import compiled_intrinsic
 from warpfit_server.engine.schedule import (
-    INSTRUCTION_COLUMNS,
     INSTRUCTIONS_END,
     PROLOGUE_END,
     inlined,
@@ -80,7 +79,6 @@ from warpfit_server.engine.schedule import (
 from warpfit_server.engine.sweep import (
     COLUMNS_START,
     ENTRY_COLUMN,
-    ENTRY_COLUMNS,
     ENTRY_FACTOR,
     ENTRY_LEAF,
 )
@@ -127,19 +125,11 @@ def linearise_piece(record: int, piece: int) -> int:
     """
     cells, rows, span = part(table(record, CELLS, 2), table(record, SPANS, 2), piece)
     spans = len(table(record, SPANS, 2))
-    lowered = Differentiated(
-        table(record, INSTRUCTION_TABLE, INSTRUCTION_COLUMNS),
-        table(record, INSTRUCTION_TABLE + 1, LONG_SUMMARY),
-        table(record, INSTRUCTION_TABLE + 2, 2),
-        numbers(record, INSTRUCTION_TABLE + 3),
-        words(record, INSTRUCTION_TABLE + 4),
-        words(record, INSTRUCTION_TABLE + 5),
-        table(record, INSTRUCTION_TABLE + 6, ENTRY_COLUMNS),
-    )
     try:
         finished = _linearise(
-            words(record, JOB), words(record, KERNELS), words(record, _DOTS), lowered,
-            numbers(record, PARAMETERS), words(record, PARAMETER_STARTS), cells, rows,
+            words(record, JOB), words(record, KERNELS), words(record, _DOTS),
+            differentiated_of(record, INSTRUCTION_TABLE), numbers(record, PARAMETERS),
+            words(record, PARAMETER_STARTS), cells, rows,
             octets(record, CANCEL_FLAG), words(record, _STARTS),
             _of_span(numbers(record, _SUMS), spans, span),
             _rows_of_span(numbers(record, _REDUCTIONS), spans, span, REDUCTIONS),

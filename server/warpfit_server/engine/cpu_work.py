@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine import cpu_interpret, cpu_lower
+from warpfit_server.engine import cpu_interpret, cpu_lower, differentiate
 from warpfit_server.engine.cpu_kernels import Flavour
 from warpfit_server.engine.cpu_pieces import record_of
 
@@ -33,9 +33,11 @@ _MANY_PIECES: Final = 128
 #: read from memory once. With two, a million rows take 17 % longer.
 _CELLS_A_PIECE: Final = 8
 _MOST_FOR_CELLS: Final = 4_000_000
-#: Tokens that a thread lowers at a time, and token-rows that take about as long as lowering one.
+#: Tokens that a thread lowers at a time, and token-rows that take about as long as lowering one,
+#: without and with derivatives.
 _TOKENS_A_PIECE: Final = 1000
 _COST_OF_LOWERING: Final = 500
+_COST_OF_DERIVATIVES: Final = 1500
 #: Scalars of the cells of a piece (64 bytes each): they share the second-level cache with the rows.
 _PIECE_SCALARS: Final = 4096
 
@@ -133,14 +135,45 @@ def lowering(
         The work, and what it fills.
 
     """
-    tokens, starts = len(batch.codes), batch.starts
-    lowered = cpu_lower.empty(tokens, starts)
-    groups = starts[:-1] // _TOKENS_A_PIECE
-    edges = np.concatenate([[0], np.flatnonzero(np.diff(groups)) + 1, [len(batch)]])
-    cells, span = _ranges(edges), np.array([[0, 1]])
+    tokens, cells = len(batch.codes), _cut_programs(batch.starts)
+    lowered = cpu_lower.empty(tokens, batch.starts)
+    span = np.array([[0, 1]])
     given = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
     arrays = (cells, span, *given, *cpu_lower.TABLES, *lowered)
     return Work(function, arrays, cells, span, 1, tokens * _COST_OF_LOWERING, cancelled), lowered
+
+
+def differentiating(
+    function: int,
+    batch: Batch,
+    row_loss: differentiate.RowLoss,
+    wishes: int,
+    cancelled: NDArray[np.uint8],
+) -> tuple[Work, differentiate.Differentiated]:
+    """Cut the lowering of a checked batch with its derivatives into pieces; see `differentiate`.
+
+    Args:
+        function: address of `differentiate.differentiate_piece`.
+        batch: to lower.
+        row_loss: that is lowered beside each program.
+        wishes: see `sweep`.
+        cancelled: see `Work`.
+
+    Returns:
+        The work, and what it fills.
+
+    """
+    tokens, cells = len(batch.codes), _cut_programs(batch.starts)
+    lowered = differentiate.empty(tokens, len(batch), len(row_loss.codes))
+    arrays = differentiate.arrays_of(batch, row_loss, wishes, cells, lowered)
+    cost = tokens * _COST_OF_DERIVATIVES
+    return Work(function, arrays, cells, np.array([[0, 1]]), 1, cost, cancelled), lowered
+
+
+def _cut_programs(starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Cut programs into ranges of about equal length."""
+    groups = starts[:-1] // _TOKENS_A_PIECE
+    return _ranges(np.concatenate([[0], np.flatnonzero(np.diff(groups)) + 1, [len(starts) - 1]]))
 
 
 def flavour_of(layout: Layout, precision: Precision) -> Flavour:

@@ -1,5 +1,7 @@
 """Lowering of programs together with their derivatives, compiled by Numba.
 
+Threads take ranges of programs, and add what they have made of each behind all that is there.
+
 A program has one result for each row, so one backward sweep over its nodes gives the derivative of
 the result by every node (Griewank and Walther, Evaluating Derivatives, 2nd edition, chapter 3):
 
@@ -29,11 +31,19 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit_server.engine.cpu_lower import (
-    find_node,
-    number_tokens,
-    table_size,
+from warpfit_server.engine.calls import add_atomically
+from warpfit_server.engine.cpu_lower import find_node, number_tokens, table_size
+from warpfit_server.engine.cpu_pieces import (
+    FAILED,
+    FINISHED,
+    numbers,
+    octets,
+    part,
+    record_of,
+    table,
+    words,
 )
+from warpfit_server.engine.rules import RULE_COLUMNS
 from warpfit_server.engine.schedule import (
     GIVEN,
     INSTRUCTION_COLUMNS,
@@ -66,6 +76,7 @@ from warpfit_server.engine.sweep import (
     NONE,
     SLOPE,
     SQUARES,
+    Tables,
     loss_slope,
     mark_nodes,
     sweep,
@@ -98,7 +109,7 @@ class Differentiated(NamedTuple):
     constants: NDArray[np.float64]
     """Value of each load of a constant; [capacity]."""
     starts: NDArray[np.int64]
-    """First load of each program; [programs + 1]."""
+    """First load of each program, and the end of the last one's; [programs + 1]."""
     columns: NDArray[np.int64]
     """Place of each column; [tokens]."""
     entries: NDArray[np.int64]
@@ -144,53 +155,153 @@ def no_row_loss() -> RowLoss:
 
 
 def lower_with_derivatives(
-    compiled: Any, batch: Batch, row_loss: RowLoss, wishes: int
+    function: Any, batch: Batch, row_loss: RowLoss, wishes: int
 ) -> Differentiated:
-    """Lower a checked batch with the compiled `differentiate`."""
+    """Lower a checked batch in one piece, with the compiled `differentiate_piece`.
+
+    Nothing lies between the parts of its programs then.
+
+    Raises:
+        MemoryError: if there was none.
+
+    """
     lowered = empty(len(batch.codes), len(batch), len(row_loss.codes))
-    codes, values = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values)
-    compiled(codes, values, batch.starts, row_loss, tables(), wishes, lowered)
+    cells = np.array([[0, len(batch)]])
+    arrays = arrays_of(batch, row_loss, wishes, cells, lowered)
+    if function(record_of(arrays).ctypes.data, 0) == FAILED:
+        raise MemoryError("no memory to lower a batch with its derivatives")
     return lowered
 
 
-def differentiate(
-    codes: Any, values: Any, starts: Any, row_loss: Any, given: Any, wishes: int, lowered: Any
+def arrays_of(
+    batch: Batch,
+    row_loss: RowLoss,
+    wishes: int,
+    cells: NDArray[np.int64],
+    lowered: Differentiated,
+) -> tuple[NDArray[Any], ...]:
+    """Arrays of a record for `differentiate_piece`; ``cells`` are ranges of programs."""
+    given = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts
+    wishes_and_ends = np.array([wishes, 0, 0, 0, 0])
+    return (cells, _ONE_SPAN, *given, *row_loss, *tables(), wishes_and_ends, *lowered)
+
+
+#: Arrays of a record, in order; those of `Differentiated` begin with _LOWERED. Behind the wishes
+#: are the ends of instructions, loads, columns and entries so far.
+_CELLS, _SPANS, _CODES, _VALUES, _STARTS, _LOSS_CODES, _LOSS_VALUES = range(7)
+_ARITIES, _REWRITES, _RULES, _WISHES, _LOWERED = range(7, 12)
+_ONE_SPAN: Final = np.array([[0, 1]])
+
+
+@inlined
+def differentiated_of(record: int, index: int) -> Differentiated:
+    """Arrays of a record from number ``index``."""
+    return Differentiated(
+        table(record, index, INSTRUCTION_COLUMNS),
+        table(record, index + 1, LONG_SUMMARY),
+        table(record, index + 2, 2),
+        numbers(record, index + 3),
+        words(record, index + 4),
+        words(record, index + 5),
+        table(record, index + 6, ENTRY_COLUMNS),
+    )
+
+
+def differentiate_piece(record: int, piece: int) -> int:
+    """Lower a range of programs with their derivatives; see `cpu_pieces` and `arrays_of`."""
+    programs, _, _ = part(table(record, _CELLS, 2), table(record, _SPANS, 2), piece)
+    given = Tables(
+        words(record, _ARITIES),
+        numbers(record, _REWRITES).reshape((-1, 2)),
+        table(record, _RULES, RULE_COLUMNS),
+    )
+    try:
+        _differentiate(
+            (octets(record, _CODES), numbers(record, _VALUES), words(record, _VALUES)),
+            (
+                octets(record, _LOSS_CODES), numbers(record, _LOSS_VALUES),
+                words(record, _LOSS_VALUES),
+            ),
+            words(record, _STARTS), programs, given, words(record, _WISHES),
+            differentiated_of(record, _LOWERED),
+        )  # fmt: skip
+    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+        return FAILED
+    return FINISHED
+
+
+@inlined
+def _differentiate(
+    tokens: Any, row_loss: Any, starts: Any, programs: Any, given: Any, wishes: Any, lowered: Any
 ) -> None:
-    """Lower every program of a batch with its derivatives into ``lowered``."""
+    """Lower programs, a half-open range, one after the other.
+
+    ``tokens`` and ``row_loss`` are codes, values, and the bits of the values; ``wishes`` is as in a
+    record.
+    """
+    codes, values, bits = tokens
+    loss_codes, loss_values, loss_bits = row_loss
     longest = 1
-    for program in range(len(starts) - 1):
+    for program in range(programs[0], programs[1]):
         longest = max(longest, starts[program + 1] - starts[program])
-    capacity = _NODES_A_TOKEN * (longest + len(row_loss.codes)) + _MORE_NODES
+    capacity = _NODES_A_TOKEN * (longest + len(loss_codes)) + _MORE_NODES
     nodes = np.empty((capacity, NODE_COLUMNS), dtype=np.int64)
     marks = np.empty((capacity, MARKS), dtype=np.int64)
-    stack = np.empty(longest + len(row_loss.codes), dtype=np.int64)
-    table = np.empty(table_size(capacity), dtype=np.int64)
+    stack = np.empty(longest + len(loss_codes), dtype=np.int64)
+    known = np.empty(table_size(capacity), dtype=np.int64)
     work = np.empty(6 * capacity + 8, dtype=np.int64)
-    bits, loss_bits = values.view(np.int64), row_loss.values.view(np.int64)
-    ends = np.zeros(4, dtype=np.int64)
-    for program in range(len(starts) - 1):
+    own = Differentiated(
+        np.empty((capacity, INSTRUCTION_COLUMNS), dtype=np.int64), lowered.summaries,
+        np.empty((capacity, 2), dtype=np.int64), np.empty(capacity), lowered.starts,
+        np.empty(longest, dtype=np.int64), np.empty((2 * longest, ENTRY_COLUMNS), dtype=np.int64),
+    )  # fmt: skip
+    ends = np.empty(4, dtype=np.int64)
+    for program in range(programs[0], programs[1]):
         start, stop = starts[program], starts[program + 1]
-        needed = _NODES_A_TOKEN * (stop - start + len(row_loss.codes)) + _MORE_NODES
+        needed = _NODES_A_TOKEN * (stop - start + len(loss_codes)) + _MORE_NODES
         mask = table_size(needed) - 1
-        table[: mask + 1] = -1
+        known[: mask + 1] = -1
         count = number_tokens(
             codes[start:stop], values[start:stop], bits[start:stop], given.arities,
-            given.rewrites, nodes, stack, table, mask, np.int64(0), np.int64(-1),
+            given.rewrites, nodes, stack, known, mask, np.int64(0), np.int64(-1),
         )  # fmt: skip
         root = stack[0]
         loss = np.int64(NONE)
-        if wishes & LOSS:
+        if wishes[0] & LOSS:
             count = number_tokens(
-                row_loss.codes, row_loss.values, loss_bits, given.arities, given.rewrites,
-                nodes, stack, table, mask, count, root,
+                loss_codes, loss_values, loss_bits, given.arities, given.rewrites,
+                nodes, stack, known, mask, count, root,
             )  # fmt: skip
             loss = stack[0]
+        ends[:] = 0
         _lower_program(
-            nodes, marks, table, mask, count, root, loss, wishes, given, lowered,
-            lowered.summaries[program], ends, work,
+            nodes, marks, known, mask, count, root, loss, wishes[0], given, own,
+            own.summaries[program], ends, work,
         )  # fmt: skip
-        lowered.starts[program + 1] = ends[1]
-    lowered.starts[0] = 0
+        _append(own, ends, lowered, program, wishes)
+
+
+@inlined
+def _append(own: Any, ends: Any, lowered: Any, program: int, wishes: Any) -> None:
+    """Put what was made of a program behind all that is there."""
+    at = np.empty(4, dtype=np.int64)
+    for kind in range(4):
+        at[kind] = add_atomically(np.int64(wishes.ctypes.data + 8 * (1 + kind)), ends[kind])
+    lowered.instructions[at[0] : at[0] + ends[0]] = own.instructions[: ends[0]]
+    lowered.loads[at[1] : at[1] + ends[1]] = own.loads[: ends[1]]
+    lowered.constants[at[1] : at[1] + ends[1]] = own.constants[: ends[1]]
+    lowered.columns[at[2] : at[2] + ends[2]] = own.columns[: ends[2]]
+    lowered.entries[at[3] : at[3] + ends[3]] = own.entries[: ends[3]]
+    lowered.starts[program] = at[1]
+    if program + 1 == len(lowered.summaries):
+        lowered.starts[program + 1] = at[1] + ends[1]
+    summary = lowered.summaries[program]
+    for column in (INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END):
+        summary[column] += at[0]
+    for column in (COLUMNS_START, COLUMNS_END):
+        summary[column] += at[2]
+    for column in (ENTRIES_START, ENTRIES_END):
+        summary[column] += at[3]
 
 
 @inlined

@@ -52,7 +52,7 @@ NONE: Final = -1
 class Tables(NamedTuple):
     """What lowering reads from the operator table."""
 
-    arities: NDArray[np.int8]
+    arities: NDArray[np.int64]
     rewrites: NDArray[np.float64]
     rules: NDArray[np.int64]
 
@@ -60,7 +60,7 @@ class Tables(NamedTuple):
 @cache
 def tables() -> Tables:
     """Read the operator table, once."""
-    return Tables(arities(), power_rewrites(), rules())
+    return Tables(arities().astype(np.int64), power_rewrites(), rules())
 
 
 @inlined
