@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -67,9 +68,16 @@ def lowered(*programs: Program):
     return lowered_batch(Batch.of(programs, [[1.0] * 9] * len(programs)), 1)
 
 
+@cache
+def compiled() -> cpu_cache.Compiled:
+    return cpu_cache.load(default_cache_directory())
+
+
 def lowered_batch(batch: Batch, cores: int):
-    compiled = cpu_cache.load(default_cache_directory())
-    work, result = lowering(compiled.lower, batch, np.zeros(1, np.uint8))
+    return done(*lowering(compiled().lower, batch, np.zeros(1, np.uint8)), cores)
+
+
+def done(work: cpu_work.Work, result, cores: int):
     helpers = helpers_on(cores)
     run(helpers, work)
     helpers.close()
@@ -372,16 +380,11 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
 
 
 def differentiated_batch(batch: Batch, cores: int):
-    compiled = cpu_cache.load(default_cache_directory())
     wishes = BY_PARAMETERS | BY_VARIABLES | LOSS | SLOPE
     row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
     flag = np.zeros(1, np.uint8)
-    work, result = differentiating(compiled.differentiate, batch, row_loss, wishes, flag)
-    helpers = helpers_on(cores)
-    run(helpers, work)
-    helpers.close()
-    assert work.done.all()
-    return result
+    given = (batch, row_loss, wishes, flag)
+    return done(*differentiating(compiled().differentiate, *given), cores)
 
 
 def part_of(found: Differentiated, program: int) -> list:
