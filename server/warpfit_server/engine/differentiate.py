@@ -159,7 +159,7 @@ def lower_with_derivatives(
 ) -> Differentiated:
     """Lower a checked batch in one piece, with the compiled `differentiate_piece`.
 
-    Nothing lies between the parts of its programs then.
+    What is made of the programs lies in their order then.
 
     Raises:
         MemoryError: if there was none.
