@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,11 +27,15 @@ def resting(cores):
     """Threads that sleep, so that who comes first finds nobody at work."""
     helpers = helpers_on(cores)
     run(helpers, work_in_python(lambda number: time.sleep(0.001), 2 * cores))
-    for _ in range(2):
-        while helpers._board[board._ASLEEP] < cores:
-            time.sleep(0.001)
-        time.sleep(0.02)
+    while helpers._board[board._ASLEEP] < cores or not all(map(sleeps, helpers._threads)):
+        time.sleep(0.001)
     return helpers
+
+
+def sleeps(thread):
+    """Whether the system says so: one about to sleep may have to wait for a core before."""
+    _, _, status = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")
+    return status.split()[0] == "S"
 
 
 def slow_work(log, name, pieces=30, seconds=0.002):
