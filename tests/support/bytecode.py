@@ -79,7 +79,8 @@ class Machine:
         return row.numpy(other, top) if form & 1 else row.numpy(top, other)
 
     def _slot(self, index: int) -> NDArray[np.float64]:
+        """One number, as in the reference: NumPy's power by an array of them may differ."""
         start, stop, parameter, count = self._lowered.slots[index].tolist()
         program = Program(self._batch.codes[start:stop], self._batch.values[start:stop])
         vector = self._batch.parameters[parameter : parameter + count]
-        return evaluate_program(program, self._columns, vector)
+        return np.asarray(evaluate_program(program, self._columns, vector)[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.accuracy import operator_error, rounded_threshold, ulps
@@ -142,6 +142,7 @@ def subprograms(program: Program) -> list[tuple[Program, list[int]]]:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 60), dtype=st.sampled_from(DTYPES))
+@example(seed=94113, tokens=15, dtype="float64")  # tanh at -0.2068, once 2.3 ulp off
 def test_random_programs_node_by_node(evaluate, seed, tokens, dtype):
     """Each node equals NumPy's operator on the engine's own operands, within 2 ulp."""
     rng = np.random.default_rng(seed)

@@ -206,16 +206,18 @@ def _scale(x: Vector, exponent: Vector) -> Vector:
 
 def exponential(x: Vector) -> Vector:
     """e^x."""
-    p, exponent = _exponential_parts(_clamp(x, *_EXP_RANGE[x.size]))
+    r, _, exponent = _reduced(_clamp(x, *_EXP_RANGE[x.size]))
+    p = (r * r).fma(polynomial(r, _EXP[x.size]), r)
     return _scale(p + 1.0, exponent)
 
 
-def _exponential_parts(x: Vector) -> tuple[Vector, Vector]:
-    """Give expm1(r) and k with x = k ln 2 + r."""
+def _reduced(x: Vector) -> tuple[Vector, Vector, Vector]:
+    """Give r, what its rounding has lost, and k with x = k ln 2 + r."""
     high, low = _LN2[x.size]
     k, exponent = _nearest(x * _LOG2_E)
-    r = k.fma(-low, k.fma(-high, x))
-    return (r * r).fma(polynomial(r, _EXP[x.size]), r), exponent
+    near = k.fma(-high, x)
+    r = k.fma(-low, near)
+    return r, k.fma(-low, near - r), exponent
 
 
 def _split(x: Vector) -> tuple[Vector, Vector]:
@@ -343,12 +345,23 @@ def _sine(x: Vector, quarter: int) -> Vector:
 
 
 def hyperbolic_tangent(x: Vector) -> Vector:
-    """tanh, in float64."""
-    magnitude = _clamp(absolute(x) * 2.0, 0.0, 64.0)
-    p, exponent = _exponential_parts(magnitude)
+    """tanh, in float64, with the rounding errors of expm1(2 |x|) = d carried along.
+
+    Where 2 |x| is reduced by ln 2 they would be doubled: 2.6 ulp of the result at |x| = 0.2.
+    """
+    r, lost, exponent = _reduced(_clamp(absolute(x) * 2.0, 0.0, 64.0))
+    rest = r * r * polynomial(r, _EXP[64])
+    p = r + rest
+    p_low = (r - p) + rest + lost
     power = _power_of_two(exponent)
-    difference = power.fma(p, power - 1.0)
-    return x.trace.intrinsic("copysign", difference / (difference + 2.0), x)
+    d = power.fma(p, power - 1.0)
+    d_low = power.fma(p_low, power.fma(p, power - 1.0 - d))
+    divisor = d + 2.0
+    divisor_low = d - (divisor - 2.0) + d_low
+    inverse = x.trace.constant(1.0, x.element) / divisor
+    quotient = d * inverse
+    left = quotient.fma(-divisor, d) + (d_low - quotient * divisor_low)
+    return x.trace.intrinsic("copysign", left.fma(inverse, quotient), x)
 
 
 def _hypotenuse_for_single(a: Vector, b: Vector) -> Vector:
