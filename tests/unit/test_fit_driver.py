@@ -277,6 +277,57 @@ def test_a_deadline_that_has_passed_returns_what_there_is(method):
     assert found.loss[0] <= found.initial_loss[0]
 
 
+class StuckEngine(NumpyEngine):
+    """Its passes take for ever once there have been so many, unless they are cancelled."""
+
+    def __init__(self, dataset, passes):
+        super().__init__(dataset)
+        self.left = passes
+
+    def linearise(self, evaluation, row_loss, *, curvature, cancelled):
+        self.left -= 1
+        while self.left < 0:
+            if cancelled[0]:
+                self.left = 1
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            time.sleep(0.001)
+        return super().linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_pass_that_would_end_after_the_deadline_is_cut_off(method, passes):
+    started = time.monotonic()
+    found = fit(
+        EXACT,
+        [MODEL, "x1"],
+        [START, []],
+        method=method,
+        engine=StuckEngine(EXACT, passes),
+        deadline=started + 0.3,
+        covariance=True,
+    )
+    assert 0.25 < time.monotonic() - started < 30
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+    assert np.isfinite(found.loss).all()
+    (again,) = fit(EXACT, [MODEL], found.parameters[:1], max_iterations=0).loss
+    assert again == found.loss[0], "loss and parameters belong together"
+    assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
+
+
+def test_what_is_cancelled_while_a_deadline_runs_is_cancelled():
+    class Cancelling(NumpyEngine):
+        def linearise(self, evaluation, row_loss, *, curvature, cancelled):
+            cancelled[0] = len(self.sizes) > 1
+            return super().linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
+
+    engine = Cancelling(EXACT)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], engine=engine, deadline=time.monotonic() + 60)
+    assert len(engine.sizes) == 3
+
+
 def test_an_interrupted_line_search_keeps_its_best_point():
     searches = Searches.begin(
         np.array([1, 2]), np.zeros(3), np.full(3, -9.0), np.full(3, 9.0), np.ones(3, bool)

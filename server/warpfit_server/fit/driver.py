@@ -11,8 +11,10 @@ Searches that have ended drop out of the batch, so that they cost no more.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -46,6 +48,8 @@ from warpfit_server.fit.searches import (
 #: The batch shrinks when at least this share of its searches has ended: each new batch costs the
 #: engine some preparation, each search that stays costs its evaluation.
 _SHRINK_SHARE: Final = 1 / 8
+#: What ``cancelled`` becomes when the time is up; whoever cancels the call writes 1.
+_TIME_IS_UP: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,12 +111,13 @@ class _Run:
     def advance_all(self) -> None:
         """Advance until every search has ended or the time is used up."""
         self._advance_first()
-        while self._drop_finished():
-            self._report()
-            if self._is_late():
-                self._active.interrupt()
-                continue
-            self._steer(self._linearise(curvature=self._marquardt))
+        with self._cut_off():
+            while self._drop_finished():
+                self._report()
+                if self._is_late():
+                    self._active.interrupt()
+                    continue
+                self._steer(self._linearise(curvature=self._marquardt))
 
     def _advance_first(self) -> None:
         """Evaluate the starts; BFGS takes its first idea of the curvature from there."""
@@ -208,6 +213,33 @@ class _Run:
             running = active.running
             done = int(active.counters[running, ITERATIONS].max())
             report(FitProgress(done, int(running.sum()), len(self._all)))
+
+    @contextmanager
+    def _cut_off(self) -> Iterator[None]:
+        """Give up the pass that is under way at the deadline, and what it was to improve."""
+        deadline, cancelled = self._surroundings.deadline, self._surroundings.cancelled
+        if deadline is None:
+            yield
+            return
+
+        def give_up() -> None:
+            cancelled[0] = cancelled[0] or _TIME_IS_UP
+
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except CancelledError:
+            if cancelled[0] != _TIME_IS_UP:
+                raise
+            self._active.interrupt()
+            self._drop_finished()
+        finally:
+            timer.cancel()
+            timer.join()
+            if cancelled[0] == _TIME_IS_UP:
+                cancelled[0] = 0  # covariances at the points reached may still be wanted
 
     def _is_late(self) -> bool:
         """Whether one more pass like the last would end after the deadline."""
