@@ -201,7 +201,7 @@ def test_progress_partial_results_and_deadlines(client):
     with client.upload(big, np.repeat(Y, 20)) as data:
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
         fit = client.optimize(
-            data, programs, starts, partial=True, timeout=5.0, progress=seen.append, **endless
+            data, programs, starts, partial=True, timeout=10.0, progress=seen.append, **endless
         )
         with pytest.raises(warpfit.DeadlineExceededError):
             client.optimize(data, programs, starts, timeout=1.0, **endless)
