@@ -1,10 +1,7 @@
 """What all tests share."""
 
-import fcntl
 import os
 import signal
-import tempfile
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,7 +33,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_sessionstart() -> None:
-    """Let one of several processes compile the CPU engine, for half a minute, and the others wait.
+    """Let one of several processes compile the CPU engine, with help, while the others wait.
 
     All at once they would take longer than a test may.
     """
@@ -44,7 +41,4 @@ def pytest_sessionstart() -> None:
         return
     from warpfit_server.engine.cpu import CpuEngine
 
-    path = Path(tempfile.gettempdir()) / f"warpfit-tests-{os.getuid()}.lock"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        CpuEngine(1).close()
+    CpuEngine().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -331,8 +332,9 @@ def test_read_only_data_is_used_in_place(evaluate):
 
 
 def test_compiled_code_survives_damage_and_is_stored(tmp_path):
-    engine = CpuEngine(1, tmp_path)
-    engine.close()
+    compiled()
+    kept = cpu_cache._place(default_cache_directory())
+    shutil.copytree(kept, tmp_path / kept.name)
     objects = sorted(tmp_path.glob("cpu-*/*.o"))
     assert len(objects) == 3
     whole = objects[0].read_bytes()
@@ -348,7 +350,7 @@ def test_compiled_code_survives_damage_and_is_stored(tmp_path):
 def test_directory_that_cannot_be_written(tmp_path, caplog):
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
-    engine = CpuEngine(1, occupied / "cache")
+    engine = CpuEngine(2, occupied / "cache")  # compiled from nothing, by two processes
     assert "cannot keep compiled code" in caplog.text
     data = make_dataset(10)
     assert np.isfinite(Evaluate(engine)(data, [X1]).values).all()

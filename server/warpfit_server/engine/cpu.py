@@ -82,7 +82,8 @@ class CpuEngine:
         """
         self.threads = threads or available_cores()
         self.concurrency = self.threads
-        self._compiled = cpu_cache.load(cache_directory or default_cache_directory())
+        directory = cache_directory or default_cache_directory()
+        self._compiled = cpu_cache.load(directory, processes=self.threads)
         self._datasets: dict[bytes, Dataset] = {}
         self._helpers = Helpers(self.threads, self._compiled.board)
         self._passes = FairGate(_PASSES)

@@ -5,57 +5,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
-import hashlib
 import logging
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import llvmlite
 import llvmlite.binding as llvm
-import numba
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from warpfit import ops
-from warpfit_server.engine import (
-    calls,
-    cpu_board,
-    cpu_build,
-    cpu_dots,
-    cpu_interpret,
-    cpu_kernels,
-    cpu_linearise,
-    cpu_lower,
-    cpu_math,
-    cpu_partials,
-    cpu_pieces,
-    cpu_statistics,
-    cpu_vector,
-    differentiate,
-    intrinsics,
-    rules,
-    schedule,
-    sweep,
-)
+from warpfit_server.engine import cpu_build, cpu_code, cpu_dots, cpu_partials, rules, schedule
 from warpfit_server.engine.cpu_helpers import BoardCode
-from warpfit_server.engine.cpu_kernels import COPY, FLAVOURS, LOSS_KERNELS, Flavour, symbol
+from warpfit_server.engine.cpu_kernels import COPY, LOSS_KERNELS, Flavour, symbol
 
 _log = logging.getLogger(__name__)
-_DIGEST_BYTES: Final = 32
-#: Modules that shape the code.
-_SOURCES: Final = (
-    *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
-    *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
-    *(cpu_statistics, cpu_linearise, cpu_board),
-)
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,17 +57,22 @@ class Compiled:
     """What has to live as long as these addresses are used."""
 
 
-def load(directory: Path) -> Compiled:
-    """Load the engine's code from ``directory``, or compile it and try to store it there."""
+def load(directory: Path, processes: int = 1) -> Compiled:
+    """Load the engine's code from ``directory``, or compile it and try to store it there.
+
+    Args:
+        directory: where compiled code is kept.
+        processes: that may compile at the first start.
+
+    """
     start = time.perf_counter()
-    place = directory / f"cpu-{_fingerprint()[:32]}"
-    if not all(_object_path(place, flavour).exists() for flavour in FLAVOURS):
-        _log.info("compiling the CPU engine into %s (first start only, 10 to 40 s)", place)
-    with writable(place) as kept, cached_in(kept) as jit:
-        combine = _compile_combine(jit)
-        runners = _compile_runners(jit)
-        board = _compile_board(jit)
-    kernels = {flavour: _load_kernels(_object(place, flavour)) for flavour in FLAVOURS}
+    with writable(_place(directory)) as kept:
+        cpu_code.compile_all(kept, processes)
+        parts = (cpu_code.lower, cpu_code.derive, cpu_code.interpret, cpu_code.linearise)
+        runners = tuple(part(kept) for part in parts)
+        combine, board = cpu_code.combine(kept), cpu_code.board(kept)
+        objects = cpu_code.kernels(kept)
+    kernels = {flavour: _load_kernels(code) for flavour, code in objects.items()}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
     lower, derive, interpret, linearise = (_address_of(runner) for runner in runners)
     return Compiled(combine, lower, derive, interpret, linearise, board, kernels, runners)
@@ -107,15 +80,18 @@ def load(directory: Path) -> Compiled:
 
 def load_board(directory: Path) -> BoardCode:
     """Load the functions of `cpu_board` alone."""
-    with writable(directory / f"cpu-{_fingerprint()[:32]}") as kept, cached_in(kept) as jit:
-        return _compile_board(jit)
+    with writable(_place(directory)) as kept:
+        return cpu_code.board(kept)
 
 
 def load_differentiate(directory: Path) -> Any:
     """Load `differentiate.differentiate_piece` alone, for an engine with kernels of its own."""
-    place = directory / f"cpu-{_fingerprint()[:32]}"
-    with writable(place) as kept, cached_in(kept) as jit:
-        return jit(_PIECE, differentiate.differentiate_piece)
+    with writable(_place(directory)) as kept:
+        return cpu_code.derive(kept)
+
+
+def _place(directory: Path) -> Path:
+    return directory / f"cpu-{cpu_code.fingerprint()[:32]}"
 
 
 @contextlib.contextmanager
@@ -132,59 +108,6 @@ def writable(place: Path) -> Iterator[Path]:
             yield Path(temporary)
         return
     yield place
-
-
-def _object(place: Path, flavour: Flavour) -> bytes:
-    path = _object_path(place, flavour)
-    stored = _read(path)
-    if stored is not None:
-        return stored
-    code = cpu_build.build(flavour)
-    _write(path, code)
-    return code
-
-
-def _object_path(place: Path, flavour: Flavour) -> Path:
-    return place / f"{flavour.name}.o"
-
-
-def _fingerprint() -> str:
-    """Hash everything that shapes the code: sources, compilers, CPU."""
-    digest = hashlib.sha256()
-    for module in _SOURCES:
-        digest.update(Path(str(module.__file__)).read_bytes())
-    for part in (
-        llvmlite.__version__,
-        numba.__version__,
-        llvm.get_process_triple(),
-        llvm.get_host_cpu_name(),
-        llvm.get_host_cpu_features().flatten(),
-    ):
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> bytes | None:
-    """Read a stored object; None if it is absent or damaged."""
-    try:
-        stored = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() != digest:
-        _log.warning("compiled code in %s is damaged: compiling again", path)
-        return None
-    return code
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Store an object so that concurrent readers see all of it or nothing."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        Path(file.name).replace(path)
-    except OSError as error:
-        _log.debug("cannot write %s: %s", path, error)
 
 
 def _load_kernels(code: bytes) -> Kernels:
@@ -213,66 +136,8 @@ def _make_library_visible() -> None:
         llvm.add_symbol(function, pointer)
 
 
-_WORD: Final = types.int64
-_WORDS: Final = types.Array(types.int64, 1, "C")
-_NUMBERS: Final = types.Array(types.float64, 1, "C")
-_MATRIX: Final = types.Array(types.float64, 2, "C")
-_GIVEN_BYTES, _GIVEN_NUMBERS = (
-    types.Array(kind, 1, "C", readonly=True) for kind in (types.uint8, types.float64)
-)
-_PIECE: Final = types.int64(_WORD, _WORD)
-_Jit = Callable[[Any, Any], Any]
-
-
-def _compile_combine(jit: _Jit) -> Any:
-    """Compile what Python calls after pieces have run."""
-    differentiated = numba.typeof(differentiate.empty(1, 1, 1))
-    combine = types.void(
-        *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
-        *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
-    )
-    return jit(combine, cpu_linearise.combine)
-
-
-def _compile_runners(jit: _Jit) -> tuple[Any, ...]:
-    """Compile what runs pieces, in the order of `Compiled`."""
-    return (
-        jit(_PIECE, cpu_lower.lower_piece),
-        jit(_PIECE, differentiate.differentiate_piece),
-        jit(_PIECE, cpu_interpret.interpret_piece),
-        jit(_PIECE, cpu_linearise.linearise_piece),
-    )
-
-
-def _compile_board(jit: _Jit) -> BoardCode:
-    one = types.void(_WORDS)
-    return BoardCode(
-        lead=jit(types.int64(_WORDS, _WORD, _WORD), cpu_board.lead),
-        withdraw=jit(types.void(_WORDS, _WORD), cpu_board.withdraw),
-        compute=jit(one, cpu_board.compute),
-        close=jit(one, cpu_board.close),
-        run_alone=jit(types.int64(_WORDS, _WORD), cpu_board.run_alone),
-    )
-
-
 def _address_of(runner: Any) -> int:
     """Find where the function begins that C code may call."""
     (compiled,) = runner.overloads.values()
     name = compiled.fndesc.llvm_cfunc_wrapper_name
     return int(compiled.library.get_pointer_to_function(name))
-
-
-@contextlib.contextmanager
-def cached_in(directory: Path) -> Iterator[_Jit]:
-    """Give a compiler whose results Numba keeps below ``directory``."""
-
-    def jit(signature: Any, function: Any) -> Any:
-        return numba.njit(signature, cache=True, nogil=True, error_model="numpy")(function)
-
-    with _lock:
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(directory)
-        try:
-            yield jit
-        finally:
-            numba.config.CACHE_DIR = before
