@@ -9,9 +9,9 @@ The simple form:
 
 The way through: `cpu_lower` turns the batch's tokens into instructions, `cpu_interpret` runs them
 in blocks, calling the loops that `cpu_kernels` generates from the operator table with the
-functions of `cpu_math`; `cpu_cache` keeps all compiled code on disk. `cpu_work` cuts the work into
-pieces, which threads choose and take in compiled code (`cpu_board`). What needs derivatives, losses
-of one's own or statistics takes another way through, `cpu_derive`.
+functions of `cpu_math`. Compiled code is kept on disk (`cpu_code`, `cpu_cache`). `cpu_work` cuts
+the work into pieces, which threads choose and take in compiled code (`cpu_board`). What needs
+derivatives, losses of one's own or statistics takes another way through, `cpu_derive`.
 """
 
 from __future__ import annotations
