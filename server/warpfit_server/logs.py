@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from contextvars import ContextVar
 from typing import Final
 
+#: Whose lines are counted at a time; with more of them all begin anew.
+_MOST_NAMES: Final = 10_000
 _REQUEST_ID: Final[ContextVar[str]] = ContextVar("request id", default="")
 
 
@@ -19,6 +22,47 @@ def works_for(request_id: str) -> None:
 def current_id() -> str:
     """Id of the call that this thread works for, or an empty string."""
     return _REQUEST_ID.get()
+
+
+class Allowance:
+    """How many lines somebody may cause: a number at once, then some a second.
+
+    So who repeats a mistake for weeks fills no disk (generic cell rate algorithm, as in `ledger`).
+
+    Args:
+        at_once: lines without a pause.
+        rate: lines a second in the long run.
+
+    """
+
+    def __init__(self, at_once: int, rate: float) -> None:
+        self._ahead = at_once / rate
+        self._step = 1 / rate
+        self._lock = threading.Lock()
+        self._used: dict[str, tuple[float, int]] = {}
+        """By name: the moment until which the rate is used up, lines left out since the last."""
+
+    def take(self, name: str, now: float) -> int | None:
+        """Ask for a line.
+
+        Args:
+            name: whose.
+            now: seconds on a clock that only goes forward.
+
+        Returns:
+            How many lines were left out since the last one, or None if this one is to be left out.
+
+        """
+        with self._lock:
+            if name not in self._used and len(self._used) >= _MOST_NAMES:
+                self._used.clear()
+            until, left_out = self._used.get(name, (now, 0))
+            until = max(until, now) + self._step
+            if until - now > self._ahead + 1e-9:
+                self._used[name] = (until - self._step, left_out + 1)
+                return None
+            self._used[name] = (until, 0)
+            return left_out
 
 
 class _JsonFormatter(logging.Formatter):

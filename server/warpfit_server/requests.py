@@ -22,7 +22,7 @@ import grpc
 from warpfit.codec import REQUEST_ID_KEY
 from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Timings
-from warpfit_server.logs import works_for
+from warpfit_server.logs import Allowance, works_for
 from warpfit_server.measurements import Recorder, Sample
 from warpfit_server.tenants import ANONYMOUS
 from warpfit_server.turnstile import Turnstile
@@ -32,6 +32,8 @@ _LOG: Final = logging.getLogger("warpfit.requests")
 _ID: Final = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 #: Ends of calls that a client expects and deals with.
 _ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+#: Lines that failed calls of a tenant may cause in a process: at once, and a second.
+_LINES_AT_ONCE, _LINES_A_SECOND = 100, 1.0
 #: Metadata of the standard for distributed traces (W3C Trace Context).
 _TRACE_KEYS: Final = ("traceparent", "tracestate")
 
@@ -147,6 +149,7 @@ class Observer:
         """Counts a call as running."""
         self._recorder = recorder
         self._tracer = tracer
+        self._lines = Allowance(_LINES_AT_ONCE, _LINES_A_SECOND)
         self._names = itertools.count()
         self._prefix = secrets.token_hex(6)
 
@@ -163,9 +166,12 @@ class Observer:
         """Measure, log and trace a call that has ended, whether it had begun or was refused."""
         ended = time.monotonic_ns()
         self._recorder.end(request, _sample(request, status, ended))
-        level = logging.DEBUG if status in _ORDINARY else logging.INFO
-        if _LOG.isEnabledFor(level):
-            _log(level, request, status, ended)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _log(logging.DEBUG if status in _ORDINARY else logging.INFO, request, status, ended)
+        elif status not in _ORDINARY and _LOG.isEnabledFor(logging.INFO):
+            left_out = self._lines.take(request.tenant, ended / 1e9)
+            if left_out is not None:
+                _log(logging.INFO, request, status, ended, left_out)
         if self._tracer is not None:
             self._tracer.record(request, status, ended)
 
@@ -205,14 +211,18 @@ def stages(request: Request, timings: Timings) -> tuple[int, ...]:
     return timings.decode, timings.queue, copy, timings.compute, request.encode
 
 
-def _log(level: int, request: Request, status: str, ended: int) -> None:
+def _log(level: int, request: Request, status: str, ended: int, left_out: int = 0) -> None:
     works_for(request.request_id)
     seconds = (ended - request.started) / 1e9
     fields = {"method": request.method, "status": status, "tenant": request.tenant}
-    measured = {"seconds": round(seconds, 6), "programs": request.programs}
+    measured: dict[str, Any] = {"seconds": round(seconds, 6), "programs": request.programs}
+    more = ""
+    if left_out:
+        measured["left_out"] = left_out
+        more = f", after {left_out} failed calls of tenant {request.tenant} without a line"
     _LOG.log(
         level,
-        "%s ended %s after %.3f s",
-        *(request.method, status, seconds),
+        "%s ended %s after %.3f s%s",
+        *(request.method, status, seconds, more),
         extra={"fields": {**fields, **measured}},
     )
