@@ -138,9 +138,11 @@ def _close(board: Any, place: int) -> None:
 
 def compute(board: Any) -> None:
     """Work on what there is until the board is closed."""
-    while board[_CLOSED] == 0:
+    while True:
         seen = board[_CHANGES]
         fence()
+        if board[_CLOSED] != 0:
+            return
         _work(board)
         _add(board, _ASLEEP, 1)
         _sleep(board, _CHANGES, seen, _LONG)
@@ -189,12 +191,13 @@ def _work_alone(board: Any, place: int, deadline: int) -> int:
     began = before = nanoseconds(board[_CLOCK])
     if board[place + _ALONE] != board[_CHANGES] or not _join(board, place):
         return 0
-    while _has_pieces(board, place) and before < deadline:
-        if board[place + _ALONE] != board[_CHANGES]:
-            _wake(board, 1)  # in this thread's stead
-            break
+    while (
+        _has_pieces(board, place) and board[place + _ALONE] == board[_CHANGES] and before < deadline
+    ):
         before = _take_piece(board, place, before)
     _leave(board, place)
+    if _has_pieces(board, place) and board[place + _ALONE] != board[_CHANGES]:
+        _wake(board, 1)  # in this thread's stead, for which there was no room before
     return int(before - began)
 
 
