@@ -21,6 +21,8 @@ PLACES = [cpu_board.HEAD_WORDS + cpu_board.PLACE_WORDS * number for number in ra
 #: Where words of tenants' charges and bytes of finished pieces begin; the board begins at 0.
 CHARGES, DONE = 1 << 20, 1 << 24
 FOR_EVER = 1 << 60
+#: On which pieces sleep that last until others have ended.
+PATIENCE = -1
 
 
 class Words:
@@ -51,17 +53,19 @@ class Board:
         seed: decides on the order.
         threads: that compute.
         ends: what pieces return, by number of the evaluation and of the piece.
+        patient: evaluations whose pieces last until the others have ended.
         replaced: functions of the board's module to replace, by name.
         steps: accesses within which the order changes.
 
     """
 
-    def __init__(self, seed, threads, ends=None, replaced=None, steps=1500):
+    def __init__(self, seed, threads, ends=None, patient=(), replaced=None, steps=1500):
         self.random = random.Random(seed)
         self.schedule = Schedule(seed, changes=4, steps=steps)
         self.words = Words(self.schedule)
         self.threads = threads
         self.ends = ends or {}
+        self.patient = set(patient)
         self.charges = [0] * 32
         self.done: dict[int, list[int]] = {}
         self.at_work: Counter[int] = Counter()
@@ -124,6 +128,8 @@ class Board:
         self.at_work[evaluation] += 1
         self.most = max(self.most, sum(self.at_work.values()))
         self.schedule.step()
+        while evaluation in self.patient and not self.done.keys() <= self.closed | self.patient:
+            self.schedule.sleep(PATIENCE)
         self.at_work[evaluation] -= 1
         return self.ends.get((evaluation, piece), FINISHED)
 
@@ -146,6 +152,7 @@ class Board:
             self.functions["withdraw"](words, place)
         assert self.at_work[evaluation] == 0
         self.closed.add(evaluation)
+        self.schedule.wake(PATIENCE, 100)
         return words[place + cpu_board.ENDED]
 
     def run(self, *leaders):
@@ -208,6 +215,18 @@ def test_each_piece_is_run_once_and_nobody_sleeps_too_long(part):
     for seed in range(400 * part, 400 * (part + 1)):
         random_run(seed)
         late_run(seed)
+
+
+def test_nothing_waits_while_a_thread_sleeps_that_could_do_it():
+    """Pieces that last for ever keep all threads but one, and that one does everything else."""
+    for seed in range(1000):
+        threads = random.Random(seed).choice([2, 3])
+        board = Board(seed, threads, patient=[0], steps=600)
+        board.run(
+            lambda board=board, wanted=threads - 1: board.evaluate(PLACES[0], 0, 3, wanted),
+            lambda board=board: [board.evaluate(PLACES[1], n, 3, n, 1) for n in (1, 2, 3)],
+        )
+        assert board.taken == {(n, piece): 1 for n in range(4) for piece in range(3)}
 
 
 @pytest.mark.parametrize("end", [CANCELLED, FAILED])

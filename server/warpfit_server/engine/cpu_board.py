@@ -54,7 +54,7 @@ _CHANGES, _ASLEEP = 8, 16
 #: is finished, and what ended the work too early.
 OPEN, FUNCTION, RECORD, PIECES, WANTED, CHARGE, DONE, ENDED = 0, 1, 2, 3, 4, 5, 6, 7
 #: The next piece that nobody has taken; threads that are there; how often the last one has left;
-#: the changes of the board when it had nothing but this.
+#: the changes of the board when it had nothing but this, or -1.
 NEXT, INSIDE, EMPTIED, _ALONE = 8, 16, 17, 18
 #: No place: the head is there.
 _NOWHERE: Final = 0
@@ -188,16 +188,23 @@ def _work(board: Any) -> None:
 @inlined
 def _work_alone(board: Any, place: int, deadline: int) -> int:
     """Run pieces of one place as long as the board has nothing else; return what that took."""
-    began = before = nanoseconds(board[_CLOCK])
-    if board[place + _ALONE] != board[_CHANGES] or not _join(board, place):
+    if board[place + _ALONE] < 0:
         return 0
-    while (
-        _has_pieces(board, place) and board[place + _ALONE] == board[_CHANGES] and before < deadline
-    ):
-        before = _take_piece(board, place, before)
-    _leave(board, place)
-    if _has_pieces(board, place) and board[place + _ALONE] != board[_CHANGES]:
-        _wake(board, 1)  # in this thread's stead, for which there was no room before
+    began = before = nanoseconds(board[_CLOCK])
+    is_alone = _join(board, place)
+    if is_alone:
+        while (
+            _has_pieces(board, place)
+            and board[place + _ALONE] == board[_CHANGES]
+            and before < deadline
+        ):
+            before = _take_piece(board, place, before)
+        _leave(board, place)
+        is_alone = board[place + _ALONE] == board[_CHANGES]
+    if not is_alone:
+        board[place + _ALONE] = -1
+        if _has_pieces(board, place):
+            _wake(board, 1)  # in this thread's stead, for which there may have been no room before
     return int(before - began)
 
 
