@@ -289,12 +289,12 @@ def _leaves_before_it_is_done(functions):
     return close
 
 
-def _takes_what_is_closed(functions):
-    def join(board, place):
-        functions["_add"](board, place + cpu_board.INSIDE, 1)
-        return True
+def _leaves_without_a_word(functions):
+    def leave(board, place):
+        if place != cpu_board._NOWHERE:
+            functions["_add"](board, place + cpu_board.INSIDE, -1)
 
-    return join
+    return leave
 
 
 def _adds_in_two_steps(functions):
@@ -307,19 +307,19 @@ def _adds_in_two_steps(functions):
 
 
 @pytest.mark.parametrize(
-    ("run", "name", "mistake"),
+    ("name", "mistake"),
     [
-        (random_run, "_wake", _without_waking_in_its_stead),
-        (random_run, "compute", _looks_after_it_worked),
-        (random_run, "_close", _leaves_before_it_is_done),
-        (random_run, "_add", _adds_in_two_steps),
-        (late_run, "_join", _takes_what_is_closed),
+        ("_wake", _without_waking_in_its_stead),
+        ("compute", _looks_after_it_worked),
+        ("_close", _leaves_before_it_is_done),
+        ("_leave", _leaves_without_a_word),
+        ("_add", _adds_in_two_steps),
     ],
 )
-def test_a_planted_mistake_is_found(run, name, mistake):
+def test_a_planted_mistake_is_found(name, mistake):
     with pytest.raises(AssertionError):
-        for seed in range(20_000):
-            run(seed, {name: mistake})
+        for seed in range(3000):
+            random_run(seed, {name: mistake})
 
 
 def test_a_schedule_tells_who_is_stuck():
