@@ -14,11 +14,13 @@ from support.numpy_engine import NumpyEngine
 from support.strategies import programs
 from warpfit import CancelledError, InternalError, Reason
 from warpfit.dataset import Dataset
+from warpfit.fitting import Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
 from warpfit.printing import to_text
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Linearisation
+from warpfit_server.fit import compiled
 from warpfit_server.fit.driver import one_vector_each
 from warpfit_server.fit.searches import BEST, BEST_LOSS, DEADLINE, LOSS, REASON, Searches
 from warpfit_server.fit.searches import X as ROW_X
@@ -408,3 +410,32 @@ def test_progress_is_reported():
     assert [progress.iterations for progress in seen] == sorted(p.iterations for p in seen)
     assert {progress.searches for progress in seen} == {2}
     assert seen[-1].active == 1
+
+
+# --------------------------------------------------------------------------- steering code
+
+
+@pytest.fixture
+def loading(monkeypatch, tmp_path):
+    """Loads steering code from an empty directory; lists what was there when it was to be used."""
+    compiled._load.cache_clear()
+    found = []
+
+    def note(method, place):
+        found.append(sorted(path.name.split("-")[0] for path in place.rglob("*.nbc")))
+        return method
+
+    monkeypatch.setattr(compiled, "_compile", note)
+    yield lambda method: (compiled.load(method, tmp_path), found[-1])
+    compiled._load.cache_clear()
+
+
+def test_steering_code_is_compiled_by_another_process(loading):
+    """Here it would keep all other calls from Python's lock for seconds."""
+    assert loading(Method.BFGS) == (Method.BFGS, ["bfgs.advance"])
+
+
+def test_steering_code_is_compiled_here_if_no_other_process_can(loading, monkeypatch, caplog):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert loading(Method.LM) == (Method.LM, [])
+    assert "a process that compiled lm ended with 1" in caplog.text

@@ -24,7 +24,7 @@ from warpfit_server.fairness import Charge, Turn
 
 #: Whoever runs Python, here or in a door, wants a core for a moment only, to take, begin or answer
 #: a call, and goes before what computes. At the same priority Linux may let it wait for 3 ms.
-_NICE: Final = 10
+NICE: Final = 10
 #: Token-rows below which waking another thread costs more than it gains.
 _WORK_WORTH_A_THREAD: Final = 300_000
 #: Evaluations that threads may help with at a time; further ones do without.
@@ -127,7 +127,7 @@ class Helpers:
                 thread.start()
 
     def _compute(self) -> None:
-        os.nice(_NICE)  # of this thread alone, on Linux
+        os.nice(NICE)  # of this thread alone, on Linux
         self._code.compute(self._board)
 
     @contextmanager

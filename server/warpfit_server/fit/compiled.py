@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,6 +22,7 @@ from warpfit.fitting import Method
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cpu_cache import writable
 from warpfit_server.engine.cpu_code import cached_in
+from warpfit_server.engine.cpu_helpers import NICE
 from warpfit_server.fit import bfgs, bounds, levenberg_marquardt, searches, triangles
 from warpfit_server.fit.searches import Limits
 
@@ -42,16 +46,35 @@ def load(method: Method, directory: Path | None = None) -> Any:
 @functools.cache
 def _load(method: Method, directory: Path | None) -> Any:
     started = time.perf_counter()
+    place = (directory or default_cache_directory()) / f"fit-{_fingerprint()[:32]}"
+    with writable(place) as kept:
+        done = kept / f"{method}.complete"
+        if not done.exists():
+            _compile_elsewhere(method, kept)
+            done.touch()
+        advance = _compile(method, kept)
+    _LOG.info("steering code of %s ready after %.2f s", method, time.perf_counter() - started)
+    return advance
+
+
+def _compile_elsewhere(method: Method, place: Path) -> None:
+    """Compile in a process of its own: here Numba would keep all other calls from Python's lock."""
+    command = (sys.executable, "-m", __name__, method, str(place))
+    ended = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False
+    )
+    if ended.returncode:
+        _LOG.warning("a process that compiled %s ended with %s", method, ended.returncode)
+
+
+def _compile(method: Method, place: Path) -> Any:
     numbers = types.Array(types.float64, 1, "C")
     rows, counts = types.Array(types.float64, 2, "C"), types.Array(types.int64, 2, "C")
     limits = numba.typeof(Limits(0.0, 0.0, 0.0, 0, False))
     signature = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
-    place = (directory or default_cache_directory()) / f"fit-{_fingerprint()[:32]}"
     module = levenberg_marquardt if method == Method.LM else bfgs
-    with writable(place) as kept, cached_in(kept) as jit:
-        advance = jit(signature, module.advance)
-    _LOG.info("steering code of %s ready after %.2f s", method, time.perf_counter() - started)
-    return advance
+    with cached_in(place) as jit:
+        return jit(signature, module.advance)
 
 
 def _fingerprint() -> str:
@@ -63,3 +86,8 @@ def _fingerprint() -> str:
     for part in (llvmlite.__version__, numba.__version__, *host):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    os.nice(NICE)
+    _compile(Method(sys.argv[1]), Path(sys.argv[2]))
