@@ -177,6 +177,7 @@ def greedy(address: str, tokens: dict[str, str], asked: Work, seconds: float) ->
         alone, beside, rounds = [], [], []
         # Other programs in each round, as from one generation to the next: they are compiled anew.
         targets = [prepared(address, tokens["greedy"], job, number) for number in range(ROUNDS)]
+        Caller(targets[0]).call()  # the first fit on a machine compiles what steers fits, once
         with flood(targets, threads) as turn:
             for number in range(ROUNDS):
                 turn.value = _PAUSE

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,6 +20,9 @@ from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
 from warpfit.workload import thesis_mix
+from warpfit_server.code_cache import default_cache_directory
+from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.resources import available_cores
 
 rng = np.random.default_rng(12)
 X = rng.uniform(0.5, 2.0, size=(1025, 2))
@@ -210,6 +215,24 @@ def test_progress_partial_results_and_deadlines(client):
     assert (fit.loss[finite] <= fit.initial_loss[finite]).all()
     assert seen
     assert seen[0].searches == 200
+
+
+def test_nobody_waits_while_what_steers_fits_is_compiled(tmp_path):
+    """At the first fits on a machine, as many as evaluations run at a time."""
+    CpuEngine().close()
+    for kept in default_cache_directory().glob("cpu-*"):
+        shutil.copytree(kept, tmp_path / kept.name)
+    with (
+        ServerProcess(WARPFIT_CACHE_DIR=str(tmp_path)) as server,
+        warpfit.connect(server.address) as client,
+        client.upload(X, Y) as data,
+        ThreadPoolExecutor(available_cores()) as pool,
+    ):
+        fits = [pool.submit(client.optimize, data, TEXTS, STARTS) for _ in range(available_cores())]
+        losses = [client.evaluate(data, TEXTS, STARTS, loss="mse") for _ in range(20)]
+        assert not any(fit.done() for fit in fits)
+        for fit in fits:
+            np.testing.assert_allclose(fit.result().initial_loss, losses[0], rtol=1e-5)
 
 
 def test_a_failing_progress_callback_ends_the_call(client):

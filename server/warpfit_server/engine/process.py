@@ -176,10 +176,7 @@ class EngineProcess:
         job = _Job(message, problem, visit.segment, lane, cancelled, reply)
         self._roster.begin(lane, cancelled)
         try:
-            with nullcontext() if problem.urgent else self._turn(job):
-                visit.finished = self._perform(job)
-        except CancelledError as error:  # while it waited
-            visit.finished = wire.Finished(error=error)
+            visit.finished = self._perform(job)
         finally:
             self._roster.end(lane)
             if place is not None and reply.standing is None:
@@ -247,16 +244,14 @@ class EngineProcess:
 
     def _perform(self, job: _Job) -> wire.Finished | None:
         """Do one piece of work; return what to tell the front door, unless it has been told."""
-        reply = job.reply
-        reply.queue = time.monotonic_ns() - job.problem.submitted
-        works_for(job.problem.request_id)
+        problem, reply = job.problem, job.reply
+        works_for(problem.request_id)
         try:
-            if job.cancelled[0]:
-                raise CancelledError("cancelled before it ran", "CANCELLED")
             if isinstance(job.order, Optimize):
-                timings = self._optimize(job, job.order)
-            else:
-                timings = self._evaluate(job)
+                self._load_steering(job, job.order)
+            with nullcontext() if problem.urgent else self._turn(job):
+                reply.queue = time.monotonic_ns() - problem.submitted
+                timings = self._run(job)
         except WarpfitError as error:
             finished = wire.Finished(error=error)
         except EngineBrokenError:
@@ -272,6 +267,21 @@ class EngineProcess:
         else:
             finished = wire.Finished(replace(timings, queue=reply.queue + timings.queue))
         return None if reply.is_sent else finished
+
+    def _run(self, job: _Job) -> Timings:
+        if job.cancelled[0]:
+            raise CancelledError("cancelled before it ran", "CANCELLED")
+        if isinstance(job.order, Optimize):
+            return self._optimize(job, job.order)
+        return self._evaluate(job)
+
+    def _load_steering(self, job: _Job, message: Optimize) -> None:
+        """Load what steers a fit; it may have to be compiled, for which nobody else should wait."""
+        # Imported on first use, because importing it costs a start of the server some time.
+        from warpfit_server.fit import compiled
+
+        evaluation = _evaluation(job.problem, job.segment)
+        compiled.load(FitRequest(evaluation, message.settings).method, self._cache_directory)
 
     def _evaluate(self, job: _Job) -> Timings:
         message, segment, frame = job.problem, job.segment, job.problem.frame
