@@ -211,6 +211,20 @@ def test_linearisation(engine, loss, weights, flavour, rows):
     np.testing.assert_array_equal(alone.gradients, got.gradients)
 
 
+@pytest.mark.parametrize("first", ["x1", "sin(x1)", "x1 + p1", "p1 * sin(x1)", "x1 + sin(p1 * x2)"])
+@pytest.mark.parametrize(
+    "second", ["p1 + 0.5", "p1 * x1 + 0.5", "0.5 * sin(p1)", "p1 / (x1 - 0.5)"]
+)
+def test_a_loss_that_is_a_part_of_the_program(engine, first, second):
+    """It stands before the result, where marks of another program may have been left."""
+    data = make_dataset(40)
+    programs = [parse(first), parse(second)]
+    vectors = [np.full(1 if "p1" in text else 0, 1.5) for text in (first, second)]
+    got = linearise(engine, data, programs, vectors, parse("0.5"))
+    np.testing.assert_array_equal(got.losses, 20.0)
+    np.testing.assert_array_equal(got.gradients, 0.0)
+
+
 @pytest.fixture
 def load_everything(monkeypatch):
     monkeypatch.setattr(NumpyEngine, "load", lambda self, dataset: None, raising=False)

@@ -68,8 +68,11 @@ def loss_slope(
     nodes: Any, marks: Any, table: Any, mask: int, count: int, root: Any, loss: Any, one: Any,
     given: Any,
 ) -> Any:  # fmt: skip
-    """Differentiate the row loss by the result; return the number of nodes and the slope."""
-    for number in range(loss + 1):
+    """Differentiate the row loss by the result; return the number of nodes and the slope.
+
+    A loss that is a part of the program, such as a constant, comes before the result.
+    """
+    for number in range(max(loss, root) + 1):
         code = nodes[number, CODE]
         wanted = number == root
         for k in range(given.arities[code]):
