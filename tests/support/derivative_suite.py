@@ -225,6 +225,36 @@ def test_a_loss_that_is_a_part_of_the_program(engine, first, second):
     np.testing.assert_array_equal(got.gradients, 0.0)
 
 
+def smooth_texts(*leaves: str) -> st.SearchStrategy[str]:
+    """Expressions that are finite with their derivatives."""
+    return st.recursive(
+        st.sampled_from([*leaves, "0.5", "3", "0", "1"]),
+        lambda inner: st.one_of(
+            st.tuples(inner, st.sampled_from("+-*"), inner).map(
+                lambda parts: f"({''.join(parts)})"
+            ),
+            inner.map("sin({})".format),
+        ),
+        max_leaves=6,
+    )
+
+
+@given(st.lists(smooth_texts("x1", "x2", "p1"), min_size=1, max_size=5), smooth_texts("x1", "x2"))
+@settings(max_examples=60)
+def test_random_programs_and_losses(engine, texts, loss):
+    """They may have nodes in common, in any order."""
+    data = make_dataset(40)
+    vectors = [np.full(int("p1" in text), 1.25) for text in texts]
+    batch = [parse(text) for text in texts], vectors, parse(loss)
+    got = linearise(engine, data, *batch)
+    want = NumpyEngine(data).linearise(
+        Evaluation(data.content_id, Batch.of(*batch[:2])),
+        batch[2], curvature=True, cancelled=np.zeros(1, np.uint8),
+    )  # fmt: skip
+    for name in ("losses", "gradients", "curvatures"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-9, atol=1e-9)
+
+
 @pytest.fixture
 def load_everything(monkeypatch):
     monkeypatch.setattr(NumpyEngine, "load", lambda self, dataset: None, raising=False)
