@@ -151,6 +151,18 @@ def test_failures_reach_who_waits_and_do_not_stop_the_threads():
         workers.close()
 
 
+def test_only_what_a_job_computes_is_counted_not_what_it_waits_for():
+    """The planner's price of compiling must not depend on how busy the machine was."""
+    workers = Workers(1)
+    try:
+        workers.submit("waits", lambda: time.sleep(0.3)).result(timeout=10)
+        workers.submit("computes", lambda: sum(range(3_000_000))).result(timeout=10)
+        workers.submit("last", lambda: None).result(timeout=10)  # the others' times are in
+        assert 0.005 < workers.counters.seconds < 0.25
+    finally:
+        workers.close()
+
+
 def test_closing_fails_who_waits_for_a_queued_job_and_who_comes_later():
     workers, started, gate = Workers(1), threading.Event(), threading.Event()
 

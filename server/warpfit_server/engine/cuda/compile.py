@@ -86,7 +86,7 @@ class CompileCounters:
     refused: int = 0
     """Requests that found the queue full."""
     seconds: float = 0.0
-    """Time of all jobs together."""
+    """CPU time of all jobs together: other programs on the machine make no difference to it."""
 
 
 class Workers:
@@ -162,7 +162,7 @@ class Workers:
     def _run(self) -> None:
         os.nice(_NICE)  # of this thread alone, on Linux
         while (job := self._next()) is not None:
-            started = time.perf_counter()
+            started = time.thread_time()
             try:
                 result = job.work()
             except Exception as error:
@@ -197,7 +197,7 @@ class Workers:
             self._in_background -= job.priority > 0
             self.counters.done += 1 - failed
             self.counters.failed += failed
-            self.counters.seconds += time.perf_counter() - started
+            self.counters.seconds += time.thread_time() - started
 
 
 def _closed() -> UnavailableError:
