@@ -34,8 +34,7 @@ def test_overload_and_greedy_tenants(name, machine):
         ", ".join(ratios),
     )
     assert f"| {machine} | {' | '.join(figures)} |" in README
-    if name != "guard_cuda":  # there the README says in which second, and why
-        assert max(case["p99_ratio"] for case in greedy.values()) <= 2
+    assert max(case["p99_ratio"] for case in greedy.values()) <= 2
     for part in (over, over["ten_times_the_clients_that_obey"]):
         assert part["goodput_of_peak"] >= 0.9
     assert over["refused_as_one_client_saw_it"]["p99_ms"] < 10
