@@ -92,11 +92,14 @@ class CpuEngine:
         return [Device(name=name, threads=self.threads, memory=memory)]
 
     def places(self, token_rows: int, *, fit: bool) -> int:
-        """A third for fits and for what occupies all threads.
+        """Half of them for fits, a third for what occupies all threads.
 
         More of them at a time would evict each other, and wait for Python's lock before others.
+        With three fits that pass it on among themselves, somebody else may wait for milliseconds.
         """
-        is_large = fit or token_rows > _LARGE_WORK * self.threads
+        if fit:
+            return max(1, self.concurrency // 2)
+        is_large = token_rows > _LARGE_WORK * self.threads
         return max(1, self.concurrency // 3) if is_large else 1
 
     def load(self, dataset: Dataset) -> None:
