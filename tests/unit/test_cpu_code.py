@@ -21,7 +21,7 @@ def test_parts_are_shared_out_evenly(count):
 
 
 def test_another_process_compiles_into_the_directory(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(cpu_code, "shares", lambda count: [[], ["board"]][:count])
+    monkeypatch.setattr(cpu_code, "shares", lambda count: [["board"]][:count])
     cpu_code.compile_all(tmp_path, 2)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
     functions = ("lead", "withdraw", "compute", "close", "run_alone")
@@ -33,7 +33,7 @@ def test_another_process_compiles_into_the_directory(monkeypatch, tmp_path, capl
 
 
 def test_a_process_that_fails_is_told_and_does_no_harm(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(cpu_code, "shares", lambda count: [[], ["no such part"]])
+    monkeypatch.setattr(cpu_code, "shares", lambda count: [["no such part"]])
     cpu_code.compile_all(tmp_path, 2)
     assert "no such part" in caplog.text
     assert (tmp_path / "complete").exists()
@@ -42,16 +42,20 @@ def test_a_process_that_fails_is_told_and_does_no_harm(monkeypatch, tmp_path, ca
 def test_one_at_a_time_compiles_and_the_others_wait(monkeypatch, tmp_path):
     calls, ended = [], []
 
-    def compile_slowly(place, names):
-        calls.append(names)
-        time.sleep(0.2)
-        ended.append(place)
+    class Slow:
+        def __init__(self, place, names):
+            calls.append(names)
+
+        def wait(self):
+            time.sleep(0.2)
+            ended.append(0)
+            return 0
 
     def compile_all(number):
         cpu_code.compile_all(tmp_path, 1)
         return len(ended)
 
-    monkeypatch.setattr(cpu_code, "_compile", compile_slowly)
+    monkeypatch.setattr(cpu_code, "_start", Slow)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(compile_all, range(4)))
     assert found == [1] * 4
