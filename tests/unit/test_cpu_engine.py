@@ -18,7 +18,12 @@ from support.evaluations import POISON, Evaluate
 from support.pieces import helpers_on, run
 from warpfit import reference
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    ProgramError,
+    ResourceExhaustedError,
+)
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
@@ -186,6 +191,47 @@ def test_evaluations_at_the_same_time(evaluate):
         for got in pool.map(again, range(12)):
             np.testing.assert_array_equal(got.values, expected.values)
             np.testing.assert_array_equal(got.losses, expected.losses)
+
+
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_programs_that_are_known_are_checked_against_other_data_sets(derivatives):
+    """Doors do not look at tokens: what the engine has found sound is so for that data set."""
+    wide = make_dataset(100)
+    narrow = Dataset.of(np.ones((100, 1)), np.ones(100))
+    engine, batch = CpuEngine(threads=1), Batch.of([Program.apply("mul", X2, P1)], [[2.0]])
+
+    def losses(dataset: Dataset) -> float:
+        asked = Evaluation(dataset.content_id, batch, loss=Loss.MSE, values=False)
+        outputs = Outputs(None, np.empty((1, 1)), np.zeros(1, np.uint8), lambda _: None)
+        if derivatives:
+            asked = replace(asked, gradient=True)
+            outputs = replace(outputs, gradients=np.empty(1))
+        engine.evaluate(asked, outputs)
+        return float(outputs.losses[0, 0])
+
+    for dataset in (wide, narrow):
+        engine.load(dataset)
+    assert len({losses(wide) for _ in range(4)}) == 1
+    for _ in range(4):
+        with pytest.raises(ProgramError):
+            losses(narrow)
+    engine.close()
+
+
+def test_programs_that_come_again_are_cut_for_what_is_asked(evaluate):
+    """With as many parameter vectors, over as many rows and in blocks as wide as this time."""
+    programs, _ = thesis_mix(12, 20)
+    rng = np.random.default_rng(1)
+    for number in range(24):
+        vectors, dtype = 1 + number % 3, ("float32", "float64")[number // 3 % 2]
+        data = make_dataset((30_000, 700)[number // 6 % 2], dtype)
+        parameters = [rng.uniform(0.5, 2, size=(vectors, p.parameters)) for p in programs]
+        got = evaluate(data, programs, parameters, loss=Loss.MAE)
+        fresh = Evaluate(CpuEngine(threads=1))
+        expected = fresh(data, programs, parameters, loss=Loss.MAE)
+        fresh.engine.close()
+        np.testing.assert_array_equal(got.values, expected.values)
+        np.testing.assert_array_equal(got.losses, expected.losses)
 
 
 def test_ready_is_announced_in_order_and_completely():

@@ -185,7 +185,7 @@ class CpuEngine:
         """What a plan needs beside the programs, and what makes it of them."""
 
         def make(batch: Batch) -> cpu_derive.Plan:
-            check_sound(batch, dataset.layout.variables)
+            check_sound(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
             lower = partial(self._differentiate, cancelled=cancelled)
             return cpu_derive.make_plan(lower, dataset, problem, wanted)
@@ -207,8 +207,7 @@ class CpuEngine:
         if derivation.work.reported < len(evaluation.batch):
             outputs.ready(len(evaluation.batch))
 
-    def _lower(self, variables: int, cancelled: NDArray[np.uint8], batch: Batch) -> Programs:
-        check_sound(batch, variables)
+    def _lower(self, batch: Batch, cancelled: NDArray[np.uint8]) -> Programs:
         work, lowered = lowering(self._compiled.lower, batch, cancelled)
         self._run(work, current_turn())
         return Programs(lowered)
@@ -223,7 +222,11 @@ class CpuEngine:
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
         layout, batch = dataset.layout, evaluation.batch
-        lower = partial(self._lower, layout.variables, outputs.cancelled)
+
+        def lower(programs: Batch) -> Programs:
+            check_sound(batch, layout.variables)
+            return self._lower(programs, outputs.cancelled)
+
         programs = self._programs.of_programs(batch, (layout.variables,), lower)
         kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
