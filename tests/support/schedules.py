@@ -8,6 +8,7 @@ found with a probability that falls with the number of accesses to the power of 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -76,11 +77,12 @@ class Schedule:
 
     def step(self) -> None:
         """Let another thread go on, perhaps; called before each access to shared words."""
+        if self._running is None:  # before the run, or after it
+            return
         self.steps += 1
         if self.steps > self.LIMIT:
             raise StuckError(f"no end after {self.LIMIT} accesses")
         running = self._running
-        assert running is not None
         lowered = self._moments.get(self.steps)
         if lowered is not None:
             running.priority = lowered
@@ -96,6 +98,8 @@ class Schedule:
     def wake(self, word: int, count: int) -> None:
         """Wake so many of those that sleep on the word, in any order."""
         running = self._running
+        if running is None:
+            return
         sleeping = [one for one in self._threads if one.word == word]
         for one in self._random.sample(sleeping, min(count, len(sleeping))):
             one.word = None
@@ -138,3 +142,84 @@ class Schedule:
         if self._failure is None:
             self._failure = failure
         self._over.set()
+
+
+class Primitives:
+    """What takes the place of the module `threading` in code that runs in drawn orders.
+
+    A wait with a timeout may end at any time: so no order hangs on how long it was.
+
+    Args:
+        schedule: of the run.
+        seed: decides which waits end without being woken.
+
+    """
+
+    #: How often such a wait ends at once.
+    IMPATIENCE = 0.3
+
+    def __init__(self, schedule: Schedule, seed: int) -> None:
+        self.schedule = schedule
+        self.random = random.Random(seed)
+        self.locks: list[Lock] = []
+        self._words = itertools.count(1)
+        self.get_ident = threading.get_ident
+
+    def Lock(self) -> Lock:  # noqa: N802 - named as in `threading`
+        lock = Lock(self.schedule, next(self._words))
+        self.locks.append(lock)
+        return lock
+
+    def Event(self) -> Event:  # noqa: N802
+        return Event(self, next(self._words))
+
+
+class Lock:
+    """A lock; to take it is a step."""
+
+    def __init__(self, schedule: Schedule, word: int) -> None:
+        self._schedule = schedule
+        self._word = word
+        self.held = False
+
+    def __enter__(self) -> None:
+        self._schedule.step()
+        while self.held:
+            self._schedule.sleep(self._word)
+        self.held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.held = False
+        self._schedule.wake(self._word, 1)
+        self._schedule.step()
+
+
+class Event:
+    """An event; whatever is done with it is a step."""
+
+    def __init__(self, primitives: Primitives, word: int) -> None:
+        self._primitives = primitives
+        self._schedule = primitives.schedule
+        self._word = word
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._schedule.wake(self._word, 1 << 20)
+        self._schedule.step()
+
+    def clear(self) -> None:
+        self._set = False
+        self._schedule.step()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._schedule.step()
+        if self._set:
+            return True
+        primitives = self._primitives
+        if timeout is None or primitives.random.random() >= primitives.IMPATIENCE:
+            self._schedule.sleep(self._word)
+        return self._set
