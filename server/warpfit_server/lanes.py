@@ -38,6 +38,8 @@ _KEPT_BYTES: Final = 256 << 20
 _NOTICE: Final = 20_000
 #: A call that waits for a lane looks this often whether its client is still there, in seconds.
 _LOOK_UP: Final = 0.05
+#: Lanes that fits leave to evaluations.
+_FOR_EVALUATIONS: Final = 2
 #: A lane's segment above this size is not wiped for another tenant but exchanged.
 _WIPED_BYTES: Final = 1 << 20
 #: Lanes used last that new kinds of work take turns on, so that the engine finds on each what it
@@ -52,6 +54,8 @@ class Use(NamedTuple):
     """On whose behalf."""
     kind: Hashable = None
     """What evaluations share that the engine answers best on the same lane; None: nothing."""
+    fit: bool = False
+    """Whether it is used for long."""
 
 
 class Lane:
@@ -96,8 +100,8 @@ class _Work:
     def use(self) -> Use:
         """What its lane is used for."""
         asked = self.evaluation
-        if not self.frame.is_small:
-            return Use(self.tenant)
+        if self.fit is not None or not self.frame.is_small:
+            return Use(self.tenant, fit=self.fit is not None)
         return Use(self.tenant, (asked.dataset_id, asked.precision, asked.loss, asked.tier))
 
     def order(self, size: int, keep: bool, *, urgent: bool) -> Order:
@@ -133,7 +137,8 @@ class Lanes:
     """The lanes of this process; `open` whenever an engine starts, `shut` when it is gone.
 
     A lane goes to the call whose tenant has fewest, and the last one only to a tenant that has
-    none: whoever floods the engine does not keep others from reaching it.
+    none: whoever floods the engine does not keep others from reaching it. Fits leave two lanes to
+    evaluations, which are over sooner.
 
     Args:
         pool: where segments come from.
@@ -148,6 +153,8 @@ class Lanes:
         self._open = False
         self._generation = 0
         self._used: Counter[str] = Counter()
+        self._fits = 0
+        self._most_fits = 0
         self._waiters: list[_Waiter] = []
         self._changed = threading.Lock()
 
@@ -158,6 +165,7 @@ class Lanes:
             self._generation += 1
             self._idle = [Lane(end, self._generation) for end in ends]
             self._used.clear()
+            self._fits, self._most_fits = 0, max(1, len(ends) - _FOR_EVALUATIONS)
             self._open = True
             self._serve()
 
@@ -249,6 +257,7 @@ class Lanes:
         with self._changed:
             if self._open and lane.generation == self._generation:
                 self._used[lane.use.tenant] -= 1
+                self._fits -= lane.use.fit
                 self._idle.append(lane)
                 self._serve()
                 return
@@ -276,7 +285,7 @@ class Lanes:
 
     def _take(self, is_wanted: Callable[[], bool], use: Use) -> Lane:
         with self._changed:
-            if self._open and not self._waiters and self._may_have(use.tenant):
+            if self._open and not self._waiters and self._may_have(use):
                 return self._hand_out(use)
             waiter = _Waiter(use)
             self._waiters.append(waiter)
@@ -294,18 +303,21 @@ class Lanes:
 
     def _serve(self) -> None:
         """Give idle lanes to those who wait; the lock is held."""
-        while self._open and (able := [w for w in self._waiters if self._may_have(w.use.tenant)]):
+        while self._open and (able := [w for w in self._waiters if self._may_have(w.use)]):
             waiter = min(able, key=lambda w: self._used[w.use.tenant])
             self._waiters.remove(waiter)
             waiter.lane = self._hand_out(waiter.use)
             waiter.served.set()
 
-    def _may_have(self, tenant: str) -> bool:
-        """Whether a lane is idle, and not the last one for who has others."""
-        return len(self._idle) > 1 or (bool(self._idle) and not self._used[tenant])
+    def _may_have(self, use: Use) -> bool:
+        """Whether a lane is idle, and not the last one for who has others, nor one too many."""
+        if use.fit and self._fits >= self._most_fits:
+            return False
+        return len(self._idle) > 1 or (bool(self._idle) and not self._used[use.tenant])
 
     def _hand_out(self, use: Use) -> Lane:
         self._used[use.tenant] += 1
+        self._fits += use.fit
         lane = self._pick(use)
         lane.use = use
         return lane

@@ -193,28 +193,54 @@ def test_nist_problems_in_one_process(client):
         assert nist.digits(fit.loss[0], problem.squares) >= 6
 
 
+ENDLESS = {
+    "max_iterations": 100_000,
+    "gradient_tolerance": 0,
+    "step_tolerance": 0,
+    "loss_tolerance": 0,
+}
+
+
 def test_progress_partial_results_and_deadlines(client):
     programs, starts = thesis_mix(5, 200, variables=2)
     big = np.repeat(X, 20, axis=0)
     seen = []
-    endless = {
-        "max_iterations": 100_000,
-        "gradient_tolerance": 0,
-        "step_tolerance": 0,
-        "loss_tolerance": 0,
-    }
     with client.upload(big, np.repeat(Y, 20)) as data:
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
         fit = client.optimize(
-            data, programs, starts, partial=True, timeout=10.0, progress=seen.append, **endless
+            data, programs, starts, partial=True, timeout=10.0, progress=seen.append, **ENDLESS
         )
         with pytest.raises(warpfit.DeadlineExceededError):
-            client.optimize(data, programs, starts, timeout=1.0, **endless)
+            client.optimize(data, programs, starts, timeout=1.0, **ENDLESS)
     assert Reason.DEADLINE in fit.reason
     finite = fit.reason != Reason.NOT_FINITE
     assert (fit.loss[finite] <= fit.initial_loss[finite]).all()
     assert seen
     assert seen[0].searches == 200
+
+
+def test_evaluations_do_not_wait_for_fits_of_the_same_tenant(client):
+    programs, starts = thesis_mix(5, 100, variables=2)
+    begun = threading.Event()
+    with client.upload(np.repeat(X, 20, axis=0), np.repeat(Y, 20)) as data:
+
+        def fit():
+            progress = {"progress": lambda _: begun.set()}
+            try:
+                client.optimize(data, programs, starts, timeout=6.0, **progress, **ENDLESS)
+            except warpfit.DeadlineExceededError:
+                return
+            raise AssertionError("it has ended")
+
+        client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
+        with ThreadPoolExecutor(8) as pool:
+            fits = [pool.submit(fit) for _ in range(8)]
+            assert begun.wait(5)
+            for _ in range(10):
+                client.evaluate(data, TEXTS, STARTS, loss="mse")
+            assert not any(fit.done() for fit in fits)
+            for fit in fits:
+                fit.result()
 
 
 def test_nobody_waits_while_what_steers_fits_is_compiled(tmp_path):

@@ -169,13 +169,13 @@ def test_threads_do_not_change_anything(monkeypatch):
         np.testing.assert_array_equal(answers[0].losses, other.losses)
 
 
-def test_large_evaluations_take_a_third_of_the_places_and_fits_half(monkeypatch):
+def test_large_evaluations_take_a_third_of_the_places_and_fits_none(monkeypatch):
     monkeypatch.setattr("warpfit_server.engine.cpu.available_cores", lambda: 12)
     engine = CpuEngine()
     sizes = (0, 10**7, 60_000_000, 60_000_001)
     assert [engine.places(n, fit=False) for n in sizes] == [1, 1, 1, 4]
-    assert engine.places(0, fit=True) == 6
-    assert CpuEngine(threads=2).places(10**12, fit=True) == 1
+    assert engine.places(10**12, fit=True) == 0
+    assert CpuEngine(threads=2).places(10**12, fit=False) == 1
 
 
 def test_evaluations_at_the_same_time(evaluate):

@@ -182,14 +182,19 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
     run = Run(monkeypatch, lanes, seed, steps=300)
     # A dataclass has taken the events of the module as it was.
     monkeypatch.setattr(lanes, "_Waiter", _waiter_of(run.primitives))
-    count, ends = run.random.choice([1, 2, 3]), []
+    count, ends = run.random.choice([1, 2, 4]), []
     table = lanes_class(SimpleNamespace(release=lambda segment: None))
-    held, most, ended = Counter(), Counter(), Counter()
+    held, fits, ended = Counter(), Counter(), Counter()
 
     def open_lanes():
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         ends.extend(theirs for _, theirs in pairs)
         table.open([ours for ours, _ in pairs])
+
+    def check():
+        if run.is_between and table._open:
+            able = [waiter for waiter in table._waiters if table._may_have(waiter.use)]
+            assert not able, "somebody waits beside a lane"
 
     def caller(number):
         rng = random.Random(1000 * seed + number)
@@ -197,9 +202,10 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
         def call():
             for _ in range(3):
                 tenant = rng.choice(TENANTS)
-                looks = iter([True] * rng.choice([0, 1, 50]))
+                looks = iter([True] * rng.choice([0, 0, 50]))
                 try:
-                    lane = table._take(partial(next, looks, False), Use(tenant))
+                    use = Use(tenant, fit=rng.random() < 0.4)
+                    lane = table._take(partial(next, looks, False), use)
                 except (CancelledError, UnavailableError) as error:
                     ended[type(error).__name__] += 1
                     run.schedule.step()
@@ -207,10 +213,13 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
                 assert isinstance(lane, Lane)
                 held[lane] += 1
                 assert held[lane] == 1, "two calls have one lane"
-                most[lane.generation] = max(most[lane.generation], len(+held))
+                fits[lane.generation] += use.fit
+                assert fits[lane.generation] <= max(1, count - lanes._FOR_EVALUATIONS)
                 run.schedule.step()
                 held[lane] -= 1
+                fits[lane.generation] -= use.fit
                 table.put_back(lane)
+                check()
                 ended["done"] += 1
 
         return call
@@ -227,7 +236,7 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
     assert ended.total() == 12
     assert not table._waiters
     assert len(table._idle) == count
-    assert not +table._used
+    assert (+table._used, table._fits) == (Counter(), 0)
     table.shut()
     for end in ends:
         end.close()

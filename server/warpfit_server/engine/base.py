@@ -139,6 +139,8 @@ class Engine(Protocol):
     """``"cpu"`` or ``"cuda"``."""
     concurrency: int
     """How many evaluations gain from running at the same time."""
+    fits: int
+    """How many fits of a tenant gain from that."""
 
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""

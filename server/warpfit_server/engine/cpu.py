@@ -56,8 +56,7 @@ from warpfit_server.resources import available_cores
 _BLOCK_BYTES: Final = 4096
 #: Token-rows for each thread that take it some 1 ms.
 _LARGE_WORK: Final = 5_000_000
-#: Passes of fits at a time: one computes while the other is prepared, which is Python's. With more
-#: of them everybody would wait for Python's lock.
+#: Passes of fits at a time, of all tenants together, for the same reason as `CpuEngine.fits`.
 _PASSES: Final = 2
 
 
@@ -65,6 +64,9 @@ class CpuEngine:
     """Evaluates batches on this machine's CPU; implements `base.Engine`."""
 
     name = "cpu"
+    #: One computes while Python prepares the other's next pass. Where three pass Python's lock on
+    #: among themselves, somebody else may wait for it for milliseconds.
+    fits = 2
 
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
@@ -92,13 +94,12 @@ class CpuEngine:
         return [Device(name=name, threads=self.threads, memory=memory)]
 
     def places(self, token_rows: int, *, fit: bool) -> int:
-        """Half of them for fits, a third for what occupies all threads.
+        """None for fits: ``fits`` limits them, and evaluations should not wait for their ends.
 
-        More of them at a time would evict each other, and wait for Python's lock before others.
-        With three fits that pass it on among themselves, somebody else may wait for milliseconds.
+        A third for what occupies all threads: more of it at a time would evict each other.
         """
         if fit:
-            return max(1, self.concurrency // 2)
+            return 0
         is_large = token_rows > _LARGE_WORK * self.threads
         return max(1, self.concurrency // 3) if is_large else 1
 

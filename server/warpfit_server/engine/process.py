@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +36,7 @@ from warpfit_server.engine.closing import engine_share, finish
 from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.roster import Roster
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
-from warpfit_server.fairness import FairGate, Turn
+from warpfit_server.fairness import FairGate
 from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging, works_for
 from warpfit_server.orders import Evaluate, Optimize, Order
@@ -115,6 +115,7 @@ class EngineProcess:
         self._chunk_bytes = chunk_bytes
         self._roster = Roster()
         self._gate = FairGate(engine.concurrency)
+        self._fits = FairGate(engine.fits)
         self._accounts = Accounts(self._gate)
         self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
@@ -185,12 +186,20 @@ class EngineProcess:
         if not problem.keep:
             visit.segment = None
 
-    def _turn(self, job: _Job) -> Turn:
-        """Make the turn of an evaluation or a fit."""
-        frame = job.problem.frame
-        token_rows = frame.tokens * frame.vectors * frame.rows
-        places = self._engine.places(token_rows, fit=isinstance(job.order, Optimize))
-        return self._gate.turn(job.problem.tenant, places, job.cancelled)
+    @contextmanager
+    def _turn(self, job: _Job) -> Iterator[None]:
+        """Wait for the turn of a piece of work and hold it; fits wait for other fits first."""
+        problem, frame = job.problem, job.problem.frame
+        if problem.urgent:
+            yield
+            return
+        is_fit = isinstance(job.order, Optimize)
+        places = self._engine.places(frame.tokens * frame.vectors * frame.rows, fit=is_fit)
+        with ExitStack() as held:
+            if is_fit:
+                held.enter_context(self._fits.turn(problem.tenant, 1, job.cancelled))
+            held.enter_context(self._gate.turn(problem.tenant, places, job.cancelled))
+            yield
 
     def _receive(self, visit: _Visit) -> tuple[wire.Message, list[int]]:
         """Wait for the next message, while compiled code answers what it can."""
@@ -249,7 +258,7 @@ class EngineProcess:
         try:
             if isinstance(job.order, Optimize):
                 self._load_steering(job, job.order)
-            with nullcontext() if problem.urgent else self._turn(job):
+            with self._turn(job):
                 reply.queue = time.monotonic_ns() - problem.submitted
                 timings = self._run(job)
         except WarpfitError as error:

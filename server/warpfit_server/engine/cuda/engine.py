@@ -75,7 +75,7 @@ class CudaEngine:
     """
 
     name = "cuda"
-    concurrency = _CONCURRENCY
+    concurrency = fits = _CONCURRENCY
 
     def __init__(
         self,
