@@ -137,8 +137,8 @@ class Lanes:
     """The lanes of this process; `open` whenever an engine starts, `shut` when it is gone.
 
     A lane goes to the call whose tenant has fewest, and the last one only to a tenant that has
-    none: whoever floods the engine does not keep others from reaching it. Fits leave two lanes to
-    evaluations, which are over sooner.
+    none: whoever floods the engine does not keep others from reaching it. A tenant's further fits
+    leave two lanes to evaluations, which are over sooner.
 
     Args:
         pool: where segments come from.
@@ -153,7 +153,7 @@ class Lanes:
         self._open = False
         self._generation = 0
         self._used: Counter[str] = Counter()
-        self._fits = 0
+        self._fits: Counter[str] = Counter()
         self._most_fits = 0
         self._waiters: list[_Waiter] = []
         self._changed = threading.Lock()
@@ -165,7 +165,8 @@ class Lanes:
             self._generation += 1
             self._idle = [Lane(end, self._generation) for end in ends]
             self._used.clear()
-            self._fits, self._most_fits = 0, max(1, len(ends) - _FOR_EVALUATIONS)
+            self._fits.clear()
+            self._most_fits = len(ends) - _FOR_EVALUATIONS
             self._open = True
             self._serve()
 
@@ -257,7 +258,7 @@ class Lanes:
         with self._changed:
             if self._open and lane.generation == self._generation:
                 self._used[lane.use.tenant] -= 1
-                self._fits -= lane.use.fit
+                self._fits[lane.use.tenant] -= lane.use.fit
                 self._idle.append(lane)
                 self._serve()
                 return
@@ -310,14 +311,14 @@ class Lanes:
             waiter.served.set()
 
     def _may_have(self, use: Use) -> bool:
-        """Whether a lane is idle, and not the last one for who has others, nor one too many."""
-        if use.fit and self._fits >= self._most_fits:
+        """Whether a lane is idle, and not the last one, or a fit too many, for who has others."""
+        if use.fit and self._fits[use.tenant] and self._fits.total() >= self._most_fits:
             return False
         return len(self._idle) > 1 or (bool(self._idle) and not self._used[use.tenant])
 
     def _hand_out(self, use: Use) -> Lane:
         self._used[use.tenant] += 1
-        self._fits += use.fit
+        self._fits[use.tenant] += use.fit
         lane = self._pick(use)
         lane.use = use
         return lane

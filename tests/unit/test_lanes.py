@@ -27,7 +27,7 @@ from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.door import BorrowedLeases
 from warpfit_server.frame import Frame
-from warpfit_server.lanes import Lanes
+from warpfit_server.lanes import Lanes, Use
 from warpfit_server.orders import Evaluate
 from warpfit_server.segments import Segment, SegmentPool
 
@@ -327,6 +327,25 @@ class TestTenants:
         with pytest.raises(CancelledError):  # it waits, until its call has ended
             _start(lanes, "greedy", is_wanted=lambda: False)
         runs.append(_start(lanes, "modest"))
+
+    def test_fits_leave_lanes_to_evaluations_and_to_those_who_have_no_fit(self):
+        lanes = Lanes(SegmentPool(1 << 20))
+        _ends = engine_ends(lanes, 6)
+
+        def take(tenant, *, fit):
+            return lanes._take(lambda: False, Use(tenant, fit=fit))
+
+        fits = [take("greedy", fit=True) for _ in range(4)]
+        with pytest.raises(CancelledError):
+            take("greedy", fit=True)
+        take("greedy", fit=False)
+        lanes.put_back(fits.pop())
+        take("modest", fit=True)
+        for tenant in ("greedy", "modest"):
+            with pytest.raises(CancelledError):
+                take(tenant, fit=True)
+        lanes.put_back(fits.pop())
+        take("modest", fit=True)
 
     def test_a_lane_goes_to_the_tenant_with_fewest(self):
         lanes = Lanes(SegmentPool(1 << 20))

@@ -185,11 +185,20 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
     count, ends = run.random.choice([1, 2, 4]), []
     table = lanes_class(SimpleNamespace(release=lambda segment: None))
     held, fits, ended = Counter(), Counter(), Counter()
+    hand_out = table._hand_out
 
     def open_lanes():
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         ends.extend(theirs for _, theirs in pairs)
         table.open([ours for ours, _ in pairs])
+
+    def hand_out_checked(use):
+        lane = hand_out(use)
+        others = sum(fits[lane.generation, tenant] for tenant in set(TENANTS))
+        if use.fit and fits[lane.generation, use.tenant]:
+            assert others < count - lanes._FOR_EVALUATIONS, "a fit too many"
+        fits[lane.generation, use.tenant] += use.fit
+        return lane
 
     def check():
         if run.is_between and table._open:
@@ -213,11 +222,10 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
                 assert isinstance(lane, Lane)
                 held[lane] += 1
                 assert held[lane] == 1, "two calls have one lane"
-                fits[lane.generation] += use.fit
-                assert fits[lane.generation] <= max(1, count - lanes._FOR_EVALUATIONS)
-                run.schedule.step()
+                for _ in range(20):
+                    run.schedule.step()
                 held[lane] -= 1
-                fits[lane.generation] -= use.fit
+                fits[lane.generation, tenant] -= use.fit
                 table.put_back(lane)
                 check()
                 ended["done"] += 1
@@ -231,12 +239,13 @@ def lanes_run(monkeypatch, seed, lanes_class=Lanes):
             run.schedule.step()
             open_lanes()
 
+    table._hand_out = hand_out_checked
     open_lanes()
     run.schedule.run(*(caller(number) for number in range(4)), engine)
     assert ended.total() == 12
     assert not table._waiters
     assert len(table._idle) == count
-    assert (+table._used, table._fits) == (Counter(), 0)
+    assert (+table._used, +table._fits) == (Counter(), Counter())
     table.shut()
     for end in ends:
         end.close()
@@ -269,13 +278,26 @@ class _ForgetsToServe(Lanes):
         self._drop(lane)
 
 
+class _GivesFitsAllLanes(Lanes):
+    def _may_have(self, use):
+        return super()._may_have(use._replace(fit=False))
+
+
+class _CountsNoFits(Lanes):
+    def put_back(self, lane):
+        lane.use = lane.use._replace(fit=False)
+        super().put_back(lane)
+
+
 class _KeepsOldLanes(Lanes):
     def put_back(self, lane):
         lane.generation = self._generation
         super().put_back(lane)
 
 
-@pytest.mark.parametrize("mistaken", [_ForgetsToServe, _KeepsOldLanes])
+@pytest.mark.parametrize(
+    "mistaken", [_ForgetsToServe, _GivesFitsAllLanes, _CountsNoFits, _KeepsOldLanes]
+)
 def test_a_planted_mistake_of_the_lanes_is_found(monkeypatch, mistaken):
     with pytest.raises(AssertionError):
         for seed in range(1000):
