@@ -139,14 +139,14 @@ class Engine(Protocol):
     """``"cpu"`` or ``"cuda"``."""
     concurrency: int
     """How many evaluations gain from running at the same time."""
-    fits: int
-    """How many fits of a tenant gain from that."""
 
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
 
     def places(self, token_rows: int, *, fit: bool) -> int:
         """Tell how many of ``concurrency`` evaluations one stands for.
+
+        What stands for none waits for others of its kind instead, two of which run at a time.
 
         Args:
             token_rows: of the evaluation, or of one pass of a fit.

@@ -56,7 +56,8 @@ from warpfit_server.resources import available_cores
 _BLOCK_BYTES: Final = 4096
 #: Token-rows for each thread that take it some 1 ms.
 _LARGE_WORK: Final = 5_000_000
-#: Passes of fits at a time, of all tenants together, for the same reason as `CpuEngine.fits`.
+#: Passes of fits at a time: one computes while the other is prepared, which is Python's. With more
+#: of them everybody would wait for Python's lock.
 _PASSES: Final = 2
 
 
@@ -64,9 +65,6 @@ class CpuEngine:
     """Evaluates batches on this machine's CPU; implements `base.Engine`."""
 
     name = "cpu"
-    #: One computes while Python prepares the other's next pass. Where three pass Python's lock on
-    #: among themselves, somebody else may wait for it for milliseconds.
-    fits = 2
 
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
@@ -94,7 +92,7 @@ class CpuEngine:
         return [Device(name=name, threads=self.threads, memory=memory)]
 
     def places(self, token_rows: int, *, fit: bool) -> int:
-        """None for fits: ``fits`` limits them, and evaluations should not wait for their ends.
+        """None for fits: evaluations should not wait for their ends.
 
         A third for what occupies all threads: more of it at a time would evict each other.
         """

@@ -200,7 +200,7 @@ _MOST_PROCESSES: Final = 4
 def compile_all(place: Path, processes: int) -> None:
     """Compile all parts into ``place`` by other processes, unless that has been done.
 
-    This one would keep the memory that it took, some 180 MiB. One engine at a time does so, and
+    This one would keep the memory that it took, some 160 MiB. One engine at a time does so, and
     others wait for it. What a process fails to compile is left to whoever loads it.
 
     Args:

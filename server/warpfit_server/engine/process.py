@@ -46,6 +46,9 @@ from warpfit_server.workers import take_short_turns
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Least time between two messages of progress.
 _PROGRESS_SECONDS: Final = 0.1
+#: Fits of a tenant at a time that take no places. One computes while Python prepares the other's
+#: next pass; where three pass Python's lock on among themselves, others wait for it for long.
+_FITS: Final = 2
 #: Evaluations that Python runs at most before compiled code tries again to answer the next ones.
 _MOST_PATIENCE: Final = 64
 #: Work whose door has died ends after at most this time, and tenants are charged for what compiled
@@ -115,7 +118,7 @@ class EngineProcess:
         self._chunk_bytes = chunk_bytes
         self._roster = Roster()
         self._gate = FairGate(engine.concurrency)
-        self._fits = FairGate(engine.fits)
+        self._fits = FairGate(_FITS)
         self._accounts = Accounts(self._gate)
         self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
@@ -188,7 +191,7 @@ class EngineProcess:
 
     @contextmanager
     def _turn(self, job: _Job) -> Iterator[None]:
-        """Wait for the turn of a piece of work and hold it; fits wait for other fits first."""
+        """Wait for the turn of a piece of work and hold it."""
         problem, frame = job.problem, job.problem.frame
         if problem.urgent:
             yield
@@ -196,7 +199,7 @@ class EngineProcess:
         is_fit = isinstance(job.order, Optimize)
         places = self._engine.places(frame.tokens * frame.vectors * frame.rows, fit=is_fit)
         with ExitStack() as held:
-            if is_fit:
+            if not places:  # fits, that wait for other fits
                 held.enter_context(self._fits.turn(problem.tenant, 1, job.cancelled))
             held.enter_context(self._gate.turn(problem.tenant, places, job.cancelled))
             yield

@@ -75,7 +75,7 @@ class CudaEngine:
     """
 
     name = "cuda"
-    concurrency = fits = _CONCURRENCY
+    concurrency = _CONCURRENCY
 
     def __init__(
         self,
