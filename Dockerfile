@@ -25,8 +25,7 @@ LABEL org.opencontainers.image.title="warpfit" \
       org.opencontainers.image.description="Expression evaluation for symbolic regression, as a gRPC service" \
       org.opencontainers.image.licenses="BSD-3-Clause"
 # Compiled code depends on the machine's processor, so it is made there, and kept in a volume.
-# /run/warpfit is for a volume with the socket of shared memory, which takes over owner and mode.
-RUN install -d -o 10001 -g 10001 -m 0700 /var/cache/warpfit /run/warpfit
+RUN install -d -o 10001 -g 10001 -m 0700 /var/cache/warpfit
 COPY --from=build /opt/warpfit /opt/warpfit
 ENV PATH=/opt/warpfit/bin:${PATH} \
     HOME=/tmp \

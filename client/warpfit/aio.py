@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
@@ -18,7 +17,6 @@ from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.security import Security, TlsConfig
 from warpfit.transport import Methods, check_address, client_closed, failure
-from warpfit.windows import Windows, open_windows
 
 T = TypeVar("T")
 
@@ -95,12 +93,10 @@ class AsyncClient:
     Arguments, results and errors of each method are those of the same method there.
     """
 
-    def __init__(
-        self, transport: AsyncTransport, config: ClientConfig, windows: Windows | None = None
-    ) -> None:
+    def __init__(self, transport: AsyncTransport, config: ClientConfig) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
         self._transport = transport
-        self._operations = Operations(config, windows)
+        self._operations = Operations(config)
 
     async def upload(
         self,
@@ -162,7 +158,6 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection."""
         await self._transport.close()
-        self._operations.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -200,10 +195,8 @@ def connect_async(
     tls: TlsConfig | bool | None = None,
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
-    shared_memory: bool | str | Path = False,
 ) -> AsyncClient:
     """Make an asyncio client, inside a running event loop; the rest is as for `warpfit.connect`."""
     config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
     security = Security.of(address, token, tls)
-    windows = open_windows(shared_memory, config.transport)
-    return AsyncClient(AsyncGrpcTransport(address, config.transport, security), config, windows)
+    return AsyncClient(AsyncGrpcTransport(address, config.transport, security), config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
@@ -16,7 +15,6 @@ from warpfit.fit_arguments import FitOptions
 from warpfit.info import ServerInfo
 from warpfit.security import Security, TlsConfig
 from warpfit.transport import GrpcTransport, Transport
-from warpfit.windows import Windows, open_windows
 
 T = TypeVar("T")
 
@@ -48,12 +46,10 @@ class Client:
     longer than the retry policy allows, ResourceExhaustedError over one of its limits.
     """
 
-    def __init__(
-        self, transport: Transport, config: ClientConfig, windows: Windows | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, config: ClientConfig) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._transport = transport
-        self._operations = Operations(config, windows)
+        self._operations = Operations(config)
 
     def upload(
         self,
@@ -190,7 +186,6 @@ class Client:
     def close(self) -> None:
         """Close the connection; data sets stay on the server until they are released or evicted."""
         self._transport.close()
-        self._operations.close()
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +223,6 @@ def connect(
     tls: TlsConfig | bool | None = None,
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
-    shared_memory: bool | str | Path = False,
 ) -> Client:
     """Make a client; nothing is sent before the first call.
 
@@ -240,10 +234,6 @@ def connect(
             WARPFIT_CA, WARPFIT_CLIENT_CERT, WARPFIT_CLIENT_KEY, WARPFIT_SERVER_NAME is set.
         retry: when to repeat a call that the server could not answer.
         transport: chunk size, message limits and keepalive.
-        shared_memory: True to let large matrices cross in shared memory where server and client
-            are processes of one user on one machine (and the server has ``--local-socket``); the
-            path of the server's socket where it is another one here, as between containers.
-            Where it cannot be, the network is used and a warning is logged.
 
     Raises:
         InvalidArgumentError: if the address has no port, a file cannot be read, or the token would
@@ -252,5 +242,4 @@ def connect(
     """
     config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
     security = Security.of(address, token, tls)
-    windows = open_windows(shared_memory, config.transport)
-    return Client(GrpcTransport(address, config.transport, security), config, windows)
+    return Client(GrpcTransport(address, config.transport, security), config)

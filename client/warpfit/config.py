@@ -49,11 +49,6 @@ class TransportConfig:
     connect_seconds: float = 5.0
     """Give one attempt to connect at least this long: a busy machine needs some time to answer."""
 
-    window_bytes: int = 1 << 20
-    """With ``shared_memory``: matrices from this size on cross in shared memory."""
-    idle_window_bytes: int = 512 << 20
-    """With ``shared_memory``: most bytes of it that are kept between calls."""
-
     def channel_options(self) -> list[tuple[str, int]]:
         """Return the same settings as gRPC channel arguments."""
         first, longest = (round(1000 * seconds) for seconds in self.reconnect_seconds)

@@ -39,14 +39,13 @@ from warpfit.info import ServerInfo
 from warpfit.ir import Batch
 from warpfit.progress import Progress, reporter, silent
 from warpfit.recent import RecentTokens
-from warpfit.windows import Loan, Window, Windows
 
 #: How often one operation uploads a data set again that others' uploads have pushed out.
 _UPLOADS: Final = 3
 T = TypeVar("T")
 C = TypeVar("C", bound="Collector")
-#: Makes request and collector of one attempt, given the window that it may use.
-Attempt: TypeAlias = Callable[["Window | None"], tuple[Any, C]]
+#: Makes request and collector of one attempt.
+Attempt: TypeAlias = Callable[[], tuple[Any, C]]
 
 
 class Collector(Protocol):
@@ -112,16 +111,15 @@ class Outgoing:
     stream, and the transport raises it in the caller's thread.
 
     Args:
-        messages: a header, then what carries ``step`` bytes each.
-        step: bytes.
-        total: bytes of all of them.
+        dataset: to send.
+        chunk_bytes: of the payload in each message.
         report: told how far it is.
 
     """
 
-    def __init__(self, messages: Iterator[bytes], step: int, total: int, report: Progress) -> None:
+    def __init__(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> None:
         self.failure: Exception | None = None
-        self._messages = self._stream(messages, step, total, report)
+        self._messages = self._stream(dataset, chunk_bytes, report)
 
     def __iter__(self) -> Self:
         return self
@@ -129,14 +127,13 @@ class Outgoing:
     def __next__(self) -> Any:
         return next(self._messages)
 
-    def _stream(
-        self, messages: Iterator[bytes], step: int, total: int, report: Progress
-    ) -> Iterator[bytes]:
+    def _stream(self, dataset: Dataset, chunk_bytes: int, report: Progress) -> Iterator[bytes]:
         """Yield each message, and report it when the next one is asked for."""
+        total = dataset.layout.nbytes
         try:
-            for sent, message in enumerate(messages):
+            for sent, message in enumerate(codec.upload_messages(dataset, chunk_bytes)):
                 yield message
-                report(min(sent * step, total), total)
+                report(min(sent * chunk_bytes, total), total)
         except Exception as error:  # whatever the user's callback raises
             self.failure = error
 
@@ -206,8 +203,6 @@ class Operations:
     """Every operation that a client offers."""
 
     config: ClientConfig
-    windows: Windows | None = None
-    """Of shared memory, if the client uses any."""
     recent: RecentTokens = field(default_factory=RecentTokens)
     """Programs that the client has sent before."""
 
@@ -243,16 +238,12 @@ class Operations:
             data, expressions, parameters, values, options, self.recent
         )
         message = codec.evaluation_to_bytes(evaluation)
-        size = evaluation.matrix_bytes(data.layout) if self.windows else 0
 
-        def attempt(window: Window | None) -> tuple[Any, codec.ResultAssembler]:
-            if window is None:
-                return message, codec.ResultAssembler(evaluation)
-            into = codec.evaluation_into(message, window.piece(size))
-            return into, codec.ResultAssembler(evaluation, window.view())
+        def attempt() -> tuple[Any, codec.ResultAssembler]:
+            return message, codec.ResultAssembler(evaluation)
 
         batch = evaluation.batch
-        answered = yield from self._on_data("Evaluate", attempt, deadline, data, batch, size)
+        answered = yield from self._on_data("Evaluate", attempt, deadline, data, batch)
         return Answer.of(answered.result(), batch, leading_axis=leading_axis)
 
     def optimize(
@@ -264,7 +255,7 @@ class Operations:
         batch = request.problem.batch
         message = codec.fit_to_message(request)
 
-        def attempt(_: Window | None) -> tuple[Any, codec.FitAssembler]:
+        def attempt() -> tuple[Any, codec.FitAssembler]:
             return message, codec.FitAssembler(request, options.get("progress"))
 
         answered = yield from self._on_data("Optimize", attempt, deadline, data, batch)
@@ -288,25 +279,14 @@ class Operations:
         message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
         return codec.info_from_message(message)
 
-    def close(self) -> None:
-        """Close the windows."""
-        if self.windows is not None:
-            self.windows.close()
-
     def _on_data(
-        self,
-        method: str,
-        attempt: Attempt[C],
-        deadline: Deadline,
-        data: Data,
-        batch: Batch,
-        size: int = 0,
+        self, method: str, attempt: Attempt[C], deadline: Deadline, data: Data, batch: Batch
     ) -> Operation[C]:
         """Use a data set; upload it again if it is not there, which under pressure may repeat."""
         uploads = 0
         while True:
             try:
-                return (yield from self._moving(method, attempt, deadline, size, mapped=True))
+                return (yield from self._retried(method, attempt, deadline))
             except DatasetNotFoundError:
                 uploads += 1
                 if uploads > _UPLOADS:
@@ -317,49 +297,12 @@ class Operations:
                 raise
 
     def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
-        total = dataset.layout.nbytes
+        chunk_bytes = self.config.transport.chunk_bytes
 
-        def attempt(window: Window | None) -> tuple[Outgoing, Single]:
-            if window is not None:
-                step, messages = window.step, window.upload(dataset)
-            else:
-                step = self.config.transport.chunk_bytes
-                messages = codec.upload_messages(dataset, step)
-            return Outgoing(messages, step, total, report), Single()
+        def attempt() -> tuple[Outgoing, Single]:
+            return Outgoing(dataset, chunk_bytes, report), Single()
 
-        yield from self._moving("UploadVariables", attempt, deadline, total, mapped=False)
-
-    def _moving(
-        self,
-        method: str,
-        attempt: Attempt[C],
-        deadline: Deadline,
-        size: int,
-        *,
-        mapped: bool,
-    ) -> Operation[C]:
-        """Make a call that moves ``size`` bytes: in a window if there is one, else in messages."""
-        loan = yield from self._loan(size, deadline, mapped=mapped)
-        if loan is None:
-            return (yield from self._retried(method, lambda: attempt(None), deadline))
-        with loan:
-            try:
-                return (yield from self._retried(method, lambda: attempt(loan.take()), deadline))
-            except InvalidArgumentError as error:
-                if not loan.is_refused(error):
-                    raise
-            return (yield from self._retried(method, lambda: attempt(None), deadline))
-
-    def _loan(self, size: int, deadline: Deadline, *, mapped: bool) -> Operation[Loan | None]:
-        """Borrow a window of shared memory, where matrices of this size are to cross in one."""
-        windows = self.windows
-        if windows is None or not windows.wants(size):
-            return None
-        if not windows.is_introduced:
-            message = yield from self._unary("GetServerInfo", codec.info_request(), deadline)
-            windows.introduce(codec.info_from_message(message).local)
-        loan: Loan | None = yield Work(lambda: windows.borrow(size, mapped=mapped))
-        return loan
+        yield from self._retried("UploadVariables", attempt, deadline)
 
     def _unary(self, method: str, request: Any, deadline: Deadline | None = None) -> Operation[Any]:
         single = yield from self._retried(
@@ -367,9 +310,7 @@ class Operations:
         )
         return single.message
 
-    def _retried(
-        self, method: str, attempt: Callable[[], tuple[Any, C]], deadline: Deadline
-    ) -> Operation[C]:
+    def _retried(self, method: str, attempt: Attempt[C], deadline: Deadline) -> Operation[C]:
         retries = Retries(self.config.retry, deadline)
         while True:
             request, collector = attempt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from warpfit.request import Tier
 
@@ -64,16 +64,6 @@ class OperatorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTransport:
-    """How a client on the server's machine opens windows of shared memory."""
-
-    socket: str
-    """Path of the socket, as the server sees it."""
-    ticket: bytes = field(repr=False)
-    """Says to the server on whose behalf."""
-
-
-@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """Answer of ``GetServerInfo``."""
 
@@ -83,5 +73,3 @@ class ServerInfo:
     devices: tuple[Device, ...]
     limits: Limits
     operators: tuple[OperatorInfo, ...]
-    local: LocalTransport | None = None
-    """None if the server offers no shared memory."""

@@ -163,13 +163,6 @@ class Evaluation:
         _, vectors, rows = self.shape(layout)
         return len(self.batch.codes) * vectors * rows
 
-    def matrix_bytes(self, layout: Layout) -> int:
-        """Size of the value and Jacobian matrices that are wanted."""
-        start, stop = self.row_range(layout)
-        cells = self.values * len(self.batch) * self.batch.vectors
-        columns = cells + self.jacobian * len(self.batch.parameters)
-        return columns * (stop - start) * layout.dtype.itemsize
-
 
 def check_rows(rows: tuple[int, int], layout: Layout) -> None:
     """Check a half-open row range.

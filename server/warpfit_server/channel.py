@@ -180,15 +180,6 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True)
-class BorrowWindow:
-    """Give the door a window of a client for one call; answered by Lent of the same number."""
-
-    number: int
-    window: bytes
-    tenant: str
-
-
-@dataclass(frozen=True, slots=True)
 class Forgotten:
     """Answer to Forget: no new call uses the data set."""
 
@@ -219,15 +210,6 @@ class Missing:
 
     content_id: bytes
     error: WarpfitError
-
-
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """Answer to BorrowWindow: the window's descriptor comes along, or an error says why not."""
-
-    number: int
-    size: int = 0
-    error: WarpfitError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +246,8 @@ class Quit:
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
-    | Lookup | Unused | BorrowWindow | Forgotten | Serving | Recorded
-    | Found | Missing | Lent | Lanes | Forget | Readiness | Begin | Quit
+    | Lookup | Unused | Forgotten | Serving | Recorded
+    | Found | Missing | Lanes | Forget | Readiness | Begin | Quit
 )  # fmt: skip
 
 

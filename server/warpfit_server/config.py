@@ -130,15 +130,6 @@ class Config:
     max_pending_bytes: int | None = _option(
         None, "batches and answers in flight (default: a quarter of the memory)", parse_bytes
     )
-    local_socket: str = _option(
-        "",
-        "socket for shared memory with workers of this user on this machine; auto takes one in a "
-        "temporary directory (default: no shared memory)",
-    )
-    max_windows: int = _option(1024, "windows of shared memory, one a connection", int)
-    max_window_bytes: int | None = _option(
-        None, "all windows of shared memory (default: half of the memory)", parse_bytes
-    )
     lease_seconds: float = _option(86_400.0, "an unused data set goes after this time", float)
     insecure: bool = _option(False, "allow plain text on a network", parse_switch)
     tls_cert: str = _option("", "file with the certificate chain; switches TLS on")
@@ -151,11 +142,6 @@ class Config:
     def doors(self) -> int:
         """Number of processes that take calls."""
         return self.front_doors or max(1, min(_MOST_DOORS, available_cores() - 1))
-
-    @property
-    def has_tenants(self) -> bool:
-        """Whether there may be several tenants, so that none may take everything."""
-        return bool(self.token_file or self.tls_client_ca)
 
     @property
     def operations_address(self) -> str:
@@ -171,11 +157,6 @@ class Config:
     def pending_bytes(self) -> int:
         """Most bytes of batches and answers in flight."""
         return self.max_pending_bytes or _half_of_memory() // 2
-
-    @property
-    def window_bytes(self) -> int:
-        """Most bytes of all windows."""
-        return self.max_window_bytes or _half_of_memory()
 
     def limits(self) -> Limits:
         """Collect the limits that clients are told."""

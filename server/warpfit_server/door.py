@@ -9,7 +9,6 @@ a call first needs it, and gives the lease back when no call has used it for a w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -42,7 +41,6 @@ from warpfit_server.segments import SegmentPool
 from warpfit_server.service import SERVICE_NAME, EvaluateService
 from warpfit_server.tenants import tenant_of
 from warpfit_server.tracing import make_tracer
-from warpfit_server.windows import ID_BYTES, Window, unknown_window
 from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.door")
@@ -140,44 +138,6 @@ class BorrowedLeases:
             self._send(wire.Unused(content_id))
 
 
-class BorrowedWindows:
-    """Windows of clients as this door sees them: the front door lends one for each call.
-
-    Args:
-        send: sends a message to the front door.
-
-    """
-
-    def __init__(self, send: Callable[[wire.Message], None]) -> None:
-        self._send = send
-        self._numbers = itertools.count()
-        self._asked: dict[int, Future[Window]] = {}
-
-    @contextmanager
-    def borrow(self, window: bytes, tenant: str) -> Iterator[Window]:
-        """Use a window; see `warpfit_server.windows.Windows`."""
-        if len(window) != ID_BYTES:  # whatever it is, it might not fit a message
-            raise unknown_window()
-        number = next(self._numbers)
-        answer = self._asked[number] = Future()
-        self._send(wire.BorrowWindow(number, window, tenant))
-        borrowed = answer.result()
-        try:
-            yield borrowed
-        finally:
-            borrowed.close()
-
-    def lent(self, message: wire.Lent, descriptors: Sequence[int]) -> None:
-        """Take a window, or a refusal, from the front door."""
-        answer = self._asked.pop(message.number)
-        if message.error is not None:
-            answer.set_exception(message.error)
-        elif descriptors:
-            answer.set_result(Window(descriptors[0], message.size))
-        else:  # the system drops descriptors beyond this process's limit
-            answer.set_exception(UnavailableError("too many open files", "TOO_MANY_FILES"))
-
-
 class Forwarder:
     """Passes calls on to the front door as they are."""
 
@@ -223,11 +183,8 @@ class Door:
         self._grace = config.grace
         self._lanes = Lanes(SegmentPool(config.idle_bytes))
         self._leases = BorrowedLeases(control.send)
-        self._windows = BorrowedWindows(control.send)
         admission, guard = make_guard(config, ledger)
-        service = EvaluateService(
-            self._leases, self._windows, self._lanes, admission, config.chunk_bytes
-        )
+        service = EvaluateService(self._leases, self._lanes, admission, config.chunk_bytes)
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
         observer = Observer(self._recorder, self._tracer)
@@ -255,8 +212,6 @@ class Door:
                     self._leases.found(message)
                 case wire.Missing():
                     self._leases.missing(message)
-                case wire.Lent():
-                    self._windows.lent(message, descriptors)
                 case wire.Forget():
                     self._leases.forget(message.content_id)
                 case wire.Readiness():

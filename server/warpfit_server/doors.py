@@ -18,7 +18,6 @@ from warpfit_server.ledger import Ledger
 from warpfit_server.measurements import Recorder
 from warpfit_server.service import ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
-from warpfit_server.windows import Windows
 
 _LOG: Final = logging.getLogger("warpfit.doors")
 #: A door that dies is started again after this many seconds.
@@ -56,7 +55,6 @@ class Doors:
         leases: the front door's data sets.
         ledger: of what is in use, which the doors share.
         recorder: takes in what the doors measure.
-        windows: of the clients.
 
     """
 
@@ -67,10 +65,8 @@ class Doors:
         leases: ResidentLeases,
         ledger: Ledger,
         recorder: Recorder,
-        windows: Windows,
     ) -> None:
         self._config = config
-        self._windows = windows
         self._recorder = recorder
         self._ready = False
         self._supervisor = supervisor
@@ -220,8 +216,6 @@ class Doors:
                     started.set()
                 case wire.Lookup():
                     door.control.send(self._lease(door, message.content_id))
-                case wire.BorrowWindow():
-                    self._lend(door, message)
                 case wire.Unused():
                     door.end_lease(message.content_id)
                 case wire.Forgotten():
@@ -240,14 +234,6 @@ class Doors:
         # More than one if a door asks again while calls still use what it was told to forget.
         door.leases.setdefault(content_id, []).append(lease)
         return wire.Found(content_id, layout)
-
-    def _lend(self, door: _Door, wanted: wire.BorrowWindow) -> None:
-        try:
-            with self._windows.borrow(wanted.window, wanted.tenant) as window:
-                lent = wire.Lent(wanted.number, window.size)
-                door.control.send(lent, [window.descriptor])
-        except WarpfitError as error:
-            door.control.send(wire.Lent(wanted.number, error=error))
 
     def _open_lanes(self, door: _Door) -> None:
         try:

@@ -50,8 +50,6 @@ class Sources:
     """Process ids by role."""
     probe_seconds: Callable[[], float]
     gpus: GpuMonitor
-    windows: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Number and bytes of the windows of shared memory."""
 
 
 class MetricsPort:
@@ -94,9 +92,6 @@ class ServerCollector(Collector):
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
         yield from self._engine()
         yield from self._datasets()
-        windows, nbytes = self._sources.windows()
-        yield _gauge("windows", "Windows of shared memory that clients have open", windows)
-        yield _gauge("window_bytes", "Their bytes, which are the clients' own", nbytes)
         yield from _caches(self._sources.supervisor.counters)
         yield from self._gpus()
         yield from _processes(self._sources.processes())

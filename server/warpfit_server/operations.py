@@ -17,7 +17,6 @@ from warpfit_server.requests import Observer
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tracing import make_tracer
 from warpfit_server.watchdog import Watchdog
-from warpfit_server.windows import WindowTable
 
 
 class Operations:
@@ -29,7 +28,6 @@ class Operations:
         datasets: the resident data sets.
         doors: the further doors, which are told about readiness.
         recorder: of the front door.
-        windows: of shared memory.
         service: full name of the gRPC service.
 
     Raises:
@@ -44,7 +42,6 @@ class Operations:
         datasets: DatasetStore,
         doors: Doors,
         recorder: Recorder,
-        windows: WindowTable,
         service: str,
     ) -> None:
         self._config = config
@@ -65,7 +62,6 @@ class Operations:
             self._processes,
             lambda: self._watchdog.probe_seconds,
             GpuMonitor(),
-            windows.usage,
         )
         self._health_port: HealthPort | None = None
         self._metrics_port: MetricsPort | None = None

@@ -10,7 +10,6 @@ from warpfit_server.datasets import DatasetStore, Sweeper
 from warpfit_server.doors import Doors
 from warpfit_server.guard import make_guard
 from warpfit_server.ledger import Ledger
-from warpfit_server.local import LocalSocket
 from warpfit_server.measurements import Recorder
 from warpfit_server.operations import Operations
 from warpfit_server.port import check_free, listen, make_server
@@ -18,7 +17,6 @@ from warpfit_server.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tls import check_exposure
-from warpfit_server.windows import WindowLimits, WindowTable
 
 
 class Server:
@@ -37,27 +35,13 @@ class Server:
         recorder = Recorder()
         # Readable by this user alone: what the doors pass on comes in here.
         self._directory = tempfile.TemporaryDirectory(prefix="warpfit-")
-        windows = WindowTable(WindowLimits.of(config))
-        self._local = LocalSocket.of(config, self._directory.name, windows)
-        self._doors = Doors(config, self.supervisor, leases, self.ledger, recorder, windows)
+        self._doors = Doors(config, self.supervisor, leases, self.ledger, recorder)
         admission, guard = make_guard(config, self.ledger, trusts_doors=True)
         service = EvaluatorService(
-            self._datasets,
-            self.supervisor,
-            admission,
-            config.chunk_bytes,
-            self._doors.forget,
-            windows,
-            self._local,
+            self._datasets, self.supervisor, admission, config.chunk_bytes, self._doors.forget
         )
         self._operations = Operations(
-            config,
-            self.supervisor,
-            self._datasets,
-            self._doors,
-            recorder,
-            windows,
-            SERVICE_NAME,
+            config, self.supervisor, self._datasets, self._doors, recorder, SERVICE_NAME
         )
         check_free(config.host, config.port)
         handlers = guard.protect(service.handlers(), self._operations.observer)
@@ -72,8 +56,6 @@ class Server:
     def __enter__(self) -> Server:
         """Start engine, port and doors; returns when the server is ready."""
         self._operations.open_ports()
-        if self._local is not None:
-            self._local.start()
         self._doors.start(self._config.doors - 1, self.port, self._front_door)
         self.supervisor.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
@@ -94,8 +76,6 @@ class Server:
         stopped = self._grpc.stop(self._config.grace)
         self._doors.stop()
         stopped.wait()
-        if self._local is not None:
-            self._local.stop()
         self._workers.close()
         self._operations.stop()
         self.supervisor.stop()
@@ -116,7 +96,6 @@ class Server:
             f"warpfit listening on {self._config.host}:{self.port}"
             f" engine={self.supervisor.engine} [{devices}] doors={self._config.doors}"
             f"{self._operations.describe()}"
-            f"{f' local={self._local.path}' if self._local else ''}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"
         )

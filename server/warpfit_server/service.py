@@ -36,11 +36,8 @@ from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
 from warpfit_server.lanes import Lanes, Run
 from warpfit_server.limits import check_batch, check_fit, check_result
-from warpfit_server.local import LocalSocket
-from warpfit_server.sinks import MessageSink, Sink, WindowSink
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tenants import key_of, tenant_of
-from warpfit_server.windows import Region, Windows
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
@@ -68,19 +65,12 @@ class EvaluateService:
     """Implements Evaluate and Optimize, in the front door and in further doors."""
 
     def __init__(
-        self,
-        datasets: Leases,
-        windows: Windows,
-        lanes: Lanes,
-        admission: Admission,
-        chunk_bytes: int,
+        self, datasets: Leases, lanes: Lanes, admission: Admission, chunk_bytes: int
     ) -> None:
         self._leases = datasets
-        self._windows = windows
         self._lanes = lanes
         self._admission = admission
         self._chunk_bytes = chunk_bytes
-        self._messages = MessageSink(chunk_bytes)
 
     def handlers(self) -> dict[str, Any]:
         """Handlers by method name."""
@@ -95,8 +85,7 @@ class EvaluateService:
         with ExitStack() as held:
             arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
-            request = codec.parse_message(pb.EvaluateRequest, message)
-            evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
+            evaluation = _of_tenant(codec.evaluation_from_bytes(message), tenant)
             layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
@@ -105,13 +94,12 @@ class EvaluateService:
             work = self._admission.evaluation(tenant, evaluation, layout, size)
             charge = held.enter_context(work)
             requests.asks_for(evaluation, layout)
-            sink = self._sink(request, evaluation, layout, tenant, held)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
             charge.run = run = self._lanes.start(evaluation, layout, context.is_active, tenant)
             _end_with_call(run, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
-            yield from self._answer(run, sink, start, decode)
+            yield from self._answer(run, start, decode)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Fit a batch; stream progress if asked for, then the result."""
@@ -136,22 +124,7 @@ class EvaluateService:
             _end_with_call(run, context, held)
             yield from _fit_answer(run, decode)
 
-    def _sink(
-        self,
-        request: pb.EvaluateRequest,
-        evaluation: Evaluation,
-        layout: Layout,
-        tenant: str,
-        held: ExitStack,
-    ) -> Sink:
-        """Choose where the matrices go; a window is held as long as the call lasts."""
-        piece = codec.evaluation_piece(request)
-        if piece is None:
-            return self._messages
-        window = held.enter_context(self._windows.borrow(piece.window, tenant))
-        return WindowSink(Region(window, piece, evaluation.matrix_bytes(layout), "window"))
-
-    def _answer(self, run: Run, sink: Sink, start: bytes, decode: int) -> Iterator[bytes]:
+    def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
         frame = run.frame
         values = run.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
         message, sent = start, 0
@@ -164,7 +137,7 @@ class EvaluateService:
             elif isinstance(event, wire.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
-            for piece in sink.values(values[sent:ready], sent):
+            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
                 if message is not start:
                     yield message
                     message = b""
@@ -173,7 +146,7 @@ class EvaluateService:
         if frame.jacobian_bytes:
             yield message
             message = b""
-            yield from sink.jacobian(_jacobian(run))
+            yield from codec.value_pieces(_jacobian(run), 0, self._chunk_bytes, jacobian=True)
         extras = ((name, frame.extra(name, run.segment)) for name in codec.EXTRAS)
         present = {name: array for name, array in extras if array is not None}
         yield message + codec.result_end(run.losses, timings, present)
@@ -189,13 +162,10 @@ class EvaluatorService(EvaluateService):
         admission: Admission,
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
-        windows: Windows,
-        local: LocalSocket | None,
     ) -> None:
         super().__init__(
-            ResidentLeases(datasets, supervisor), windows, supervisor.lanes, admission, chunk_bytes
+            ResidentLeases(datasets, supervisor), supervisor.lanes, admission, chunk_bytes
         )
-        self._local = local
         self._datasets = datasets
         self._supervisor = supervisor
         self._on_release = on_release
@@ -213,15 +183,13 @@ class EvaluatorService(EvaluateService):
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
         tenant = tenant_of(context)
-        first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
-        layout, content_id = codec.upload_header(first)
+        layout, content_id = codec.upload_start(next(messages, b""))
         try:
             with self._datasets.lease(key_of(tenant, content_id)) as resident:
                 return codec.dataset_info(content_id, resident.layout).SerializeToString()
         except DatasetNotFoundError:
             limits = self._admission.limits(tenant)
-        with self._payload(first, layout, messages, tenant) as parts:
-            self._receive(self._datasets.begin(layout, content_id, tenant, limits), parts)
+        self._receive(self._datasets.begin(layout, content_id, tenant, limits), messages)
         requests.received(layout.nbytes)
         return codec.dataset_info(content_id, layout).SerializeToString()
 
@@ -243,38 +211,19 @@ class EvaluatorService(EvaluateService):
     def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Describe the server."""
         codec.parse_message(pb.GetServerInfoRequest, message)
-        local = self._local
         info = ServerInfo(
             version=version("warpfit"),
             engine=self._supervisor.engine,
             devices=self._supervisor.devices,
             limits=self._admission.limits(tenant_of(context)),
             operators=codec.operator_infos(),
-            local=None if local is None else local.introduction(tenant_of(context)),
         )
         return codec.info_to_message(info).SerializeToString()
 
-    @contextmanager
-    def _payload(
-        self,
-        first: pb.UploadVariablesRequest,
-        layout: Layout,
-        messages: Iterator[bytes],
-        tenant: str,
-    ) -> Iterator[Iterator[memoryview]]:
-        """Take the payload of an upload from its messages, or from a window."""
-        piece = codec.upload_piece(first)
-        if piece is None:
-            yield map(codec.upload_data, messages)
-            return
-        with self._windows.borrow(piece.window, tenant) as window:
-            region = Region(window, piece, layout.nbytes, "header.window")
-            yield region.read_as_filled(map(codec.filled_from_bytes, messages))
-
-    def _receive(self, upload: Upload, parts: Iterator[memoryview]) -> None:
+    def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
         try:
-            for part in parts:
-                upload.add(part)
+            for message in messages:
+                upload.add(codec.upload_data(message))
             self._datasets.commit(upload)
         except BaseException:
             self._datasets.abandon(upload)

@@ -37,7 +37,7 @@ _LOG: Final = logging.getLogger("warpfit.tenants")
 #: The tenant of all calls where the server asks for no credentials.
 ANONYMOUS: Final = "default"
 #: Share of the server's places and queue that one of several tenants may take.
-SHARE: Final = 0.75
+_SHARE: Final = 0.75
 _ATTRIBUTE: Final = "_warpfit_tenant"
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
 
@@ -82,7 +82,7 @@ class TenantBook:
 
     def __init__(self, server: Limits, path: str | Path | None, *, shared: bool) -> None:
         self.server = server
-        self._share = SHARE if shared else 1.0
+        self._share = _SHARE if shared else 1.0
         self._path = Path(path) if path else None
         self._watch = Watch([self._path] if self._path else [])
         self._lock = threading.Lock()

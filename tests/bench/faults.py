@@ -35,11 +35,7 @@ def main() -> int:
         "sigterm": (lambda: faults.sigterm(5), _drained),
         "sigterm_two_doors": (lambda: faults.sigterm(5, doors=2), _drained),
         "bad_network": (lambda: faults.bad_network(5), _shielded),
-        "killed_in_mid_upload": (lambda: killed_uploads(1000, shared_memory=False), is_clean),
-        "killed_in_mid_upload_shared_memory": (
-            lambda: killed_uploads(1000, shared_memory=True),
-            is_clean,
-        ),
+        "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
     }
     chosen = sys.argv[1:] or list(rows)
     known = RESULTS / "faults.json"

@@ -1,17 +1,16 @@
-"""What moving matrices costs: the network on loopback against shared memory, and their bounds.
+"""What moving matrices costs between processes of one machine, and the bounds of that.
 
-``python tests/bench/transport.py`` starts a server on loopback and writes results/transport.json.
-A value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which
-takes the same processors) and an upload of 400 MB cross both ways in turn, in one run. Beside them
-stand the bounds of the machine in the same run: copying memory, writing it to a memory file,
-SHA-256, and a gRPC stream of the same messages between two processes that do nothing else. The best
-round says what the machine can do, the median what other programs on it have left.
+``python tests/bench/transport.py`` starts a server on loopback and writes results/transport.json: a
+value matrix of 120 MB (with an engine that computes nothing, then with the CPU engine, which takes
+the same processors) and an upload of 400 MB. Beside them stand the bounds of the machine in the
+same run: copying memory, SHA-256, and a gRPC stream of the same messages between two processes that
+do nothing else. The best round says what the machine can do, the median what other programs on it
+have left.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import statistics
 import sys
 import time
@@ -65,30 +64,14 @@ def rates(size: int, seconds: list[float]) -> dict[str, float]:
 
 
 def memory_bounds(size: int) -> dict[str, Any]:
-    """Copying memory that is in use already, writing it to a memory file, and hashing it."""
+    """Copying memory that is in use already, and hashing it."""
     source = np.random.default_rng(SEED).bytes(size)
     target = np.zeros(size, np.uint8)
     view = np.frombuffer(source, np.uint8)
-    file = os.memfd_create("bench")
-
-    def write(descriptor: int = file) -> None:
-        for start in range(0, size, PIECE):
-            os.pwrite(descriptor, memoryview(source)[start : start + PIECE], start)
-
-    def write_fresh() -> None:
-        fresh = os.memfd_create("bench")
-        write(fresh)
-        os.close(fresh)
-
-    write()
-    found = {
+    return {
         "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view))),
-        "memory_file_write": rates(size, seconds_of(write)),
-        "memory_file_write_fresh": rates(size, seconds_of(write_fresh)),
         "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
     }
-    os.close(file)
-    return found
 
 
 def pieces(size: int) -> list[bytes]:
@@ -139,78 +122,66 @@ def serve_bare(answer: int) -> None:
 
 
 @contextmanager
-def clients_of(**environment: str) -> Iterator[tuple[dict[str, warpfit.Client], psutil.Process]]:
-    """Clients of a server with one door, by transport, and the door's process."""
-    flags = ("--front-doors", "1", "--local-socket", "auto")
+def client_and_door(**environment: str) -> Iterator[tuple[warpfit.Client, psutil.Process]]:
+    """A client of a server with one door, and the door's process."""
     with (
-        ServerProcess(*flags, **environment) as server,
-        warpfit.connect(server.address) as network,
-        warpfit.connect(server.address, shared_memory=True) as memory,
+        ServerProcess("--front-doors", "1", **environment) as server,
+        warpfit.connect(server.address) as client,
     ):
-        yield {"network": network, "shared_memory": memory}, server.family()["front door"]
+        yield client, server.family()["front door"]
 
 
-def answers(
-    clients: dict[str, warpfit.Client], door: psutil.Process, *, idle: bool
-) -> dict[str, Any]:
-    """The same value matrix by each client in turn; it must have the same bits.
+def answers(client: warpfit.Client, door: psutil.Process, *, idle: bool) -> dict[str, Any]:
+    """A value matrix, again and again.
 
     Args:
-        clients: by transport.
+        client: that asks for it.
         door: the server's front door.
         idle: whether the engine computes nothing, so that moving is all that there is to do.
 
     """
     X = np.random.default_rng(SEED).normal(size=(ROWS, 10)).astype(np.float32)
     expressions = [warpfit.parse(f"x{n % 10 + 1}") for n in range(PROGRAMS)]
-    data = next(iter(clients.values())).upload(X)
-    seconds: dict[str, list[float]] = {name: [] for name in clients}
-    work: dict[str, list[float]] = {name: [] for name in clients}
-    engine = []
+    data = client.upload(X)
     expected = np.tile(X, PROGRAMS // 10)
-    for turn in range(ROUNDS + 1):
-        for name, client in clients.items():
-            cpu, started = cpu_seconds(door), time.perf_counter()
-            answer = client.run(data, expressions)
-            if turn:  # the first makes windows and segments
-                seconds[name].append(time.perf_counter() - started)
-                work[name].append(cpu_seconds(door) - cpu)
-                engine.append(answer.timings.compute / 1e9)
-            elif not (idle or np.array_equal(answer.values, expected)):
-                raise SystemExit(f"wrong values over {name}")
-            del answer
+    first = client.run(data, expressions)  # makes segments
+    if not (idle or np.array_equal(first.values, expected)):
+        raise SystemExit("wrong values")
+    del first
+    seconds, work, engine = [], [], []
+    for _ in range(ROUNDS):
+        cpu, started = cpu_seconds(door), time.perf_counter()
+        answer = client.run(data, expressions)
+        seconds.append(time.perf_counter() - started)
+        work.append(cpu_seconds(door) - cpu)
+        engine.append(answer.timings.compute / 1e9)
+        del answer
     size = expected.nbytes
     return {
         "bytes": size,
         **({} if idle else {"engine_seconds": statistics.median(engine)}),
-        **{name: described(size, seconds[name], work[name]) for name in clients},
+        **described(size, seconds, work),
     }
 
 
-def uploads(clients: dict[str, warpfit.Client], door: psutil.Process) -> dict[str, Any]:
-    """Fresh content by each client in turn: making it ready (transposed, hashed), and sending."""
+def uploads(client: warpfit.Client, door: psutil.Process) -> dict[str, Any]:
+    """Fresh content each time: making it ready (transposed, hashed), and sending."""
     X = np.random.default_rng(SEED).normal(size=(UPLOAD_ROWS, UPLOAD_VARIABLES)).astype(np.float32)
-    ready: list[float] = []
-    seconds: dict[str, list[float]] = {name: [] for name in clients}
-    work: dict[str, list[float]] = {name: [] for name in clients}
+    ready, seconds, work = [], [], []
     for turn in range(5):
-        for number, (name, client) in enumerate(clients.items()):
-            X[0, 0] = 10 * turn + number
-            started = time.perf_counter()
-            dataset = Dataset.of(X)
-            ready.append(time.perf_counter() - started)
-            cpu, started = cpu_seconds(door), time.perf_counter()
-            client._drive(client._operations._send(dataset, Deadline(None), silent))
-            seconds[name].append(time.perf_counter() - started)
-            work[name].append(cpu_seconds(door) - cpu)
-            client.release(warpfit.data.Data(dataset))
+        X[0, 0] = turn
+        started = time.perf_counter()
+        dataset = Dataset.of(X)
+        ready.append(time.perf_counter() - started)
+        cpu, started = cpu_seconds(door), time.perf_counter()
+        client._drive(client._operations._send(dataset, Deadline(None), silent))
+        seconds.append(time.perf_counter() - started)
+        work.append(cpu_seconds(door) - cpu)
+        client.release(warpfit.data.Data(dataset))
     size = X.nbytes
-    found: dict[str, Any] = {"bytes": size, "ready": rates(size, ready)}
-    for name in clients:
-        found[name] = described(size, seconds[name], work[name])
-        for figure, choose in (("gb_s", statistics.median), ("best_gb_s", min)):
-            total = choose(ready) + choose(seconds[name])
-            found[name][f"with_ready_{figure}"] = size / total / 1e9
+    found = {"bytes": size, "ready": rates(size, ready), **described(size, seconds, work)}
+    for figure, choose in (("gb_s", statistics.median), ("best_gb_s", min)):
+        found[f"with_ready_{figure}"] = size / (choose(ready) + choose(seconds)) / 1e9
     return found
 
 
@@ -228,18 +199,14 @@ def cpu_seconds(door: psutil.Process) -> float:
 def main() -> None:
     bounds = memory_bounds(ROWS * PROGRAMS * 4)
     bounds |= stream_bounds(ROWS * PROGRAMS * 4, UPLOAD_ROWS * UPLOAD_VARIABLES * 4)
-    with clients_of(**injected("idle=1")) as (clients, door):
-        moved = answers(clients, door, idle=True)
-    with clients_of() as (clients, door):
+    with client_and_door(**injected("idle=1")) as (client, door):
+        moved = answers(client, door, idle=True)
+    with client_and_door() as (client, door):
         found = {
             "answer": moved,
-            "answer_with_cpu_engine": answers(clients, door, idle=False),
-            "upload": uploads(clients, door),
+            "answer_with_cpu_engine": answers(client, door, idle=False),
+            "upload": uploads(client, door),
         }
-    for part in found.values():
-        for figure in ("gb_s", "best_gb_s"):
-            speed_up = part["shared_memory"][figure] / part["network"][figure]
-            part[f"speed_up_{figure}"] = speed_up
     print(write_result("transport", {"seed": SEED, "bounds": bounds, **found}).read_text())
 
 

@@ -23,11 +23,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import warpfit
-from support.fuzz import FLAGS, WINDOW_BYTES, Fuzzer, Sender, is_fine
+from support.fuzz import FLAGS, Fuzzer, Sender, is_fine
 from support.results import RESULTS, write_result
 from support.server import ServerProcess
-from support.windows import RawWindow
 
 #: Memory may grow by this much after the first fifth of the requests.
 GROWTH_BYTES = 32 << 20
@@ -42,9 +40,7 @@ def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any)
 
     def send(part: int) -> None:
         sender = Sender(address)
-        with warpfit.connect(address) as client:
-            window = RawWindow.of(client.info().local, WINDOW_BYTES)
-        fuzzer = Fuzzer(seed * 1000 + part, [window.identifier])
+        fuzzer = Fuzzer(seed * 1000 + part)
         for turn, request in enumerate(itertools.islice(fuzzer.requests(), count // threads)):
             outcome = sender.send(request)
             with lock:
@@ -55,7 +51,6 @@ def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any)
                 with done.get_lock():
                     done.value += 100
         sender.close()
-        window.close()
 
     parts = [threading.Thread(target=send, args=(part,)) for part in range(threads)]
     for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,8 @@ ALLOWED = {
 FLAGS = (
     *("--max-result-bytes", "4MiB", "--max-tokens", "5000", "--max-programs", "200"),
     *("--max-dataset-bytes", "1MiB", "--max-resident-bytes", "256KiB"),
-    *("--local-socket", "auto"),
     *("--max-message-bytes", "4MiB", "--max-vectors", "50", "--max-program-tokens", "2000"),
 )
-#: Size of the windows that requests name.
-WINDOW_BYTES = 1 << 16
 _ODD = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e300, -1e300, 5e-324, np.nan, np.inf, -np.inf, 2.0**53]
 _ARITIES = {1: 0, 2: 0, 3: 0, **{op.code: op.arity for op in OPERATORS.values()}}
 _UNARY = [op.code for op in OPERATORS.values() if op.arity == 1]
@@ -58,17 +55,10 @@ class Request:
 
 
 class Fuzzer:
-    """Makes requests; the same seed makes the same ones.
+    """Makes requests; the same seed makes the same ones."""
 
-    Args:
-        seed: of the random numbers.
-        windows: ids of windows that the server has, of `WINDOW_BYTES` each.
-
-    """
-
-    def __init__(self, seed: int, windows: Sequence[bytes] = ()) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._windows = [*windows, bytes(16), b"", b"window"]
 
     def requests(self) -> Iterator[Request]:
         """Yield requests without end."""
@@ -143,8 +133,6 @@ class Fuzzer:
             messages[0] = header.SerializeToString()
         if self._random.random() < 0.3:
             self._random.shuffle(messages)
-        if self._random.random() < 0.2:
-            messages = self._upload_from_window(dataset)
         if self._random.random() < 0.3:
             messages = messages[: self._random.randrange(len(messages) + 1)]
         return self._request("UploadVariables", messages)
@@ -186,25 +174,7 @@ class Fuzzer:
             message.loss_function.codes = bytes(codes)
             message.loss_function.values = np.array(values, "<f8").tobytes()
             message.loss_function.closing = self._pick([0, 1, 2, 3, 4, 9])
-        if self._random.random() < 0.2:
-            message.window.CopyFrom(self._piece())
         return message
-
-    def _upload_from_window(self, dataset: Dataset) -> list[bytes]:
-        """Name a window for the payload; what lies there is hardly what it should be."""
-        piece = self._piece()
-        header = codec.upload_from(dataset, codec.Piece(piece.id, piece.offset, piece.size))
-        total = dataset.layout.nbytes
-        marks = [self._pick([0, 1, total, total - 1, total + 1, 2**63, 2**64 - 1]) for _ in "abc"]
-        return [header, *map(codec.filled_to_bytes, marks[: self._random.randrange(4)])]
-
-    def _piece(self) -> pb.WindowPiece:
-        numbers = [0, 0, 0, 1, WINDOW_BYTES - 1, WINDOW_BYTES + 1, 2**32, 2**63, 2**64 - 1]
-        return pb.WindowPiece(
-            id=self._pick([*self._windows[:1] * 5, *self._windows]),
-            offset=self._pick([*numbers, *[0] * 20]),
-            size=self._pick([*numbers, *[WINDOW_BYTES] * 20]),
-        )
 
     def _programs(self) -> pb.Programs:
         count = self._pick([1, 1, 2, 5, 20, 0 if self._rarely() else 3])

@@ -116,9 +116,8 @@ def test_timings_survive(timings):
     st.lists(COUNTS, min_size=10, max_size=10),
 )
 def test_server_infos_survive(devices, limits):
-    local = info.LocalTransport("/run/socket", b"ticket") if len(devices) % 2 else None
     server = info.ServerInfo(
-        "1.2", "cpu", tuple(devices), info.Limits(*limits), codec.operator_infos(), local
+        "1.2", "cpu", tuple(devices), info.Limits(*limits), codec.operator_infos()
     )
     assert codec.info_from_message(reparsed(codec.info_to_message(server))) == server
 
@@ -235,89 +234,6 @@ def test_a_broken_answer_is_an_internal_error(messages):
         assembler.result()
 
 
-_WINDOWED = pb.EvaluateResponse(written=32)
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [_header(), _END],
-        [_header(), _WINDOWED, _END],
-        [_header(), pb.EvaluateResponse(written=5), pb.EvaluateResponse(written=9), _END],
-        [_header(), pb.EvaluateResponse(written=2**60), _END],
-    ],
-)
-def test_values_in_a_window(messages):
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
-    numbers = np.arange(12, dtype="<f4")
-    assembler = codec.ResultAssembler(evaluation, memoryview(numbers.tobytes()))
-    for message in messages:
-        assembler.add(message)
-    np.testing.assert_array_equal(assembler.result().values.reshape(-1), numbers[:8])
-
-
-def test_only_what_is_final_is_taken_from_a_window():
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), jacobian=True)
-    memory = bytearray(48)
-    assembler = codec.ResultAssembler(evaluation, memoryview(memory))
-    assembler.add(_header())
-    for written in (8, 8, 40):
-        memory[:written] = bytes([written]) * written
-        assembler.add(pb.EvaluateResponse(written=written))
-    memory[40:] = b"\1" * 8
-    assembler.add(pb.EvaluateResponse(timings=_END.timings))
-    memory[:] = bytes(48)
-    result = assembler.result()
-    assert result.values.tobytes() == b"\x08" * 8 + b"\x28" * 24
-    assert result.jacobian.tobytes() == b"\x28" * 8 + b"\1" * 8
-
-
-def test_a_server_that_knows_no_windows_sends_the_values():
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
-    assembler = codec.ResultAssembler(evaluation, memoryview(bytes([7] * 32)))
-    for message in (_header(), _ALL, _END):
-        assembler.add(message)
-    assert not assembler.result().values.any()
-
-
-def test_a_window_that_is_too_small_for_the_answer():
-    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
-    assembler = codec.ResultAssembler(evaluation, memoryview(bytes(31)))
-    for message in (_header(), _WINDOWED, _END):
-        assembler.add(message)
-    with pytest.raises(errors.InternalError, match="31 of 32"):
-        assembler.result()
-
-
-pieces = st.builds(codec.Piece, st.binary(max_size=20), *[st.integers(0, 2**64 - 1)] * 2)
-
-
-@given(pieces)
-def test_pieces_of_windows_survive(piece):
-    request = pb.EvaluateRequest(content_id=bytes(32), values=True)
-    into = codec.evaluation_into(request.SerializeToString(), piece)
-    message = pb.EvaluateRequest.FromString(into)
-    assert codec.evaluation_piece(message) == piece
-    assert message.values
-    assert codec.evaluation_piece(request) is None
-    dataset = Dataset.of(np.ones((3, 2)))
-    header = pb.UploadVariablesRequest.FromString(codec.upload_from(dataset, piece))
-    assert codec.upload_piece(header) == piece
-    assert codec.upload_header(header) == (dataset.layout, dataset.content_id)
-    first = next(codec.upload_messages(dataset, 100))
-    assert codec.upload_piece(pb.UploadVariablesRequest.FromString(first)) is None
-
-
-@given(st.binary(max_size=40))
-def test_packets_of_windows_survive(name):
-    assert codec.ticket_of(codec.open_window(name)) == name
-    assert codec.opened_window(codec.window_opened(name)) == name
-    error = errors.ResourceExhaustedError("no", "REASON", "wait", needed=7, available=3)
-    with pytest.raises(errors.PermissionDeniedError) as caught:
-        codec.opened_window(codec.window_refused(error))
-    assert (caught.value.reason, caught.value.needed) == ("REASON", 7)
-
-
 def test_an_answer_that_fits_no_memory():
     assembler = codec.ResultAssembler(Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []])))
     with pytest.raises(errors.ResourceExhaustedError) as caught:
@@ -354,9 +270,7 @@ def test_garbage_instead_of_requests(data):
         codec.evaluation_from_message(message).check(LAYOUT)
 
     refused_or_fine(decode)
-    refused_or_fine(
-        lambda: codec.upload_header(codec.parse_message(pb.UploadVariablesRequest, data))
-    )
+    refused_or_fine(lambda: codec.upload_start(data))
 
 
 @given(evaluations(), st.data())
@@ -405,7 +319,7 @@ def test_lies_in_every_field(precision, loss, tier, **fields):
 )
 def test_bad_upload_headers(message, reason):
     with pytest.raises(errors.InvalidArgumentError) as caught:
-        codec.upload_header(message)
+        codec.upload_start(message.SerializeToString())
     assert caught.value.reason == reason
 
 

@@ -113,17 +113,10 @@ def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
 
 
 class ResultAssembler:
-    """Collects the messages of one answer; matrices go into preallocated arrays.
+    """Collects the messages of one answer; matrices go into preallocated arrays."""
 
-    Args:
-        evaluation: that was asked for.
-        window: where the server was asked to put the matrices, if it was.
-
-    """
-
-    def __init__(self, evaluation: Evaluation, window: memoryview | None = None) -> None:
+    def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._window = window
         self._values: _Matrix | None = None
         self._jacobian: _Matrix | None = None
         self._last: dict[str, NDArray[np.float64]] = {}
@@ -147,10 +140,7 @@ class ResultAssembler:
         _fill(self._values, message.values, message.offset)
         if self._evaluation.jacobian:
             _fill(self._jacobian, message.jacobian, message.offset)
-        is_last = message.HasField("timings")
-        if self._window is not None:
-            self._take(self._window[: None if is_last else message.written])
-        if is_last:
+        if message.HasField("timings"):
             self._finish(message)
 
     def result(self) -> Result:
@@ -185,16 +175,6 @@ class ResultAssembler:
             self._values = _Matrix((header.programs, header.vectors, header.rows), dtype)
         if self._evaluation.jacobian:
             self._jacobian = _Matrix((len(batch.parameters), header.rows), dtype)
-
-    def _take(self, final: memoryview) -> None:
-        """Copy what is new in the window; nothing, if the server sends the matrices instead."""
-        start = 0
-        for matrix in (self._values, self._jacobian):
-            if matrix is not None:
-                piece = final[start + matrix.filled : start + matrix.nbytes]
-                if piece:
-                    matrix.fill(piece, matrix.filled)
-                start += matrix.nbytes
 
     def _finish(self, message: pb.EvaluateResponse) -> None:
         batch = self._evaluation.batch
@@ -232,21 +212,20 @@ class _Matrix:
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._array = _allocate(shape, dtype)
-        self.nbytes = self._array.nbytes
-        self.filled = 0
+        self._filled = 0
 
-    def fill(self, piece: bytes | memoryview, offset: int) -> None:
-        if offset != self.filled:
+    def fill(self, piece: bytes, offset: int) -> None:
+        if offset != self._filled:
             raise _broken_answer("has value bytes out of order")
         target = self._array.reshape(-1).view(np.uint8)
-        if self.filled + len(piece) > len(target):
+        if self._filled + len(piece) > len(target):
             raise _broken_answer("has surplus value bytes")
-        target[self.filled : self.filled + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
-        self.filled += len(piece)
+        target[self._filled : self._filled + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+        self._filled += len(piece)
 
     def complete(self) -> NDArray[Any]:
-        if self.filled != self.nbytes:
-            raise _broken_answer(f"ended after {self.filled} of {self.nbytes} value bytes")
+        if self._filled != self._array.nbytes:
+            raise _broken_answer(f"ended after {self._filled} of {self._array.nbytes} value bytes")
         return self._array
 
 

@@ -106,13 +106,14 @@ def upload_data(message: bytes) -> memoryview:
     return memoryview(parsed.data)
 
 
-def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
-    """Decode the first message of an upload.
+def upload_start(data: bytes) -> tuple[Layout, bytes]:
+    """Decode the first message of an upload; returns layout and content id.
 
     Raises:
         InvalidArgumentError: if it is no header, or the header is wrong.
 
     """
+    message = parse_message(pb.UploadVariablesRequest, data)
     if message.WhichOneof("part") != "header":
         raise InvalidArgumentError(
             "the upload does not start with a header",
@@ -122,11 +123,6 @@ def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
         )
     content_id = check_content_id(message.header.content_id)
     return layout_from_message(message.header.layout), content_id
-
-
-def upload_start(data: bytes) -> tuple[Layout, bytes]:
-    """Decode the serialized first message of an upload; fails as `upload_header` does."""
-    return upload_header(parse_message(pb.UploadVariablesRequest, data))
 
 
 def check_content_id(content_id: bytes) -> bytes:

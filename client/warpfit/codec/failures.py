@@ -76,7 +76,7 @@ def _detailed(cls: type[WarpfitError], detail: object) -> WarpfitError | None:
     if not isinstance(detail, bytes):
         return None
     try:
-        return error_from_detail(cls, detail)
+        return _error_from_detail(cls, detail)
     except DecodeError:
         return None  # the plain status is better than nothing
 
@@ -105,8 +105,7 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
     return cls(details or status, status, _REMEDIES.get(status, ""))
 
 
-def error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
-    """Rebuild an error from a serialized ErrorDetail."""
+def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
     detail = pb.ErrorDetail.FromString(data)
     optional: dict[str, Any] = {
         name: getattr(detail, name) if detail.HasField(name) else None

@@ -37,7 +37,6 @@ def info_to_message(server: ServerInfo) -> pb.ServerInfo:
             pb.OperatorInfo(code=o.code, name=o.name, arity=o.arity, symbol=o.symbol, notes=o.notes)
             for o in server.operators
         ],
-        local=_local_to_message(server.local),
     )
 
 
@@ -63,9 +62,6 @@ def info_from_message(message: pb.ServerInfo) -> ServerInfo:
         operators=tuple(
             info.OperatorInfo(o.code, o.name, o.arity, o.symbol, o.notes) for o in message.operators
         ),
-        local=info.LocalTransport(message.local.socket, bytes(message.local.ticket))
-        if message.HasField("local")
-        else None,
     )
 
 
@@ -75,7 +71,3 @@ def operator_infos() -> tuple[info.OperatorInfo, ...]:
         info.OperatorInfo(op.code, op.name, op.arity, op.symbol or "", op.notes)
         for op in OPERATORS.values()
     )
-
-
-def _local_to_message(local: info.LocalTransport | None) -> pb.LocalTransport | None:
-    return None if local is None else pb.LocalTransport(socket=local.socket, ticket=local.ticket)

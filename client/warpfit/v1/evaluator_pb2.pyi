@@ -105,24 +105,20 @@ class DatasetLayout(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., variables: _Optional[int] = ..., rows: _Optional[int] = ..., has_target: bool = ..., has_weights: bool = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UploadVariablesRequest(_message.Message):
-    __slots__ = ("header", "data", "filled")
+    __slots__ = ("header", "data")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    FILLED_FIELD_NUMBER: _ClassVar[int]
     header: UploadHeader
     data: bytes
-    filled: int
-    def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., data: _Optional[bytes] = ..., filled: _Optional[int] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
-    __slots__ = ("layout", "content_id", "window")
+    __slots__ = ("layout", "content_id")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
     layout: DatasetLayout
     content_id: bytes
-    window: WindowPiece
-    def __init__(self, layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., content_id: _Optional[bytes] = ..., window: _Optional[_Union[WindowPiece, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., content_id: _Optional[bytes] = ...) -> None: ...
 
 class DatasetInfo(_message.Message):
     __slots__ = ("content_id", "layout")
@@ -159,7 +155,7 @@ class LossFunction(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., closing: _Optional[_Union[Closing, str]] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation", "window")
+    __slots__ = ("content_id", "rows", "programs", "precision", "values", "loss", "tier", "loss_function", "gradient", "jacobian", "variable_gradient", "reductions", "linear_scaling", "correlation")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -174,7 +170,6 @@ class EvaluateRequest(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     LINEAR_SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATION_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     rows: RowRange
     programs: Programs
@@ -189,8 +184,7 @@ class EvaluateRequest(_message.Message):
     reductions: bool
     linear_scaling: bool
     correlation: bool
-    window: WindowPiece
-    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ..., window: _Optional[_Union[WindowPiece, _Mapping]] = ...) -> None: ...
+    def __init__(self, content_id: _Optional[bytes] = ..., rows: _Optional[_Union[RowRange, _Mapping]] = ..., programs: _Optional[_Union[Programs, _Mapping]] = ..., precision: _Optional[_Union[Precision, str]] = ..., values: bool = ..., loss: _Optional[_Union[Loss, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss_function: _Optional[_Union[LossFunction, _Mapping]] = ..., gradient: bool = ..., jacobian: bool = ..., variable_gradient: bool = ..., reductions: bool = ..., linear_scaling: bool = ..., correlation: bool = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("start", "stop")
@@ -217,7 +211,7 @@ class Programs(_message.Message):
     def __init__(self, codes: _Optional[bytes] = ..., values: _Optional[bytes] = ..., lengths: _Optional[bytes] = ..., parameter_counts: _Optional[bytes] = ..., parameters: _Optional[bytes] = ..., vectors: _Optional[int] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations", "written")
+    __slots__ = ("header", "losses", "values", "offset", "timings", "gradients", "jacobian", "variable_gradients", "reductions", "scaling", "correlations")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -229,7 +223,6 @@ class EvaluateResponse(_message.Message):
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     SCALING_FIELD_NUMBER: _ClassVar[int]
     CORRELATIONS_FIELD_NUMBER: _ClassVar[int]
-    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     header: ResultHeader
     losses: bytes
     values: bytes
@@ -241,8 +234,7 @@ class EvaluateResponse(_message.Message):
     reductions: bytes
     scaling: bytes
     correlations: bytes
-    written: int
-    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ..., written: _Optional[int] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResultHeader, _Mapping]] = ..., losses: _Optional[bytes] = ..., values: _Optional[bytes] = ..., offset: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., gradients: _Optional[bytes] = ..., jacobian: _Optional[bytes] = ..., variable_gradients: _Optional[bytes] = ..., reductions: _Optional[bytes] = ..., scaling: _Optional[bytes] = ..., correlations: _Optional[bytes] = ...) -> None: ...
 
 class ResultHeader(_message.Message):
     __slots__ = ("dtype", "programs", "vectors", "rows")
@@ -353,20 +345,18 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "engine", "devices", "limits", "operators", "local")
+    __slots__ = ("version", "engine", "devices", "limits", "operators")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     OPERATORS_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_FIELD_NUMBER: _ClassVar[int]
     version: str
     engine: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
     operators: _containers.RepeatedCompositeFieldContainer[OperatorInfo]
-    local: LocalTransport
-    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ...) -> None: ...
 
 class Device(_message.Message):
     __slots__ = ("name", "threads", "memory", "compute_capability", "driver", "tiers")
@@ -423,38 +413,6 @@ class OperatorInfo(_message.Message):
     symbol: str
     notes: str
     def __init__(self, code: _Optional[int] = ..., name: _Optional[str] = ..., arity: _Optional[int] = ..., symbol: _Optional[str] = ..., notes: _Optional[str] = ...) -> None: ...
-
-class LocalTransport(_message.Message):
-    __slots__ = ("socket", "ticket")
-    SOCKET_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    socket: str
-    ticket: bytes
-    def __init__(self, socket: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
-
-class OpenWindow(_message.Message):
-    __slots__ = ("ticket",)
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    ticket: bytes
-    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
-
-class WindowOpened(_message.Message):
-    __slots__ = ("id", "error")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    id: bytes
-    error: ErrorDetail
-    def __init__(self, id: _Optional[bytes] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ...) -> None: ...
-
-class WindowPiece(_message.Message):
-    __slots__ = ("id", "offset", "size")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    id: bytes
-    offset: int
-    size: int
-    def __init__(self, id: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("reason", "message", "remedy", "field", "expression", "token", "needed", "available", "retry_after_ms")
