@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,56 +15,22 @@ from warpfit.info import Device
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 
-if TYPE_CHECKING:  # metrics import this module, and need no compiler
-    from warpfit_server.engine.lane_end import Line
-    from warpfit_server.engine.roster import Place
+Result = TypeVar("Result")
+#: Work of an engine, one step of a few milliseconds for each ``next``; it returns the result. It
+#: yields None when it can go on at once, or a future that it waits for meanwhile.
+Steps = Generator[Future[Any] | None, None, Result]
 
 
-@dataclass(slots=True, eq=False)
-class Reply:
-    """Somebody who waits for losses alone, and whom compiled code can tell that they are there."""
-
-    descriptor: int
-    """Of the socket that `warpfit_server.channel.Told` goes to."""
-    place: Place | None = None
-    """Where compiled code that would answer the next evaluation of this kind too can stand."""
-    queue: int = 0
-    """Nanoseconds that the evaluation has waited."""
-    is_sent: bool = False
-    """Whether it has been told. The outputs, and the arrays of the batch, may then change."""
-    standing: Standing | None = None
-    """What would answer the next one, if the engine has such a thing; it holds the place."""
-
-
-class Standing(Protocol):
-    """Answers evaluations of one kind on a lane in compiled code, one after the other.
-
-    A kind is all but batch and parameters. The lane's thread calls `serve` and `close`.
-    """
-
-    def serve(self, line: Line, kind: bytes, segment: NDArray[np.uint8]) -> int | None:
-        """Answer until that is over, or until something comes that it cannot answer.
-
-        Args:
-            line: of the lane.
-            kind: of the evaluations, see `warpfit_server.orders`.
-            segment: the lane's memory.
-
-        Returns:
-            Size of a message that has been received and not answered, 0 at the end of the lane, -1
-            if receiving failed; None if it stopped between two messages.
-
-        """
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it answers no more."""
-
-    def seconds(self) -> float:
-        """Time that all evaluations so far have taken; any thread may ask."""
-
-    def close(self) -> None:
-        """Give everything back; nothing may be served any more."""
+def run_to_end(steps: Steps[Result]) -> Result:
+    """Run all steps on the calling thread and return the result."""
+    while True:
+        try:
+            waits_for = next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if waits_for is not None:
+            waits_for.result()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +58,6 @@ class Outputs:
     reductions: NDArray[np.float64] | None = None
     """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]; not weighted;
     NaN in any row makes the first four NaN. None if not wanted."""
-    reply: Reply | None = None
-    """Whom to tell, as soon as the losses are there; an engine may leave that to its caller."""
     moments: NDArray[np.float64] | None = None
     """[programs, K, 6]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
     w (y-my)^2 and w (f-mf)(y-my), computed stably. None if not wanted."""
@@ -131,28 +96,20 @@ class EngineBrokenError(Exception):
 class Engine(Protocol):
     """Evaluates batches on the data sets that it has been given.
 
-    ``evaluate`` may be called from ``concurrency`` threads at once; ``load`` and ``unload`` may be
-    called from one more.
+    Several pieces of work may be under way; `steps_in_flight` of their steps gain from running at
+    the same time, each on a thread of its own, and one piece of work may go on in another thread
+    than it began in. ``load`` and ``unload`` may be called from one more thread.
     """
 
     name: str
     """``"cpu"`` or ``"cuda"``."""
-    concurrency: int
-    """How many evaluations gain from running at the same time."""
+    steps_in_flight: int
+    """Steps that gain from running at the same time."""
+    step_size: int
+    """Token-rows of losses that take about as long as a step should."""
 
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
-
-    def places(self, token_rows: int, *, fit: bool) -> int:
-        """Tell how many of ``concurrency`` evaluations one stands for.
-
-        What stands for none waits for others of its kind instead, two of which run at a time.
-
-        Args:
-            token_rows: of the evaluation, or of one pass of a fit.
-            fit: whether it is a fit, which takes many passes.
-
-        """
 
     def load(self, dataset: Dataset) -> None:
         """Make a data set usable under its ``content_id``; its arrays stay valid until unload.
@@ -165,12 +122,19 @@ class Engine(Protocol):
     def unload(self, content_id: bytes) -> None:
         """Forget a data set once the evaluations that use it have ended."""
 
-    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
-        """Evaluate a batch into ``outputs``.
+    def gains_from_merging(self, evaluation: Evaluation) -> bool:
+        """Tell whether an evaluation for losses may run in one step with others of its kind.
+
+        An engine says no to a batch for which it has something that fits no other batch, such as
+        compiled kernels.
+        """
+
+    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
+        """Evaluate a batch into ``outputs``, step by step.
 
         The batch has passed `Batch.check_shapes`, the row range is inside the data set, and a loss
         is asked for only when there is a target. An engine looks at the tokens itself, in compiled
-        code: in Python that would take a front door more time than all the rest.
+        code: in Python that would take a front end more time than all the rest.
 
         Returns:
             How long it took; ``queue`` is what it has waited in the engine.
@@ -191,15 +155,15 @@ class Engine(Protocol):
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-    ) -> Linearisation:
+    ) -> Steps[Linearisation]:
         """Compute sums of a row loss, their gradients and, if asked for, curvatures in one pass.
 
         The driver of fits calls it again and again with one vector for each program: the arrays of
         tokens are the same objects until programs drop out, only the parameters are others.
 
         Args:
-            evaluation: names a checked batch, data set, rows, precision and tier; its wishes are
-                ignored.
+            evaluation: names a checked batch, data set, rows, precision and tier; its requested
+                outputs are ignored.
             row_loss: a program over prediction (0), target (1) and weight (2). If it does not
                 mention the weight, each row counts w times.
             curvature: whether curvatures are wanted.
@@ -217,4 +181,4 @@ class Engine(Protocol):
         """Stop threads and free memory."""
 
 
-__all__ = ["Device", "Engine", "EngineBrokenError", "Linearisation", "Outputs"]
+__all__ = ["Device", "Engine", "EngineBrokenError", "Linearisation", "Outputs", "Steps", "run_to_end"]

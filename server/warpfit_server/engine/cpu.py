@@ -10,8 +10,8 @@ The simple form:
 The way through: `cpu_lower` turns the batch's tokens into instructions, `cpu_interpret` runs them
 in blocks, calling the loops that `cpu_kernels` generates from the operator table with the
 functions of `cpu_math`. Compiled code is kept on disk (`cpu_code`, `cpu_cache`). `cpu_work` cuts
-the work into pieces, which threads choose and take in compiled code (`cpu_board`). What needs
-derivatives, losses of one's own or statistics takes another way through, `cpu_derive`.
+the work into pieces, and a step is a parallel loop over some of them (`cpu_parallel`). Derivatives,
+custom losses and statistics take another way through, `cpu_derive`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -35,8 +34,8 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
-from warpfit_server.engine.base import Device, Linearisation, Outputs
-from warpfit_server.engine.cpu_helpers import Helpers
+from warpfit_server.engine.base import Device, Linearisation, Outputs, Steps
+from warpfit_server.engine.cpu_threads import ParallelLoop
 from warpfit_server.engine.cpu_work import (
     Programs,
     Work,
@@ -49,22 +48,19 @@ from warpfit_server.engine.differentiate import Differentiated, RowLoss
 from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
-from warpfit_server.fairness import FairGate, Turn, current_turn
 from warpfit_server.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
-#: Token-rows for each thread that take it some 1 ms.
-_LARGE_WORK: Final = 5_000_000
-#: Passes of fits at a time: one computes while the other is prepared, which is Python's. With more
-#: of them everybody would wait for Python's lock.
-_PASSES: Final = 2
+#: Token-rows of a step for each thread, which take it about 4 ms.
+_STEP_SIZE: Final = 20_000_000
 
 
 class CpuEngine:
     """Evaluates batches on this machine's CPU; implements `base.Engine`."""
 
     name = "cpu"
+    steps_in_flight = 2
 
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
@@ -76,12 +72,11 @@ class CpuEngine:
 
         """
         self.threads = threads or available_cores()
-        self.concurrency = self.threads
+        self.step_size = _STEP_SIZE * self.threads
         directory = cache_directory or default_cache_directory()
         self._compiled = cpu_cache.load(directory, processes=self.threads)
         self._datasets: dict[bytes, Dataset] = {}
-        self._helpers = Helpers(self.threads, self._compiled.board)
-        self._passes = FairGate(_PASSES)
+        self._loop = ParallelLoop(self.threads, self._compiled.parallel)
         self._programs: Recurring[Programs] = Recurring()
         self._plans: Recurring[cpu_derive.Plan] = Recurring()
 
@@ -90,16 +85,6 @@ class CpuEngine:
         name = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [Device(name=name, threads=self.threads, memory=memory)]
-
-    def places(self, token_rows: int, *, fit: bool) -> int:
-        """None for fits: evaluations should not wait for their ends.
-
-        A third for what occupies all threads: more of it at a time would evict each other.
-        """
-        if fit:
-            return 0
-        is_large = token_rows > _LARGE_WORK * self.threads
-        return max(1, self.concurrency // 3) if is_large else 1
 
     def load(self, dataset: Dataset) -> None:
         """Keep a data set; its arrays are used in place."""
@@ -115,20 +100,25 @@ class CpuEngine:
 
     def close(self) -> None:
         """Stop the threads."""
-        self._helpers.close()
+        self._loop.close()
         self._datasets.clear()
         self._programs.clear()
         self._plans.clear()
 
-    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
+    def gains_from_merging(self, evaluation: Evaluation) -> bool:
+        """Programs that come again alone are not lowered again, unless they are merged."""
+        dataset = self._dataset(evaluation)
+        return not self._programs.is_kept(evaluation.batch, (dataset.layout.variables,))
+
+    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `base.Engine`."""
         dataset = self._dataset(evaluation)
         start = time.perf_counter_ns()
         with _memory_errors():
             if cpu_derive.needs_derivatives(evaluation, outputs):
-                self._derive(dataset, evaluation, outputs)
+                yield from self._derive(dataset, evaluation, outputs)
             else:
-                self._evaluate(dataset, evaluation, outputs)
+                yield from self._evaluate(dataset, evaluation, outputs)
         return Timings(compute=time.perf_counter_ns() - start)
 
     def linearise(
@@ -138,7 +128,7 @@ class CpuEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-    ) -> Linearisation:
+    ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `base.Engine`."""
         dataset, batch = self._dataset(evaluation), evaluation.batch
         losses = np.empty((len(batch), batch.vectors))
@@ -146,14 +136,13 @@ class CpuEngine:
         wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
-        turn = current_turn()
-        with self._passes.turn(turn.tenant, cancelled=cancelled), _memory_errors():
+        with _memory_errors():
             planned = self._planned(dataset, evaluation, wanted, cancelled)
             plan = self._plans.of_arrays(batch, *planned)
             derivation = cpu_derive.prepare(
                 self._compiled, plan, dataset, evaluation, wanted, cancelled
             )
-            self._run(derivation.work, turn)
+            yield from self._run(derivation.work)
             derivation.finish()
         return Linearisation(losses, gradients, wanted.curvatures)
 
@@ -165,12 +154,25 @@ class CpuEngine:
             )
         return dataset
 
-    def _run(self, work: Work, turn: Turn, outputs: Outputs | None = None) -> None:
-        """Do the work; tell which values are ready if there are any."""
-        ready = None
-        if outputs is not None and (outputs.values is not None or outputs.jacobian is not None):
-            ready = outputs.ready
-        self._helpers.run(work, turn, ready)
+    def _run(self, work: Work, outputs: Outputs | None = None) -> Steps[None]:
+        """Run all pieces of the work, and tell which values are final after each step."""
+        has_values = outputs is not None and (
+            outputs.values is not None or outputs.jacobian is not None
+        )
+        size = max(1, work.pieces * self.step_size // max(1, work.cost))
+        for first in range(0, work.pieces, size):
+            if first:
+                yield None
+            stop = min(first + size, work.pieces)
+            self._loop.run(work, first, stop)
+            if work.cancelled[0]:
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            if outputs is not None and has_values:
+                outputs.ready(work.programs_finished(stop))
+
+    def _run_at_once(self, work: Work) -> None:
+        """Run all pieces of the work in one step."""
+        self._loop.run(work, 0, work.pieces)
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
@@ -186,45 +188,42 @@ class CpuEngine:
         def make(batch: Batch) -> cpu_derive.Plan:
             check_sound(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
-            lower = partial(self._differentiate, cancelled=cancelled)
+
+            def lower(programs: Batch, row_loss: RowLoss, wishes: int) -> Differentiated:
+                function = self._compiled.differentiate
+                work, lowered = differentiating(function, programs, row_loss, wishes, cancelled)
+                self._run_at_once(work)
+                return lowered
+
             return cpu_derive.make_plan(lower, dataset, problem, wanted)
 
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
-    def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
+    def _derive(
+        self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Steps[None]:
         wanted = wanted_by(evaluation, outputs)
         planned = self._planned(dataset, evaluation, wanted, outputs.cancelled)
         plan = self._plans.of_programs(evaluation.batch, *planned)
         derivation = cpu_derive.prepare(
             self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
         )
-        self._run(derivation.work, current_turn(), outputs)
+        yield from self._run(derivation.work, outputs)
         derivation.finish()
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(dataset.layout)
             outputs.losses[...] = _finish(evaluation.loss, outputs.losses, dataset, rows)
-        if derivation.work.reported < len(evaluation.batch):
-            outputs.ready(len(evaluation.batch))
 
-    def _lower(self, batch: Batch, cancelled: NDArray[np.uint8]) -> Programs:
-        work, lowered = lowering(self._compiled.lower, batch, cancelled)
-        self._run(work, current_turn())
-        return Programs(lowered)
-
-    def _differentiate(
-        self, batch: Batch, row_loss: RowLoss, wishes: int, cancelled: NDArray[np.uint8]
-    ) -> Differentiated:
-        function = self._compiled.differentiate
-        work, lowered = differentiating(function, batch, row_loss, wishes, cancelled)
-        self._run(work, current_turn())
-        return lowered
-
-    def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> None:
+    def _evaluate(
+        self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Steps[None]:
         layout, batch = dataset.layout, evaluation.batch
 
         def lower(programs: Batch) -> Programs:
             check_sound(batch, layout.variables)
-            return self._lower(programs, outputs.cancelled)
+            work, lowered = lowering(self._compiled.lower, programs, outputs.cancelled)
+            self._run_at_once(work)
+            return Programs(lowered)
 
         programs = self._programs.of_programs(batch, (layout.variables,), lower)
         kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
@@ -241,12 +240,10 @@ class CpuEngine:
         arrays = (*given, *programs.lowered, sums)
         function = self._compiled.interpret
         work = Work(function, arrays, cells, spans, batch.vectors, cost, outputs.cancelled)
-        self._run(work, current_turn(), outputs)
+        yield from self._run(work, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
             flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)
-        if work.reported < len(batch):
-            outputs.ready(len(batch))
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from warpfit import ops
 from warpfit_server.engine import cpu_build, cpu_code, cpu_dots, cpu_partials, rules, schedule
-from warpfit_server.engine.cpu_helpers import BoardCode
 from warpfit_server.engine.cpu_kernels import COPY, LOSS_KERNELS, Flavour, symbol
+from warpfit_server.engine.cpu_threads import ParallelCode
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Compiled:
     differentiate: int
     interpret: int
     linearise: int
-    board: BoardCode
+    parallel: ParallelCode
     kernels: dict[Flavour, Kernels]
     owners: tuple[Any, ...]
     """What has to live as long as these addresses are used."""
@@ -70,18 +70,12 @@ def load(directory: Path, processes: int = 1) -> Compiled:
         cpu_code.compile_all(kept, processes)
         parts = (cpu_code.lower, cpu_code.derive, cpu_code.interpret, cpu_code.linearise)
         runners = tuple(part(kept) for part in parts)
-        combine, board = cpu_code.combine(kept), cpu_code.board(kept)
+        combine, parallel = cpu_code.combine(kept), cpu_code.parallel(kept)
         objects = cpu_code.kernels(kept)
     kernels = {flavour: _load_kernels(code) for flavour, code in objects.items()}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
     lower, derive, interpret, linearise = (_address_of(runner) for runner in runners)
-    return Compiled(combine, lower, derive, interpret, linearise, board, kernels, runners)
-
-
-def load_board(directory: Path) -> BoardCode:
-    """Load the functions of `cpu_board` alone."""
-    with writable(_place(directory)) as kept:
-        return cpu_code.board(kept)
+    return Compiled(combine, lower, derive, interpret, linearise, parallel, kernels, runners)
 
 
 def load_differentiate(directory: Path) -> Any:

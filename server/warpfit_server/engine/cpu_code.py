@@ -28,7 +28,6 @@ from numba import types
 from warpfit import ops
 from warpfit_server.engine import (
     calls,
-    cpu_board,
     cpu_build,
     cpu_dots,
     cpu_interpret,
@@ -36,6 +35,7 @@ from warpfit_server.engine import (
     cpu_linearise,
     cpu_lower,
     cpu_math,
+    cpu_parallel,
     cpu_partials,
     cpu_pieces,
     cpu_statistics,
@@ -46,8 +46,8 @@ from warpfit_server.engine import (
     schedule,
     sweep,
 )
-from warpfit_server.engine.cpu_helpers import BoardCode
 from warpfit_server.engine.cpu_kernels import FLAVOURS, Flavour
+from warpfit_server.engine.cpu_threads import ParallelCode
 
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
@@ -55,7 +55,7 @@ _DIGEST_BYTES: Final = 32
 _SOURCES: Final = (
     *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
     *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
-    *(cpu_statistics, cpu_linearise, cpu_board),
+    *(cpu_statistics, cpu_linearise, cpu_parallel),
 )
 _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
@@ -128,16 +128,14 @@ def combine(place: Path) -> Any:
         return jit(signature, cpu_linearise.combine)
 
 
-def board(place: Path) -> BoardCode:
-    """Load the functions of `cpu_board`."""
+def parallel(place: Path) -> ParallelCode:
+    """Load the functions of `cpu_parallel`."""
     one = types.void(_WORDS)
     with cached_in(place) as jit:
-        return BoardCode(
-            lead=jit(types.int64(_WORDS, _WORD, _WORD), cpu_board.lead),
-            withdraw=jit(types.void(_WORDS, _WORD), cpu_board.withdraw),
-            compute=jit(one, cpu_board.compute),
-            close=jit(one, cpu_board.close),
-            run_alone=jit(types.int64(_WORDS, _WORD), cpu_board.run_alone),
+        return ParallelCode(
+            run=jit(types.int64(_WORDS, _WORD, _WORD), cpu_parallel.run),
+            help_others=jit(one, cpu_parallel.help_others),
+            close=jit(one, cpu_parallel.close),
         )
 
 
@@ -189,7 +187,7 @@ PARTS: Final[dict[str, tuple[float, Callable[[Path], object]]]] = {
     "linearise": (6.4, linearise),
     "lower": (5.2, lower),
     "kernels": (4.8, kernels),
-    "board": (3.5, board),
+    "parallel": (2.0, parallel),
     "interpret": (3.0, interpret),
     "combine": (2.1, combine),
 }

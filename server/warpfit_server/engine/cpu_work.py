@@ -7,7 +7,6 @@ the results do not depend on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -61,26 +60,19 @@ class Work:
     cancelled: NDArray[np.uint8]
     """[1]; not 0 once nobody wants the results any more."""
     record: NDArray[np.int64] = field(init=False)
-    done: NDArray[np.uint8] = field(init=False)
-    """1 for each piece that is finished; piece i is range i // spans over span i % spans."""
-    reported: int = 0
-    """Programs that were announced as ready."""
-    _finished: int = 0
-    """Pieces that are finished, from the first, as far as they were looked at."""
 
     def __post_init__(self) -> None:
         self.record = record_of(self.arrays)
-        self.done = np.zeros(len(self.cells) * len(self.spans), dtype=np.uint8)
 
-    def report(self, ready: Callable[[int], None]) -> None:
-        """Tell how many programs are finished, from the first, if there are more than before."""
-        left = self.done[self._finished :]
-        self._finished += len(left) if left.all() else int(left.argmin())
-        groups = self._finished // len(self.spans)
-        programs = int(self.cells[groups - 1, 1]) // self.vectors if groups else 0
-        if programs > self.reported:
-            self.reported = programs
-            ready(programs)
+    @property
+    def pieces(self) -> int:
+        """How many there are; piece i is range i // spans over span i % spans."""
+        return len(self.cells) * len(self.spans)
+
+    def programs_finished(self, pieces: int) -> int:
+        """Count the programs, from the first, that are finished once the first pieces are."""
+        groups = pieces // len(self.spans)
+        return int(self.cells[groups - 1, 1]) // self.vectors if groups else 0
 
 
 def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.int64]:

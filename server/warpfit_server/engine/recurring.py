@@ -69,6 +69,11 @@ class Recurring(Generic[Made]):
             return known[1]
         return self._keep(key, batch.without_parameters(), make) if has_been_seen else make(batch)
 
+    def is_kept(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
+        """Tell whether something is kept that was made of the same programs."""
+        with self._lock:
+            return (_text(batch), *needs) in self._kept
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

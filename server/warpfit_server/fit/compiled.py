@@ -22,7 +22,7 @@ from warpfit.fitting import Method
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cpu_cache import writable
 from warpfit_server.engine.cpu_code import cached_in
-from warpfit_server.engine.cpu_helpers import NICE
+from warpfit_server.engine.cpu_threads import NICE
 from warpfit_server.fit import bfgs, bounds, levenberg_marquardt, searches, triangles
 from warpfit_server.fit.searches import Limits
 

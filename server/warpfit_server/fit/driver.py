@@ -28,7 +28,7 @@ from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
 from warpfit.ir import Batch
 from warpfit.losses import TargetStatistics, close_losses
 from warpfit.request import Timings
-from warpfit_server.engine.base import Engine, Linearisation
+from warpfit_server.engine.base import Engine, Linearisation, Steps
 from warpfit_server.fit import compiled
 from warpfit_server.fit.covariance import covariances, standard_errors
 from warpfit_server.fit.searches import (
@@ -68,8 +68,8 @@ class Surroundings:
     """Where compiled steering code is kept."""
 
 
-def optimize(request: FitRequest, surroundings: Surroundings) -> FitResult:
-    """Fit a checked request.
+def optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult]:
+    """Fit a checked request; each step is one step of a pass of the engine.
 
     Raises:
         CancelledError: if ``surroundings.cancelled`` became 1.
@@ -77,9 +77,10 @@ def optimize(request: FitRequest, surroundings: Surroundings) -> FitResult:
 
     """
     started = time.perf_counter_ns()
+    yield compiled.load_in_background(request.method, surroundings.cache_directory)
     run = _Run(request, surroundings)
-    run.advance_all()
-    result = run.result()
+    yield from run.advance_all()
+    result = yield from run.result()
     return replace(result, timings=Timings(compute=time.perf_counter_ns() - started))
 
 
@@ -108,27 +109,28 @@ class _Run:
         """Index in ``_all`` of each active search."""
         self._pass_seconds = 0.0
 
-    def advance_all(self) -> None:
+    def advance_all(self) -> Steps[None]:
         """Advance until every search has ended or the time is used up."""
-        self._advance_first()
+        yield from self._advance_first()
         with self._cut_off():
             while self._drop_finished():
                 self._report()
                 if self._is_late():
                     self._active.interrupt()
                     continue
-                self._steer(self._linearise(curvature=self._marquardt))
+                yield None
+                self._steer((yield from self._linearise(curvature=self._marquardt)))
 
-    def _advance_first(self) -> None:
+    def _advance_first(self) -> Steps[None]:
         """Evaluate the starts; BFGS takes its first idea of the curvature from there."""
-        first = self._linearise(curvature=True)
+        first = yield from self._linearise(curvature=True)
         if not self._marquardt:
             self._active.make_room_for_inverse()
             assert first.curvatures is not None
             np.copyto(self._active.curvature, first.curvatures)
         self._steer(first)
 
-    def result(self) -> FitResult:
+    def result(self) -> Steps[FitResult]:
         """Collect outcomes, the best start of each program unless all are wanted."""
         problem, settings = self._request.problem, self._request.settings
         chosen = self._chosen()
@@ -136,7 +138,7 @@ class _Run:
         covariance = errors = None
         if settings.covariance or settings.standard_errors:
             if not self._marquardt:
-                self._curve(outcome, chosen)
+                yield from self._curve(outcome, chosen)
             start, stop = problem.row_range(self._surroundings.dataset.layout)
             covariance = covariances(outcome, outcome.numbers[:, LOSS], stop - start)
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
@@ -155,12 +157,12 @@ class _Run:
             covariances=covariance if settings.covariance else None,
         )
 
-    def _linearise(self, *, curvature: bool) -> Linearisation:
+    def _linearise(self, *, curvature: bool) -> Steps[Linearisation]:
         if self._surroundings.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
         started = time.monotonic()
         batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
-        linearisation = self._surroundings.engine.linearise(
+        linearisation = yield from self._surroundings.engine.linearise(
             replace(self._request.problem, batch=batch),
             self._loss.row,
             curvature=curvature,
@@ -255,15 +257,15 @@ class _Run:
         best = np.where(np.isfinite(sums), sums, np.inf).argmin(axis=1)
         return np.asarray(np.arange(len(sums)) * vectors + best)
 
-    def _curve(self, outcome: Searches, chosen: Integers) -> None:
+    def _curve(self, outcome: Searches, chosen: Integers) -> Steps[None]:
         """Compute the curvature at the final parameters, which BFGS does not keep."""
         whole = one_vector_each(self._request.problem.batch)
         self._batch = only_programs(whole, _mask(len(self._all), chosen))
         outcome.vectors[TRIAL] = outcome.vectors[X]
         self._active = outcome
-        curvatures = self._linearise(curvature=True).curvatures
-        assert curvatures is not None
-        outcome.curvature = curvatures
+        linearisation = yield from self._linearise(curvature=True)
+        assert linearisation.curvatures is not None
+        outcome.curvature = linearisation.curvatures
 
     def _close(self, sums: Floats) -> Floats:
         dataset = self._surroundings.dataset

@@ -1,0 +1,255 @@
+"""The engine's loop: requests of all front ends in, steps out, answers back.
+
+The simple form, of each of the few threads that run steps:
+
+    while True:
+        queue.extend(connections.receive())     # one thread at a time; it waits if there is nothing
+        step = scheduler.next()                 # who goes next is decided there and nowhere else
+        run the step                            # copy in, lower, launch, wait: no lock held
+        answer what is finished, put the rest back into the queue
+
+There are as many threads as steps that gain from running at the same time. The thread that receives
+a request runs its step, too, so that a lone caller waits for no other thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError, InternalError, WarpfitError
+from warpfit.request import Timings
+from warpfit_server import messages
+from warpfit_server.channel import ChannelClosedError
+from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Steps, run_to_end
+from warpfit_server.engine.merging import merge_key, merged, scatter
+from warpfit_server.engine.request import Connection, Request
+from warpfit_server.engine.scheduler import Scheduler, Task
+from warpfit_server.engine.stuck import EXIT_BROKEN
+from warpfit_server.logs import works_for
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+Tasks = list[Task[Request]]
+
+
+class Loop:
+    """Threads that receive requests, run steps of the engine and answer.
+
+    Args:
+        engine: what computes.
+        begin: makes the steps of a request.
+
+    """
+
+    def __init__(self, engine: Engine, begin: Callable[[Request], Steps[Timings]]) -> None:
+        self._engine = engine
+        self._begin = begin
+        self._scheduler: Scheduler[Request] = Scheduler(engine.step_size)
+        self._queue = threading.Lock()
+        """Guards the scheduler and `_at_work`."""
+        self._receiving = threading.Lock()
+        """Held by the one thread that receives."""
+        self._connections: dict[int, Connection] = {}
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._at_work: dict[Request, NDArray[np.uint8]] = {}
+
+    def start(self) -> None:
+        """Start the threads."""
+        for number in range(self._engine.steps_in_flight):
+            threading.Thread(target=self._run, name=f"step-{number}", daemon=True).start()
+
+    def add(self, connection: Connection) -> None:
+        """Serve a front end; any thread may call this."""
+        descriptor = connection.channel.fileno()
+        self._connections[descriptor] = connection
+        self._poll.register(descriptor, select.EPOLLIN)
+
+    def flags(self) -> Iterator[tuple[Request, NDArray[np.uint8]]]:
+        """Cancellation flags of the requests of which a step is running."""
+        with self._queue:
+            found = list(self._at_work.items())
+        yield from found
+
+    # ------------------------------------------------------------------------- a thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._step(self._next())
+        except Exception:
+            _LOG.exception("the engine is broken; the front end starts a new process")
+            os._exit(EXIT_BROKEN)
+
+    def _next(self) -> Tasks:
+        """Return the tasks of the next step, once there is one."""
+        if self._receiving.acquire(blocking=False):  # what has arrived is considered, too
+            try:
+                self._receive(0.0)
+            finally:
+                self._receiving.release()
+        tasks = self._choose()
+        if tasks:
+            return tasks
+        with self._receiving:
+            while not (tasks := self._choose()):
+                self._receive(None)
+        return tasks
+
+    def _choose(self) -> Tasks:
+        with self._queue:
+            tasks = self._scheduler.next()
+            for task in tasks:
+                self._at_work[task.item] = task.item.cancelled
+            return tasks
+
+    def _step(self, tasks: Tasks) -> None:
+        """Run a step, answer what is finished, and queue the rest again."""
+        began = time.perf_counter()
+        waits_for: Future[Any] | None = None
+        if len(tasks) > 1:
+            left = self._run_merged(tasks)
+        else:
+            waits_for, left = self._run_alone(tasks[0])
+        seconds = time.perf_counter() - began
+        with self._queue:
+            self._scheduler.ran(tasks, seconds)
+            for task in tasks:
+                del self._at_work[task.item]
+            if waits_for is None:
+                for task in left:
+                    self._scheduler.add(task)
+        if waits_for is not None:
+            waits_for.add_done_callback(lambda _: self._resume(tasks[0]))
+
+    def _resume(self, task: Task[Request]) -> None:
+        """Queue a task again that has waited for something."""
+        with self._queue:
+            self._scheduler.add(task)
+        os.eventfd_write(self._wake, 1)
+
+    # ------------------------------------------------------------------------- receiving
+
+    def _receive(self, timeout: float | None) -> None:
+        """Take in what front ends have sent; wait for it, for ever if ``timeout`` is None."""
+        for descriptor, _ in self._poll.poll(timeout):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+                continue
+            connection = self._connections[descriptor]
+            try:
+                for message, descriptors in connection.channel.receive_waiting():
+                    self._take(connection, message, descriptors)
+            except ChannelClosedError:
+                self._drop(descriptor, connection)
+
+    def _take(
+        self, connection: Connection, message: messages.Message, descriptors: list[int]
+    ) -> None:
+        match message:
+            case messages.Unmap():
+                connection.segments.pop(message.segment, None)
+            case messages.Evaluate() | messages.Optimize():
+                request = connection.receive(message, descriptors)
+                task = Task(request, request.problem.tenant, *self._merging(request))
+                with self._queue:
+                    self._scheduler.add(task)
+            case _:
+                raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
+
+    def _merging(self, request: Request) -> tuple[Any, int]:
+        """Tell with what a request can be merged, and its token-rows."""
+        evaluation = request.evaluation
+        key = None if request.is_fit else merge_key(evaluation)
+        try:
+            if key is None or not self._engine.gains_from_merging(evaluation):
+                return None, 0
+        except WarpfitError:  # its own step tells the caller
+            return None, 0
+        return key, request.token_rows
+
+    def _drop(self, descriptor: int, connection: Connection) -> None:
+        """Forget a front end that is gone; its requests end at their next steps."""
+        self._poll.unregister(descriptor)
+        del self._connections[descriptor]
+        connection.channel.close()
+        for request in list(connection.requests):
+            request.cancelled[0] = 1
+
+    # ------------------------------------------------------------------------- at work
+
+    def _run_alone(self, task: Task[Request]) -> tuple[Future[Any] | None, Tasks]:
+        """Run one step of a task; return what it waits for, and the task if it is not over."""
+        request = task.item
+        works_for(request.problem.request_id)
+        try:
+            if request.cancelled[0]:
+                raise CancelledError("the request was cancelled", "CANCELLED")
+            if request.steps is None:
+                request.begins()
+                request.steps = self._begin(request)
+            return next(request.steps), [task]
+        except StopIteration as end:
+            self._answer(request, end.value)
+        except Exception as error:
+            if request.steps is not None:
+                request.steps.close()
+            self._fail(request, error)
+        return None, []
+
+    def _run_merged(self, tasks: Tasks) -> Tasks:
+        """Run the evaluations of several tasks as one; return the tasks that must run alone."""
+        requests = [task.item for task in tasks]
+        wanted = [request for request in requests if not request.cancelled[0]]
+        for request in wanted:
+            request.begins()
+        whole = merged([request.evaluation for request in wanted]) if wanted else None
+        if whole is not None:
+            losses = np.empty((len(whole.batch), whole.batch.vectors))
+            outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), _ignore)
+            try:
+                timings = run_to_end(self._engine.evaluate(whole, outputs))
+            except WarpfitError as error:  # one of them is at fault: each runs alone
+                _LOG.debug("a merged evaluation failed: %s", error)
+                for task in tasks:
+                    task.merge_key = None
+                return tasks
+            scatter(losses, [request.losses for request in wanted])
+            for request in wanted:
+                self._answer(request, timings)
+        for request in requests:
+            if request not in wanted:
+                self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
+        return []
+
+    def _answer(self, request: Request, timings: Timings) -> None:
+        queue = request.waited + timings.queue
+        self._finish(request, messages.Finished(request.number, replace(timings, queue=queue)))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if isinstance(error, EngineBrokenError):
+            raise error
+        if not isinstance(error, WarpfitError):
+            _LOG.error("a request failed", exc_info=error)
+            error = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
+        self._finish(request, messages.Finished(request.number, error=error))
+
+    @staticmethod
+    def _finish(request: Request, message: messages.Finished) -> None:
+        request.connection.requests.discard(request)
+        request.connection.send(message)
+
+
+def _ignore(programs: int) -> None:
+    """Take notice that values are final, of which there are none."""

@@ -1,0 +1,107 @@
+"""Requests of front ends in the engine process, and the connections that they come over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.request import Evaluation, Timings
+from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server.engine.base import Steps
+from warpfit_server.messages import Evaluate, Event, Optimize, Order
+from warpfit_server.segments import Segment
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+#: Seconds after which a front end that does not read its answers is given up.
+_SEND_SECONDS: Final = 1.0
+
+
+class Connection:
+    """A front end: its channel, the segments that it has sent, and what it waits for."""
+
+    def __init__(self, channel: Channel) -> None:
+        channel.give_up_after(_SEND_SECONDS)
+        self.channel = channel
+        self.segments: dict[int, Segment] = {}
+        self.requests: set[Request] = set()
+        """Those that have no answer yet."""
+
+    def receive(self, order: Order, descriptors: list[int]) -> Request:
+        """Make a request of a message; its segment is mapped now if it is a new one."""
+        problem = order.problem if isinstance(order, Optimize) else order
+        if descriptors:
+            self.segments[problem.segment] = Segment(
+                problem.segment, descriptors[0], problem.size
+            )
+        request = Request(self, order, problem, self.segments[problem.segment])
+        self.requests.add(request)
+        return request
+
+    def send(self, message: Event) -> None:
+        """Send an answer; one to a front end that is gone is nobody's any more."""
+        try:
+            self.channel.send(message)
+        except ChannelClosedError as error:
+            _LOG.debug("an answer was not sent: %s", error)
+
+
+class Request:
+    """An evaluation or a fit on its way through the engine."""
+
+    def __init__(
+        self, connection: Connection, order: Order, problem: Evaluate, segment: Segment
+    ) -> None:
+        self.connection = connection
+        self.order = order
+        self.problem = problem
+        """The evaluation, or that of the fit."""
+        self.segment = segment
+        self.number = problem.request
+        self.cancelled: NDArray[np.uint8] = problem.frame.flag(segment)
+        """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
+        self.steps: Steps[Timings] | None = None
+        """None until the first step."""
+        self.waited = 0
+        """Nanoseconds from the front end to the first step."""
+        self.evaluation = _evaluation(problem, segment)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it is a fit."""
+        return isinstance(self.order, Optimize)
+
+    @property
+    def token_rows(self) -> int:
+        """Tokens x parameter vectors x rows of one evaluation."""
+        frame = self.problem.frame
+        return frame.tokens * frame.vectors * frame.rows
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """View of the losses, [programs, K]; they were asked for."""
+        found = self.problem.frame.losses_view(self.segment)
+        assert found is not None
+        return found
+
+    def begins(self) -> None:
+        """Take notice that its first step begins."""
+        self.waited = time.monotonic_ns() - self.problem.submitted
+
+
+def _evaluation(message: Evaluate, segment: Segment) -> Evaluation:
+    requested: Any = dict.fromkeys(message.requested, True)
+    return Evaluation(
+        message.dataset_id,
+        message.frame.batch(segment),
+        message.rows,
+        message.precision,
+        message.loss,
+        message.frame.values,
+        message.tier,
+        custom_loss=message.custom_loss,
+        **requested,
+    )

@@ -1,0 +1,295 @@
+"""Messages between the server's processes, by sender and receiver.
+
+Each is a frozen dataclass that is pickled, because both ends are one program. Bulk data never
+travels in a message: it lies in segments of shared memory, whose file descriptors travel beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from warpfit.dataset import Layout
+from warpfit.errors import WarpfitError
+from warpfit.fitting import FitProgress, FitSettings
+from warpfit.info import Device
+from warpfit.losses import LossFunction
+from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit_server.frame import Frame
+from warpfit_server.measurements import Delta
+
+#: Outputs of an evaluation that are requested by name.
+REQUESTED: Final = (
+    *("gradient", "jacobian", "variable_gradient"),
+    *("reductions", "linear_scaling", "correlation"),
+)
+
+# ------------------------------------------------------------------------ supervisor -> engine
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make the data set in a segment usable; answered by Loaded."""
+
+    content_id: bytes
+    layout: Layout
+    segment: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Forget a data set."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Serve the front end whose socket comes along, once every earlier message is dealt with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Answer with Counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process."""
+
+
+# ------------------------------------------------------------------------ engine -> supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine can take work."""
+
+    engine: str
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Outcome of Load."""
+
+    content_id: bytes
+    error: WarpfitError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The engine's counters by name."""
+
+    counters: Mapping[str, float]
+
+
+# ------------------------------------------------------------------------ front end -> engine
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate the batch in a segment; answered by Progress..., then Finished."""
+
+    request: int
+    """Number of the request, which its answers carry."""
+    segment: int
+    """Identifier of the segment; its descriptor comes along the first time."""
+    size: int
+    """Bytes of the segment."""
+    frame: Frame
+    dataset_id: bytes
+    rows: tuple[int, int]
+    precision: Precision
+    loss: Loss | None
+    tier: Tier
+    submitted: int
+    """``time.monotonic_ns()`` of the front end."""
+    custom_loss: LossFunction | None = None
+    requested: tuple[str, ...] = ()
+    """Those of `REQUESTED` that are wanted."""
+    tenant: str = ""
+    """Whose request it is; the engine shares its time fairly among tenants."""
+    request_id: str = ""
+    """For the engine's log lines."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle flat: this is sent often, and dataclasses and enums take long."""
+        return _evaluate, (
+            *(self.request, self.segment, self.size, self.frame, self.dataset_id, self.rows),
+            *(self.precision.value, self.loss and self.loss.value, self.tier.value),
+            *(self.submitted, self.custom_loss, self.requested, self.tenant, self.request_id),
+        )
+
+
+def _evaluate(
+    request: int,
+    segment: int,
+    size: int,
+    frame: Frame,
+    dataset_id: bytes,
+    rows: tuple[int, int],
+    precision: str,
+    loss: str | None,
+    tier: str,
+    *rest: Any,
+) -> Evaluate:
+    return Evaluate(
+        *(request, segment, size, frame, dataset_id, rows, Precision(precision)),
+        *(Loss(loss) if loss else None, Tier(tier), *rest),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Optimize:
+    """Fit the batch in a segment; answered by FitProgressed..., then Finished."""
+
+    problem: Evaluate
+    settings: FitSettings
+    """Without its arrays, which are in the segment."""
+    deadline: float | None
+    """``time.monotonic()`` at which to stop and return what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """Forget a segment, which no request will name again."""
+
+    segment: int
+
+
+# ------------------------------------------------------------------------ engine -> front end
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The values of the first programs are final."""
+
+    request: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class FitProgressed:
+    """How far the searches are."""
+
+    request: int
+    progress: FitProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The engine is done with a request and does not touch its segment any more."""
+
+    request: int
+    timings: Timings = field(default_factory=Timings)
+    error: WarpfitError | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle flat, as `Evaluate`."""
+        t = self.timings
+        stages = (t.decode, t.queue, t.copy_in, t.compute, t.copy_out)
+        return _finished, (self.request, self.error, t.tier.value, t.cache_hits, *stages)
+
+
+def _finished(
+    request: int, error: WarpfitError | None, tier: str, cache_hits: int, *stages: int
+) -> Finished:
+    decode, queue, copy_in, compute, copy_out = stages
+    timings = Timings(decode, queue, copy_in, compute, copy_out, Tier(tier), cache_hits)
+    return Finished(request, timings, error)
+
+
+# ------------------------------------------------------ further front end -> main front end
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The front end has opened the port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Lease a data set to the front end; answered by Found or Missing."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """The front end gives a lease back."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Answer to Forget: no new call uses the data set."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the front end has measured since the last time; it also says that it lives."""
+
+    delta: Delta
+
+
+# ------------------------------------------------------ main front end -> further front end
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The data set is leased to the front end until Unused."""
+
+    content_id: bytes
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The data set cannot be leased."""
+
+    content_id: bytes
+    error: WarpfitError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSocket:
+    """The front end's socket to a new engine comes along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The data set was released."""
+
+    content_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether calls can be answered, for health checks on the port."""
+
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Take calls: the engine is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Refuse new calls, let those in flight finish within the grace period, end."""
+
+
+Order = Evaluate | Optimize
+Event = Progress | FitProgressed | Finished
+Message = (
+    Load | Unload | Connect | Count | Stop | Ready | Loaded | Counted | Order | Unmap | Event
+    | Lookup | Unused | Forgotten | Serving | Recorded
+    | Found | Missing | EngineSocket | Forget | Readiness | Begin | Quit
+)  # fmt: skip
