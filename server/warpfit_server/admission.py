@@ -17,7 +17,7 @@ from warpfit.fitting import FitRequest
 from warpfit.info import Limits
 from warpfit.request import Evaluation
 from warpfit_server.config import Config
-from warpfit_server.lanes import Run
+from warpfit_server.engine_connection import Run
 from warpfit_server.ledger import Amounts, Ledger, Shortage, Usage
 from warpfit_server.tenants import TenantBook
 

@@ -66,5 +66,5 @@ def _sources() -> Iterator[Path]:
     server, client = Path(__file__).parent, Path(warpfit.__file__).parent
     yield server / "engine"
     yield server / "fit"
-    yield from (server / name for name in ("channel.py", "orders.py"))
+    yield from (server / name for name in ("channel.py", "messages.py"))
     yield from (client / name for name in ("ir.py", "ops.py", "tokens.py"))

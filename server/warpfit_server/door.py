@@ -1,6 +1,6 @@
 """A further door: one more process on the server's port, for more calls than one Python can take.
 
-It takes Evaluate and Optimize calls itself, with lanes of its own to the engine, and passes all
+It takes Evaluate and Optimize calls itself, with a connection of its own to the engine, and passes all
 others on to the front door, which owns the data sets. It leases a data set from the front door when
 a call first needs it, and gives the lease back when no call has used it for a while::
 
@@ -25,13 +25,13 @@ import grpc
 
 from warpfit.dataset import Layout
 from warpfit.errors import UnavailableError
-from warpfit_server import channel as wire
+from warpfit_server import messages
 from warpfit_server.auth import FORWARDED_METADATA_KEY
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
+from warpfit_server.engine_connection import EngineConnection
 from warpfit_server.guard import make_guard
 from warpfit_server.health import Health
-from warpfit_server.lanes import Lanes
 from warpfit_server.ledger import Ledger
 from warpfit_server.logs import configure_logging
 from warpfit_server.measurements import Recorder
@@ -73,7 +73,7 @@ class BorrowedLeases:
 
     """
 
-    def __init__(self, send: Callable[[wire.Message], None]) -> None:
+    def __init__(self, send: Callable[[messages.Message], None]) -> None:
         self._send = send
         self._leased: dict[bytes, _Leased] = {}
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class BorrowedLeases:
             entry = self._leased.get(content_id)
             if entry is None:
                 entry = self._leased[content_id] = _Leased(Future())
-                self._send(wire.Lookup(content_id))
+                self._send(messages.Lookup(content_id))
             entry.uses += 1
         try:
             yield entry.layout.result()
@@ -94,9 +94,9 @@ class BorrowedLeases:
                 entry.uses -= 1
                 entry.idle_since = time.monotonic()
                 if entry.given_back and not entry.uses:
-                    self._send(wire.Unused(content_id))
+                    self._send(messages.Unused(content_id))
 
-    def found(self, message: wire.Found) -> None:
+    def found(self, message: messages.Found) -> None:
         """Take the front door's answer."""
         with self._lock:
             entry = self._leased[message.content_id]
@@ -104,7 +104,7 @@ class BorrowedLeases:
             if entry.forgotten:
                 self._give_back(message.content_id)
 
-    def missing(self, message: wire.Missing) -> None:
+    def missing(self, message: messages.Missing) -> None:
         """Take the front door's refusal; the next call asks again."""
         with self._lock:
             self._leased.pop(message.content_id).layout.set_exception(message.error)
@@ -117,7 +117,7 @@ class BorrowedLeases:
                 self._give_back(content_id)
             elif entry is not None:
                 entry.forgotten = True  # to be given back once it is found
-            self._send(wire.Forgotten(content_id))
+            self._send(messages.Forgotten(content_id))
 
     def give_idle_back(self) -> None:
         """Give back what no call has used for a while."""
@@ -135,7 +135,7 @@ class BorrowedLeases:
         entry = self._leased.pop(content_id)
         entry.given_back = True
         if not entry.uses:
-            self._send(wire.Unused(content_id))
+            self._send(messages.Unused(content_id))
 
 
 class Forwarder:
@@ -181,10 +181,10 @@ class Door:
     ) -> None:
         self._control = control
         self._grace = config.grace
-        self._lanes = Lanes(SegmentPool(config.idle_bytes))
+        self._engine = EngineConnection(SegmentPool(config.idle_bytes), self._reconnect)
         self._leases = BorrowedLeases(control.send)
         admission, guard = make_guard(config, ledger)
-        service = EvaluateService(self._leases, self._lanes, admission, config.chunk_bytes)
+        service = EvaluateService(self._leases, self._engine, admission, config.chunk_bytes)
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
         observer = Observer(self._recorder, self._tracer)
@@ -202,29 +202,33 @@ class Door:
         """Serve until the front door says Quit or is gone."""
         threading.Thread(target=self._sweep, daemon=True).start()
         self._grpc.start()
-        self._control.send(wire.Serving())
+        self._control.send(messages.Serving())
         while True:
             message, descriptors = self._control.receive()
             match message:
-                case wire.Lanes():
-                    self._lanes.open([socket.socket(fileno=number) for number in descriptors])
-                case wire.Found():
+                case messages.EngineSocket():
+                    self._engine.open(socket.socket(fileno=descriptors[0]))
+                case messages.Found():
                     self._leases.found(message)
-                case wire.Missing():
+                case messages.Missing():
                     self._leases.missing(message)
-                case wire.Forget():
+                case messages.Forget():
                     self._leases.forget(message.content_id)
-                case wire.Readiness():
-                    self._health.set_ready(message.ready)
-                case wire.Quit():
+                case messages.Readiness():
+                    self._health.set_ready(message.ready and self._engine.is_open)
+                case messages.Quit():
                     self._quit()
                     return
                 case _:
                     raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
 
+    def _reconnect(self) -> None:
+        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+            self._control.send(messages.Reconnect())
+
     def _quit(self) -> None:
         self._grpc.stop(self._grace).wait()
-        self._control.send(wire.Recorded(self._recorder.take()))
+        self._control.send(messages.Recorded(self._recorder.take()))
         if self._tracer is not None:
             self._tracer.close()
 
@@ -233,7 +237,7 @@ class Door:
             while True:
                 time.sleep(_IDLE_SECONDS / 2)
                 self._leases.give_idle_back()
-                self._control.send(wire.Recorded(self._recorder.take()))
+                self._control.send(messages.Recorded(self._recorder.take()))
 
 
 def main(arguments: Sequence[str]) -> None:

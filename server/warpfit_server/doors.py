@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from warpfit.errors import UnavailableError, WarpfitError
-from warpfit_server import channel as wire
+from warpfit_server import messages
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.ledger import Ledger
@@ -114,9 +114,9 @@ class Doors:
             )
 
     def engine_ready(self) -> None:
-        """Give every door lanes to the new engine."""
+        """Give every door a connection to the new engine."""
         for door in self._serving():
-            self._open_lanes(door)
+            self._connect(door)
 
     def tell_readiness(self, ready: bool) -> None:
         """Tell every door whether calls can be answered."""
@@ -142,7 +142,7 @@ class Doors:
         for door in self._serving():
             event = door.forgetting.setdefault(content_id, threading.Event())
             try:
-                door.control.send(wire.Forget(content_id))
+                door.control.send(messages.Forget(content_id))
             except ChannelClosedError:
                 continue
             told.append((door, event))
@@ -155,7 +155,7 @@ class Doors:
         self._stopping.set()
         for door in self._serving():
             try:
-                door.control.send(wire.Quit())
+                door.control.send(messages.Quit())
             except ChannelClosedError:
                 _LOG.debug("door %d is gone", door.process.pid)
         for thread in self._threads:
@@ -202,55 +202,55 @@ class Doors:
 
     def _attend(self, door: _Door, started: threading.Event) -> None:
         self._open.wait()
-        door.control.send(wire.Begin())
+        door.control.send(messages.Begin())
         while True:
             message, _ = door.control.receive()
             door.heard = time.monotonic()
             match message:
-                case wire.Recorded():
+                case messages.Recorded():
                     self._recorder.add(door.process.pid, message.delta)
-                case wire.Serving():
+                case messages.Serving():
                     door.serving.set()
-                    self._open_lanes(door)
+                    self._connect(door)
                     self._tell_readiness(door)
                     started.set()
-                case wire.Lookup():
+                case messages.Lookup():
                     door.control.send(self._lease(door, message.content_id))
-                case wire.Unused():
+                case messages.Reconnect():
+                    self._connect(door)
+                case messages.Unused():
                     door.end_lease(message.content_id)
-                case wire.Forgotten():
+                case messages.Forgotten():
                     event = door.forgetting.pop(message.content_id, None)
                     if event is not None:
                         event.set()
                 case _:
                     _LOG.error("unexpected message %s", message)
 
-    def _lease(self, door: _Door, content_id: bytes) -> wire.Found | wire.Missing:
+    def _lease(self, door: _Door, content_id: bytes) -> messages.Found | messages.Missing:
         lease = ExitStack()
         try:
             layout = lease.enter_context(self._leases.lease(content_id))
         except WarpfitError as error:
-            return wire.Missing(content_id, error)
+            return messages.Missing(content_id, error)
         # More than one if a door asks again while calls still use what it was told to forget.
         door.leases.setdefault(content_id, []).append(lease)
-        return wire.Found(content_id, layout)
+        return messages.Found(content_id, layout)
 
-    def _open_lanes(self, door: _Door) -> None:
+    def _connect(self, door: _Door) -> None:
         try:
-            ends = self._supervisor.open_lanes()
+            end = self._supervisor.connect()
         except UnavailableError:
-            return  # the next engine brings lanes
-        try:
-            door.control.send(wire.Lanes(), [end.fileno() for end in ends])
-        except ChannelClosedError:
-            _LOG.debug("door %d is gone", door.process.pid)
-        finally:
-            for end in ends:
-                end.close()
+            return  # the next engine brings a connection
+        with end:
+            try:
+                door.control.send(messages.EngineSocket(), [end.fileno()])
+            except ChannelClosedError:
+                _LOG.debug("door %d is gone", door.process.pid)
 
     def _tell_readiness(self, door: _Door) -> None:
         try:
-            door.control.send(wire.Readiness(self._ready))
+            door.control.send(messages.Readiness(self._ready))
         except ChannelClosedError:
             _LOG.debug("door %d is gone", door.process.pid)
 

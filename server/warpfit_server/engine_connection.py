@@ -10,7 +10,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -41,11 +41,14 @@ class EngineConnection:
 
     Args:
         pool: where segments come from.
+        on_loss: called by another thread when the engine has closed the connection, which it also
+            does, without ending, to a front end that does not read.
 
     """
 
-    def __init__(self, pool: SegmentPool) -> None:
+    def __init__(self, pool: SegmentPool, on_loss: Callable[[], None] = lambda: None) -> None:
         self.pool = pool
+        self._on_loss = on_loss
         self._channel: Channel | None = None
         self._runs: dict[int, Run] = {}
         self._known: set[int] = set()
@@ -175,6 +178,7 @@ class EngineConnection:
                 is_current = channel is self._channel
             if is_current:
                 self.shut()
+                self._on_loss()
         finally:
             channel.close()
 

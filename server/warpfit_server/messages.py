@@ -218,6 +218,11 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconnect:
+    """The engine has closed the front end's connection; answered by EngineSocket if it lives."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unused:
     """The front end gives a lease back."""
 
@@ -290,6 +295,6 @@ Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | Connect | Count | Stop | Ready | Loaded | Counted | Order | Unmap | Event
-    | Lookup | Unused | Forgotten | Serving | Recorded
+    | Lookup | Reconnect | Unused | Forgotten | Serving | Recorded
     | Found | Missing | EngineSocket | Forget | Readiness | Begin | Quit
 )  # fmt: skip

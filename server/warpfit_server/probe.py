@@ -14,10 +14,8 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.reference import evaluate_program
 from warpfit.request import Evaluation, Tier
-from warpfit_server import channel as wire
+from warpfit_server import messages
 from warpfit_server.datasets import DatasetStore
-from warpfit_server.lanes import Lanes
-from warpfit_server.segments import SegmentPool
 from warpfit_server.supervisor import EngineSupervisor
 
 #: To whom the data set of the question belongs: no caller's tenant has this name.
@@ -31,8 +29,8 @@ _TOLERANCE: Final = 1e-5
 class Probe:
     """Asks the engine a question whose answer is known.
 
-    The question has a data set of its own, which is resident like any other, and a lane of its
-    own, so that it waits for no other evaluation.
+    The question has a data set of its own, which is resident like any other, and goes the way that
+    calls go: over this front end's connection and through the engine's queue.
 
     Args:
         supervisor: of the engine.
@@ -42,7 +40,6 @@ class Probe:
 
     def __init__(self, supervisor: EngineSupervisor, datasets: DatasetStore) -> None:
         self._supervisor = supervisor
-        self._lanes = Lanes(SegmentPool(0), urgent=True)
         # Random, so that no client can name it by its content.
         numbers = np.random.default_rng(secrets.randbits(64)).uniform(0.5, 2.0, (_ROWS, 2))
         dataset = Dataset.of(numbers.astype(np.float32))
@@ -60,15 +57,6 @@ class Probe:
         resident = self._held.enter_context(datasets.lease(upload.key))
         supervisor.load(resident).result()
 
-    def connect(self) -> None:
-        """Open the lane to a new engine.
-
-        Raises:
-            UnavailableError: if there is none.
-
-        """
-        self._lanes.open(self._supervisor.open_lanes(1))
-
     def ask(self) -> bool:
         """Ask and wait, as long as it takes; return whether the answer is right.
 
@@ -76,9 +64,9 @@ class Probe:
             WarpfitError: if the engine is gone, or refuses.
 
         """
-        run = self._lanes.start(self._evaluation, self._layout, lambda: True, _TENANT)
+        run = self._supervisor.connection.start(self._evaluation, self._layout, _TENANT)
         try:
-            while not isinstance(run.next_event(), wire.Finished):
+            while not isinstance(run.next_event(), messages.Finished):
                 pass
             values = run.frame.values_view(run.segment)
             assert values is not None  # they were asked for
@@ -88,5 +76,4 @@ class Probe:
 
     def close(self) -> None:
         """Let go of the data set."""
-        self._lanes.shut()
         self._held.close()

@@ -30,11 +30,10 @@ from warpfit.fitting import FitRequest, FitResult
 from warpfit.info import ServerInfo
 from warpfit.request import Evaluation
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server import channel as wire
-from warpfit_server import requests
+from warpfit_server import messages, requests
 from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
-from warpfit_server.lanes import Lanes, Run
+from warpfit_server.engine_connection import EngineConnection, Run
 from warpfit_server.limits import check_batch, check_fit, check_result
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tenants import key_of, tenant_of
@@ -65,10 +64,10 @@ class EvaluateService:
     """Implements Evaluate and Optimize, in the front door and in further doors."""
 
     def __init__(
-        self, datasets: Leases, lanes: Lanes, admission: Admission, chunk_bytes: int
+        self, datasets: Leases, engine: EngineConnection, admission: Admission, chunk_bytes: int
     ) -> None:
         self._leases = datasets
-        self._lanes = lanes
+        self._engine = engine
         self._admission = admission
         self._chunk_bytes = chunk_bytes
 
@@ -96,7 +95,7 @@ class EvaluateService:
             requests.asks_for(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            charge.run = run = self._lanes.start(evaluation, layout, context.is_active, tenant)
+            charge.run = run = self._engine.start(evaluation, layout, tenant)
             _end_with_call(run, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
             yield from self._answer(run, start, decode)
@@ -118,9 +117,7 @@ class EvaluateService:
             requests.asks_for(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            charge.run = run = self._lanes.start_fit(
-                request, layout, deadline, context.is_active, tenant
-            )
+            charge.run = run = self._engine.start_fit(request, layout, deadline, tenant)
             _end_with_call(run, context, held)
             yield from _fit_answer(run, decode)
 
@@ -131,10 +128,10 @@ class EvaluateService:
         timings = None
         while timings is None:
             event = run.next_event()
-            if isinstance(event, wire.Finished):
+            if isinstance(event, messages.Finished):
                 timings, ready = replace(event.timings, decode=decode), frame.value_bytes
                 requests.answered(timings)
-            elif isinstance(event, wire.Progress):  # only whole chunks before the end
+            elif isinstance(event, messages.Progress):  # only whole chunks before the end
                 ready = event.programs * frame.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
             for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
@@ -164,7 +161,7 @@ class EvaluatorService(EvaluateService):
         on_release: Callable[[bytes], None],
     ) -> None:
         super().__init__(
-            ResidentLeases(datasets, supervisor), supervisor.lanes, admission, chunk_bytes
+            ResidentLeases(datasets, supervisor), supervisor.connection, admission, chunk_bytes
         )
         self._datasets = datasets
         self._supervisor = supervisor
@@ -284,9 +281,9 @@ def _jacobian(run: Run) -> memoryview:
 def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:
     while True:
         event = run.next_event()
-        if isinstance(event, wire.FitProgressed):
+        if isinstance(event, messages.FitProgressed):
             yield codec.progress_to_bytes(event.progress)
-        elif isinstance(event, wire.Finished):
+        elif isinstance(event, messages.Finished):
             arrays: Any = {
                 extra.name: run.frame.extra(extra.name, run.segment)
                 for extra in run.frame.extras

@@ -16,38 +16,36 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 from warpfit.errors import UnavailableError
 from warpfit.info import Device
-from warpfit_server import channel as wire
-from warpfit_server.channel import Channel, ChannelClosedError
+from warpfit_server import messages
+from warpfit_server.channel import Channel, ChannelClosedError, socket_pair
 from warpfit_server.code_cache import engine_environment
 from warpfit_server.config import Config
 from warpfit_server.datasets import ResidentDataset
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
-from warpfit_server.lanes import Lanes, unavailable
+from warpfit_server.engine_connection import EngineConnection, unavailable
 from warpfit_server.segments import SegmentPool
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
-#: Lanes beyond what the engine runs at a time: their batches are in place when it is their turn.
-#: One more is kept for a tenant that has none (see `Lanes`).
-_SPARE_LANES: Final = 3
 #: What exit statuses of the engine process mean.
 _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
 
 
 class EngineSupervisor:
-    """Owns the engine process, the channel to it and this process's lanes."""
+    """Owns the engine process, the channel to it and this process's connection for calls."""
 
     def __init__(self, config: Config, pool: SegmentPool) -> None:
-        self.lanes = Lanes(pool)
+        self.connection = EngineConnection(pool, self._reconnect)
         self._config = config
         self._lock = threading.Lock()
         self._channel: Channel | None = None  # None while no engine is ready
         self._loads: dict[bytes, Future[None]] = {}
-        self._ready: wire.Ready | None = None
+        self._ready: messages.Ready | None = None
         self._started = threading.Event()
         self._stopping = threading.Event()
         self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
@@ -123,30 +121,31 @@ class EngineSupervisor:
     def ask_counters(self) -> None:
         """Ask the engine for its counters; `counters` has them soon."""
         with self._lock:
-            self._tell(wire.Count())
+            self._tell(messages.Count())
 
-    def open_lanes(self, count: int = wire.MOST_DESCRIPTORS) -> list[socket.socket]:
-        """Make up to ``count`` lanes to the engine; return this side's ends.
+    def connect(self) -> socket.socket:
+        """Make a connection to the engine; return this side's end.
 
         Raises:
             UnavailableError: if no engine is ready.
 
         """
         with self._lock:
-            if self._channel is None or self._ready is None:
+            if self._channel is None:
                 raise unavailable()
-            pairs = [
-                socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                for _ in range(min(count, self._ready.concurrency + _SPARE_LANES))
-            ]
-            try:
-                self._channel.send(wire.OpenLanes(), [theirs.fileno() for _, theirs in pairs])
-            except ChannelClosedError as error:
-                raise unavailable() from error
-            finally:
-                for _, theirs in pairs:
-                    theirs.close()
-            return [ours for ours, _ in pairs]
+            ours, theirs = socket_pair()
+            with theirs:
+                try:
+                    self._channel.send(messages.Connect(), [theirs.fileno()])
+                except ChannelClosedError as error:
+                    ours.close()
+                    raise unavailable() from error
+            return ours
+
+    def _reconnect(self) -> None:
+        """Connect again to an engine that has closed the connection and goes on."""
+        with suppress(UnavailableError):  # it is gone; the next one brings a connection
+            self.connection.open(self.connect())
 
     def settled(self, dataset: ResidentDataset) -> None:
         """Wait until the engine has a data set that is on its way to it.
@@ -173,13 +172,13 @@ class EngineSupervisor:
         """Make the engine forget a data set."""
         with self._lock:
             if self._loads.pop(content_id, None) is not None:
-                self._tell(wire.Unload(content_id))
+                self._tell(messages.Unload(content_id))
 
     def stop(self) -> None:
         """End the engine process; jobs in flight fail."""
         self._stopping.set()
         with self._lock:
-            self._tell(wire.Stop())
+            self._tell(messages.Stop())
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
@@ -191,14 +190,14 @@ class EngineSupervisor:
             return future
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
-        load = wire.Load(dataset.key, dataset.layout, segment.identifier, segment.size)
+        load = messages.Load(dataset.key, dataset.layout, segment.identifier, segment.size)
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:
             future.set_result(None)  # the next engine loads it as it starts
         return future
 
-    def _tell(self, message: wire.Message) -> None:
+    def _tell(self, message: messages.Message) -> None:
         """Send to the engine if there is one; a dying engine need not hear it."""
         if self._channel is not None:
             try:
@@ -251,30 +250,30 @@ class EngineSupervisor:
             process.kill()
         return process.wait()
 
-    def _handle(self, channel: Channel, message: wire.Message, descriptors: list[int]) -> None:
+    def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
         match message:
-            case wire.Ready():
+            case messages.Ready():
                 self._welcome(channel, message)
-            case wire.Loaded():
+            case messages.Loaded():
                 self._settle_load(message)
-            case wire.Counted():
+            case messages.Counted():
                 self.counters = message.counters
             case _:
                 _LOG.error("unexpected message %s with %d files", message, len(descriptors))
 
-    def _welcome(self, channel: Channel, ready: wire.Ready) -> None:
+    def _welcome(self, channel: Channel, ready: messages.Ready) -> None:
         with self._lock:
             self._ready = ready
             self._was_ready = True
             self._channel = channel
         for dataset in self._resident():
             self.load(dataset)
-        # The engine opens lanes after it has dealt with what was sent before: the data sets.
-        self.lanes.open(self.open_lanes())
+        # The engine serves it after it has dealt with what was sent before: the data sets.
+        self.connection.open(self.connect())
         self._on_ready()
         self._started.set()
 
-    def _settle_load(self, message: wire.Loaded) -> None:
+    def _settle_load(self, message: messages.Loaded) -> None:
         with self._lock:
             future = self._loads.get(message.content_id)
             if message.error is not None:
@@ -291,7 +290,7 @@ class EngineSupervisor:
         with self._lock:
             self._channel = None
             loads, self._loads = list(self._loads.values()), {}
-        self.lanes.shut()
+        self.connection.shut()
         self.on_loss()
         for future in loads:
             if not future.done():

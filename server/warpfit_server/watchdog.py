@@ -54,7 +54,6 @@ class Watchdog:
         self._settled = threading.Event()
         self._asked: float | None = None  # when the question was asked that has no answer yet
         self._replaced: float | None = None
-        self._fresh = True
         self.probe_seconds = 0.0
         """Time that the last answer took."""
         self._threads = [
@@ -75,7 +74,6 @@ class Watchdog:
 
     def engine_ready(self) -> None:
         """Ask a new engine at once."""
-        self._fresh = True
         self._wake.set()
 
     def engine_lost(self) -> None:
@@ -95,13 +93,9 @@ class Watchdog:
     def _ask(self) -> None:
         started = self._asked = time.monotonic()
         try:
-            if self._fresh:
-                self._fresh = False
-                self._probe.connect()
             right = self._probe.ask()
         except WarpfitError as error:
             _LOG.debug("no answer: %s", error)
-            self._fresh = True
             self._health.set_ready(False)
             return
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ from warpfit_server.fit.searches import Limits
 _LOG: Final = logging.getLogger("warpfit.fit")
 _MODULES: Final = (bfgs, bounds, levenberg_marquardt, searches, triangles)
 _LOCK: Final = threading.Lock()
+_LOADED: Final[dict[tuple[Method, Path | None], Any]] = {}
+_LOADER: Final = ThreadPoolExecutor(2, "fit-loader")
 
 
 def load(method: Method, directory: Path | None = None) -> Any:
@@ -40,10 +42,19 @@ def load(method: Method, directory: Path | None = None) -> Any:
 
     """
     with _LOCK:  # many fits may come at once
-        return _load(method, directory)
+        key = method, directory
+        if key not in _LOADED:
+            _LOADED[key] = _load(method, directory)
+        return _LOADED[key]
 
 
-@functools.cache
+def load_in_background(method: Method, directory: Path | None = None) -> Future[Any] | None:
+    """Load a method's ``advance`` in another thread, unless that has been done; see `load`."""
+    if (method, directory) in _LOADED:
+        return None
+    return _LOADER.submit(load, method, directory)
+
+
 def _load(method: Method, directory: Path | None) -> Any:
     started = time.perf_counter()
     place = (directory or default_cache_directory()) / f"fit-{_fingerprint()[:32]}"
