@@ -138,6 +138,7 @@ class InProcessServer:
 
     def _optimize(self, message: Any) -> Iterator[Any]:
         require_server()
+        from warpfit_server.engine.base import run_to_end
         from warpfit_server.fit.driver import Surroundings, optimize
 
         request = codec.fit_from_message(message)
@@ -150,7 +151,7 @@ class InProcessServer:
             cancelled=np.zeros(1, dtype=np.uint8),
             report=reports.append if request.settings.progress else None,
         )
-        result = optimize(request, surroundings)
+        result = run_to_end(optimize(request, surroundings))
         for progress in reports:
             yield codec.fit_answer_from_bytes(codec.progress_to_bytes(progress))
         yield codec.fit_answer_from_bytes(codec.fit_to_bytes(result))

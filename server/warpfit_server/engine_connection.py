@@ -27,7 +27,7 @@ from warpfit_server import messages
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
 from warpfit_server.logs import current_id
-from warpfit_server.messages import REQUESTED, Event, Evaluate, Optimize, Order
+from warpfit_server.messages import REQUESTED, Evaluate, Event, Optimize, Order
 from warpfit_server.segments import Segment, SegmentPool
 
 #: Seconds after which a front end that cannot send takes the engine for lost.

@@ -23,7 +23,7 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import thesis_mix
 from warpfit_server.engine import cpu_work
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cpu import CpuEngine
 
 SEED, ROWS, VARIABLES = 20261121, 1000, 10
@@ -50,7 +50,7 @@ def seconds(engine: CpuEngine, data: Dataset, batch: Batch, *, gradient: bool) -
         gradients=np.empty(len(batch.parameters)) if gradient else None,
     )
     started = time.perf_counter()
-    engine.evaluate(evaluation, outputs)
+    run_to_end(engine.evaluate(evaluation, outputs))
     return time.perf_counter() - started
 
 

@@ -36,7 +36,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import THESIS_OPERATORS, thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cpu import CpuEngine
 
 VARIABLES = 10
@@ -90,7 +90,7 @@ def engine_case(
 
     def evaluate() -> object:
         engine._lowered.clear()  # as if the programs were new, as those of genetic programming are
-        return engine.evaluate(evaluation, outputs)
+        return run_to_end(engine.evaluate(evaluation, outputs))
 
     return Case(evaluate, values)
 

@@ -27,7 +27,7 @@ from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import KernelStore
@@ -95,7 +95,7 @@ class Bench:
         for _ in range(repeats):
             moved = evaluation.batch.parameters * rng.uniform(0.9, 1.1)
             turn = replace(evaluation, batch=replace(evaluation.batch, parameters=moved))
-            times.append(tier.evaluate(resident, turn, outputs(turn)).compute / 1e9)
+            times.append(run_to_end(tier.evaluate(resident, turn, outputs(turn))).compute / 1e9)
         return float(np.median(times[2:])), len(evaluation.batch.codes)
 
 
@@ -109,7 +109,7 @@ def compile_seconds(bench: Bench, mode: str) -> float:
     tier = CompiledTier(bench.device, bench.kernels)
     resident = bench.resident(1000, MODES[mode][0])
     first = bench.evaluation(resident, "thesis mix", mode, 7)
-    tier.evaluate(resident, first, outputs(first))
+    run_to_end(tier.evaluate(resident, first, outputs(first)))
     times = []
     for seed in (8, 9, 10):
         fresh = bench.evaluation(resident, "thesis mix", mode, seed)

@@ -38,7 +38,7 @@ from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 
 SEED = 20261121
@@ -82,11 +82,11 @@ class Bench:
             lambda ready: None,
             gradients=np.empty(len(self.batch.parameters)) if gradient else None,
         )
-        return self.engine.evaluate(evaluation, outputs).compute
+        return run_to_end(self.engine.evaluate(evaluation, outputs)).compute
 
     def linearise(self, precision: Precision) -> int:
         evaluation = Evaluation(self.data.content_id, self.batch, precision=precision)
-        self.engine.linearise(evaluation, SQUARES, curvature=True, cancelled=self.flag)
+        run_to_end(self.engine.linearise(evaluation, SQUARES, curvature=True, cancelled=self.flag))
         return 0
 
     def figures(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda import derivative_launch
 
 FLAVOURS = [("float64", Precision.PRECISE, 1e-9), ("float32", Precision.PRECISE, 1e-4)]
@@ -107,7 +107,7 @@ def test_values_are_announced(engine):
         jacobian=jacobian,
     )
     engine.load(data)
-    timings = engine.evaluate(evaluation, outputs)
+    timings = run_to_end(engine.evaluate(evaluation, outputs))
     assert announced[-1] == len(programs)
     assert timings.tier is Tier.INTERPRETER
     assert timings.compute > 0
@@ -129,7 +129,7 @@ def test_the_loss_is_that_of_plain_evaluation(engine):
     flag = np.zeros(1, np.uint8)
     engine.load(data)
     evaluation = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False)
-    engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None))
+    run_to_end(engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None)))
     got = linearise(engine, data, programs, vectors, SQUARES)
     np.testing.assert_allclose(got.losses, losses, rtol=1e-5)
 
@@ -144,8 +144,10 @@ def test_a_data_set_that_is_replaced_is_not_mixed_up(engine):
         data = Dataset.of(rng.uniform(0.2, 2, (3000, 4)), rng.normal(size=3000), dtype="float64")
         engine.load(data)
         evaluation = Evaluation(data.content_id, batch)
-        got = engine.linearise(evaluation, SQUARES, curvature=True, cancelled=flag)
-        want = NumpyEngine(data).linearise(evaluation, SQUARES, curvature=True, cancelled=flag)
+        got = run_to_end(engine.linearise(evaluation, SQUARES, curvature=True, cancelled=flag))
+        want = run_to_end(
+            NumpyEngine(data).linearise(evaluation, SQUARES, curvature=True, cancelled=flag)
+        )
         np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-6)
         engine.unload(data.content_id)
 
@@ -165,7 +167,7 @@ def compiled_gradients(engine, data, programs, vectors, *, tier=Tier.COMPILED, *
     flag = np.zeros(1, np.uint8)
     engine.load(data)
     outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
-    timings = engine.evaluate(evaluation, outputs)
+    timings = run_to_end(engine.evaluate(evaluation, outputs))
     assert timings.tier is tier
     return losses, gradients
 
@@ -244,7 +246,7 @@ def test_repeated_gradients_are_compiled_in_the_background(engine):
     for _ in range(2000):
         gradients = np.empty(len(batch.parameters))
         outputs = Outputs(None, np.empty((200, 1)), flag, lambda ready: None, gradients=gradients)
-        seen.add(engine.evaluate(evaluation, outputs).tier)
+        seen.add(run_to_end(engine.evaluate(evaluation, outputs)).tier)
         if Tier.COMPILED in seen:
             break
     assert seen == {Tier.INTERPRETER, Tier.COMPILED}

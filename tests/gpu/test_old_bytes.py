@@ -21,7 +21,7 @@ from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 
 #: As float32 1.5e16 and as float64 1.8e127, which no sum of an answer hides; and NaN.
@@ -101,7 +101,9 @@ def gradient(
         ready=lambda programs: None,
         gradients=np.full(len(batch.parameters), POISON),
     )
-    engine.evaluate(Evaluation(data.content_id, batch, values=False, **options), outputs)
+    run_to_end(
+        engine.evaluate(Evaluation(data.content_id, batch, values=False, **options), outputs)
+    )
     assert outputs.gradients is not None
     return outputs.gradients
 

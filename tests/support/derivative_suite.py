@@ -24,7 +24,7 @@ from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 
 LOSSES = {
     "squares": SQUARES,
@@ -247,10 +247,10 @@ def test_random_programs_and_losses(engine, texts, loss):
     vectors = [np.full(int("p1" in text), 1.25) for text in texts]
     batch = [parse(text) for text in texts], vectors, parse(loss)
     got = linearise(engine, data, *batch)
-    want = NumpyEngine(data).linearise(
+    want = run_to_end(NumpyEngine(data).linearise(
         Evaluation(data.content_id, Batch.of(*batch[:2])),
         batch[2], curvature=True, cancelled=np.zeros(1, np.uint8),
-    )  # fmt: skip
+    ))  # fmt: skip
     for name in ("losses", "gradients", "curvatures"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-9, atol=1e-9)
 
@@ -382,8 +382,10 @@ def test_reductions_of_special_values(engine):
     reductions = np.empty((3, 1, 5))
     flag = np.zeros(1, np.uint8)
     engine.load(data)
-    engine.evaluate(
-        evaluation, Outputs(None, None, flag, lambda ready: None, reductions=reductions)
+    run_to_end(
+        engine.evaluate(
+            evaluation, Outputs(None, None, flag, lambda ready: None, reductions=reductions)
+        )
     )
     nan, inf = np.nan, np.inf
     want = [[inf, inf, -0.5, inf, 1], [nan, nan, nan, nan, 2], [-1, -1 / 3, -2, 1, 0]]
@@ -428,7 +430,9 @@ def test_derivatives_asked_for_alone(engine, wish):
     got = np.full_like(wanted, POISON)
     losses = np.empty((len(batch), 1))
     flag = np.zeros(1, np.uint8)
-    engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None, **{field: got}))
+    run_to_end(
+        engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None, **{field: got}))
+    )
     np.testing.assert_array_equal(got, wanted)
     np.testing.assert_array_equal(losses, everything.losses)
 
@@ -447,6 +451,6 @@ def test_built_in_losses_come_closed(engine, loss):
         losses = np.full((len(batch), 1), POISON)
         gradients = np.empty(len(batch.parameters)) if gradient else None
         outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
-        engine.evaluate(evaluation, outputs)
+        run_to_end(engine.evaluate(evaluation, outputs))
         answers.append(losses)
     np.testing.assert_allclose(answers[1], answers[0], rtol=1e-10)

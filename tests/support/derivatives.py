@@ -12,7 +12,7 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.base import Engine, Linearisation, Outputs
+from warpfit_server.engine.base import Engine, Linearisation, Outputs, run_to_end
 
 
 def derive(
@@ -48,7 +48,7 @@ def derive(
         moments=np.full((*cells, 6), POISON) if statistics else None,
     )
     engine.load(dataset)
-    engine.evaluate(evaluation, outputs)
+    run_to_end(engine.evaluate(evaluation, outputs))
     return outputs
 
 
@@ -69,4 +69,4 @@ def linearise(
         dataset.content_id, Batch.of(programs, parameters), rows=rows, precision=precision
     )
     flag = np.zeros(1, dtype=np.uint8)
-    return engine.linearise(evaluation, row_loss, curvature=curvature, cancelled=flag)
+    return run_to_end(engine.linearise(evaluation, row_loss, curvature=curvature, cancelled=flag))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Result
-from warpfit_server.engine.base import Engine, Outputs
+from warpfit_server.engine.base import Engine, Outputs, run_to_end
 
 #: What the outputs hold before an evaluation: an engine must overwrite every element.
 POISON = -987654.25
@@ -50,7 +50,7 @@ class Evaluate:
             cancelled=np.full(1, cancelled, dtype=np.uint8),
             ready=self.announced.append,
         )
-        timings = self.engine.evaluate(evaluation, outputs)
+        timings = run_to_end(self.engine.evaluate(evaluation, outputs))
         return Result(outputs.values, outputs.losses, timings)
 
     def unload(self) -> None:

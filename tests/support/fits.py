@@ -12,6 +12,7 @@ from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction
 from warpfit.request import Evaluation
+from warpfit_server.engine.base import run_to_end
 from warpfit_server.fit.driver import Surroundings, optimize
 
 
@@ -51,5 +52,5 @@ def fit(
         deadline=deadline,
         report=report,
     )
-    result = optimize(request, surroundings)
+    result = run_to_end(optimize(request, surroundings))
     return Fit.of(result, batch, all_starts=request.settings.all_starts)

@@ -9,24 +9,24 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
+from warpfit_server.engine.cuda.fresh import FreshBatches
+from warpfit_server.engine.cuda.standing import Standings
+from warpfit_server.engine.cuda.turns import DeviceTurns
+from warpfit_server.engine.lane_end import LaneEnd
+from warpfit_server.lanes import Lanes
 
 from support.driver import INTERPRET, SLOTS, SUM
 from warpfit.dataset import Dataset
 from warpfit_server.channel import Channel
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter
 from warpfit_server.engine.cuda.launch import Kernels
 from warpfit_server.engine.cuda.plan import Planner
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import costly_codes
-from warpfit_server.engine.cuda.standing import Standings
 from warpfit_server.engine.cuda.streams import BEHIND, FIRST, USUAL
-from warpfit_server.engine.cuda.turns import DeviceTurns
-from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.process import EngineProcess
-from warpfit_server.lanes import Lanes
 from warpfit_server.segments import SegmentPool
 
 ON_DEVICE = 1 << 41

@@ -8,7 +8,7 @@ from warpfit.dataset import Dataset
 from warpfit.derivatives import differentiate
 from warpfit.losses import PREDICTION, mentions_weight
 from warpfit.ops import VARIABLE
-from warpfit_server.engine.base import Linearisation
+from warpfit_server.engine.base import Linearisation, Steps
 
 
 class NumpyEngine:
@@ -18,7 +18,8 @@ class NumpyEngine:
         self.datasets = {dataset.content_id: dataset for dataset in datasets}
         self.sizes: list[int] = []
 
-    def linearise(self, evaluation, row_loss, *, curvature, cancelled) -> Linearisation:
+    def linearise(self, evaluation, row_loss, *, curvature, cancelled) -> Steps[Linearisation]:
+        yield None
         dataset = self.datasets[evaluation.dataset_id]
         batch = evaluation.batch
         self.sizes.append(len(batch))

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
+from warpfit_server.engine.cuda.turns import DeviceTurns
 
 from support.driver import addresses_of
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
 from warpfit_server.engine.cuda.ptx import REQUEST, sum_count
 from warpfit_server.engine.cuda.streams import FIRST
-from warpfit_server.engine.cuda.turns import DeviceTurns
 
 I64 = ctypes.c_int64
 NANOSECONDS = 250_000

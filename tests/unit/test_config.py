@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.lanes import DATA, an_evaluation
+from support.requests import DATA, an_evaluation
 from warpfit.errors import (
     ResourceExhaustedError,
 )

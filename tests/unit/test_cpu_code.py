@@ -21,14 +21,14 @@ def test_parts_are_shared_out_evenly(count):
 
 
 def test_another_process_compiles_into_the_directory(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(cpu_code, "shares", lambda count: [["board"]][:count])
+    monkeypatch.setattr(cpu_code, "shares", lambda count: [["parallel"]][:count])
     cpu_code.compile_all(tmp_path, 2)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
-    functions = ("lead", "withdraw", "compute", "close", "run_alone")
-    assert names == {f"cpu_board.{name}" for name in functions}
+    functions = ("run", "help_others", "close")
+    assert names == {f"cpu_parallel.{name}" for name in functions}
     assert caplog.text == ""
     begun = time.time()
-    cpu_code.board(tmp_path)
+    cpu_code.parallel(tmp_path)
     assert max(path.stat().st_mtime for path in tmp_path.rglob("*.nb?")) < begun, "only loaded"
 
 

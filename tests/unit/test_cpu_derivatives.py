@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -14,15 +11,15 @@ import pytest
 from support.derivative_suite import *  # noqa: F403
 from support.derivative_suite import make_dataset, smooth_programs
 from support.derivatives import derive, linearise
-from warpfit.errors import CancelledError
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine import cpu_derive
+from warpfit_server.engine.base import run_to_end
 from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.engine.cpu_work import differentiating
 from warpfit_server.engine.rules import COMPUTES, KIND, NOTHING, rules
-from warpfit_server.fairness import FairGate
 
 FLAVOURS = [
     ("float64", Precision.PRECISE, 1e-9),
@@ -98,7 +95,9 @@ def test_plans_of_fits_are_kept_and_told_apart():
                         problem = Evaluation(dataset.content_id, scaled, rows=rows)
                         fresh._plans.clear()
                         found, expected = (
-                            engine.linearise(problem, loss, curvature=curvature, cancelled=flag)
+                            run_to_end(
+                                engine.linearise(problem, loss, curvature=curvature, cancelled=flag)
+                            )
                             for engine in (kept, fresh)
                         )
                         for name in ("losses", "gradients", "curvatures"):
@@ -113,52 +112,16 @@ def test_a_kept_plan_is_used_again(engine, monkeypatch):
     batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
     engine.load(data)
     lowered = []
-    lower = engine._differentiate
 
     def count(*given, **more):
         lowered.append(1)
-        return lower(*given, **more)
+        return differentiating(*given, **more)
 
-    monkeypatch.setattr(engine, "_differentiate", count)
+    monkeypatch.setattr("warpfit_server.engine.cpu.differentiating", count)
     for scale in (1.0, 0.5, 0.2):
         scaled = replace(batch, parameters=scale * batch.parameters)
         problem = Evaluation(data.content_id, scaled)
-        engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
+        run_to_end(
+            engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
+        )
     assert len(lowered) == 1
-
-
-def test_two_passes_of_fits_run_at_a_time_and_other_tenants_need_not_wait(monkeypatch):
-    engine, gate = CpuEngine(threads=2), FairGate(16)
-    batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
-    engine.load(data)
-    may_end, order = threading.Event(), []
-    problem = Evaluation(data.content_id, batch)
-    # What is lowered is kept, and the passes find it.
-    engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
-
-    def run(work, turn, ready=None):
-        order.append(turn.tenant)
-        may_end.wait(10)
-
-    monkeypatch.setattr(engine._helpers, "run", run)
-
-    def one_pass(tenant, cancelled):
-        with gate.turn(tenant):
-            engine.linearise(problem, SQUARES, curvature=True, cancelled=cancelled)
-
-    flags = [np.zeros(1, dtype=np.uint8) for _ in range(6)]
-    with ThreadPoolExecutor(6) as pool:
-        passes = [pool.submit(one_pass, "greedy", flag) for flag in flags[:2]]
-        while len(order) < 2:
-            time.sleep(0.001)
-        passes += [pool.submit(one_pass, "greedy", flag) for flag in flags[2:5]]
-        modest = pool.submit(one_pass, "modest", flags[5])
-        while order[2:3] != ["modest"]:  # it has nothing there, so it need not wait
-            time.sleep(0.001)
-        flags[3][0] = flags[4][0] = 1
-        for future in passes[3:]:
-            assert isinstance(future.exception(10), CancelledError)
-        may_end.set()
-        assert modest.exception(10) is None
-    assert order == ["greedy", "greedy", "modest", "greedy"], "two were cancelled as they waited"
-    engine.close()

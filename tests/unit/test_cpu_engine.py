@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.evaluations import POISON, Evaluate
-from support.pieces import helpers_on, run
 from warpfit import reference
 from warpfit.dataset import Dataset
 from warpfit.errors import (
@@ -31,8 +30,9 @@ from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_work
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.engine.cpu_threads import ParallelLoop
 from warpfit_server.engine.cpu_work import differentiating, lowering
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
@@ -84,10 +84,9 @@ def lowered_batch(batch: Batch, cores: int):
 
 
 def done(work: cpu_work.Work, result, cores: int):
-    helpers = helpers_on(cores)
-    run(helpers, work)
-    helpers.close()
-    assert work.done.all()
+    loop = ParallelLoop(cores, compiled().parallel)
+    loop.run(work, 0, work.pieces)
+    loop.close()
     return result
 
 
@@ -169,15 +168,6 @@ def test_threads_do_not_change_anything(monkeypatch):
         np.testing.assert_array_equal(answers[0].losses, other.losses)
 
 
-def test_large_evaluations_take_a_third_of_the_places_and_fits_none(monkeypatch):
-    monkeypatch.setattr("warpfit_server.engine.cpu.available_cores", lambda: 12)
-    engine = CpuEngine()
-    sizes = (0, 10**7, 60_000_000, 60_000_001)
-    assert [engine.places(n, fit=False) for n in sizes] == [1, 1, 1, 4]
-    assert engine.places(10**12, fit=True) == 0
-    assert CpuEngine(threads=2).places(10**12, fit=False) == 1
-
-
 def test_evaluations_at_the_same_time(evaluate):
     data = make_dataset(3000, "float32")
     programs, parameters = thesis_mix(9, 60)
@@ -206,7 +196,7 @@ def test_programs_that_are_known_are_checked_against_other_data_sets(derivatives
         if derivatives:
             asked = replace(asked, gradient=True)
             outputs = replace(outputs, gradients=np.empty(1))
-        engine.evaluate(asked, outputs)
+        run_to_end(engine.evaluate(asked, outputs))
         return float(outputs.losses[0, 0])
 
     for dataset in (wide, narrow):
@@ -257,7 +247,7 @@ def test_values_are_final_when_announced(evaluate):
 
     outputs = Outputs(values, None, np.zeros(1, np.uint8), check)
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
-    evaluate.engine.evaluate(evaluation, outputs)
+    run_to_end(evaluate.engine.evaluate(evaluation, outputs))
 
 
 def test_cancelled_before_and_in_the_middle(evaluate):
@@ -275,7 +265,7 @@ def test_cancelled_before_and_in_the_middle(evaluate):
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
     values = np.empty(evaluation.shape(data.layout), np.float32)
     with pytest.raises(CancelledError):
-        evaluate.engine.evaluate(evaluation, Outputs(values, None, cancelled, cancel))
+        run_to_end(evaluate.engine.evaluate(evaluation, Outputs(values, None, cancelled, cancel)))
     assert len(announced) == 1
     assert announced[0] < 200
     assert np.isfinite(evaluate(data, [X1]).values).all()
@@ -292,10 +282,12 @@ def test_an_error_of_the_receiver_stops_the_threads(evaluate):
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
     values = np.empty(evaluation.shape(data.layout), np.float32)
     outputs = Outputs(values, None, np.zeros(1, np.uint8), lambda _: None)
-    evaluate.engine.evaluate(evaluation, outputs)  # with as many threads as it will ever have
+    run_to_end(
+        evaluate.engine.evaluate(evaluation, outputs)
+    )  # with as many threads as it will ever have
     threads = threading.active_count()
     with pytest.raises(ConnectionError):
-        evaluate.engine.evaluate(evaluation, replace(outputs, ready=fail))
+        run_to_end(evaluate.engine.evaluate(evaluation, replace(outputs, ready=fail)))
     assert threading.active_count() <= threads
 
 
@@ -303,7 +295,7 @@ def test_unknown_dataset(evaluate):
     evaluation = Evaluation(b"?" * 32, Batch.of([X1]))
     outputs = Outputs(np.empty((1, 1, 1)), None, np.zeros(1, np.uint8), lambda ready: None)
     with pytest.raises(DatasetNotFoundError):
-        evaluate.engine.evaluate(evaluation, outputs)
+        run_to_end(evaluate.engine.evaluate(evaluation, outputs))
 
 
 @pytest.mark.parametrize("leaning", ["left", "right"])

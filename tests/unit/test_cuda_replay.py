@@ -18,7 +18,7 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.channel import Channel, ChannelClosedError, Finished
-from warpfit_server.engine.base import Outputs, Reply
+from warpfit_server.engine.base import Outputs, Reply, run_to_end
 from warpfit_server.engine.cuda import compiled
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.plan import fingerprint
@@ -59,7 +59,7 @@ class Bench:
         gradients = np.full(len(batch.parameters), -1.0) if evaluation.gradient else None
         flag = np.full(1, cancelled, np.uint8)
         outputs = Outputs(None, losses, flag, lambda _: None, gradients=gradients, reply=reply)
-        timings = self.tier.evaluate(self.resident, evaluation, outputs)
+        timings = run_to_end(self.tier.evaluate(self.resident, evaluation, outputs))
         return (losses, timings) if gradients is None else (losses, gradients)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.lanes import DATA
+from support.requests import DATA
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,

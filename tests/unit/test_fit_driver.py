@@ -185,7 +185,7 @@ class Careless(NumpyEngine):
     """Forgets a derivative."""
 
     def linearise(self, *arguments, **options):
-        full = super().linearise(*arguments, **options)
+        full = yield from super().linearise(*arguments, **options)
         return Linearisation(full.losses, full.gradients[:-1], full.curvatures)
 
 
@@ -293,7 +293,11 @@ class StuckEngine(NumpyEngine):
                 self.left = 1
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
             time.sleep(0.001)
-        return super().linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
+        return (
+            yield from super().linearise(
+                evaluation, row_loss, curvature=curvature, cancelled=cancelled
+            )
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -322,7 +326,11 @@ def test_what_is_cancelled_while_a_deadline_runs_is_cancelled():
     class Cancelling(NumpyEngine):
         def linearise(self, evaluation, row_loss, *, curvature, cancelled):
             cancelled[0] = len(self.sizes) > 1
-            return super().linearise(evaluation, row_loss, curvature=curvature, cancelled=cancelled)
+            return (
+                yield from super().linearise(
+                    evaluation, row_loss, curvature=curvature, cancelled=cancelled
+                )
+            )
 
     engine = Cancelling(EXACT)
     with pytest.raises(CancelledError):
@@ -418,7 +426,7 @@ def test_progress_is_reported():
 @pytest.fixture
 def loading(monkeypatch, tmp_path):
     """Loads steering code from an empty directory; lists what was there when it was to be used."""
-    compiled._load.cache_clear()
+    compiled._LOADED.clear()
     found = []
 
     def note(method, place):
@@ -427,7 +435,7 @@ def loading(monkeypatch, tmp_path):
 
     monkeypatch.setattr(compiled, "_compile", note)
     yield lambda method: (compiled.load(method, tmp_path), found[-1])
-    compiled._load.cache_clear()
+    compiled._LOADED.clear()
 
 
 def test_steering_code_is_compiled_by_another_process(loading):

@@ -18,13 +18,13 @@ from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction, huber
 from warpfit.request import Evaluation, Loss
 from warpfit.workload import thesis_mix
-from warpfit_server import channel as wire
+from warpfit_server import messages
 from warpfit_server.channel import Channel
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.closing import correlation, engine_share, finish, scale_linearly
 from warpfit_server.frame import Frame
 from warpfit_server.limits import check_fit, check_result
-from warpfit_server.orders import Evaluate, Optimize
+from warpfit_server.messages import Evaluate, Optimize
 from warpfit_server.segments import Segment
 from warpfit_server.service import _stop_time
 
@@ -84,13 +84,14 @@ def test_the_frame_of_a_fit_holds_bounds_and_result(all_starts, vectors):
         frame.require("upper", segment)
 
 
-def test_orders_and_events_of_fits_cross_the_channel():
+def test_requests_and_progress_of_fits_cross_the_channel():
     ours, socket = Channel.pair()
     theirs = Channel(socket)
     request = fit(method=Method.LM, partial=True)
     problem = Evaluate(
+        request=3,
+        segment=7,
         size=4096,
-        keep=False,
         frame=Frame.of_fit(request, DATA.layout),
         dataset_id=DATA.content_id,
         rows=(0, 10),
@@ -99,13 +100,13 @@ def test_orders_and_events_of_fits_cross_the_channel():
         tier=request.problem.tier,
         submitted=123,
         custom_loss=huber(),
-        wishes=("gradient",),
+        requested=("gradient",),
     )
     ours.send(Optimize(problem, request.settings, 17.5))
     received, _ = theirs.receive()
     assert (received.problem, received.deadline) == (problem, 17.5)
     assert received.settings.method is Method.LM
-    progressed = wire.FitProgressed(FitProgress(2, 3, 4))
+    progressed = messages.FitProgressed(3, FitProgress(2, 3, 4))
     theirs.send(progressed)
     assert ours.receive()[0] == progressed
 

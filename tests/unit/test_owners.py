@@ -6,15 +6,15 @@ import time
 
 import numpy as np
 import pytest
+from warpfit_server.lanes import Lanes
 
-from support.lanes import DATA, an_evaluation, engine_ends
+from support.requests import DATA, an_evaluation, engine_ends
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.info import Limits
 from warpfit.request import Loss
 from warpfit_server import channel as wire
 from warpfit_server.datasets import DatasetStore
-from warpfit_server.lanes import Lanes
 from warpfit_server.segments import Segment, SegmentPool
 from warpfit_server.tenants import key_of
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from warpfit_server.fairness import FairGate
+from warpfit_server.lanes import Lane, Lanes, Use
 
 from support.schedules import Primitives, Schedule
 from warpfit.errors import CancelledError, UnavailableError
 from warpfit_server import fairness, lanes, turnstile
-from warpfit_server.fairness import FairGate
-from warpfit_server.lanes import Lane, Lanes, Use
 from warpfit_server.turnstile import Turnstile
 
 TENANTS = ("greedy", "greedy", "modest", "third")

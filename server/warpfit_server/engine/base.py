@@ -181,4 +181,12 @@ class Engine(Protocol):
         """Stop threads and free memory."""
 
 
-__all__ = ["Device", "Engine", "EngineBrokenError", "Linearisation", "Outputs", "Steps", "run_to_end"]
+__all__ = [
+    "Device",
+    "Engine",
+    "EngineBrokenError",
+    "Linearisation",
+    "Outputs",
+    "Steps",
+    "run_to_end",
+]

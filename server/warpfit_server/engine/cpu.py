@@ -160,6 +160,7 @@ class CpuEngine:
             outputs.values is not None or outputs.jacobian is not None
         )
         size = max(1, work.pieces * self.step_size // max(1, work.cost))
+        reported = 0
         for first in range(0, work.pieces, size):
             if first:
                 yield None
@@ -167,8 +168,9 @@ class CpuEngine:
             self._loop.run(work, first, stop)
             if work.cancelled[0]:
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            if outputs is not None and has_values:
-                outputs.ready(work.programs_finished(stop))
+            if outputs is not None and has_values and work.programs_finished(stop) > reported:
+                reported = work.programs_finished(stop)
+                outputs.ready(reported)
 
     def _run_at_once(self, work: Work) -> None:
         """Run all pieces of the work in one step."""
@@ -199,9 +201,7 @@ class CpuEngine:
 
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
-    def _derive(
-        self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Steps[None]:
+    def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
         wanted = wanted_by(evaluation, outputs)
         planned = self._planned(dataset, evaluation, wanted, outputs.cancelled)
         plan = self._plans.of_programs(evaluation.batch, *planned)
@@ -214,9 +214,7 @@ class CpuEngine:
             rows = evaluation.row_range(dataset.layout)
             outputs.losses[...] = _finish(evaluation.loss, outputs.losses, dataset, rows)
 
-    def _evaluate(
-        self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Steps[None]:
+    def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
         layout, batch = dataset.layout, evaluation.batch
 
         def lower(programs: Batch) -> Programs:

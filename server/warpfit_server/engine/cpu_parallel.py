@@ -32,7 +32,17 @@ _CLOSED, _SYSCALL, _CHANGES, _ASLEEP, HEAD_WORDS = 0, 1, 8, 16, 24
 #: Words of a slot: whether threads may come in, the function and the record that it is given, the
 #: piece after the last one, what ended the job early; the next piece; threads inside; how often the
 #: last thread has left (the caller sleeps on it).
-OPEN, FUNCTION, RECORD, STOP, ENDED, NEXT, INSIDE, EMPTIED, SLOT_WORDS = 0, 1, 2, 3, 4, 8, 16, 17, 24
+OPEN, FUNCTION, RECORD, STOP, ENDED, NEXT, INSIDE, EMPTIED, SLOT_WORDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    8,
+    16,
+    17,
+    24,
+)
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
@@ -46,7 +56,7 @@ def new_words(slots: int) -> NDArray[np.int64]:
     memory = np.zeros(size + _LINE, dtype=np.int64)
     start = -(memory.ctypes.data // memory.itemsize) % _LINE
     words = memory[start : start + size]
-    words[_SYSCALL] = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value
+    words[_SYSCALL] = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
     return words
 
 

@@ -34,9 +34,7 @@ class Connection:
         """Make a request of a message; its segment is mapped now if it is a new one."""
         problem = order.problem if isinstance(order, Optimize) else order
         if descriptors:
-            self.segments[problem.segment] = Segment(
-                problem.segment, descriptors[0], problem.size
-            )
+            self.segments[problem.segment] = Segment(problem.segment, descriptors[0], problem.size)
         request = Request(self, order, problem, self.segments[problem.segment])
         self.requests.add(request)
         return request

@@ -74,11 +74,13 @@ class _Tenant(Generic[Item]):
         self.long: _Share[Item] = _Share(1.0)
 
     def add(self, task: Task[Item]) -> None:
-        """Put a task at the end of its class."""
+        """Put a task at the end of its class; a short one that has begun goes on first."""
         share, other = (self.long, self.short) if task.is_long else (self.short, self.long)
         if not share.tasks and other.tasks:
             share.charge = max(share.charge, other.charge - _CREDIT)
         share.tasks[task] = None
+        if task.used and not task.is_long:
+            share.tasks.move_to_end(task, last=False)
 
     def pop(self) -> Task[Item]:
         """Take the task whose turn it is."""
@@ -163,7 +165,7 @@ class Scheduler(Generic[Item]):
 
     def _companions(self, first: Task[Item]) -> Iterator[Task[Item]]:
         """Take tasks that can be merged with the first, tenant by tenant in turn."""
-        if first.merge_key is None:
+        if first.merge_key is None or first.used:
             return
         room = self._merged_size - first.size
         able = sorted((t for t in self._tenants.values() if t.short.tasks), key=lambda t: t.charge)

@@ -17,7 +17,7 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda.cache import replace_file
 from warpfit_server.engine.cuda.compile import CompileCounters
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -119,7 +119,7 @@ class Calibration:
         seconds = []
         for _ in range(1 + _REPEATS):
             started = time.perf_counter()
-            self.tiers[tier].evaluate(resident, evaluation, outputs)
+            run_to_end(self.tiers[tier].evaluate(resident, evaluation, outputs))
             seconds.append(time.perf_counter() - started)
         return min(seconds[1:])  # the one that other programs on the machine disturbed least
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +13,8 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
-from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda import one_replay, repeated
+from warpfit_server.engine.base import Outputs, Steps
+from warpfit_server.engine.cuda import one_replay
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.layout import token_rows_at_once
@@ -23,14 +22,7 @@ from warpfit_server.engine.cuda.plan import fingerprint
 from warpfit_server.engine.cuda.prepared import CompiledTuning, Prepared, Preparer
 from warpfit_server.engine.cuda.replay import Capturer, Identity, Replay, Work, request
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
-from warpfit_server.engine.cuda.standing import Duty
 from warpfit_server.engine.cuda.streams import StreamContext
-from warpfit_server.engine.cuda.turns import (
-    COMPILED,
-    COMPILED_GRADIENT,
-    MATRICES,
-    Admission,
-)
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
@@ -116,7 +108,7 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         prepared: Prepared | None = None,
-    ) -> Timings:
+    ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does.
 
         Args:
@@ -139,55 +131,14 @@ class CompiledTier:
         replay = self._idle(identity)
         is_hit = replay is not None or all(key in self._kernels.cache for key in prepared.keys)
         hits = len(evaluation.batch) * is_hit
-        replay = replay or self._capture(identity, prepared)
-        run = self._run_once if _fits_one_launch(resident, evaluation) else self._run
-        layout = resident.dataset.layout
-        cost = COMPILED_GRADIENT if evaluation.gradient else COMPILED
-        cost = MATRICES if evaluation.values else cost
+        replay = replay or (yield from self._capture(identity, prepared))
+        work = (replay, prepared, resident, evaluation, outputs, started, hits)
         try:
-            turn = self._device.turns.turn(evaluation, layout, cost, outputs.cancelled)
-            with turn as admitted:
-                work = (replay, prepared, resident, evaluation, outputs)
-                return run(*work, started, admitted, hits)
+            if _fits_one_launch(resident, evaluation):
+                return self._run_once(*work)
+            return (yield from self._run(*work))
         finally:
             self._give(replay)
-
-    def duty(
-        self,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        observe: Callable[[int, float], None],
-        cost: float,
-    ) -> Duty:
-        """Let compiled code answer a batch with other parameters, again and again.
-
-        Args:
-            resident: the data set.
-            evaluation: that `evaluate` has just answered by one launch, for losses alone.
-            observe: see `Duty`.
-            cost: nanoseconds of the device for one token with one parameter vector.
-
-        Raises:
-            ResourceExhaustedError: if its kernels or buffers find no room any more.
-
-        """
-        prepared = self.prepare(resident, evaluation)
-        identity = self._identity(prepared, resident, evaluation)
-        replay = self._idle(identity) or self._capture(identity, prepared)
-        context = self._device.take()
-
-        def release() -> None:
-            self._give(replay)
-            self._device.give(context)
-
-        try:
-            sources = prepared.lifted.sources
-            rows = self._rows_at_once(prepared, resident, evaluation)
-            means = repeated.means_of(context, replay, sources, resident, evaluation, rows, cost)
-        except BaseException:
-            release()
-            raise
-        return Duty(evaluation.dataset_id, partial(repeated.serve, means), observe, release)
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches; see `base.COUNTERS`."""
@@ -227,10 +178,11 @@ class CompiledTier:
             idle = self._replays.get(identity)
             return idle.pop() if idle else None
 
-    def _capture(self, identity: Identity, prepared: Prepared) -> Replay:
+    def _capture(self, identity: Identity, prepared: Prepared) -> Steps[Replay]:
         """Capture a graph, for which its kernels may have to be made."""
         _, vectors, blocks = identity
-        kernels = self._leased(prepared.keys)
+        kernels = yield from self._leased(prepared.keys)
+        self._device.use()
         work = Work(
             firsts=prepared.firsts,
             slot_starts=prepared.lifted.slot_starts,
@@ -246,7 +198,7 @@ class CompiledTier:
             self._kernels.release(prepared.keys)
             raise
 
-    def _leased(self, keys: Sequence[KernelKey]) -> list[Kernel]:
+    def _leased(self, keys: Sequence[KernelKey]) -> Steps[list[Kernel]]:
         """Take all kernels into use, made first where they are missing.
 
         Raises:
@@ -257,10 +209,11 @@ class CompiledTier:
             kernels = self._kernels.lease(keys)
             if kernels is not None:
                 return kernels
-            self._kernels.request(keys, priority=0).result()
+            made = self._kernels.request(keys, priority=0)
+            yield made
+            made.result()
             # What is in use counts against the caps: idle graphs must not push these kernels out.
             if not all(key in self._kernels.cache for key in keys):
-                self._device.on_shortage()
                 self._drop_idle()
         raise ResourceExhaustedError(
             f"{len(keys)} kernels do not fit into the cache of compiled kernels",
@@ -301,19 +254,15 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
-        admitted: Admission,
         cache_hits: int,
     ) -> Timings:
         """Compute losses, and gradients if they are wanted, in one compiled step."""
-        with self._device.stream(behind=admitted.behind) as context:
+        with self._device.stream() as context:
             sources = prepared.lifted.sources
             rows = self._rows_at_once(prepared, resident, evaluation)
-            step = one_replay.prepare(
-                *(context, replay, sources, resident, evaluation, rows, outputs),
-                *(started, admitted.waited, cache_hits),
-            )
-            outcome = one_replay.replay_losses(*step)
-            timings = one_replay.finish(context, replay, outputs, admitted.waited, *outcome)
+            step = one_replay.prepare(context, replay, sources, resident, evaluation, rows, outputs)
+            status = one_replay.replay_losses(*step)
+            timings = one_replay.finish(context, replay, status, started, cache_hits)
         if outputs.gradients is not None:
             sums = replay.sums.reshape(-1, evaluation.batch.vectors)
             _fill_gradients(prepared, evaluation, sums, outputs.gradients)
@@ -328,9 +277,8 @@ class CompiledTier:
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
-        admitted: Admission,
         cache_hits: int,
-    ) -> Timings:
+    ) -> Steps[Timings]:
         """Launch for one chunk of rows after the other."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
@@ -338,7 +286,7 @@ class CompiledTier:
         prepared.lifted.fill(evaluation.batch, replay.slots)
         sums = np.zeros(int(prepared.sum_starts[-1]) * vectors)
         launched, computed = time.perf_counter_ns(), 0
-        with self._device.stream(behind=admitted.behind) as context:
+        with self._device.stream() as context:
             for first in range(start, stop, chunk):
                 if outputs.cancelled[0]:
                     raise CancelledError("the evaluation was cancelled", "CANCELLED")
@@ -361,6 +309,9 @@ class CompiledTier:
                 context.stream.synchronize()
                 computed += context.nanoseconds("start", "computed")
                 sums += replay.sums
+                if last < stop:
+                    yield None
+                    self._device.use()
         if outputs.losses is not None and evaluation.loss is not None:
             shaped = sums.reshape(-1, vectors)
             losses = shaped[prepared.sum_starts[:-1]]
@@ -369,8 +320,7 @@ class CompiledTier:
                 _fill_gradients(prepared, evaluation, shaped, outputs.gradients)
         outputs.ready(programs)
         return Timings(
-            queue=admitted.waited,
-            copy_in=launched - admitted.waited - started,
+            copy_in=launched - started,
             compute=computed,
             copy_out=max(0, time.perf_counter_ns() - launched - computed),
             tier=Tier.COMPILED,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
+from warpfit_server.engine.base import Steps
 from warpfit_server.engine.cuda.derivative_launch import (
     STATISTICS_ARGUMENTS,
     Geometry,
@@ -18,6 +19,7 @@ from warpfit_server.engine.cuda.derivative_launch import (
     keeps_values,
 )
 from warpfit_server.engine.cuda.derivative_source import WARPS
+from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.wanted import Wanted
@@ -65,11 +67,12 @@ def room_for_small(context: StreamContext, wanted: Wanted) -> dict[str, tuple[in
 
 
 def piece_by_piece(
+    device: CudaDevice,
     context: StreamContext,
     launch: Launch,
     cancelled: NDArray[np.uint8],
     ready: Callable[[int], None],
-) -> int:
+) -> Steps[int]:
     """Launch piece after piece, taking one piece's results in while the next is computed."""
     pieces = launch.plan.pieces
     for number, piece in enumerate(pieces):
@@ -77,6 +80,8 @@ def piece_by_piece(
         start(context, launch, piece)
         if number:
             _land(context, launch, pieces[number - 1], ready)
+            yield None
+            device.use()
     context.mark("computed")
     small = download_small(context, launch)
     context.stream.synchronize()

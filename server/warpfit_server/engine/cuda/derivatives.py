@@ -22,7 +22,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine import cpu_cache
-from warpfit_server.engine.base import Linearisation, Outputs
+from warpfit_server.engine.base import Linearisation, Outputs, Steps
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
@@ -51,7 +51,6 @@ from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.cuda.streams import Elapsed, StreamContext
-from warpfit_server.engine.cuda.turns import DIFFERENTIATED, MATRICES
 from warpfit_server.engine.differentiate import (
     lower_with_derivatives,
     no_row_loss,
@@ -92,11 +91,13 @@ class DerivativeTier:
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Timings:
+    ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
         check_sound(evaluation.batch, resident.dataset.layout.variables)
         wanted = wanted_by(evaluation, outputs)
-        timings = self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
+        timings = yield from self._run(
+            resident, evaluation, wanted, outputs.cancelled, outputs.ready
+        )
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(resident.dataset.layout)
             outputs.losses[...] = resident.losses(evaluation.loss, outputs.losses, *rows)
@@ -110,7 +111,7 @@ class DerivativeTier:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-    ) -> Linearisation:
+    ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.base.Engine.linearise` does."""
         batch = evaluation.batch
         losses = np.empty((len(batch), batch.vectors))
@@ -118,7 +119,7 @@ class DerivativeTier:
         wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
-        self._run(resident, evaluation, wanted, cancelled, _nobody, keep=True)
+        yield from self._run(resident, evaluation, wanted, cancelled, _nobody, keep=True)
         return Linearisation(losses, gradients, wanted.curvatures)
 
     def forget(self) -> None:
@@ -134,22 +135,21 @@ class DerivativeTier:
         ready: Callable[[int], None],
         *,
         keep: bool = False,
-    ) -> Timings:
+    ) -> Steps[Timings]:
         started = time.perf_counter_ns()
         plan = self._plan(resident, evaluation, wanted, keep=keep)
         is_small = wanted.values is None and wanted.jacobian is None
-        cost = DIFFERENTIATED if is_small else MATRICES
-        turn = self._device.turns.turn(evaluation, resident.dataset.layout, cost, cancelled)
-        with turn as admitted, self._device.stream(behind=admitted.behind) as context:
+        with self._device.stream() as context:
             if len(plan.pieces) == 1 and is_small:
                 check_wanted(cancelled)
                 computed = self._at_once(context, resident, evaluation, wanted, plan)
             else:
                 launch = self._begin(context, resident, evaluation, wanted, plan)
-                computed = piece_by_piece(context, launch, cancelled, ready)
-        prepared = time.perf_counter_ns() - started - admitted.waited - computed
+                computed = yield from piece_by_piece(
+                    self._device, context, launch, cancelled, ready
+                )
+        prepared = time.perf_counter_ns() - started - computed
         return Timings(
-            queue=admitted.waited,
             copy_in=max(0, prepared),
             compute=computed,
             tier=Tier.INTERPRETER,

@@ -8,10 +8,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +18,8 @@ from numpy.typing import DTypeLike
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cuda.cache import replace_file
-from warpfit_server.engine.cuda.streams import BEHIND, USUAL, StreamContext
+from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import HELD, PAUSE, driver_functions
-from warpfit_server.engine.cuda.turns import DeviceTurns
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
@@ -73,13 +70,11 @@ class CudaDevice:
         self.memory_limit = memory_limit or int(self.memory * _DEFAULT_SHARE)
         self._pool = self.cupy.cuda.MemoryPool()
         self._pool.set_limit(size=self.memory_limit)
-        self._idle: dict[int, list[StreamContext]] = defaultdict(list)
+        self._idle: list[StreamContext] = []
         self._lock = threading.Lock()
         self._thread = threading.local()
         self.functions = driver_functions()
         """For `Submission`."""
-        self.turns = DeviceTurns(self.multiprocessors)
-        """Of large work that Python hands over."""
         self.on_shortage: Callable[[], None] = lambda: None
         """Called when memory is short, so that contexts which are kept for later come back."""
 
@@ -157,7 +152,7 @@ class CudaDevice:
         """Give the scratch memory of idle contexts and the pool's unused blocks back."""
         self.on_shortage()
         with self._lock:
-            for context in chain.from_iterable(self._idle.values()):
+            for context in self._idle:
                 context.release()
         self._pool.free_all_blocks()
 
@@ -176,28 +171,20 @@ class CudaDevice:
         while self.functions[HELD]:
             time.sleep(1e-6 * PAUSE)
 
-    def stream(self, *, behind: bool = False) -> _Loan:
-        """Lend a stream with its buffers to a thread; made as needed, then reused.
-
-        Args:
-            behind: whether work on all usual streams goes before what is done on it.
-
-        """
-        return _Loan(self, BEHIND if behind else USUAL)
-
-    def take(self, priority: int = USUAL) -> StreamContext:
-        """Take an idle stream of a priority; for `stream`."""
+    @contextmanager
+    def stream(self) -> Iterator[StreamContext]:
+        """Lend a stream with its buffers, made as needed, then reused."""
         self.use()
         with self._lock:
-            idle = self._idle[priority]
-            context = idle.pop() if idle else None
-        return context or StreamContext(self, priority)
-
-    def give(self, context: StreamContext) -> None:
-        """Give a stream back, once it has done everything; for `stream`."""
-        context.settle()
-        with self._lock:
-            self._idle[context.priority].append(context)
+            context = self._idle.pop() if self._idle else None
+        context = context or StreamContext(self)
+        try:
+            yield context
+        finally:
+            self.use()  # another thread may go on with the work
+            context.settle()
+            with self._lock:
+                self._idle.append(context)
 
     def close(self) -> None:
         """Free all memory that no data set holds."""
@@ -205,23 +192,6 @@ class CudaDevice:
         self.trim()
         with self._lock:
             self._idle.clear()
-
-
-class _Loan:
-    """A stream that is the calling thread's, and CuPy's current one, inside a ``with`` block."""
-
-    def __init__(self, device: CudaDevice, priority: int) -> None:
-        self._device = device
-        self._priority = priority
-
-    def __enter__(self) -> StreamContext:
-        self._context = self._device.take(self._priority)
-        self._context.stream.__enter__()
-        return self._context
-
-    def __exit__(self, *error: object) -> None:
-        self._context.stream.__exit__(*error)
-        self._device.give(self._context)
 
 
 def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:

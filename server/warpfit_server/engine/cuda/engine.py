@@ -12,11 +12,11 @@ import time
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
@@ -28,14 +28,12 @@ from warpfit_server.engine.base import (
     EngineBrokenError,
     Linearisation,
     Outputs,
-    Reply,
-    Standing,
+    Steps,
 )
 from warpfit_server.engine.cuda.calibrate import Calibration
 from warpfit_server.engine.cuda.compiled import CompiledTier
 from warpfit_server.engine.cuda.derivatives import DerivativeTier
 from warpfit_server.engine.cuda.device import CudaDevice
-from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
 from warpfit_server.engine.cuda.kernels import KernelStore
 from warpfit_server.engine.cuda.plan import (
@@ -47,15 +45,17 @@ from warpfit_server.engine.cuda.plan import (
     fingerprint,
 )
 from warpfit_server.engine.cuda.prepared import Prepared
-from warpfit_server.engine.cuda.rehearsal import rehearse
 from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
-from warpfit_server.engine.cuda.standing import Standings
+from warpfit_server.engine.cuda.warm_up import warm_up
 from warpfit_server.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
-#: Evaluations in flight at once: enough to overlap copies, kernels and work on the host, and to
-#: launch what waits together.
-_CONCURRENCY: Final = 16
+#: Steps in flight at once: one computes while another is copied in, or its losses are sent.
+_STEPS_IN_FLIGHT: Final = 3
+#: Token-rows of a step for each multiprocessor; in fast mode some 2 ms of an H200.
+_STEP_SIZE: Final = 110_000_000
+#: Batches that are remembered, to tell those that come again.
+_REMEMBERED: Final = 4096
 
 
 class CudaEngine:
@@ -75,7 +75,7 @@ class CudaEngine:
     """
 
     name = "cuda"
-    concurrency = _CONCURRENCY
+    steps_in_flight = _STEPS_IN_FLIGHT
 
     def __init__(
         self,
@@ -86,6 +86,8 @@ class CudaEngine:
         threads: int | None = None,
     ) -> None:
         self._device = CudaDevice(device, memory_limit, cache_directory)
+        self.step_size = _STEP_SIZE * self._device.multiprocessors
+        self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()
         self._interpreter.prepare_all()
@@ -95,14 +97,11 @@ class CudaEngine:
         kernels = KernelStore(self._device, threads or available_cores())
         self._compiled = CompiledTier(self._device, kernels)
         self._planner = Planner(kernels.workers.background, self._calibrated(kernels))
-        self._fresh = FreshBatches(self._device)
-        self._standings = Standings()
-        self._device.on_shortage = self._standings.revoke
         # Cutting a batch into kernels takes Python time that its answer should not wait for.
         self._background = ThreadPoolExecutor(1, "prepare")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
-        rehearse(self)
+        warm_up(self)
 
     @property
     def multiprocessors(self) -> int:
@@ -122,10 +121,6 @@ class CudaEngine:
             )
         ]
 
-    def places(self, token_rows: int, *, fit: bool) -> int:
-        """One for each: large ones take turns on the device."""
-        return 1
-
     def load(self, dataset: Dataset) -> None:
         """Copy a data set to the device.
 
@@ -141,9 +136,18 @@ class CudaEngine:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""
         with self._lock:
             self._residents.pop(content_id, None)
-        self._standings.revoke(content_id)
 
-    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Timings:
+    def gains_from_merging(self, evaluation: Evaluation) -> bool:
+        """Batches that come again alone get compiled kernels, unless they are merged."""
+        if evaluation.tier is not Tier.AUTO:
+            return evaluation.tier is Tier.INTERPRETER
+        identity = _identity(evaluation, fingerprint(evaluation.batch))
+        with self._lock:
+            has_been_seen = identity in self._seen
+            self._seen[identity] = True
+        return not has_been_seen
+
+    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``.
 
         Raises:
@@ -156,10 +160,11 @@ class CudaEngine:
 
         """
         resident = self._resident(evaluation.dataset_id)
+        self._device.use()
         try:
             if not _has_two_tiers(evaluation):
-                return self._derivatives.evaluate(resident, evaluation, outputs)
-            return self._evaluate(resident, evaluation, outputs)
+                return (yield from self._derivatives.evaluate(resident, evaluation, outputs))
+            return (yield from self._evaluate(resident, evaluation, outputs))
         except self._device.errors as error:
             raise self._explained(error) from error
 
@@ -170,12 +175,15 @@ class CudaEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
-    ) -> Linearisation:
+    ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `base.Engine`."""
         resident = self._resident(evaluation.dataset_id)
+        self._device.use()
         try:
-            return self._derivatives.linearise(
-                resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
+            return (
+                yield from self._derivatives.linearise(
+                    resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
+                )
             )
         except self._device.errors as error:
             raise self._explained(error) from error
@@ -187,7 +195,6 @@ class CudaEngine:
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
         self._background.shutdown(cancel_futures=True)
-        self._standings.revoke()
         self._compiled.close()
         self._derivatives.forget()
         with self._lock:
@@ -207,7 +214,7 @@ class CudaEngine:
 
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Timings:
+    ) -> Steps[Timings]:
         tier, prepared = evaluation.tier, None
         if tier is Tier.AUTO:
             prepared = self._choose(resident, evaluation)
@@ -217,38 +224,14 @@ class CudaEngine:
             interpreter = self._derivatives
         started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = self._compiled.evaluate(resident, evaluation, outputs, prepared)
+            timings = yield from self._compiled.evaluate(resident, evaluation, outputs, prepared)
         else:
-            timings = interpreter.evaluate(resident, evaluation, outputs)
+            timings = yield from interpreter.evaluate(resident, evaluation, outputs)
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
             mode, token_rows = _work(resident, evaluation)
-            seconds = time.perf_counter() - started - 1e-9 * timings.queue
+            seconds = time.perf_counter() - started
             self._planner.observe(tier, mode, token_rows, seconds)
-        if outputs.reply is not None:
-            outputs.reply.standing = self._stand(resident, evaluation, outputs.reply, tier)
         return timings
-
-    def _stand(
-        self, resident: ResidentDataset, evaluation: Evaluation, reply: Reply, tier: Tier
-    ) -> Standing | None:
-        """Let compiled code answer the next evaluations of this kind, if it has answered this."""
-        if reply.place is None or not reply.is_sent:
-            return None
-        mode, _ = _work(resident, evaluation)
-        observe = partial(self._planner.observe, tier, mode)
-        start, stop = evaluation.row_range(resident.dataset.layout)
-        # As calibrated: what is observed under load holds the wait for others, too.
-        cost = 1e9 * (stop - start) / self._planner.start.tiers[tier, mode].rate
-        try:
-            if tier is Tier.COMPILED:
-                duty = self._compiled.duty(resident, evaluation, observe, cost)
-            else:
-                kind = self._interpreter.kind(resident, evaluation, cost)
-                duty = self._fresh.duty(kind, observe, alone=evaluation.tier is Tier.AUTO)
-        except ResourceExhaustedError as error:
-            _LOG.debug("compiled code does not serve a lane: %s", error)
-            return None
-        return self._standings.join(duty, reply.place)
 
     def _resident(self, content_id: bytes) -> ResidentDataset:
         with self._lock:

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from warpfit.errors import CancelledError
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, Steps
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
 from warpfit_server.engine.cuda.device import CudaDevice
-from warpfit_server.engine.cuda.fresh import Kind
 from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
@@ -43,7 +42,6 @@ from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
 from warpfit_server.engine.cuda.staging import Staged, stage
 from warpfit_server.engine.cuda.streams import StreamContext
-from warpfit_server.engine.cuda.turns import INTERPRETED, MATRICES
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
@@ -86,8 +84,6 @@ class Outcome(NamedTuple):
 
     sums: NDArray[np.float64]
     """Sum of the loss terms of each job, [jobs]."""
-    waited: int
-    """Nanoseconds of the wait for their turn."""
     launched: int
     """``time.perf_counter_ns()`` when the first piece could be launched."""
     computed: int
@@ -119,7 +115,7 @@ class Interpreter:
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Timings:
+    ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
         started = time.perf_counter_ns()
         if outputs.cancelled[0]:
@@ -129,22 +125,17 @@ class Interpreter:
         if len(pieces) == 1 and not evaluation.values and outputs.losses is not None:
             work = self.work(resident, evaluation, pieces[0])
             kernels = self.prepare(variant)
-            turn = self._device.turns.turn(
-                evaluation, resident.dataset.layout, INTERPRETED, outputs.cancelled
-            )
-            with turn as admitted, self._device.stream(behind=admitted.behind) as context:
+            with self._device.stream() as context:
                 return losses_in_one_launch(
-                    *(context, kernels, work, evaluation, resident, outputs),
-                    *(started, admitted.waited),
+                    context, kernels, work, evaluation, resident, outputs, started
                 )
-        outcome = self._in_pieces(resident, evaluation, variant, pieces, outputs)
+        outcome = yield from self._in_pieces(resident, evaluation, variant, pieces, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(resident.dataset.layout)
             sums = outcome.sums.reshape(outputs.losses.shape)
             outputs.losses[...] = resident.losses(evaluation.loss, sums, *rows)
         return Timings(
-            queue=outcome.waited,
-            copy_in=outcome.launched - outcome.waited - started,
+            copy_in=outcome.launched - started,
             compute=outcome.computed,
             copy_out=max(0, time.perf_counter_ns() - outcome.launched - outcome.computed),
             tier=Tier.INTERPRETER,
@@ -159,34 +150,6 @@ class Interpreter:
         sizes = _least_rows(layout.dtype), _most_rows(layout.dtype, fast)
         is_much = programs * vectors >= self._enough_jobs(resident, evaluation, sizes[1])
         return Variant(layout.dtype, precision, self._tuning.rows or sizes[is_much])
-
-    def kind(self, resident: ResidentDataset, evaluation: Evaluation, cost: float) -> Kind:
-        """Say what evaluations share that ask for losses, and differ in their batch alone.
-
-        Args:
-            resident: the data set.
-            evaluation: one of them, which one launch is enough for.
-            cost: see `Kind`.
-
-        """
-        kernels = self.prepare(self.variant(resident, evaluation))
-        work = self.work(resident, evaluation)
-        reach = self._reach(resident, evaluation)
-        return Kind(resident, evaluation, kernels, work, reach, cost)
-
-    def _reach(self, resident: ResidentDataset, evaluation: Evaluation) -> tuple[int, int]:
-        """Least and most jobs of evaluations that `variant` and one launch are for."""
-        layout = resident.dataset.layout
-        variant = self.variant(resident, evaluation)
-        tiles = tiles_of(*evaluation.row_range(layout), variant)
-        least, most = 1, min(self._tuning.chunk_bytes // (8 * tiles), _MOST_JOBS)
-        rows = _most_rows(layout.dtype, variant.fast)
-        enough = self._enough_jobs(resident, evaluation, rows)
-        if self._tuning.rows:
-            return least, most
-        return (
-            (max(least, enough), most) if variant.rows == rows else (least, min(most, enough - 1))
-        )
 
     def prepare_all(self) -> None:
         """Load every variant that `variant` chooses; the first start on a machine compiles them."""
@@ -286,15 +249,12 @@ class Interpreter:
         variant: Variant,
         pieces: list[Piece],
         outputs: Outputs,
-    ) -> Outcome:
+    ) -> Steps[Outcome]:
         """Launch piece after piece, taking one piece's results in while the next is computed."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         sums = np.zeros(programs * vectors)
         landing = Landing(resident, evaluation, outputs, sums)
-        cost = MATRICES if evaluation.values else INTERPRETED
-        layout, cancelled = resident.dataset.layout, outputs.cancelled
-        turn = self._device.turns.turn(evaluation, layout, cost, cancelled)
-        with turn as admitted, self._device.stream(behind=admitted.behind) as context:
+        with self._device.stream() as context:
             launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
             context.mark("start")
             self.evaluate_slots(context, launch, vectors)
@@ -306,11 +266,13 @@ class Interpreter:
                 flight = self.start(context, launch, resident, evaluation, piece, number % 2)
                 if flying is not None:
                     landing.take(context, flying)
+                    yield None
+                    self._device.use()
                 flying = flight
             if flying is not None:
                 landing.take(context, flying)
             computed = context.nanoseconds("start", "computed")
-            return Outcome(sums, admitted.waited, launched, computed)
+            return Outcome(sums, launched, computed)
 
     def begin(
         self,

@@ -1,9 +1,8 @@
-"""Losses of one evaluation in one compiled step: lowered, launched, awaited, closed, announced.
+"""Losses of one evaluation in one compiled step: lowered, launched, awaited, closed.
 
 The device needs some 0.1 ms for a batch of usual size. In Python its way there and back would take
-several times that, under the interpreter lock that all evaluations share. Here the lock is given up
-once, before the batch is lowered, and taken back when whoever waits for the losses has been told:
-with many evaluations at work, to get the lock back may take longer than everything else.
+several times that, under Python's lock that all threads share. Here the lock is given up once,
+before the batch is lowered, and taken back when the losses are there.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
-from warpfit_server.channel import Told
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
     MOST_LAUNCHES,
@@ -33,7 +30,7 @@ from warpfit_server.engine.cuda.launch import (
     tell_slots,
 )
 from warpfit_server.engine.cuda.lower import Tokens, check_length, check_levels
-from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
+from warpfit_server.engine.cuda.resident import Closing, ResidentDataset, close
 from warpfit_server.engine.cuda.staging import Extent, Parts, slots_at_most, stage_into
 from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import (
@@ -45,6 +42,7 @@ from warpfit_server.engine.cuda.submission import (
     UPLOAD,
     WIDTH,
     carry_out,
+    stage_times,
 )
 from warpfit_server.engine.cuda.submission import (
     add_step as _add,
@@ -64,8 +62,6 @@ class Handles(NamedTuple):
     evaluate_slots: int
     sum_partials: int
     stream: int
-    first: int
-    """Stream that goes before the usual ones."""
     started: int
     computed: int
 
@@ -77,7 +73,6 @@ class Handles(NamedTuple):
             evaluate_slots=kernels.evaluate_slots.ptr,
             sum_partials=kernels.sum_partials.ptr,
             stream=context.handle,
-            first=context.first,
             started=context.event("started").ptr,
             computed=context.event("computed").ptr,
         )
@@ -99,8 +94,6 @@ class Desk(NamedTuple):
     """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
     elapsed: NDArray[np.float32]
     """Milliseconds."""
-    told: NDArray[np.int64]
-    """`warpfit_server.channel.Told`."""
 
     @classmethod
     def fresh(cls) -> Desk:
@@ -119,7 +112,6 @@ class Desk(NamedTuple):
             np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
             np.zeros(4, dtype=np.int64),
             np.zeros(1, dtype=np.float32),
-            np.zeros(len(Told._fields), dtype=np.int64),
         )
 
 
@@ -131,9 +123,8 @@ def losses_in_one_launch(
     resident: ResidentDataset,
     outputs: Outputs,
     started: int,
-    waited: int = 0,
 ) -> Timings:
-    """Compute the losses of a batch, and announce them.
+    """Compute the losses of a batch.
 
     Args:
         context: a stream that nobody else uses.
@@ -143,7 +134,6 @@ def losses_in_one_launch(
         resident: the data set.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of its beginning.
-        waited: nanoseconds of its wait for its turn, since then.
 
     Raises:
         ProgramError: for the first bad token.
@@ -153,12 +143,12 @@ def losses_in_one_launch(
     """
     assert outputs.losses is not None
     assert evaluation.loss is not None
-    batch, layout, reply = evaluation.batch, resident.dataset.layout, outputs.reply
+    batch, layout = evaluation.batch, resident.dataset.layout
     longest, parts, jobs = check_length(batch), Parts.of(batch), len(batch) * batch.vectors
     staging = context.pinned("batch", parts.end)
     sums = context.pinned("sums", 8 * jobs).view(np.float64)
     desk = context.keep(Desk.fresh)
-    status, levels, is_sent = compute_losses(
+    status, levels = compute_losses(
         context.functions,
         Handles.of(context, kernels),
         work,
@@ -169,19 +159,15 @@ def losses_in_one_launch(
         layout.variables,
         longest,
         kernels.costly,
-        False,
         staging,
         sums,
         resident.closing(evaluation.loss, *evaluation.row_range(layout)),
-        Report.of(reply, started, waited),
         outputs.losses.reshape(-1),
     )
     check_levels(levels, batch, layout.variables)
     context.settled(status)
-    if reply is not None:
-        reply.is_sent = is_sent
-    _, _, copy_in, compute, copy_out, *_ = desk.told.tolist()
-    return Timings(queue=waited, copy_in=copy_in, compute=compute, copy_out=copy_out)
+    copy_in, compute, copy_out = stage_times(started, desk.clock, desk.elapsed)
+    return Timings(copy_in=copy_in, compute=compute, copy_out=copy_out)
 
 
 def _addresses(
@@ -212,29 +198,23 @@ def compute_losses(
     variables: int,
     longest: int,
     costly: NDArray[np.bool_],
-    may_go_first: bool,
     staging: NDArray[np.uint8],
     sums: NDArray[np.float64],
     closing: Closing,
-    report: Report,
     losses: NDArray[np.float64],
-) -> tuple[int, int, bool]:
-    """Return the driver's status, levels, and whether somebody has been told of the losses.
-
-    Levels are negative if nothing could be launched. What takes one launch may go before what is
-    on usual streams.
-    """
+) -> tuple[int, int]:
+    """Return the driver's status, and levels, which are negative if nothing could be launched."""
     jobs = len(sums)
     chunk = jobs_at_once(work, len(tokens.codes) * tokens.vectors, jobs)
     extent = Extent(*stage_into(tokens, variables, longest, costly, chunk, parts, staging))
     if extent.levels < 0:
-        return 0, extent.levels, False
+        return 0, extent.levels
     grid = tell_slots(desk.slot_arguments, addresses, parts, extent.slots, tokens.vectors)
     told = desk.sum_arguments
     told[0], told[1], told[2] = addresses.partials, sums.ctypes.data, work.tiles
 
     steps = desk.steps
-    stream = handles.first if may_go_first and chunk == jobs else handles.stream
+    stream = handles.stream
     places, source = np.int64(desk.places.ctypes.data), np.int64(staging.ctypes.data)
     used = parts.slots + 16 * extent.slots
     count = _add(steps, 0, (UPLOAD, addresses.batch, source, used, stream))
@@ -257,11 +237,9 @@ def compute_losses(
     count = _add(steps, count, (ELAPSED, np.int64(desk.elapsed.ctypes.data), *events))
     count = _add(steps, count, (NOW, clock + 16))
     status = carry_out(functions, steps[:count])
-    if status != 0:
-        return status, extent.levels, False
-    close(sums, closing, losses)
-    is_sent = announce(functions, report, desk.clock, desk.elapsed, desk.told)
-    return status, extent.levels, is_sent
+    if status == 0:
+        close(sums, closing, losses)
+    return status, extent.levels
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

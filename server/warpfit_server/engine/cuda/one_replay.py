@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.lower import Tokens
 from warpfit_server.engine.cuda.ptx import REQUEST
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
-from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
+from warpfit_server.engine.cuda.resident import Closing, ResidentDataset, close
 from warpfit_server.engine.cuda.shapes import SlotSources, fill_slots
 from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import (
@@ -31,6 +30,7 @@ from warpfit_server.engine.cuda.submission import (
     SYNCHRONIZE,
     add_step,
     carry_out,
+    stage_times,
 )
 
 #: Places in what a graph is told.
@@ -44,8 +44,6 @@ class Handles(NamedTuple):
 
     graph: int
     stream: int
-    first: int
-    """A stream that goes before all others."""
     started: int
     computed: int
 
@@ -53,7 +51,7 @@ class Handles(NamedTuple):
     def of(cls, context: StreamContext, replay: Replay) -> Handles:
         """Find the handles."""
         started, computed = context.event("started"), context.event("computed")
-        return cls(replay.graph, context.handle, context.first, started.ptr, computed.ptr)
+        return cls(replay.graph, context.handle, started.ptr, computed.ptr)
 
 
 class Step(NamedTuple):
@@ -73,11 +71,8 @@ class Step(NamedTuple):
     sums: NDArray[np.float64]
     """Where the graph leaves the sums; [sums * K]."""
     closing: Closing
-    report: Report
     losses: NDArray[np.float64]
     """To fill; [programs * K]."""
-    may_go_first: bool = False
-    """Whether it may go before what is on usual streams, if it takes one launch."""
 
 
 def prepare(
@@ -88,9 +83,6 @@ def prepare(
     evaluation: Evaluation,
     at_once: int,
     outputs: Outputs,
-    started: int,
-    waited: int,
-    cache_hits: int,
 ) -> Step:
     """Collect what `replay_losses` needs.
 
@@ -102,9 +94,6 @@ def prepare(
         evaluation: that asks for a loss, and not for values.
         at_once: rows of one launch.
         outputs: whose losses to fill.
-        started: ``time.perf_counter_ns()`` of its beginning.
-        waited: nanoseconds of its wait for its turn, since then.
-        cache_hits: expressions whose kernels were there.
 
     """
     assert outputs.losses is not None
@@ -121,39 +110,29 @@ def prepare(
         replay.slots,
         replay.sums,
         resident.closing(evaluation.loss, *rows),
-        Report.of(outputs.reply, started, waited, 1, cache_hits),
         outputs.losses.reshape(-1),
     )
 
 
 def finish(
-    context: StreamContext,
-    replay: Replay,
-    outputs: Outputs,
-    waited: int,
-    status: int,
-    is_sent: bool,
+    context: StreamContext, replay: Replay, status: int, started: int, cache_hits: int
 ) -> Timings:
     """Take notice of what the step has done.
 
     Args:
         context: that it was prepared with.
         replay: likewise.
-        outputs: likewise.
-        waited: likewise.
         status: that it returned.
-        is_sent: likewise.
+        started: ``time.perf_counter_ns()`` of its beginning.
+        cache_hits: expressions whose kernels were there.
 
     Raises:
         CUDADriverError: if the device reports an error.
 
     """
     context.settled(status)
-    if outputs.reply is not None:
-        outputs.reply.is_sent = is_sent
-    _, _, copy_in, compute, copy_out, _, cache_hits = replay.desk.told.tolist()
+    copy_in, compute, copy_out = stage_times(started, replay.desk.clock, replay.desk.elapsed)
     return Timings(
-        queue=waited,
         copy_in=copy_in,
         compute=compute,
         copy_out=copy_out,
@@ -176,37 +155,32 @@ def replay_losses(
     slots: NDArray[Any],
     sums: NDArray[np.float64],
     closing: Closing,
-    report: Report,
     losses: NDArray[np.float64],
-    may_go_first: bool,
-) -> tuple[int, bool]:
-    """Carry a `Step` out; return the driver's status, and whether somebody has been told."""
+) -> int:
+    """Carry a `Step` out; return the driver's status."""
     fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, sources, slots)
-    goes_first = may_go_first and np.int64(desk.words[_STOP]) <= at_once
-    stream = handles.first if goes_first else handles.stream
-    status = _launch(functions, handles, stream, desk, at_once, slots.itemsize, sums)
+    status = _launch(functions, handles, desk, at_once, slots.itemsize, sums)
     if status != 0:
-        return status, False
+        return int(status)
     for program in range(len(desk.sum_starts) - 1):
         for vector in range(tokens.vectors):
             place = desk.sum_starts[program] * tokens.vectors + vector
             losses[program * tokens.vectors + vector] = sums[place]
     close(losses, closing, losses)
-    return status, announce(functions, report, desk.clock, desk.elapsed, desk.told)
+    return int(status)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _launch(
     functions: NDArray[np.int64],
     handles: Handles,
-    stream: int,
     desk: Desk,
     at_once: int,
     itemsize: int,
     sums: NDArray[np.float64],
 ) -> int:
     """Launch for one range of rows after the other; return the driver's status."""
-    words, steps = desk.words, desk.steps[: _write_steps(handles, stream, desk)]
+    words, steps = desk.words, desk.steps[: _write_steps(handles, desk)]
     stop = np.int64(words[_STOP])
     if stop <= at_once:
         return int(carry_out(functions, steps))
@@ -233,9 +207,9 @@ def _launch(
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _write_steps(handles: Handles, stream: int, desk: Desk) -> int:
+def _write_steps(handles: Handles, desk: Desk) -> int:
     """Write the steps of a launch, and of the wait for its end; return how many there are."""
-    steps, clock = desk.steps, np.int64(desk.clock.ctypes.data)
+    steps, clock, stream = desk.steps, np.int64(desk.clock.ctypes.data), handles.stream
     events = (handles.started, handles.computed)
     count = add_step(steps, 0, (RECORD, handles.started, stream))
     count = add_step(steps, count, (LAUNCH_GRAPH, handles.graph, stream))

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.channel import Told
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.kernels import Kernel, KernelKey
@@ -80,8 +79,6 @@ class Desk(NamedTuple):
     """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
     elapsed: NDArray[np.float32]
     """Milliseconds of the device; [1]."""
-    told: NDArray[np.int64]
-    """`warpfit_server.channel.Told`."""
 
     @classmethod
     def fresh(cls, words: NDArray[np.uint64], sum_starts: NDArray[np.int64]) -> Desk:
@@ -92,7 +89,6 @@ class Desk(NamedTuple):
             np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
             np.zeros(4, dtype=np.int64),
             np.zeros(1, dtype=np.float32),
-            np.zeros(len(Told._fields), dtype=np.int64),
         )
 
 

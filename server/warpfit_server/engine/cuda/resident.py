@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Timings
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, Steps
 from warpfit_server.engine.cuda.device import CudaDevice, device_array
 from warpfit_server.engine.cuda.streams import StreamContext
 
@@ -108,12 +109,22 @@ class ResidentDataset:
         return value
 
 
+@numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float64]) -> None:
+    """Turn sums into losses, as `ResidentDataset.losses` does; both may be the same array."""
+    for job in range(len(sums)):
+        loss = sums[job] / closing.total
+        if closing.root:
+            loss = np.sqrt(loss)
+        losses[job] = 1.0 - loss if closing.complement else loss
+
+
 class EvaluationTier(Protocol):
     """One way to evaluate a batch on a resident data set."""
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Timings:
+    ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.base.Engine.evaluate` does."""
 
 

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
-#: Priorities of streams. Blocks of a lower number go before those of a higher one that wait.
-FIRST: Final = -2
-USUAL: Final = -1
-BEHIND: Final = 0
 Kept = TypeVar("Kept")
 
 
@@ -36,12 +32,10 @@ class Elapsed:
 class StreamContext:
     """A stream, events to time it, and named buffers that grow as needed and are kept."""
 
-    def __init__(self, device: CudaDevice, priority: int = USUAL) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._cuda = device.cupy.cuda
-        self.priority = priority
-        self.stream = self._cuda.Stream(non_blocking=True, priority=priority)
-        self._first = self._cuda.Stream(non_blocking=True, priority=FIRST)
+        self.stream = self._cuda.Stream(non_blocking=True)
         self._events: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._pinned: dict[str, Any] = {}
@@ -49,9 +43,6 @@ class StreamContext:
         self._settled = False
         self.handle = int(self.stream.ptr)
         """What the driver knows the stream by."""
-        self.first = int(self._first.ptr)
-        """What it knows a stream by that goes before all others, for compiled code that waits for
-        what it does there before it ends."""
         self._kept: dict[Callable[[], Any], Any] = {}
 
     @property

@@ -30,10 +30,8 @@ _FUNCTIONS: Final = (
 )
 #: Kinds of step: the driver's functions, then reading the clock of ``time.perf_counter``.
 UPLOAD, DOWNLOAD, LAUNCH, RECORD, SYNCHRONIZE, ELAPSED, NOW = range(len(_FUNCTIONS) + 1)
-#: Place of one more function, for sending to a socket, which is no step.
-SEND: Final = NOW + 1
 #: Place of the function that launches a graph: a step of that kind names graph and stream.
-LAUNCH_GRAPH: Final = SEND + 1
+LAUNCH_GRAPH: Final = NOW + 1
 #: Places of what loads a module and of what sleeps for microseconds, which are no steps.
 LOAD_MODULE: Final = LAUNCH_GRAPH + 1
 SLEEP: Final = LOAD_MODULE + 1
@@ -55,7 +53,7 @@ def driver_functions() -> NDArray[np.int64]:
     driver = ctypes.CDLL("libcuda.so.1")
     found = [getattr(driver, name) for name in _FUNCTIONS]
     system = ctypes.CDLL(None)
-    found += [system.clock_gettime, system.send, driver.cuGraphLaunch, driver.cuModuleLoadData]
+    found += [system.clock_gettime, driver.cuGraphLaunch, driver.cuModuleLoadData]
     found += [system.usleep]
     addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in found]
     return np.array([*addresses, 0], dtype=np.int64)
@@ -167,6 +165,22 @@ def carry_out(functions: Any, steps: Any) -> int:
         if status != 0:
             return int(status)
     return 0
+
+
+def stage_times(
+    started: int, clock: NDArray[np.int64], elapsed: NDArray[np.float32]
+) -> tuple[int, int, int]:
+    """Return nanoseconds of the copy in, of the device, and of the way back.
+
+    Args:
+        started: ``time.perf_counter_ns()`` of the beginning.
+        clock: seconds and nanoseconds, when all was launched and when all was done; [4].
+        elapsed: milliseconds of the device; [1].
+
+    """
+    launched, done = (int(clock[at]) * 1_000_000_000 + int(clock[at + 1]) for at in (0, 2))
+    computed = int(float(elapsed[0]) * 1e6)
+    return launched - started, computed, max(0, done - launched - computed)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -1,0 +1,102 @@
+"""Messages of any length and file descriptors over a stream socket."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from warpfit.errors import InternalError, UnavailableError
+from warpfit_server import channel, messages
+from warpfit_server.channel import Channel, ChannelClosedError
+
+
+@pytest.fixture
+def ends():
+    ours, socket = Channel.pair()
+    theirs = Channel(socket)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def note(size):
+    return messages.Loaded(b"x" * size, UnavailableError("why", "REASON"))
+
+
+def test_messages_arrive_whole_and_in_order(ends):
+    ours, theirs = ends
+    sizes = [0, 1, 4_096, 200_000, 3_000_000, 5]
+
+    def send():
+        for size in sizes:
+            ours.send(note(size))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for size in sizes:
+        message, descriptors = theirs.receive()
+        assert (len(message.content_id), message.error.reason) == (size, "REASON")
+        assert descriptors == []
+    thread.join()
+
+
+def test_descriptors_belong_to_their_messages(ends, tmp_path):
+    ours, theirs = ends
+    files = [(tmp_path / str(number)).open("w+") for number in range(6)]
+    for number, file in enumerate(files):
+        file.write(str(number))
+        file.flush()
+        ours.send(note(number))
+        ours.send(note(100 + number), [file.fileno()])
+    for number in range(6):
+        assert theirs.receive()[1] == []
+        message, (descriptor,) = theirs.receive()
+        assert len(message.content_id) == 100 + number
+        assert os.pread(descriptor, 10, 0) == str(number).encode()
+        os.close(descriptor)
+    for file in files:
+        file.close()
+
+
+def test_a_message_that_is_too_long_breaks_that_message_alone(ends):
+    ours, theirs = ends
+    with pytest.raises(InternalError, match="too long"):
+        ours.send(note(channel.MOST_BYTES + 1))
+    with pytest.raises(InternalError, match="too long"):
+        ours.send(note(1), [0] * 17)
+    ours.send(note(2))
+    assert len(theirs.receive()[0].content_id) == 2
+
+
+def test_what_has_arrived_is_received_without_waiting(ends):
+    ours, theirs = ends
+    assert theirs.receive_waiting() == []
+    for size in range(5):
+        ours.send(note(size))
+    assert [len(m.content_id) for m, _ in theirs.receive_waiting()] == [0, 1, 2, 3, 4]
+    assert theirs.receive_waiting() == []
+
+
+def test_an_end_that_does_not_read_is_given_up(ends):
+    ours, theirs = ends
+    ours.give_up_after(0.2)
+    with pytest.raises(ChannelClosedError):
+        for _ in range(100):
+            ours.send(note(1 << 20))
+    with pytest.raises(ChannelClosedError):  # a frame was cut off: nothing follows it
+        while True:
+            theirs.receive()
+
+
+def test_both_ends_notice_that_the_other_is_gone(ends):
+    ours, theirs = ends
+    assert not ours.is_abandoned()
+    theirs.close()
+    assert ours.is_abandoned()
+    with pytest.raises(ChannelClosedError):
+        ours.receive()
+    with pytest.raises(ChannelClosedError):
+        for _ in range(10):
+            ours.send(note(100_000))
