@@ -1,13 +1,16 @@
 """The CUDA engine through the wire: latency of one client, throughput of many.
 
 ``python tests/bench/gpu_service.py`` starts a server with the CUDA engine on loopback and writes
-results/gpu_service.json. All calls ask for losses of 300 thesis-mix expressions of 10 to 50 tokens
-over 10 variables and 100,000 rows, float32, fast mode.
+results/gpu_service.json. Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
+variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
+comes again within a run. ``--engine cpu`` and ``--seconds`` try the program without a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -22,18 +25,38 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import warpfit
 from support.results import write_result
 from support.server import ServerProcess
+from warpfit.ir import Batch
 from warpfit.workload import thesis_mix
 
 SEED = 20261121
 ROWS = 100_000
-WORKERS = 16
-SECONDS = 10.0
+VARIABLES = 10
+PROGRAMS = 300
+#: Programs that fresh batches are drawn from.
+POOL = 6_000
+WORKERS = (16, 64)
 
 
-def table() -> tuple[np.ndarray, np.ndarray]:
+def table(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(SEED)
-    X = rng.uniform(0.5, 2.0, size=(ROWS, 10)).astype(np.float32)
+    X = rng.uniform(0.5, 2.0, size=(rows, VARIABLES)).astype(np.float32)
     return X, X[:, 0].copy()
+
+
+class Pool:
+    """Programs to draw batches from, each time others in another order."""
+
+    def __init__(self, seed: int, size: int = POOL) -> None:
+        self.programs, self.parameters = thesis_mix(seed, size, variables=VARIABLES)
+        self.lengths = np.array([len(program) for program in self.programs])
+        self.random = np.random.default_rng(seed)
+
+    def draw(self, count: int = PROGRAMS) -> tuple[list[Any], list[Any], int]:
+        """Programs, their parameters, and all tokens."""
+        chosen = self.random.choice(len(self.programs), count, replace=count > len(self.programs))
+        programs = [self.programs[index] for index in chosen]
+        parameters = [self.parameters[index] for index in chosen]
+        return programs, parameters, int(self.lengths[chosen].sum())
 
 
 def percentiles(nanoseconds: list[int]) -> dict[str, float]:
@@ -41,15 +64,20 @@ def percentiles(nanoseconds: list[int]) -> dict[str, float]:
     return {f"p{q}_ms": round(float(np.percentile(ordered, q)), 3) for q in (50, 90, 99)}
 
 
-def fresh(client: warpfit.Client, data: Any, calls: int = 300) -> dict[str, Any]:
-    """Every call has expressions that the server has not seen."""
-    work = [thesis_mix(SEED + turn) for turn in range(calls)]
+def fresh(
+    client: warpfit.Client, data: Any, pool: Pool, calls: int, count: int = PROGRAMS, **options: Any
+) -> dict[str, Any]:
+    """Every call has a batch that the server has not seen."""
     walls, answers = [], []
-    for programs, parameters in work:
+    for _ in range(calls):
+        programs, parameters, _ = pool.draw(count)
+        batch = Batch.of(programs, parameters) if count > PROGRAMS else None
+        given = (batch,) if batch is not None else (programs, parameters)
         started = time.perf_counter_ns()
-        answers.append(client.run(data, programs, parameters, loss="mse", precision="fast"))
+        answers.append(client.run(data, *given, loss="mse", precision="fast", **options))
         walls.append(time.perf_counter_ns() - started)
-    return {**percentiles(walls[20:]), **server_side(answers[20:])}
+    skipped = max(1, calls // 15)
+    return {"calls": calls, **percentiles(walls[skipped:]), **server_side(answers[skipped:])}
 
 
 def repeated(client: warpfit.Client, data: Any, tier: str, calls: int = 500) -> dict[str, Any]:
@@ -74,73 +102,102 @@ def server_side(answers: list[Any]) -> dict[str, float]:
     }
 
 
-def worker(address: str, number: int, barrier: Barrier, results: Any) -> None:
+def worker(address: str, number: int, seconds: float, barrier: Barrier, results: Any) -> None:
     X, y = table()
-    work = [thesis_mix(SEED + 1000 * number + turn) for turn in range(60)]
-    tokens = [sum(map(len, programs)) for programs, _ in work]
+    pool = Pool(SEED + 1 + number, 1_500)
     with warpfit.connect(address) as client:
         data = client.upload(X, y)
+        client.evaluate(data, pool.programs[:3], pool.parameters[:3], loss="mse")
         barrier.wait()
         started = time.perf_counter()
-        done, turn = 0, 0
-        while time.perf_counter() - started < SECONDS:
-            programs, parameters = work[turn % len(work)]
-            client.evaluate(
-                data, programs, parameters=parameters, loss="mse", precision="fast",
-                tier="interpreter",
-            )  # fmt: skip
-            done += tokens[turn % len(work)]
-            turn += 1
-        results.put((done, turn, time.perf_counter() - started))
+        done, walls = 0, []
+        while time.perf_counter() - started < seconds:
+            programs, parameters, tokens = pool.draw()
+            before = time.perf_counter_ns()
+            client.evaluate(data, programs, parameters, loss="mse", precision="fast")
+            walls.append(time.perf_counter_ns() - before)
+            done += tokens
+        results.put((done, walls, time.perf_counter() - started))
 
 
-def sustained(address: str) -> dict[str, float]:
-    """Token-rows a second of many worker processes, each call with other expressions."""
+def sustained(address: str, count: int, seconds: float) -> dict[str, Any]:
+    """Token-rows a second of many worker processes, each call with another batch."""
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(WORKERS), context.Queue()
+    barrier, results = context.Barrier(count), context.Queue()
     workers = [
-        context.Process(target=worker, args=(address, number, barrier, results))
-        for number in range(WORKERS)
+        context.Process(target=worker, args=(address, number, seconds, barrier, results))
+        for number in range(count)
     ]
     for process in workers:
         process.start()
-    rows = [results.get(timeout=120) for _ in workers]
+    rows = [results.get(timeout=300) for _ in workers]
     for process in workers:
         process.join(30)
     return {
-        "workers": WORKERS,
-        "calls_per_second": sum(turns / seconds for _, turns, seconds in rows),
-        "token_rows_per_second": sum(ROWS * done / seconds for done, _, seconds in rows),
+        "workers": count,
+        "calls_per_second": sum(len(walls) / taken for _, walls, taken in rows),
+        "token_rows_per_second": sum(ROWS * done / taken for done, _, taken in rows),
+        **percentiles([wall for _, walls, _ in rows for wall in walls]),
     }
 
 
-def start_up() -> float:
+def start_up(engine: str) -> float:
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        server = ServerProcess(engine="cuda")
+        server = ServerProcess(engine=engine)
         times.append(time.perf_counter() - started)
         server.stop()
     return statistics.median(times)
 
 
+def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
+    """Latencies of one client, each with batches that never come again but where it says so."""
+    pool = Pool(SEED)
+    content: dict[str, Any] = {}
+
+    def calls(number: int) -> int:
+        return max(3, int(number * scale))
+
+    for rows in (1_000, 10_000, 100_000, 1_000_000):
+        data = client.upload(*table(rows))
+        content[f"fresh 300 x {rows}"] = fresh(client, data, pool, calls(300))
+        if rows <= 10_000:
+            content[f"fresh 5000 x {rows}"] = fresh(client, data, pool, calls(40), 5_000)
+        if rows == 1_000:
+            content["fresh 50000 x 1000"] = fresh(client, data, pool, calls(10), 50_000)
+        if rows == ROWS:
+            content["fresh 300 x 100000, gradient"] = fresh(
+                client, data, pool, calls(100), gradient=True
+            )
+            for tier in ("compiled", "interpreter", "auto"):
+                turns = calls(2000 if tier == "auto" else 300)
+                content[f"repeated {tier}"] = repeated(client, data, tier, turns)
+        client.release(data)
+    return content
+
+
 def main() -> None:
-    with ServerProcess(engine="cuda") as server, warpfit.connect(server.address) as client:
-        X, y = table()
-        data = client.upload(X, y)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
+    parser.add_argument("--engine", default="cuda")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each sustained run")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of calls")
+    options = parser.parse_args()
+    with ServerProcess(engine=options.engine) as server, warpfit.connect(server.address) as client:
         (device,) = client.info().devices
         content: dict[str, Any] = {
             "seed": SEED,
             "device": {"name": device.name, "driver": device.driver, "memory": device.memory},
-            "fresh": fresh(client, data),
-            "repeated_compiled": repeated(client, data, "compiled"),
-            "repeated_interpreter": repeated(client, data, "interpreter"),
-            "repeated_auto": repeated(client, data, "auto", 2000),
+            "one client": one_client(client, options.scale),
+            "sustained": [
+                sustained(server.address, count, options.seconds)
+                for count in WORKERS
+                if count <= 4 * (os.cpu_count() or 1)
+            ],
         }
-        content["sustained"] = sustained(server.address)
-    content["start_up_seconds"] = start_up()
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    path = write_result("gpu_service", content, *([directory] if directory else []))
+    content["start_up_seconds"] = start_up(options.engine)
+    path = write_result("gpu_service", content, *([options.directory] if options.directory else []))
     print(path.read_text())
 
 

@@ -32,7 +32,6 @@ SECONDS_OF_WORK = 1.5
 @pytest.fixture(scope="module")
 def server():
     with Server(Config(port=0, engine="cpu", threads=1, front_doors=1)) as running:
-        running.lane_count = len(running.supervisor.lanes._idle)
         yield running
 
 
@@ -64,11 +63,7 @@ def leaves_nothing(server, engine, data):
     def check():
         ended = _work(engine)
         deadline = time.monotonic() + 30
-        while not (
-            server.ledger.used() == Usage()
-            and len(server.supervisor.lanes._idle) == server.lane_count
-            and not server.supervisor.lanes._waiters
-        ):
+        while not (server.ledger.used() == Usage() and not server.supervisor.connection._runs):
             assert time.monotonic() < deadline, server.ledger.used()
             time.sleep(0.02)
         time.sleep(0.3)
@@ -130,12 +125,12 @@ def test_while_the_engine_computes(caller, data, leaves_nothing, way, method, ma
 
 
 @pytest.mark.parametrize("way", END)
-def test_while_it_waits_for_a_lane_or_for_the_engine(caller, server, data, leaves_nothing, way):
+def test_while_it_waits_for_the_engine(caller, server, data, leaves_nothing, way):
     request = _evaluation(data, [LONG] * 10, loss="mse")  # the first of them may end in time
     timeout = 1.5 if way == "deadline" else 60
     calls = [_start(caller, "Evaluate", request, timeout) for _ in range(20)]
     deadline = time.monotonic() + 10
-    while way == "cancelled" and len(server.supervisor.lanes._waiters) < 10:
+    while way == "cancelled" and len(server.supervisor.connection._runs) < 10:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     _end(calls, way, least=0.4)
@@ -201,19 +196,20 @@ def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
         return check_batch(*arguments)
 
     monkeypatch.setattr("warpfit_server.service.check_batch", slow)
-    lanes = server.supervisor.lanes
+    connection = server.supervisor.connection
     started = []
-    original = lanes._send
+    original = connection._start
 
-    def send(*arguments):
-        started.append(arguments)
-        return original(*arguments)
+    def start(request):
+        if request.tenant:  # the probe goes the same way
+            started.append(request)
+        return original(request)
 
-    lanes._send = send
+    connection._start = start
     try:
         call = _start(caller, "Evaluate", _evaluation(data, ["x1"]), 0.05)
         _end([call], "deadline")
         leaves_nothing()
     finally:
-        del lanes._send
+        del connection._start
     assert not started

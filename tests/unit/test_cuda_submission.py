@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.driver import addresses_of
-from warpfit_server.engine.cuda.submission import Submission
+from warpfit_server.engine.cuda.submission import HELD, Submission
 
 STREAM = 0x5EA
 
@@ -42,7 +41,9 @@ def driver():
         noting("now", i64, i64),
     ]
     notes.keep = functions
-    notes.addresses = addresses_of(functions)
+    notes.addresses = np.zeros(HELD + 1, dtype=np.int64)
+    for place, function in enumerate(functions):
+        notes.addresses[place] = ctypes.cast(function, ctypes.c_void_p).value
     return notes
 
 

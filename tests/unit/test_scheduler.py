@@ -179,7 +179,12 @@ def test_tasks_that_have_begun_are_not_merged():
     scheduler.ran([first], 0.001)
     scheduler.add(second)
     scheduler.add(first)
-    assert [task.item for task in scheduler.next()] == ["second"]
+    assert [task.item for task in scheduler.next()] == ["first"]
+    scheduler.ran([first], 0.001)
+    scheduler.add(first)
+    third = Task("third", "b", "key", 10)
+    scheduler.add(third)
+    assert [task.item for task in scheduler.next()] == ["third", "second"]
 
 
 def test_very_many_tenants_are_forgotten_when_they_are_idle():
