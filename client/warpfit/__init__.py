@@ -32,7 +32,7 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.fitting import Method, Reason
-from warpfit.ir import Program
+from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
@@ -58,6 +58,7 @@ _LAZY: Final = {
 
 __all__ = [
     "AsyncClient",
+    "Batch",
     "CancelledError",
     "Client",
     "Closing",

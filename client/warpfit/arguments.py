@@ -149,10 +149,7 @@ def build_evaluation(
         ParseError: for the text of an expression.
 
     """
-    single = is_single(expressions)
-    programs = as_batch(expressions, data.names)
-    tokens = (recent or RecentTokens()).of(programs)
-    vectors = Vectors.of(len(programs), as_entries(parameters, single, len(programs)))
+    batch, leading_axis = build_batch(expressions, parameters, data.names, recent)
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
     wishes = {wish: bool(options.get(wish)) for wish in _WISHES}
@@ -160,7 +157,7 @@ def build_evaluation(
         values = loss is None and not any(wishes.values())
     evaluation = Evaluation(
         dataset_id=data.content_id,
-        batch=Batch.joined(tokens, vectors),
+        batch=batch,
         rows=as_row_range(options.get("rows"), data.layout.rows),
         precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
         loss=loss if isinstance(loss, Loss) else None,
@@ -170,7 +167,42 @@ def build_evaluation(
         **wishes,
     )
     evaluation.check_options(data.layout)
-    return evaluation, vectors.tables
+    return evaluation, leading_axis
+
+
+def build_batch(
+    expressions: Any,
+    parameters: Parameters,
+    names: tuple[str, ...],
+    recent: RecentTokens | None = None,
+) -> tuple[Batch, bool]:
+    """Turn expressions and parameters into a batch.
+
+    Args:
+        expressions: one expression, several, or a `Batch`, which has its parameters with it.
+        parameters: see `warpfit.Client.run`.
+        names: of the variables.
+        recent: the caller's last batches, if it keeps them.
+
+    Returns:
+        The batch, and whether answers have a leading axis for parameter vectors.
+
+    """
+    if isinstance(expressions, Batch):
+        if parameters is not None:
+            raise InvalidArgumentError(
+                "a Batch has its parameters with it",
+                "BAD_PARAMETERS",
+                "Leave parameters= out, or give a list of Programs",
+                "parameters",
+            )
+        expressions.check_shapes()
+        return expressions, expressions.vectors > 1
+    programs = as_batch(expressions, names)
+    tokens = (recent or RecentTokens()).of(programs)
+    entries = as_entries(parameters, is_single(expressions), len(programs))
+    vectors = Vectors.of(len(programs), entries)
+    return Batch.joined(tokens, vectors), vectors.tables
 
 
 def is_single(expressions: Any) -> bool:

@@ -89,7 +89,7 @@ class Client:
         Args:
             data: what `upload` returned, on this client or any other.
             expressions: strings, Programs, SymPy expressions, DEAP trees or gplearn programs; a
-                sequence of them or a single one.
+                sequence of them or a single one; or a `warpfit.Batch`, which is sent as it is.
             parameters: for each expression one vector [n] or K vectors [K, n]; for a single
                 expression its vector or vectors alone.
             **options: ``loss`` ("sse", "mse", "rmse", "mae", "r2", "nmse", "huber", ..., a

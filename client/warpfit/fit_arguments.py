@@ -11,20 +11,15 @@ from numpy.typing import ArrayLike, NDArray
 from warpfit.arguments import (
     Parameters,
     Rows,
-    as_batch,
-    as_entries,
     as_member,
     as_row_range,
-    is_single,
 )
 from warpfit.data import Data
 from warpfit.errors import InvalidArgumentError
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
-from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, as_loss
 from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Precision, Tier
-from warpfit.vectors import Vectors
 
 #: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
 #: expression; a single expression's entry may stand alone.
@@ -80,10 +75,7 @@ def build_fit(
         ParseError: for the text of an expression.
 
     """
-    programs, single = as_batch(expressions, data.names), is_single(expressions)
-    tokens = (recent or RecentTokens()).of(programs)
-    vectors = Vectors.of(len(programs), as_entries(parameters, single, len(programs)))
-    batch = Batch.joined(tokens, vectors)
+    batch, _ = build_batch(expressions, parameters, data.names, recent)
     loss = as_loss(options.get("loss", Loss.MSE))
     problem = Evaluation(
         dataset_id=data.content_id,
@@ -95,7 +87,9 @@ def build_fit(
         tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
         custom_loss=loss if isinstance(loss, LossFunction) else None,
     )
-    request = FitRequest(problem, _settings(batch.parameter_counts, single, options))
+    request = FitRequest(
+        problem, _settings(batch.parameter_counts, is_single(expressions), options)
+    )
     request.check_options(data.layout)
     return request
 

@@ -71,8 +71,9 @@ def fresh(
     walls, answers = [], []
     for _ in range(calls):
         programs, parameters, _ = pool.draw(count)
-        batch = Batch.of(programs, parameters) if count > PROGRAMS else None
-        given = (batch,) if batch is not None else (programs, parameters)
+        # Large batches are flat arrays from the beginning, as a vectorised search has them.
+        is_large = count > PROGRAMS
+        given = (Batch.of(programs, parameters),) if is_large else (programs, parameters)
         started = time.perf_counter_ns()
         answers.append(client.run(data, *given, loss="mse", precision="fast", **options))
         walls.append(time.perf_counter_ns() - started)
