@@ -13,6 +13,8 @@ from warpfit.arguments import (
     Rows,
     as_member,
     as_row_range,
+    build_batch,
+    is_single,
 )
 from warpfit.data import Data
 from warpfit.errors import InvalidArgumentError
@@ -87,9 +89,8 @@ def build_fit(
         tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
         custom_loss=loss if isinstance(loss, LossFunction) else None,
     )
-    request = FitRequest(
-        problem, _settings(batch.parameter_counts, is_single(expressions), options)
-    )
+    settings = _settings(batch.parameter_counts, is_single(expressions), options)
+    request = FitRequest(problem, settings)
     request.check_options(data.layout)
     return request
 

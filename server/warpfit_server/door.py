@@ -1,8 +1,8 @@
 """A further door: one more process on the server's port, for more calls than one Python can take.
 
 It takes Evaluate and Optimize calls itself, with a connection of its own to the engine, and passes
-all others on to the front door, which owns the data sets. It leases a data set from the front door when
-a call first needs it, and gives the lease back when no call has used it for a while::
+all others on to the front door, which owns the data sets. It leases a data set from the front door
+when a call first needs it, and gives the lease back when no call has used it for a while::
 
     python -m warpfit_server.door DESCRIPTOR PORT FRONT_DOOR LEDGER NUMBER CONFIG
 """
