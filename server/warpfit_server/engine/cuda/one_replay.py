@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cuda.lower import Tokens
 from warpfit_server.engine.cuda.ptx import REQUEST
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset, close
@@ -32,6 +31,7 @@ from warpfit_server.engine.cuda.submission import (
     carry_out,
     stage_times,
 )
+from warpfit_server.engine.cuda.tokens import Tokens
 
 #: Places in what a graph is told.
 _COLUMNS: Final = tuple(REQUEST[name] // 8 for name in ("variables", "target", "weights"))
