@@ -21,14 +21,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from warpfit.dataset import Layout
-from warpfit.errors import WarpfitError
+from warpfit.errors import InternalError, WarpfitError
 from warpfit.fitting import FitProgress
 from warpfit.info import Device
 from warpfit.request import Tier, Timings
 from warpfit_server.measurements import Delta
 from warpfit_server.orders import PLAIN, Evaluate, Order, plain_packet, read_plain
+from warpfit_server.quarantine import Casualty, Survivor, SuspectList
+from warpfit_server.shortages import shortage
 
-_PACKET_BYTES: Final = 128 << 10
+#: Most bytes of a message. Whatever callers choose the length of is cut or lies in a segment.
+PACKET_BYTES: Final = 128 << 10
 #: Most descriptors that travel with a message; the kernel's own limit is 253.
 MOST_DESCRIPTORS: Final = 64
 _ABOUT_BYTES: Final = socket.CMSG_LEN(MOST_DESCRIPTORS * array("i").itemsize)
@@ -117,6 +120,13 @@ class FitProgressed:
 
 
 @dataclass(frozen=True, slots=True)
+class Alone:
+    """Whether the evaluation is all that runs in the engine from now on."""
+
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The engine is done with an evaluation and, unless it is kept, with the segment."""
 
@@ -180,6 +190,18 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True)
+class LanesLost:
+    """A lane was lost, and the door wants new ones, if the engine lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What the door's own probe has found: whether calls that come to it are answered."""
+
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """Answer to Forget: no new call uses the data set."""
 
@@ -214,7 +236,10 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The door's lanes to a new engine come along as sockets."""
+    """The door's lanes to an engine come along as sockets; the first is the spare one."""
+
+    engine: int
+    """Number of the engine process, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +260,9 @@ class Readiness:
 class Begin:
     """Take calls: the engine is ready."""
 
+    seed: int
+    """Of the question that the door's probe asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quit:
@@ -246,8 +274,9 @@ class Quit:
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | OpenLanes | Order | Unmap | Count | Stop | Ready | Loaded | Counted | Event
-    | Lookup | Unused | Forgotten | Serving | Recorded
-    | Found | Missing | Lanes | Forget | Readiness | Begin | Quit
+    | Alone | Lookup | Unused | Forgotten | Serving | Recorded
+    | Casualty | Survivor | LanesLost | Probed
+    | Found | Missing | Lanes | Forget | Readiness | SuspectList | Begin | Quit
 )  # fmt: skip
 
 
@@ -261,7 +290,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._lock = threading.Lock()
-        self._packet = bytearray(_PACKET_BYTES)
+        self._packet = bytearray(PACKET_BYTES)
         self._space = memoryview(self._packet)
 
     @classmethod
@@ -280,9 +309,13 @@ class Channel:
 
         Raises:
             ChannelClosedError: if the other end is gone.
+            InternalError: if the message is too long; nothing was sent.
+            ResourceExhaustedError: if the system has no room for it; nothing was sent.
 
         """
-        data = packed(message)
+        self._transmit(packed(message), descriptors)
+
+    def _transmit(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         try:
             with self._lock:
                 if descriptors:
@@ -290,7 +323,7 @@ class Channel:
                 else:
                     self._socket.send(data)
         except OSError as error:
-            raise ChannelClosedError(str(error)) from error
+            raise shortage(error) or ChannelClosedError(str(error)) from error
 
     def receive(self) -> tuple[Message, list[int]]:
         """Wait for the next message and its file descriptors.
@@ -341,10 +374,23 @@ def _descriptors(about: Sequence[tuple[int, int, bytes]]) -> list[int]:
 
 
 def packed(message: Message) -> bytes:
-    """Write a message down."""
+    """Write a message down.
+
+    Raises:
+        InternalError: if it is longer than a packet.
+
+    """
     if isinstance(message, Evaluate) and message.is_plain:
-        return plain_packet(message)
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        packet = plain_packet(message)
+    else:
+        packet = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    if len(packet) > PACKET_BYTES:
+        raise InternalError(
+            f"a message between processes has {len(packet)} bytes, the limit is {PACKET_BYTES}",
+            "MESSAGE_TOO_LONG",
+            "Report it as a bug",
+        )
+    return packet
 
 
 def unpacked(packet: memoryview) -> Message:

@@ -29,7 +29,9 @@ from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
 from warpfit_server.logs import current_id
 from warpfit_server.orders import WISHES, Evaluate, Optimize, Order
+from warpfit_server.quarantine import Casualty, Survivor, Suspects, digest
 from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.shortages import TOO_MANY_FILES
 
 #: The engine keeps a lane's segment mapped up to this size: mapping a large one again costs as much
 #: as filling it.
@@ -56,16 +58,24 @@ class Use(NamedTuple):
     """What evaluations share that the engine answers best on the same lane; None: nothing."""
     fit: bool = False
     """Whether it is used for long."""
+    probe: bool = False
+    """Whether it may be the spare lane."""
 
 
 class Lane:
     """One socket to a thread of the engine, and the segment that the thread has mapped."""
 
-    def __init__(self, end: socket.socket, generation: int) -> None:
+    def __init__(
+        self, end: socket.socket, generation: int, engine: int, *, is_spare: bool = False
+    ) -> None:
         self.channel = Channel(end)
         self.channel.wake_every(_NOTICE)
         self.generation = generation
+        """Number of the `Lanes.open` that it is from."""
+        self.engine = engine
         """Number of the engine, from 1."""
+        self.is_spare = is_spare
+        """Whether it is for probes alone."""
         self.segment: Segment | None = None
         self.mapped: Segment | None = None
         """The segment that the engine has mapped for this lane, whoever holds it now."""
@@ -94,23 +104,31 @@ class _Work:
     """Of a fit, by name."""
     fit: tuple[FitSettings, float | None] | None = None
     """Settings of a fit, without arrays, and when it must stop."""
+    urgent: bool = False
+    """Whether the engine runs it at once, beside everything else: a probe."""
     submitted: int = field(default_factory=time.monotonic_ns)
+
+    def digest(self) -> bytes:
+        """Return a name of all that is asked for."""
+        return digest(self.evaluation, self.arrays, self.fit and self.fit[0])
 
     @property
     def use(self) -> Use:
         """What its lane is used for."""
         asked = self.evaluation
+        if self.urgent:
+            return Use(self.tenant, probe=True)
         if self.fit is not None or not self.frame.is_small:
             return Use(self.tenant, fit=self.fit is not None)
         return Use(self.tenant, (asked.dataset_id, asked.precision, asked.loss, asked.tier))
 
-    def order(self, size: int, keep: bool, *, urgent: bool) -> Order:
+    def order(self, size: int, keep: bool, alone: float) -> Order:
         """Make the message.
 
         Args:
             size: bytes of the segment that comes along, or 0.
             keep: whether the engine keeps it mapped.
-            urgent: whether to run at once.
+            alone: seconds for which nothing may run beside it.
 
         """
         asked = self.evaluation
@@ -124,11 +142,12 @@ class _Work:
             loss=asked.loss,
             tier=asked.tier,
             submitted=self.submitted,
-            custom_loss=asked.custom_loss,
+            closing=None if asked.custom_loss is None else asked.custom_loss.closing,
             wishes=tuple([wish for wish in WISHES if getattr(asked, wish)]),
             tenant=self.tenant,
             request_id=current_id(),
-            urgent=urgent,
+            urgent=self.urgent,
+            alone=alone,
         )
         return problem if self.fit is None else Optimize(problem, *self.fit)
 
@@ -138,17 +157,26 @@ class Lanes:
 
     A lane goes to the call whose tenant has fewest, and the last one only to a tenant that has
     none: whoever floods the engine does not keep others from reaching it. A tenant's further fits
-    leave two lanes to evaluations, which are over sooner.
+    leave two lanes to evaluations, which are over sooner. Probes take the lane that has been idle
+    for longest, so that all get their turn, and a spare one when calls have all the others.
+
+    If a lane is lost, calls are refused until there are new ones: the engine may be gone, and if
+    it is not, nothing of what it was told is certain.
 
     Args:
         pool: where segments come from.
-        urgent: whether the engine runs what comes here beside everything else.
+        suspects: what may have crashed an engine.
 
     """
 
-    def __init__(self, pool: SegmentPool, *, urgent: bool = False) -> None:
+    def __init__(self, pool: SegmentPool, suspects: Suspects | None = None) -> None:
         self.pool = pool
-        self._urgent = urgent
+        self.report: Callable[[Casualty | Survivor], None] = lambda outcome: None
+        """Told what became of evaluations whose lane was lost, and of suspects."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called when a lane is lost, and whenever `renew` finds that there are none."""
+        self._suspects = suspects or Suspects()
+        self._spare: Lane | None = None
         self._idle: list[Lane] = []
         self._open = False
         self._generation = 0
@@ -158,27 +186,44 @@ class Lanes:
         self._waiters: list[_Waiter] = []
         self._changed = threading.Lock()
 
-    def open(self, ends: Sequence[socket.socket]) -> None:
-        """Use these sockets from now on."""
+    def open(
+        self, ends: Sequence[socket.socket], spare: socket.socket | None = None, engine: int = 0
+    ) -> None:
+        """Use these sockets from now on.
+
+        Args:
+            ends: of ordinary lanes.
+            spare: of one more, for probes.
+            engine: number of the engine at the other ends.
+
+        """
         self.shut()
         with self._changed:
             self._generation += 1
-            self._idle = [Lane(end, self._generation) for end in ends]
+            self._idle = [Lane(end, self._generation, engine) for end in ends]
+            self._spare = None
+            if spare is not None:
+                self._spare = Lane(spare, self._generation, engine, is_spare=True)
             self._used.clear()
             self._fits.clear()
             self._most_fits = len(ends) - _FOR_EVALUATIONS
             self._open = True
             self._serve()
 
-    def shut(self) -> None:
-        """Refuse evaluations until the next `open`."""
+    def shut(self) -> bool:
+        """Refuse evaluations until the next `open`; return whether they were taken before."""
         with self._changed:
+            was_open = self._open
             dropped, self._idle = self._idle, []
+            if self._spare is not None:
+                dropped.append(self._spare)
+                self._spare = None
             self._open = False
             for waiter in self._waiters:
                 waiter.served.set()
         for lane in dropped:
             self._drop(lane)
+        return was_open
 
     def start(
         self,
@@ -186,6 +231,8 @@ class Lanes:
         layout: Layout,
         is_wanted: Callable[[], bool],
         tenant: str = "",
+        *,
+        urgent: bool = False,
     ) -> Run:
         """Hand a checked evaluation to the engine; the caller must `Run.close` in the end.
 
@@ -196,15 +243,17 @@ class Lanes:
             layout: layout of its data set.
             is_wanted: asked now and then while all lanes are busy.
             tenant: on whose behalf.
+            urgent: whether the engine runs it at once, beside everything else: a probe.
 
         Raises:
             UnavailableError: if there is no engine.
+            FailedPreconditionError: if engines have died of it.
             CancelledError: if the evaluation was no longer wanted.
             ResourceExhaustedError: if there is no memory for batch and answer.
 
         """
         frame = Frame.of(evaluation, layout)
-        return self._send(_Work(frame, evaluation, layout, tenant), is_wanted)
+        return self._send(_Work(frame, evaluation, layout, tenant, urgent=urgent), is_wanted)
 
     def start_fit(
         self,
@@ -234,15 +283,17 @@ class Lanes:
 
     def _send(self, work: _Work, is_wanted: Callable[[], bool]) -> Run:
         frame = work.frame
+        dataset = work.evaluation.dataset_id
+        alone = 0.0 if work.urgent else self._suspects.check(dataset, work.digest)
         lane = self._take(is_wanted, work.use)
         try:
             segment = self._provide(lane, frame.nbytes, work.tenant)
-            frame.write(segment, work.evaluation.batch)
+            frame.write(segment, work.evaluation)
             for name, array in work.arrays.items():
                 np.copyto(frame.require(name, segment), array)
             keep = segment.size <= _KEPT_BYTES
             fresh = lane.mapped is not segment
-            order = work.order(segment.size if fresh else 0, keep, urgent=self._urgent)
+            order = work.order(segment.size if fresh else 0, keep, alone)
             lane.channel.send(order, [segment.descriptor] if fresh else [])
             lane.mapped = segment if keep else None
         except ChannelClosedError as error:
@@ -251,7 +302,7 @@ class Lanes:
         except BaseException:
             self.put_back(lane)  # nothing was sent
             raise
-        return Run(self, lane, segment, frame)
+        return Run(self, lane, segment, work, is_suspect=alone > 0)
 
     def put_back(self, lane: Lane) -> None:
         """Take a lane back whose evaluation has ended."""
@@ -259,7 +310,10 @@ class Lanes:
             if self._open and lane.generation == self._generation:
                 self._used[lane.use.tenant] -= 1
                 self._fits[lane.use.tenant] -= lane.use.fit
-                self._idle.append(lane)
+                if lane.is_spare:
+                    self._spare = lane
+                else:
+                    self._idle.append(lane)
                 self._serve()
                 return
         self._drop(lane)
@@ -279,10 +333,15 @@ class Lanes:
         self.pool.release(segment)
 
     def lost(self, lane: Lane) -> None:
-        """Close a lane whose engine is gone, and with it all others to that engine."""
+        """Close a lane whose engine is gone, or has lost it, and with it all others to it."""
         self._drop(lane)
-        if lane.generation == self._generation:
-            self.shut()
+        if lane.generation == self._generation and self.shut():
+            self.on_lost()
+
+    def renew(self) -> None:
+        """Ask for new lanes if there are none."""
+        if not self._open:
+            self.on_lost()
 
     def _take(self, is_wanted: Callable[[], bool], use: Use) -> Lane:
         with self._changed:
@@ -312,6 +371,8 @@ class Lanes:
 
     def _may_have(self, use: Use) -> bool:
         """Whether a lane is idle, and not the last one, or a fit too many, for who has others."""
+        if use.probe:
+            return bool(self._idle) or self._spare is not None
         if use.fit and self._fits[use.tenant] and self._fits.total() >= self._most_fits:
             return False
         return len(self._idle) > 1 or (bool(self._idle) and not self._used[use.tenant])
@@ -325,10 +386,16 @@ class Lanes:
 
     def _pick(self, use: Use) -> Lane:
         """Take the idle lane last used for the same, else one that has waited for a new kind."""
+        if use.probe:
+            return self._idle.pop(0) if len(self._idle) > 1 else self._take_spare()
         for index in range(len(self._idle) - 1, -1, -1):
             if self._idle[index].use == use:
                 return self._idle.pop(index)
         return self._idle.pop(-1 if use.kind is None else max(0, len(self._idle) - _WARM))
+
+    def _take_spare(self) -> Lane:
+        spare, self._spare = self._spare, None
+        return spare or self._idle.pop(0)
 
     def _provide(self, lane: Lane, size: int, tenant: str) -> Segment:
         """Give a lane a segment that is large enough, unless it has one."""
@@ -353,9 +420,14 @@ class Lanes:
 class Run:
     """One evaluation in the engine. Used by one thread; `cancel` may come from any other."""
 
-    def __init__(self, lanes: Lanes, lane: Lane, segment: Segment, frame: Frame) -> None:
+    def __init__(
+        self, lanes: Lanes, lane: Lane, segment: Segment, work: _Work, *, is_suspect: bool
+    ) -> None:
         self.segment = segment
-        self.frame = frame
+        self.frame = frame = work.frame
+        self._work = work
+        self._is_suspect = is_suspect
+        self._alone = False  # nothing else runs in the engine
         self.losses: NDArray[np.float64] | None = None
         """[programs, K], once `next_event` has returned Finished."""
         self.timings: Timings | None = None
@@ -379,7 +451,9 @@ class Run:
         while True:
             try:
                 event, _ = self._lane.channel.receive()
-                break
+                if not isinstance(event, wire.Alone):
+                    break
+                self._alone = event.alone
             except BlockingIOError:
                 if self._cancelled:
                     raise _ended() from None
@@ -387,6 +461,8 @@ class Run:
                 self._finish(lost=True)
                 raise unavailable() from error
         if isinstance(event, wire.Finished):
+            if event.error is not None and event.error.reason == TOO_MANY_FILES:
+                self._lane.mapped = None  # the engine could not take the segment
             self._finish(lost=False)
             if event.error is not None:
                 raise event.error
@@ -417,10 +493,20 @@ class Run:
             self.losses = None if losses is None else losses.copy()
         if self._takes_segment:
             self._lane.segment = None
+        if not self._work.urgent:
+            self._report(lost=lost)
         if lost:
             self._lanes.lost(self._lane)
         else:
             self._lanes.put_back(self._lane)
+
+    def _report(self, *, lost: bool) -> None:
+        dataset = self._work.evaluation.dataset_id
+        if lost:
+            batch = self._work.digest()
+            self._lanes.report(Casualty(self._lane.engine, dataset, batch, self._alone))
+        elif self._is_suspect and not self._cancelled:
+            self._lanes.report(Survivor(dataset, self._work.digest()))
 
 
 def _ended() -> CancelledError:

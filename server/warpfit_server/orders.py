@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from warpfit.fitting import FitSettings
-from warpfit.losses import LossFunction
+from warpfit.losses import Closing
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.frame import Frame
 
@@ -42,7 +42,8 @@ class Evaluate:
     tier: Tier
     submitted: int
     """``time.monotonic_ns()`` of the front door."""
-    custom_loss: LossFunction | None = None
+    closing: Closing | None = None
+    """Of the caller's own loss function, whose tokens are in the segment; None without one."""
     wishes: tuple[str, ...] = ()
     """Names of the other wishes of the evaluation that are true."""
     tenant: str = ""
@@ -51,20 +52,23 @@ class Evaluate:
     """For the engine's log lines."""
     urgent: bool = False
     """Whether it runs at once, beside the evaluations that are running: a probe."""
+    alone: float = 0.0
+    """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it wants built-in losses alone, in the segment that the lane has kept."""
-        is_alone = self.loss is not None and self.frame.is_small
-        return is_alone and self.keep and not (self.size or self.wishes or self.urgent)
+        wants_losses = self.loss is not None and self.frame.is_small
+        is_usual = not (self.wishes or self.urgent or self.alone)
+        return wants_losses and is_usual and self.keep and not self.size
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle flat: this is sent often, and dataclasses and enums take long."""
         return _evaluate, (
             *(self.size, self.keep, self.frame, self.dataset_id, self.rows),
             *(self.precision.value, self.loss and self.loss.value, self.tier.value),
-            *(self.submitted, self.custom_loss, self.wishes, self.tenant, self.request_id),
-            self.urgent,
+            *(self.submitted, self.closing and self.closing.value, self.wishes, self.tenant),
+            *(self.request_id, self.urgent, self.alone),
         )
 
 
@@ -77,11 +81,14 @@ def _evaluate(
     precision: str,
     loss: str | None,
     tier: str,
+    submitted: int,
+    closing: str | None,
     *rest: Any,
 ) -> Evaluate:
     return Evaluate(
         *(size, keep, frame, dataset_id, rows, Precision(precision)),
-        *(Loss(loss) if loss else None, Tier(tier), *rest),
+        *(Loss(loss) if loss else None, Tier(tier), submitted),
+        *(Closing(closing) if closing else None, *rest),
     )
 
 

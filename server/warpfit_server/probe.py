@@ -1,8 +1,10 @@
-"""A small evaluation with a known answer, through the engine's ordinary path."""
+"""A small evaluation with a known answer, on the way that calls take.
+
+Every front-end process asks it, through the lanes that its own calls go through.
+"""
 
 from __future__ import annotations
 
-import secrets
 from contextlib import ExitStack
 from typing import Final
 
@@ -17,8 +19,8 @@ from warpfit.request import Evaluation, Tier
 from warpfit_server import channel as wire
 from warpfit_server.datasets import DatasetStore
 from warpfit_server.lanes import Lanes
-from warpfit_server.segments import SegmentPool
 from warpfit_server.supervisor import EngineSupervisor
+from warpfit_server.tenants import key_of
 
 #: To whom the data set of the question belongs: no caller's tenant has this name.
 _TENANT: Final = ""
@@ -31,43 +33,42 @@ _TOLERANCE: Final = 1e-5
 class Probe:
     """Asks the engine a question whose answer is known.
 
-    The question has a data set of its own, which is resident like any other, and a lane of its
-    own, so that it waits for no other evaluation.
+    The question has a data set of its own, which is resident like any other.
 
     Args:
-        supervisor: of the engine.
-        datasets: where the data set of the question is kept.
+        lanes: of this process.
+        seed: of the numbers of the question, the same in all processes. It is a secret, so that no
+            client can name the data set by its content.
 
     """
 
-    def __init__(self, supervisor: EngineSupervisor, datasets: DatasetStore) -> None:
-        self._supervisor = supervisor
-        self._lanes = Lanes(SegmentPool(0), urgent=True)
-        # Random, so that no client can name it by its content.
-        numbers = np.random.default_rng(secrets.randbits(64)).uniform(0.5, 2.0, (_ROWS, 2))
-        dataset = Dataset.of(numbers.astype(np.float32))
+    def __init__(self, lanes: Lanes, seed: int) -> None:
+        self._lanes = lanes
+        numbers = np.random.default_rng(seed).uniform(0.5, 2.0, (_ROWS, 2))
+        self._dataset = dataset = Dataset.of(numbers.astype(np.float32))
         program = parse("p1*x1 + sin(x2)")
-        self._layout = dataset.layout
-        # Limits for callers are not for the probe.
-        upload = datasets.begin(dataset.layout, dataset.content_id, _TENANT, Limits())
         self._evaluation = Evaluation(
-            upload.key, Batch.of([program], [[_PARAMETER]]), tier=Tier.INTERPRETER
+            key_of(_TENANT, dataset.content_id),
+            Batch.of([program], [[_PARAMETER]]),
+            tier=Tier.INTERPRETER,
         )
         self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
         self._held = ExitStack()
+
+    def make_resident(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
+        """Put the data set of the question where all engines load it from; once, for all processes.
+
+        Raises:
+            ResourceExhaustedError: if there is no memory for it.
+
+        """
+        dataset = self._dataset
+        # Limits for callers are not for the probe.
+        upload = datasets.begin(dataset.layout, dataset.content_id, _TENANT, Limits())
         upload.add(dataset.matrix.data.cast("B"))
         datasets.commit(upload)
         resident = self._held.enter_context(datasets.lease(upload.key))
         supervisor.load(resident).result()
-
-    def connect(self) -> None:
-        """Open the lane to a new engine.
-
-        Raises:
-            UnavailableError: if there is none.
-
-        """
-        self._lanes.open(self._supervisor.open_lanes(1))
 
     def ask(self) -> bool:
         """Ask and wait, as long as it takes; return whether the answer is right.
@@ -76,7 +77,9 @@ class Probe:
             WarpfitError: if the engine is gone, or refuses.
 
         """
-        run = self._lanes.start(self._evaluation, self._layout, lambda: True, _TENANT)
+        self._lanes.renew()
+        layout = self._dataset.layout
+        run = self._lanes.start(self._evaluation, layout, lambda: True, _TENANT, urgent=True)
         try:
             while not isinstance(run.next_event(), wire.Finished):
                 pass
@@ -88,5 +91,4 @@ class Probe:
 
     def close(self) -> None:
         """Let go of the data set."""
-        self._lanes.shut()
         self._held.close()

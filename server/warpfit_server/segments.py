@@ -9,6 +9,7 @@ socket of `warpfit_server.channel`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import ResourceExhaustedError
+from warpfit_server.shortages import too_many_files
 
 _SMALLEST: Final = 64 << 10
 
@@ -55,15 +57,19 @@ class Segment:
         """Allocate zeroed shared memory.
 
         Raises:
-            ResourceExhaustedError: if the machine has none left.
+            ResourceExhaustedError: if the machine has none left, or this process no descriptor.
 
         """
-        descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC)
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC)
             os.truncate(descriptor, size)
             return cls(identifier, descriptor, size)
         except (OSError, ValueError) as error:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_many_files() from error
             raise ResourceExhaustedError(
                 f"no shared memory for {size} bytes: {error}",
                 "MEMORY",

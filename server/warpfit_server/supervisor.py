@@ -14,11 +14,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import (
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+    WarpfitError,
+)
 from warpfit.info import Device
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -27,7 +34,9 @@ from warpfit_server.config import Config
 from warpfit_server.datasets import ResidentDataset
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
 from warpfit_server.lanes import Lanes, unavailable
+from warpfit_server.quarantine import Quarantine
 from warpfit_server.segments import SegmentPool
+from warpfit_server.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
@@ -36,17 +45,35 @@ _LONGEST_PAUSE: Final = 30.0
 _SPARE_LANES: Final = 3
 #: What exit statuses of the engine process mean.
 _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
+#: Ends of an engine that its work has nothing to do with.
+_NOT_ITS_WORK: Final = (
+    *("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit 0"),
+    *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
+)
+#: Data sets that a new engine is given before it has loaded the first of them: more would fill both
+#: directions of the channel.
+_LOADS_AHEAD: Final = 16
+#: Pause after the system had no room for a new engine, in seconds.
+_SHORTAGE_SECONDS: Final = 1.0
+_VM_STATISTICS: Final = Path("/proc/vmstat")
 
 
 class EngineSupervisor:
     """Owns the engine process, the channel to it and this process's lanes."""
 
     def __init__(self, config: Config, pool: SegmentPool) -> None:
-        self.lanes = Lanes(pool)
+        self.quarantine = Quarantine()
+        """What engines have died of."""
+        self.lanes = Lanes(pool, self.quarantine.suspects)
+        self.lanes.report = self.quarantine.report
+        self.lanes.on_lost = self._connect
         self._config = config
+        self._number = 0
+        self._out_of_memory = 0
         self._lock = threading.Lock()
         self._channel: Channel | None = None  # None while no engine is ready
         self._loads: dict[bytes, Future[None]] = {}
+        self._starting: set[bytes] = set()  # of these, those that the engine loads as it starts
         self._ready: wire.Ready | None = None
         self._started = threading.Event()
         self._stopping = threading.Event()
@@ -125,34 +152,47 @@ class EngineSupervisor:
         with self._lock:
             self._tell(wire.Count())
 
-    def open_lanes(self, count: int = wire.MOST_DESCRIPTORS) -> list[socket.socket]:
-        """Make up to ``count`` lanes to the engine; return this side's ends.
+    def open_lanes(self) -> tuple[int, list[socket.socket]]:
+        """Make lanes to the engine; return its number and this side's ends, the spare one first.
 
         Raises:
             UnavailableError: if no engine is ready.
+            ResourceExhaustedError: if the system has no room for them.
 
         """
         with self._lock:
             if self._channel is None or self._ready is None:
                 raise unavailable()
-            pairs = [
-                socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                for _ in range(min(count, self._ready.concurrency + _SPARE_LANES))
-            ]
+            count = min(wire.MOST_DESCRIPTORS, self._ready.concurrency + _SPARE_LANES + 1)
+            ours, theirs = _pairs(count)
             try:
-                self._channel.send(wire.OpenLanes(), [theirs.fileno() for _, theirs in pairs])
-            except ChannelClosedError as error:
-                raise unavailable() from error
+                self._channel.send(wire.OpenLanes(), [end.fileno() for end in theirs])
+            except BaseException as error:
+                _close(ours)
+                if isinstance(error, ChannelClosedError):
+                    raise unavailable() from error
+                raise
             finally:
-                for _, theirs in pairs:
-                    theirs.close()
-            return [ours for ours, _ in pairs]
+                _close(theirs)
+            return self._number, ours
+
+    def _connect(self) -> None:
+        """Open this process's lanes, if there is an engine."""
+        try:
+            number, (spare, *ends) = self.open_lanes()
+        except UnavailableError:
+            return  # the next engine brings lanes
+        except ResourceExhaustedError as error:
+            _LOG.error("no connections to the engine: %s", error)
+            return  # the probe asks again
+        self.lanes.open(ends, spare, number)
 
     def settled(self, dataset: ResidentDataset) -> None:
         """Wait until the engine has a data set that is on its way to it.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
+            FailedPreconditionError: if engines have died of it.
 
         """
         self.load(dataset).result()
@@ -160,9 +200,16 @@ class EngineSupervisor:
     def load(self, dataset: ResidentDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 
-        The future fails with ResourceExhaustedError if the device has no room.
+        The future fails with ResourceExhaustedError if the device has no room, and with
+        FailedPreconditionError if engines have died of the data set.
         """
         with self._lock:
+            try:
+                self.quarantine.suspects.check_dataset(dataset.key)
+            except FailedPreconditionError as error:
+                refused: Future[None] = Future()
+                refused.set_exception(error)
+                return refused
             if self._channel is None:
                 done: Future[None] = Future()
                 done.set_result(None)
@@ -191,11 +238,15 @@ class EngineSupervisor:
             return future
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
-        load = wire.Load(dataset.key, dataset.layout, segment.identifier, segment.size)
+        layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
+        load = wire.Load(dataset.key, layout, segment.identifier, segment.size)
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:
             future.set_result(None)  # the next engine loads it as it starts
+        except WarpfitError as error:
+            del self._loads[dataset.key]
+            future.set_exception(error)
         return future
 
     def _tell(self, message: wire.Message) -> None:
@@ -211,10 +262,16 @@ class EngineSupervisor:
     def _watch(self) -> None:
         failures = 0
         while not self._stopping.is_set():
-            code = self._run_engine()
+            try:
+                code = self._run_engine()
+            except OSError as error:
+                if not self._started.is_set():
+                    raise
+                _LOG.error("no new engine process: %s", error)
+                self._stopping.wait(_SHORTAGE_SECONDS)
+                continue
             if self._stopping.is_set():
                 return
-            self.restarts[self._cause or cause_of_death(code)] += 1
             # One that was ready died of its work, and its clients wait: the next starts at once.
             failures = 0 if self._was_ready else failures + 1
             if not self._started.is_set():
@@ -241,15 +298,41 @@ class EngineSupervisor:
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
             self._was_ready = False
+            self._number += 1
+            self._starting = set()
+            self._out_of_memory = _out_of_memory()
+        loading: bytes | None = None
         try:
             while True:
                 self._handle(channel, *channel.receive())
-        except (ChannelClosedError, UnavailableError):
-            self._forget_engine()
+        except ChannelClosedError:
+            loading = self._forget_engine()
         finally:
             channel.close()
             process.kill()
-        return process.wait()
+        code = process.wait()
+        if not self._stopping.is_set():
+            self._examine(code, loading)
+        return code
+
+    def _examine(self, code: int, loading: bytes | None) -> None:
+        """Note why an engine has ended.
+
+        Args:
+            code: its exit status.
+            loading: the data set that it was loading, if any.
+
+        """
+        cause = self._cause or cause_of_death(code)
+        if cause == "SIGKILL" and _out_of_memory() > self._out_of_memory:
+            cause = "out_of_memory"
+        self.restarts[cause] += 1
+        self.quarantine.engine_died(
+            self._number,
+            is_blamed=cause not in _NOT_ITS_WORK,
+            loading=loading,
+            at_start=loading in self._starting,
+        )
 
     def _handle(self, channel: Channel, message: wire.Message, descriptors: list[int]) -> None:
         match message:
@@ -268,11 +351,19 @@ class EngineSupervisor:
             self._was_ready = True
             self._channel = channel
         for dataset in self._resident():
+            while self._loads_ahead() >= _LOADS_AHEAD:
+                self._handle(channel, *channel.receive())
+            self._starting.add(dataset.key)
             self.load(dataset)
         # The engine opens lanes after it has dealt with what was sent before: the data sets.
-        self.lanes.open(self.open_lanes())
+        self._connect()
         self._on_ready()
         self._started.set()
+
+    def _loads_ahead(self) -> int:
+        """Number of data sets that the engine has been given and has not loaded."""
+        with self._lock:
+            return sum(not future.done() for future in self._loads.values())
 
     def _settle_load(self, message: wire.Loaded) -> None:
         with self._lock:
@@ -287,15 +378,46 @@ class EngineSupervisor:
             _LOG.warning("data set %s: %s", message.content_id.hex()[:16], message.error)
             future.set_exception(message.error)
 
-    def _forget_engine(self) -> None:
+    def _forget_engine(self) -> bytes | None:
+        """Do without an engine; return the data set that it was loading, if any."""
         with self._lock:
             self._channel = None
-            loads, self._loads = list(self._loads.values()), {}
+            loads, self._loads = self._loads, {}
         self.lanes.shut()
         self.on_loss()
-        for future in loads:
-            if not future.done():
-                future.set_result(None)
+        unfinished = {key: future for key, future in loads.items() if not future.done()}
+        for future in unfinished.values():
+            future.set_result(None)
+        return next(iter(unfinished), None)  # it loads them in the order in which they were sent
+
+
+def _pairs(count: int) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Make socket pairs; return one side's ends and the other's."""
+    ours: list[socket.socket] = []
+    theirs: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.append(one)
+            theirs.append(other)
+    except OSError as error:
+        _close([*ours, *theirs])
+        raise shortage(error) or error from error
+    return ours, theirs
+
+
+def _close(ends: Iterable[socket.socket]) -> None:
+    for end in ends:
+        end.close()
+
+
+def _out_of_memory() -> int:
+    """Number of processes that the kernel has ended for want of memory; 0 if it does not say."""
+    try:
+        lines = _VM_STATISTICS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def cause_of_death(code: int) -> str:

@@ -48,7 +48,7 @@ def test_the_arrays_of_a_frame_do_not_overlap():
     wanted = evaluation(loss=Loss.MSE, **dict.fromkeys(WISHES, True))
     frame = Frame.of(wanted, DATA.layout)
     segment = Segment.create(1, frame.nbytes)
-    frame.write(segment, BATCH)
+    frame.write(segment, evaluation())
     views = {
         "values": frame.values_view(segment),
         "losses": frame.losses_view(segment),

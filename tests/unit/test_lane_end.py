@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -13,11 +14,12 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
 from warpfit.request import Tier, Timings
 from warpfit_server import channel as wire
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.engine.lane_end import LaneEnd
+from warpfit_server.segments import Segment
 
 
 @pytest.fixture
@@ -76,11 +78,45 @@ def test_the_other_end_has_closed(ends):
         engine.exchange(wire.Finished(), awake=False)
 
 
-def test_a_message_longer_than_a_packet_is_none(ends):
+def test_a_message_that_is_too_long_is_not_sent_and_the_next_one_is(ends):
     door, engine = ends
-    door.send(wire.Unload(bytes(200_000)))
-    with pytest.raises(ChannelClosedError):
-        engine.exchange(None, awake=False)
+    with pytest.raises(InternalError) as caught:
+        door.send(wire.Unload(bytes(200_000)))
+    assert caught.value.reason == "MESSAGE_TOO_LONG"
+    door.send(wire.Unload(b"next"))
+    assert engine.exchange(None, awake=False)[0] == wire.Unload(b"next")
+
+
+def test_an_answer_that_is_too_long_becomes_an_error_of_its_call(ends):
+    door, engine = ends
+    door.send(wire.Unload(b"next"))
+    assert engine.exchange(wire.Missing(bytes(200_000), None), awake=False)[0]
+    assert door.receive()[0].error.reason == "MESSAGE_TOO_LONG"
+
+
+def test_a_descriptor_for_which_there_is_no_room_costs_the_descriptor_alone(ends):
+    door, engine = ends
+    with Path(os.devnull).open() as null:
+        door.send(wire.Unload(b"with"), [null.fileno()])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 1
+    filled = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                filled.append(os.dup(0))
+        with pytest.raises(ResourceExhaustedError) as caught:
+            Segment.create(1, 4096)
+        received = engine.exchange(None, awake=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in filled:
+            os.close(descriptor)
+    assert received == (wire.Unload(b"with"), [])
+    assert caught.value.reason == "TOO_MANY_FILES"
+    door.send(wire.Unload(b"next"))
+    assert engine.exchange(None, awake=False) == (wire.Unload(b"next"), [])
 
 
 def test_waiting_awake_ends(ends, monkeypatch):

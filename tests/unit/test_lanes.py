@@ -72,7 +72,7 @@ class TestFrame:
         evaluation = an_evaluation(loss=loss, values=values)
         frame = Frame.of(evaluation, DATA.layout)
         segment = Segment.create(1, frame.nbytes)
-        frame.write(segment, evaluation.batch)
+        frame.write(segment, evaluation)
         if values:
             frame.values_view(segment)[...] = np.nan
         if loss:
@@ -86,7 +86,7 @@ class TestFrame:
         frame = Frame.of(an_evaluation(), DATA.layout)
         segment = Segment.create(1, frame.nbytes)
         frame.flag(segment)[0] = 1
-        frame.write(segment, an_evaluation().batch)
+        frame.write(segment, an_evaluation())
         assert frame.flag(segment)[0] == 0
 
 

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.request import Timings
 from warpfit.scrape import Change, Scrape
 from warpfit_server import gpu
@@ -178,7 +178,10 @@ class TestWatchdog:
         health = Health("service")
         health.set_ready(True)
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
-        return Watchdog(config, supervisor, None, health), health, replaced
+        self.others_answer = True
+        watchdog = Watchdog(config, supervisor, None, health, lambda: self.others_answer)
+        watchdog.answers = True
+        return watchdog, health, replaced
 
     def test_a_question_without_an_answer(self):
         watchdog, health, replaced = self.make()
@@ -202,7 +205,7 @@ class TestWatchdog:
 
     def test_a_wrong_answer(self):
         watchdog, health, replaced = self.make()
-        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=lambda: False)
+        watchdog._probe = SimpleNamespace(ask=lambda: False)
         watchdog._ask()
         assert not health.ready
         assert replaced == ["wrong_answer"]
@@ -213,13 +216,55 @@ class TestWatchdog:
         def refuse():
             raise UnavailableError("the engine is restarting")
 
-        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=refuse)
+        watchdog._probe = SimpleNamespace(ask=refuse)
         watchdog._ask()
         assert not health.ready
-        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=lambda: True)
+        watchdog._probe = SimpleNamespace(ask=lambda: True)
         watchdog._ask()
         assert health.ready
         assert not replaced
+
+    def test_probes_that_fail_at_once_for_long_although_there_is_an_engine(self):
+        watchdog, health, replaced = self.make()
+
+        def fail():
+            raise UnavailableError("the connection was lost")
+
+        watchdog._probe = SimpleNamespace(ask=fail)
+        watchdog._ask()
+        failing = watchdog._failing
+        watchdog._ask()
+        watchdog.look(failing + 9.0)
+        assert not replaced
+        watchdog.look(failing + 10.1)
+        watchdog.look(failing + 10.2)
+        assert replaced == ["no_answer"]
+        assert not health.ready
+        watchdog.engine_ready()
+        assert watchdog._failing is None
+
+    @pytest.mark.parametrize("error", [ResourceExhaustedError("no files"), OSError("no files")])
+    def test_a_process_that_lacks_something_does_not_kill_the_engine_for_it(self, error):
+        watchdog, health, replaced = self.make()
+
+        def fail():
+            raise error
+
+        watchdog._probe = SimpleNamespace(ask=fail)
+        watchdog._ask()
+        watchdog.look(1e12)
+        assert not health.ready
+        assert replaced == ([] if isinstance(error, ResourceExhaustedError) else ["no_answer"])
+
+    def test_it_is_ready_only_when_every_process_answers(self):
+        watchdog, health, _ = self.make()
+        watchdog._probe = SimpleNamespace(ask=lambda: True)
+        self.others_answer = False
+        watchdog._ask()
+        assert not health.ready
+        self.others_answer = True
+        watchdog.look(0.0)
+        assert health.ready
 
 
 class TestOverseer:

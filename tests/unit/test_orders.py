@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit.losses import huber
+from warpfit.losses import Closing
 from warpfit.request import Loss, Precision, Tier
 from warpfit_server.channel import packed, unpacked
 from warpfit_server.frame import Extra, Frame
@@ -68,7 +68,7 @@ def test_plain_evaluations_arrive_as_they_were_sent(
     [
         {"size": 4096},
         {"keep": False},
-        {"loss": None, "custom_loss": huber()},
+        {"loss": None, "closing": Closing.MEAN},
         {"wishes": ("gradient",)},
         {"urgent": True},
         {"frame": replace(PLAIN_ORDER.frame, values=True)},

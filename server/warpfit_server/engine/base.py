@@ -62,6 +62,9 @@ class Standing(Protocol):
     def seconds(self) -> float:
         """Time that all evaluations so far have taken; any thread may ask."""
 
+    def revoke(self) -> None:
+        """Answer no more, once what is at work has ended; any thread may ask for that."""
+
     def close(self) -> None:
         """Give everything back; nothing may be served any more."""
 

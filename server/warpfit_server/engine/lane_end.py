@@ -17,12 +17,20 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.channel import Channel, ChannelClosedError, Message, packed, unpacked
+from warpfit.errors import InternalError
+from warpfit_server.channel import (
+    PACKET_BYTES,
+    Channel,
+    ChannelClosedError,
+    Finished,
+    Message,
+    packed,
+    unpacked,
+)
 from warpfit_server.engine.calls import call_1, call_3, call_4, nanoseconds
 from warpfit_server.orders import NUMBERS_BYTES, PLAIN
 from warpfit_server.resources import available_cores
 
-_PACKET_BYTES: Final = 128 << 10
 _CONTROL_BYTES: Final = 64
 #: Nanoseconds that a lane waits awake: longer than a client takes from an answer to its next call.
 _AWAKE: Final = 3_000_000
@@ -31,7 +39,9 @@ _SPARE_CORES: Final = 8
 _POLLIN: Final = 1
 #: Places in a ``struct msghdr`` of 64-bit words, and its flags.
 _CONTROL_SIZE, _FLAGS = 5, 6
-_DAMAGED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CUT: Final = int(socket.MSG_TRUNC)
+#: Descriptors are missing, because this process can open no more files.
+_BARE: Final = int(socket.MSG_CTRUNC)
 _RECEIVING: Final = int(socket.MSG_CMSG_CLOEXEC)
 _SENDING: Final = int(socket.MSG_NOSIGNAL)
 _SEND, _RECEIVE, _POLL, _CLOCK, _SLEEP = range(5)
@@ -63,9 +73,9 @@ class LaneEnd(Channel):
         library = ctypes.CDLL(None)
         found = (library.send, library.recvmsg, library.poll, library.clock_gettime, library.usleep)
         functions = [ctypes.cast(one, ctypes.c_void_p).value for one in found]
-        received = np.zeros(_PACKET_BYTES, dtype=np.uint8)
+        received = np.zeros(PACKET_BYTES, dtype=np.uint8)
         self._control = np.zeros(_CONTROL_BYTES // 8, dtype=np.int64)
-        self._vector = np.array([received.ctypes.data, _PACKET_BYTES], dtype=np.int64)
+        self._vector = np.array([received.ctypes.data, PACKET_BYTES], dtype=np.int64)
         header = [0, 0, self._vector.ctypes.data, 1, self._control.ctypes.data, 0, 0]
         self.line = Line(
             np.array(functions, dtype=np.int64),
@@ -91,10 +101,10 @@ class LaneEnd(Channel):
             ChannelClosedError: if the other end is gone.
 
         """
-        data = b"" if answer is None else packed(answer)
+        data = b"" if answer is None else _packed(answer)
         size = _exchange(self.line, np.frombuffer(data, np.uint8), awake)
         if size == _UNSENT and answer is not None:
-            self.send(answer)  # a signal may have come in between; Python tries again
+            self._transmit(data)  # a signal may have come in between; Python tries again
         return self.received(size)
 
     def received(self, size: int) -> tuple[Message, list[int]]:
@@ -110,7 +120,7 @@ class LaneEnd(Channel):
         if size < 0:
             self.line.packet[0] = 0
             return self.receive()
-        if size == 0 or self.line.header[_FLAGS] & _DAMAGED:
+        if size == 0 or self.line.header[_FLAGS] & _CUT:
             raise ChannelClosedError("the lane was closed")
         return unpacked(self.line.packet[:size].data), self._descriptors()
 
@@ -121,12 +131,22 @@ class LaneEnd(Channel):
         return packet[NUMBERS_BYTES : NUMBERS_BYTES + size].tobytes()
 
     def _descriptors(self) -> list[int]:
-        """File descriptors that came along."""
+        """File descriptors that came along; none if this process can open no more files."""
         if self.line.header[_CONTROL_SIZE] == 0:
+            return []
+        if self.line.header[_FLAGS] & _BARE:  # a message has one, of its segment
             return []
         size = int(self._control[0]) - socket.CMSG_LEN(0)  # of a struct cmsghdr, two words
         found: list[int] = self._control[2:].view(np.int32)[: size // 4].tolist()
         return found
+
+
+def _packed(answer: Message) -> bytes:
+    """Write an answer down; if it is too long, an error that says so, for its call alone."""
+    try:
+        return packed(answer)
+    except InternalError as error:
+        return packed(Finished(error=error))
 
 
 def rehearse() -> None:
@@ -171,7 +191,7 @@ def is_of_kind(line: Line, size: int, kind: NDArray[np.uint8]) -> bool:
     end = NUMBERS_BYTES + len(kind)
     if size < end or line.packet[0] != PLAIN:
         return False
-    if line.header[_CONTROL_SIZE] != 0 or line.header[_FLAGS] & _DAMAGED:
+    if line.header[_CONTROL_SIZE] != 0 or line.header[_FLAGS] & (_CUT | _BARE):
         return False
     if line.packet[8:16].view(np.int64)[0] != len(kind):
         return False

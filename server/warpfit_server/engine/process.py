@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,7 @@ from warpfit_server.engine import create_engine, lane_end
 from warpfit_server.engine.accounts import Accounts
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Reply, Standing
 from warpfit_server.engine.closing import engine_share, finish
+from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.lane_end import LaneEnd
 from warpfit_server.engine.roster import Roster
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, Overseer
@@ -41,6 +42,7 @@ from warpfit_server.frame import FIT_CELLS
 from warpfit_server.logs import configure_logging, works_for
 from warpfit_server.orders import Evaluate, Optimize, Order
 from warpfit_server.segments import Segment
+from warpfit_server.shortages import shortage, too_many_files
 from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -120,6 +122,7 @@ class EngineProcess:
         self._gate = FairGate(engine.concurrency)
         self._fits = FairGate(_FITS)
         self._accounts = Accounts(self._gate)
+        self._isolation = Isolation(self._roster.compiled_works)
         self._overseer = Overseer(stuck_seconds, self._roster.flags)
 
     def run(self) -> None:
@@ -170,10 +173,11 @@ class EngineProcess:
         if not isinstance(message, Order):
             raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
         problem = message.problem if isinstance(message, Optimize) else message
-        if descriptors:
-            visit.segment = Segment(0, descriptors[0], problem.size)
+        if problem.size:
+            visit.segment = _received_segment(problem.size, descriptors)
         if visit.segment is None:
-            raise InternalError("an evaluation without a segment", "BAD_MESSAGE")
+            visit.finished = wire.Finished(error=too_many_files())
+            return
         cancelled = problem.frame.flag(visit.segment)
         place = self._roster.reserve(problem.tenant) if visit.takes_kind() else None
         reply = Reply(lane.descriptor, place)
@@ -198,10 +202,15 @@ class EngineProcess:
             return
         is_fit = isinstance(job.order, Optimize)
         places = self._engine.places(frame.tokens * frame.vectors * frame.rows, fit=is_fit)
+        if problem.alone:
+            with self._isolation.alone(problem.alone, job.cancelled, _alone_on(job.lane)):
+                yield
+            return
         with ExitStack() as held:
             if not places:  # fits, that wait for other fits
                 held.enter_context(self._fits.turn(problem.tenant, 1, job.cancelled))
             held.enter_context(self._gate.turn(problem.tenant, places, job.cancelled))
+            held.enter_context(self._isolation.beside_others(job.cancelled))
             yield
 
     def _receive(self, visit: _Visit) -> tuple[wire.Message, list[int]]:
@@ -210,6 +219,9 @@ class EngineProcess:
         standing, visit.standing = visit.standing, None
         if standing is None or visit.segment is None:
             return lane.exchange(answer, awake=self._roster.is_idle)
+        if not self._isolation.enter(standing):
+            standing.close()
+            return lane.exchange(answer, awake=False)
         size = None
         try:
             with self._accounts.account(visit.tenant, standing) as account:
@@ -219,6 +231,7 @@ class EngineProcess:
                 while size is None and not standing.is_over:
                     size = standing.serve(lane.line, visit.kind, memory)
         finally:
+            self._isolation.leave(standing)
             standing.close()
         visit.learn(account.seconds)
         if size is None:
@@ -241,17 +254,17 @@ class EngineProcess:
             last = now
 
     def _load(self, message: wire.Load, descriptors: Sequence[int]) -> None:
-        segment = Segment(message.segment, descriptors[0], message.size)
-        layout = message.layout
-        matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
-        dataset = Dataset.resident(layout, matrix, message.content_id)
-        segment.close()  # the matrix keeps the mapping
-        error = None
+        error: WarpfitError | None = None
         try:
+            dataset = _dataset(message, descriptors)
             self._engine.load(dataset)
             self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
             error = refused
+        except (OSError, MemoryError) as failed:
+            error = shortage(failed)
+            if error is None:
+                raise
         self._channel.send(wire.Loaded(message.content_id, error))
 
     def _perform(self, job: _Job) -> wire.Finished | None:
@@ -375,6 +388,40 @@ class EngineProcess:
         return ready
 
 
+def _alone_on(lane: Channel) -> Callable[[bool], None]:
+    """Return what tells a lane whether its evaluation is all that runs."""
+
+    def tell(alone: bool) -> None:
+        with suppress(ChannelClosedError):  # the lane's thread finds that out, too
+            lane.send(wire.Alone(alone))
+
+    return tell
+
+
+def _received_segment(size: int, descriptors: Sequence[int]) -> Segment | None:
+    """Map a lane's new segment; None if this process can open no more files."""
+    if not descriptors:  # it was lost on its way
+        return None
+    try:
+        return Segment(0, descriptors[0], size)
+    except OSError as error:
+        os.close(descriptors[0])
+        if shortage(error) is None:
+            raise
+        return None
+
+
+def _dataset(message: wire.Load, descriptors: Sequence[int]) -> Dataset:
+    """Map a data set."""
+    if not descriptors:  # it was lost on its way
+        raise too_many_files()
+    segment = Segment(message.segment, descriptors[0], message.size)
+    layout = message.layout
+    matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
+    segment.close()  # the matrix keeps the mapping
+    return Dataset.resident(layout, matrix, message.content_id)
+
+
 def _nobody_waits(programs: int) -> None:
     """Take notice that values are final, of which there are none."""
 
@@ -396,6 +443,9 @@ def _fit_progress(message: Optimize, lane: Channel) -> Callable[[FitProgress], N
 
 def _evaluation(message: Evaluate, segment: Segment) -> Evaluation:
     wishes: Any = dict.fromkeys(message.wishes, True)
+    custom, closing = None, message.closing
+    if closing is not None:
+        custom = message.frame.custom_loss(segment, closing)
     return Evaluation(
         message.dataset_id,
         message.frame.batch(segment),
@@ -404,7 +454,7 @@ def _evaluation(message: Evaluate, segment: Segment) -> Evaluation:
         message.loss,
         message.frame.values,
         message.tier,
-        custom_loss=message.custom_loss,
+        custom_loss=custom,
         **wishes,
     )
 

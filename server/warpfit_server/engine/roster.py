@@ -65,7 +65,11 @@ class Roster:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is at work, for all that is known."""
-        return not (self._running or self.board[1:, AT_WORK].any())
+        return not (self._running or self.compiled_works())
+
+    def compiled_works(self) -> bool:
+        """Whether compiled code is at work on a lane."""
+        return bool(self.board[1:, AT_WORK].any())
 
     def running(self) -> list[tuple[Channel, NDArray[np.uint8]]]:
         """Lanes whose evaluations Python runs, with their cancellation flags."""
