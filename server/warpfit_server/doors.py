@@ -208,6 +208,9 @@ class Doors:
                 self._attend(door, started)
             except ChannelClosedError:
                 _LOG.debug("door %d has closed its channel", door.process.pid)
+            except Exception:
+                _LOG.exception("door %d is replaced", door.process.pid)
+                door.process.kill()
             finally:
                 self._bury(door)
                 self._ledger.bury(number)
@@ -299,6 +302,8 @@ class Doors:
             door.control.send(message, descriptors)
         except ChannelClosedError:
             _LOG.debug("door %d is gone", door.process.pid)
+        except WarpfitError as error:
+            _LOG.error("door %d was not told: %s", door.process.pid, error)
 
     def _bury(self, door: _Door) -> None:
         with self._lock:

@@ -53,7 +53,7 @@ _NOT_ITS_WORK: Final = (
 #: Data sets that a new engine is given before it has loaded the first of them: more would fill both
 #: directions of the channel.
 _LOADS_AHEAD: Final = 16
-#: Pause after the system had no room for a new engine, in seconds.
+#: Pause after an engine could not even be started, in seconds.
 _SHORTAGE_SECONDS: Final = 1.0
 _VM_STATISTICS: Final = Path("/proc/vmstat")
 
@@ -254,8 +254,8 @@ class EngineSupervisor:
         if self._channel is not None:
             try:
                 self._channel.send(message)
-            except ChannelClosedError:
-                _LOG.debug("the engine is gone, %s not sent", type(message).__name__)
+            except (ChannelClosedError, WarpfitError) as error:
+                _LOG.warning("the engine was not sent %s: %s", type(message).__name__, error)
 
     # ------------------------------------------------------------------- the watching thread
 
@@ -264,10 +264,11 @@ class EngineSupervisor:
         while not self._stopping.is_set():
             try:
                 code = self._run_engine()
-            except OSError as error:
+            except Exception:  # whatever it is, another engine must come
+                _LOG.exception("the engine process could not be run")
                 if not self._started.is_set():
-                    raise
-                _LOG.error("no new engine process: %s", error)
+                    self._started.set()
+                    return
                 self._stopping.wait(_SHORTAGE_SECONDS)
                 continue
             if self._stopping.is_set():

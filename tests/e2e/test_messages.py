@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -75,8 +79,6 @@ def test_many_names_are_kept_and_engines_need_none(own_server, count):
 
 
 def codec_channel(address):
-    import grpc
-
     return grpc.insecure_channel(address, OWN_CONNECTION)
 
 
@@ -109,6 +111,53 @@ def test_a_connection_lost_to_a_live_engine_comes_back(own_server):
                     assert time.monotonic() < end, "it never comes back"
         assert own_server.engine().pid == engine
     health.wait_for(own_server.facts["health"], "SERVING")
+
+
+def test_a_new_engine_gets_any_number_of_data_sets():
+    flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
+    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
+        sets = [client.upload(np.full((1, 1), float(n)), np.ones(1)) for n in range(1_500)]
+        server.kill_engine()
+        assert client.evaluate(sets[3], ["x1"], loss="mse", timeout=20)[0] == 4.0
+        health.wait_for(server.facts["health"], "SERVING")
+
+
+@contextmanager
+def full(pid):
+    """Let a process open no more files."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    lowest_free = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_can_open_no_more_files_says_so_and_recovers():
+    flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
+    wide = np.random.default_rng(1).normal(size=(100_000, 2))
+    with (
+        ServerProcess(*flags) as server,
+        warpfit.connect(server.address, retry=NO_RETRY) as client,
+    ):
+        data = client.upload(wide, wide[:, 0])
+        client.evaluate(data, ["x1"], loss="mse")
+        engine = server.engine().pid
+        for pid, count in ((server.process.pid, 40), (engine, 100)):
+            with full(pid):
+                with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                    client.upload(wide + pid, wide[:, 0])
+                assert (caught.value.reason, caught.value.retry_after) == ("TOO_MANY_FILES", 1.0)
+                with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                    client.evaluate(data, ["x1"] * count)  # its answer needs a segment
+                assert caught.value.reason == "TOO_MANY_FILES"
+            np.testing.assert_array_equal(
+                client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
+            )
+        assert server.engine().pid == engine
+        health.wait_for(server.facts["health"], "SERVING")
 
 
 def test_an_error_that_quotes_much_is_cut():

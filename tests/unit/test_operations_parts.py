@@ -25,7 +25,7 @@ from warpfit.scrape import Change, Scrape
 from warpfit_server import gpu
 from warpfit_server.config import Config
 from warpfit_server.datasets import Usage
-from warpfit_server.doors import _Door
+from warpfit_server.doors import Doors, _Door
 from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.engine.stuck import EXIT_STUCK, Overseer
 from warpfit_server.gpu import GpuMonitor, GpuUsage
@@ -265,6 +265,34 @@ class TestWatchdog:
         self.others_answer = True
         watchdog.look(0.0)
         assert health.ready
+
+
+class TestDoors:
+    def make(self):
+        config = Config(probe_seconds=2.0, probe_timeout=3.0, hang_seconds=10.0)
+        supervisor = SimpleNamespace(quarantine=Quarantine())
+        doors, killed = Doors(config, supervisor, None, None, None), []
+        process = SimpleNamespace(pid=7, kill=lambda: killed.append(True))
+        door = _Door(process, None)
+        door.serving.set()
+        doors._doors.append(door)
+        return doors, door, killed
+
+    def test_a_door_answers_from_its_first_right_probe_until_it_has_none_for_long(self):
+        doors, door, _ = self.make()
+        assert not doors.answer()
+        door.answers, door.probed = True, time.monotonic()
+        assert doors.answer()
+        door.probed -= 6.0
+        assert not doors.answer()
+
+    def test_a_door_that_does_not_reach_an_engine_that_answers_others_is_replaced(self):
+        doors, door, killed = self.make()
+        door.answered -= 11.0
+        doors.kill_silent(engine_answers=False)
+        assert not killed
+        doors.kill_silent(engine_answers=True)
+        assert killed
 
 
 class TestOverseer:
