@@ -158,7 +158,7 @@ class Lanes:
     A lane goes to the call whose tenant has fewest, and the last one only to a tenant that has
     none: whoever floods the engine does not keep others from reaching it. A tenant's further fits
     leave two lanes to evaluations, which are over sooner. Probes take the lane that has been idle
-    for longest, so that all get their turn, and a spare one when calls have all the others.
+    for longest, and a spare one when calls have all the others.
 
     If a lane is lost, calls are refused until there are new ones: the engine may be gone, and if
     it is not, nothing of what it was told is certain.
@@ -312,8 +312,8 @@ class Lanes:
                 self._fits[lane.use.tenant] -= lane.use.fit
                 if lane.is_spare:
                     self._spare = lane
-                else:
-                    self._idle.append(lane)
+                else:  # the probe's at the other end, so that no other lane needs memory for it
+                    self._idle.insert(0 if lane.use.probe else len(self._idle), lane)
                 self._serve()
                 return
         self._drop(lane)

@@ -32,6 +32,7 @@ from warpfit_server.gpu import GpuMonitor, GpuUsage
 from warpfit_server.health import Health
 from warpfit_server.measurements import BOUNDS, Delta, Recorder, Sample
 from warpfit_server.metrics import ServerCollector, Sources
+from warpfit_server.quarantine import Quarantine
 from warpfit_server.requests import Request
 from warpfit_server.supervisor import cause_of_death
 from warpfit_server.tracing import SpanTracer, make_tracer
