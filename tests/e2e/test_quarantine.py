@@ -35,13 +35,13 @@ def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(serve
         data = client.upload(X, X[:, 0])
         before = restarts(server)
         for number in range(3):
-            with pytest.raises(warpfit.errors.FailedPreconditionError) as caught:
+            with pytest.raises(warpfit.FailedPreconditionError) as caught:
                 client.evaluate(data, [f"x1 + {FATAL}", f"x1 * {number + 2}"], loss="mse")
             assert caught.value.reason == "BATCH_QUARANTINED"
             assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0  # the data set is fine
             load.wait_for_answers(3)
         assert restarts(server) - before == 6
-        with pytest.raises(warpfit.errors.FailedPreconditionError):
+        with pytest.raises(warpfit.FailedPreconditionError):
             client.evaluate(data, [f"x1 + {FATAL}", "x1 * 2"], loss="mse")
         assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
         assert restarts(server) - before == 6
@@ -56,7 +56,7 @@ def test_a_data_set_of_which_every_batch_kills_is_refused(server):
         data = client.upload(X, X[:, 0])
         before, reasons = restarts(server), []
         for number in range(4):
-            with pytest.raises(warpfit.errors.FailedPreconditionError) as caught:
+            with pytest.raises(warpfit.FailedPreconditionError) as caught:
                 client.evaluate(data, [f"x1 + {FATAL}", f"x1 * {number + 2}"], loss="mse")
             reasons.append(caught.value.reason)
         assert reasons == ["BATCH_QUARANTINED", *["DATASET_QUARANTINED"] * 3]
@@ -69,10 +69,10 @@ def test_a_data_set_is_loaded_by_no_third_engine(server):
     with warpfit.connect(server.address) as client:
         fine = client.upload(X[:, :2], X[:, 0])
         before = restarts(server)
-        with pytest.raises(warpfit.errors.FailedPreconditionError) as caught:
+        with pytest.raises(warpfit.FailedPreconditionError) as caught:
             client.evaluate(client.upload(X, X[:, 0]), ["x1"], loss="mse")
         assert caught.value.reason == "DATASET_QUARANTINED"
-        with pytest.raises(warpfit.errors.FailedPreconditionError):
+        with pytest.raises(warpfit.FailedPreconditionError):
             client.upload(X, X[:, 0], dtype="float32")
         assert client.evaluate(fine, ["x1"], loss="mse")[0] == 0.0
         time.sleep(1.0)
