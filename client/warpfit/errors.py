@@ -14,6 +14,7 @@
     ├── UnauthenticatedError        no valid credentials
     ├── UnimplementedError          this server or its engine cannot do it
     ├── PermissionDeniedError       valid credentials, not allowed
+    ├── FailedPreconditionError     the server will not do it again: it has crashed the engine
     └── InternalError               a bug of warpfit
 """
 
@@ -21,6 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Final
+
+#: Most bytes of each text of an error. An error crosses in trailing metadata, where its texts stand
+#: up to four times, encoded; gRPC drops a call whose metadata have more than 8 KiB.
+_MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
 
 
 @dataclass(eq=False)
@@ -53,6 +58,11 @@ class WarpfitError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
+
+    def __post_init__(self) -> None:
+        """Cut texts that quote too much of what somebody sent: they must fit gRPC's metadata."""
+        for name, most in _MOST_BYTES.items():
+            setattr(self, name, _cut(getattr(self, name), most))
 
     def __str__(self) -> str:
         """Message, place and remedy in one line."""
@@ -159,6 +169,15 @@ class UnimplementedError(WarpfitError):
     status = "UNIMPLEMENTED"
 
 
+class FailedPreconditionError(WarpfitError):
+    """The server will not do this, because it has crashed the engine before.
+
+    Repeating the call cannot help before the server forgets, after an hour or when it restarts.
+    """
+
+    status = "FAILED_PRECONDITION"
+
+
 class InternalError(WarpfitError):
     """A bug of warpfit; the server's log has the details."""
 
@@ -178,6 +197,15 @@ BY_STATUS: Final[dict[str, type[WarpfitError]]] = {
         UnauthenticatedError,
         PermissionDeniedError,
         UnimplementedError,
+        FailedPreconditionError,
         InternalError,
     )
 }
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text of at most ``most`` bytes of UTF-8, the end left out if it is longer."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= most:
+        return text
+    return encoded[: most - 3].decode(errors="ignore") + "..."

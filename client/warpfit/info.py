@@ -50,6 +50,12 @@ class Limits:
     """Rows of a data set."""
     rate: float = 0.0
     """Calls a second, in bursts of at most a second's; 0 for no limit."""
+    loss_tokens: int = 256
+    """Tokens in a loss function of the caller's own."""
+    names: int = 65_536
+    """Variable names of a data set."""
+    name_bytes: int = 1 << 20
+    """All variable names of a data set together, as UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ _LOG: Final = logging.getLogger("warpfit.auth")
 FORWARDED_METADATA_KEY: Final = "warpfit-tenant-bin"
 _SCHEME: Final = "bearer "
 _NO_MATCH: Final = -1
+#: Most bytes of a tenant's name: it stands in every message about its calls, and in the metrics.
+_NAME_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class TokenFile:
         try:
             tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
             until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
-            if len(digest) != 32 or len(words) > 3:
+            if len(digest) != 32 or len(words) > 3 or len(tenant.encode()) > _NAME_BYTES:
                 raise ValueError
         except (ValueError, IndexError):
             raise InvalidArgumentError(
@@ -170,7 +172,13 @@ def _common_name(context: Any) -> str:
     names = context.auth_context().get("x509_common_name", ())
     if not names or not names[0]:
         raise _refused("the client certificate has no common name", "CERTIFICATE_WITHOUT_NAME")
-    return str(names[0].decode("utf-8", errors="backslashreplace"))
+    name = str(names[0].decode("utf-8", errors="backslashreplace"))
+    if len(name.encode()) > _NAME_BYTES:
+        raise _refused(
+            f"the common name of the client certificate has more than {_NAME_BYTES} bytes",
+            "CERTIFICATE_NAME_TOO_LONG",
+        )
+    return name
 
 
 def _refused(message: str, reason: str) -> UnauthenticatedError:

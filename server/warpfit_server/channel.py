@@ -16,11 +16,12 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from warpfit.errors import InternalError
 from warpfit_server.messages import Message
+from warpfit_server.shortages import shortage
 
 #: Longest message in bytes.
 MOST_BYTES: Final = 16 << 20
@@ -44,7 +45,8 @@ class Channel:
         self._socket = end
         self._sending = threading.Lock()
         self._received = bytearray()
-        self._descriptors: deque[int] = deque()
+        self._descriptors: deque[list[int]] = deque()
+        """Those that have come, a list for each message that has some."""
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -66,7 +68,8 @@ class Channel:
 
         Raises:
             ChannelClosedError: if the other end is gone, or has not read for too long.
-            InternalError: if the message is too long; nothing was sent then.
+            InternalError: if the message is too long; nothing was sent.
+            ResourceExhaustedError: if the system has no room for it; nothing was sent.
 
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -74,19 +77,25 @@ class Channel:
             raise InternalError(
                 f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long",
                 "MESSAGE_TOO_LONG",
+                "Report it as a bug",
             )
         frame = memoryview(_HEADER.pack(len(data), len(descriptors)) + data)
-        try:
-            with self._sending:
+        with self._sending:
+            sent = 0
+            try:
                 sent = self._send_first(frame, descriptors)
                 while sent < len(frame):
                     sent += self._socket.send(frame[sent:])
-        except OSError as error:
-            self.shut()  # a part of the frame may have been sent
-            raise ChannelClosedError(str(error)) from error
+            except OSError as error:
+                lacking = None if sent else shortage(error)
+                if lacking is None:
+                    self.shut()  # a part of the frame may have been sent
+                raise lacking or ChannelClosedError(str(error)) from error
 
     def receive(self) -> tuple[Message, list[int]]:
         """Wait for the next message and its file descriptors.
+
+        Of a message whose descriptors this process has no room for, they are left out.
 
         Raises:
             ChannelClosedError: if the other end is gone.
@@ -104,7 +113,8 @@ class Channel:
 
         """
         with contextlib.suppress(BlockingIOError):
-            self._read(socket.MSG_DONTWAIT)
+            while self._read(socket.MSG_DONTWAIT):
+                pass
         found = []
         while (message := self._next()) is not None:
             found.append(message)
@@ -126,15 +136,15 @@ class Channel:
         self.shut()
         self._socket.close()
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            _close(self._descriptors.popleft())
 
     def _send_first(self, frame: memoryview, descriptors: Sequence[int]) -> int:
         if descriptors:
             return socket.send_fds(self._socket, [frame], list(descriptors))
         return self._socket.send(frame)
 
-    def _read(self, flags: int) -> None:
-        """Receive what is there into the buffer."""
+    def _read(self, flags: int) -> bool:
+        """Receive what is there into the buffer; return whether there may be more."""
         try:
             data, ancillary, flagged, _ = self._socket.recvmsg(
                 _READ_BYTES, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
@@ -145,14 +155,12 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
         if not data:
             raise ChannelClosedError("end of stream")
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found = array("i")
-                found.frombytes(content[: len(content) - len(content) % found.itemsize])
-                self._descriptors.extend(found)
-        if flagged & socket.MSG_CTRUNC:
-            raise ChannelClosedError("this process has too many open files")
+        # The kernel ends a read after the bytes that descriptors came with: they are one message's.
+        was_cut = bool(ancillary or flagged & socket.MSG_CTRUNC)
+        if was_cut:
+            self._descriptors.append(_descriptors(ancillary))
         self._received += data
+        return was_cut or len(data) == _READ_BYTES
 
     def _next(self) -> tuple[Message, list[int]] | None:
         """Take the next whole message out of the buffer; descriptors come with its first byte."""
@@ -166,13 +174,37 @@ class Channel:
         with memoryview(received) as view:
             message: Message = pickle.loads(view[_HEADER.size : end])
         del received[:end]
-        taken = min(count, len(self._descriptors))  # the kernel drops those beyond a limit
-        return message, [self._descriptors.popleft() for _ in range(taken)]
+        descriptors = self._descriptors.popleft() if count else []
+        if len(descriptors) < count:  # this process can open no more files
+            _close(descriptors)
+            descriptors = []
+        return message, descriptors
+
+
+def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    found = array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return list(found)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Make two connected sockets for channels."""
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Make two connected sockets for channels.
+
+    Raises:
+        ResourceExhaustedError: if this process can open no more files.
+
+    """
+    try:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise shortage(error) or error from error
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     return pair

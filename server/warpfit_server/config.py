@@ -123,6 +123,13 @@ class Config:
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
     max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front doors", int)
     max_rows: int = _option(_LIMITS.rows, "rows of a data set", int)
+    max_loss_tokens: int = _option(
+        _LIMITS.loss_tokens, "tokens in a loss function of the caller's own", int
+    )
+    max_names: int = _option(_LIMITS.names, "variable names of a data set", int)
+    max_name_bytes: int = _option(
+        _LIMITS.name_bytes, "all variable names of a data set", parse_bytes
+    )
     max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit", float)
     max_queue_seconds: float = _option(
         60.0, "estimated time of the engine for all calls in flight", float

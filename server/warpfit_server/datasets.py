@@ -23,6 +23,8 @@ _LOG: Final = logging.getLogger("warpfit.datasets")
 _LONGEST_SWEEP: Final = 60.0
 #: Most data sets that are resident at a time.
 _MOST_DATASETS: Final = 2048
+#: Memory that a variable's name takes beyond its characters.
+_NAME_BYTES: Final = 64
 #: Bytes of an upload that have arrived and are not hashed yet, at most.
 _BEHIND: Final = 4 << 20
 
@@ -209,7 +211,8 @@ class DatasetStore:
         self._on_removal(dataset.key)
 
     def _cost(self, layout: Layout) -> int:
-        return max(layout.nbytes, self._limits.resident_bytes // _MOST_DATASETS)
+        names = sum(_NAME_BYTES + len(name) for name in layout.names)
+        return max(layout.nbytes + names, self._limits.resident_bytes // _MOST_DATASETS)
 
     def _reserve(self, needed: int, tenant: str, own_budget: int) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from warpfit.errors import (
     ResourceExhaustedError,
     WarpfitError,
 )
+from warpfit_server.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.service")
 #: Name of the trailing metadata entry, fixed by gRPC's richer error model.
@@ -39,8 +40,12 @@ def fail(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) 
         _LOG.debug("the client went away")
         return
     if not isinstance(error, WarpfitError):
-        _LOG.error("call failed", exc_info=error)
-        error = InternalError("the server failed on this call", "INTERNAL", "Report it as a bug")
+        known = shortage(error)
+        if known is None:
+            _LOG.error("call failed", exc_info=error)
+        error = known or InternalError(
+            "the server failed on this call", "INTERNAL", "Report it as a bug"
+        )
     context.set_trailing_metadata(
         (
             *trailing,

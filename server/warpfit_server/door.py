@@ -24,7 +24,7 @@ from typing import Any, Final
 import grpc
 
 from warpfit.dataset import Layout
-from warpfit.errors import UnavailableError
+from warpfit.errors import UnavailableError, WarpfitError
 from warpfit_server import messages
 from warpfit_server.auth import FORWARDED_METADATA_KEY
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -36,6 +36,8 @@ from warpfit_server.ledger import Ledger
 from warpfit_server.logs import configure_logging
 from warpfit_server.measurements import Recorder
 from warpfit_server.port import listen, make_server
+from warpfit_server.probe import Probe
+from warpfit_server.quarantine import SuspectList, Suspects
 from warpfit_server.requests import Observer, passed_on
 from warpfit_server.segments import SegmentPool
 from warpfit_server.service import SERVICE_NAME, EvaluateService
@@ -177,11 +179,22 @@ class Door:
     """State of the process."""
 
     def __init__(
-        self, control: Channel, config: Config, port: int, front_door: str, ledger: Ledger
+        self,
+        control: Channel,
+        config: Config,
+        port: int,
+        front_door: str,
+        ledger: Ledger,
+        seed: int,
     ) -> None:
         self._control = control
-        self._grace = config.grace
-        self._engine = EngineConnection(SegmentPool(config.idle_bytes), self._reconnect)
+        self._config = config
+        self._suspects = Suspects()
+        self._engine = EngineConnection(SegmentPool(config.idle_bytes), self._suspects)
+        self._engine.report = self._tell
+        self._engine.on_loss = lambda: self._tell(messages.Reconnect())
+        self._probe = Probe(self._engine, seed)
+        self._probe_now = threading.Event()
         self._leases = BorrowedLeases(control.send)
         admission, guard = make_guard(config, ledger)
         service = EvaluateService(self._leases, self._engine, admission, config.chunk_bytes)
@@ -201,36 +214,60 @@ class Door:
     def run(self) -> None:
         """Serve until the front door says Quit or is gone."""
         threading.Thread(target=self._sweep, daemon=True).start()
+        threading.Thread(target=self._ask_forever, name="probe", daemon=True).start()
         self._grpc.start()
         self._control.send(messages.Serving())
         while True:
             message, descriptors = self._control.receive()
             match message:
                 case messages.EngineSocket():
-                    self._engine.open(socket.socket(fileno=descriptors[0]))
+                    self._connect(message, descriptors)
                 case messages.Found():
                     self._leases.found(message)
                 case messages.Missing():
                     self._leases.missing(message)
                 case messages.Forget():
                     self._leases.forget(message.content_id)
+                case SuspectList():
+                    self._suspects.update(message)
                 case messages.Readiness():
-                    self._health.set_ready(message.ready and self._engine.is_open)
+                    self._health.set_ready(message.ready)
                 case messages.Quit():
                     self._quit()
                     return
                 case _:
                     raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _reconnect(self) -> None:
-        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
-            self._control.send(messages.Reconnect())
-
     def _quit(self) -> None:
-        self._grpc.stop(self._grace).wait()
+        self._grpc.stop(self._config.grace).wait()
         self._control.send(messages.Recorded(self._recorder.take()))
         if self._tracer is not None:
             self._tracer.close()
+
+    def _connect(self, message: messages.EngineSocket, descriptors: Sequence[int]) -> None:
+        if not descriptors:  # this process can open no more files; the probe asks again
+            _LOG.error("the engine's connection was lost: too many open files")
+            return
+        self._engine.open(socket.socket(fileno=descriptors[0]), message.engine)
+        self._probe_now.set()
+
+    def _tell(self, message: messages.Message) -> None:
+        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+            self._control.send(message)
+
+    def _ask_forever(self) -> None:
+        """Ask the engine again and again, as the calls of this process do."""
+        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+            while True:
+                self._probe_now.wait(self._config.probe_seconds)
+                self._probe_now.clear()
+                try:
+                    answers = self._probe.ask()
+                except Exception as error:
+                    level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
+                    _LOG.log(level, "no answer to the probe: %s", error)
+                    answers = False
+                self._control.send(messages.Probed(answers))
 
     def _sweep(self) -> None:
         with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
@@ -248,9 +285,10 @@ def main(arguments: Sequence[str]) -> None:
     take_short_turns()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
-        control.receive()  # Begin
+        begin, _ = control.receive()
+        assert isinstance(begin, messages.Begin)  # nothing else is sent before
         ledger = Ledger(int(table), config.doors, int(number))
-        Door(control, config, int(port), front_door, ledger).run()
+        Door(control, config, int(port), front_door, ledger, begin.seed).run()
     except ChannelClosedError:
         _LOG.info("the front door is gone")
     logging.shutdown()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Final
 
-from warpfit.errors import UnavailableError, WarpfitError
+from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit_server import messages
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.ledger import Ledger
 from warpfit_server.measurements import Recorder
+from warpfit_server.quarantine import Casualty, Survivor, SuspectList
 from warpfit_server.service import ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 
@@ -35,6 +39,12 @@ class _Door:
         self.serving = threading.Event()
         self.heard = time.monotonic()
         """When the last message came."""
+        self.answers = False
+        """What its last probe has found."""
+        self.answered = time.monotonic()
+        """When a probe has found that it answers, or it got a connection to a new engine."""
+        self.probed = 0.0
+        """When its last probe ended."""
         self.leases: dict[bytes, list[ExitStack]] = {}
         self.forgetting: dict[bytes, threading.Event] = {}
 
@@ -66,7 +76,10 @@ class Doors:
         ledger: Ledger,
         recorder: Recorder,
     ) -> None:
+        self.seed = secrets.randbits(64)
+        """Of the question that all processes ask the engine."""
         self._config = config
+        supervisor.quarantine.on_change = self._tell_suspects
         self._recorder = recorder
         self._ready = False
         self._supervisor = supervisor
@@ -116,19 +129,31 @@ class Doors:
     def engine_ready(self) -> None:
         """Give every door a connection to the new engine."""
         for door in self._serving():
+            door.answered = time.monotonic()
             self._connect(door)
 
     def tell_readiness(self, ready: bool) -> None:
         """Tell every door whether calls can be answered."""
         self._ready = ready
         for door in self._serving():
-            self._tell_readiness(door)
+            self._tell(door, messages.Readiness(ready))
 
-    def kill_silent(self) -> None:
-        """Kill doors that hang, so that new ones start."""
+    def answer(self) -> bool:
+        """Tell whether the last probe of every door was answered, and not too long ago."""
+        limit = time.monotonic() - self._config.probe_seconds - self._config.probe_timeout
+        return all(door.answers and door.probed >= limit for door in self._serving())
+
+    def kill_silent(self, *, engine_answers: bool) -> None:
+        """Kill doors that hang, so that new ones start.
+
+        Args:
+            engine_answers: whether the engine answers this process, so that a door to which it has
+                given no answer for long is broken, too.
+
+        """
         limit = time.monotonic() - self._config.hang_seconds
         for door in self._serving():
-            if door.heard < limit:
+            if door.heard < limit or (engine_answers and door.answered < limit):
                 _LOG.error("door %d hangs", door.process.pid)
                 door.process.kill()
 
@@ -168,13 +193,24 @@ class Doors:
     def _keep(self, port: int, front_door: str, number: int, started: threading.Event) -> None:
         """Run one door after the other until the server stops."""
         while not self._stopping.is_set():
-            door = self._spawn(port, front_door, number)
+            try:
+                door = self._spawn(port, front_door, number)
+            except OSError as error:
+                _LOG.error("no new door process: %s", error)
+                if not started.is_set():
+                    started.set()
+                    return
+                self._stopping.wait(_PAUSE)
+                continue
             with self._lock:
                 self._doors.append(door)
             try:
                 self._attend(door, started)
             except ChannelClosedError:
                 _LOG.debug("door %d has closed its channel", door.process.pid)
+            except Exception:
+                _LOG.exception("door %d is replaced", door.process.pid)
+                door.process.kill()
             finally:
                 self._bury(door)
                 self._ledger.bury(number)
@@ -202,7 +238,7 @@ class Doors:
 
     def _attend(self, door: _Door, started: threading.Event) -> None:
         self._open.wait()
-        door.control.send(messages.Begin())
+        door.control.send(messages.Begin(self.seed))
         while True:
             message, _ = door.control.receive()
             door.heard = time.monotonic()
@@ -211,13 +247,19 @@ class Doors:
                     self._recorder.add(door.process.pid, message.delta)
                 case messages.Serving():
                     door.serving.set()
+                    self._tell(door, self._supervisor.quarantine.current)
                     self._connect(door)
-                    self._tell_readiness(door)
+                    self._tell(door, messages.Readiness(self._ready))
                     started.set()
-                case messages.Lookup():
-                    door.control.send(self._lease(door, message.content_id))
                 case messages.Reconnect():
                     self._connect(door)
+                case messages.Probed():
+                    door.answers, door.probed = message.answers, door.heard
+                    door.answered = door.heard if message.answers else door.answered
+                case Casualty() | Survivor():
+                    self._supervisor.quarantine.report(message)
+                case messages.Lookup():
+                    door.control.send(self._lease(door, message.content_id))
                 case messages.Unused():
                     door.end_lease(message.content_id)
                 case messages.Forgotten():
@@ -235,24 +277,32 @@ class Doors:
             return messages.Missing(content_id, error)
         # More than one if a door asks again while calls still use what it was told to forget.
         door.leases.setdefault(content_id, []).append(lease)
-        return messages.Found(content_id, layout)
+        return messages.Found(content_id, replace(layout, names=()))  # names may be very long
 
     def _connect(self, door: _Door) -> None:
         try:
-            end = self._supervisor.connect()
+            engine, end = self._supervisor.connect()
         except UnavailableError:
             return  # the next engine brings a connection
+        except ResourceExhaustedError as error:
+            _LOG.error("no connection of door %d to the engine: %s", door.process.pid, error)
+            return  # the door asks again
         with end:
-            try:
-                door.control.send(messages.EngineSocket(), [end.fileno()])
-            except ChannelClosedError:
-                _LOG.debug("door %d is gone", door.process.pid)
+            self._tell(door, messages.EngineSocket(engine), [end.fileno()])
 
-    def _tell_readiness(self, door: _Door) -> None:
+    def _tell_suspects(self, known: SuspectList) -> None:
+        for door in self._serving():
+            self._tell(door, known)
+
+    def _tell(
+        self, door: _Door, message: messages.Message, descriptors: Sequence[int] = ()
+    ) -> None:
         try:
-            door.control.send(messages.Readiness(self._ready))
+            door.control.send(message, descriptors)
         except ChannelClosedError:
             _LOG.debug("door %d is gone", door.process.pid)
+        except WarpfitError as error:
+            _LOG.error("door %d was not told: %s", door.process.pid, error)
 
     def _bury(self, door: _Door) -> None:
         with self._lock:

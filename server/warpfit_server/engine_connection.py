@@ -2,6 +2,9 @@
 
 Batches and results lie in segments of shared memory, which the engine maps when a request first
 names them. A thread reads all answers and hands each to the call that waits for it.
+
+If the connection is lost, calls are refused until there is a new one: the engine may be gone. What
+it had begun is then reported, see `warpfit_server.quarantine`.
 """
 
 from __future__ import annotations
@@ -25,13 +28,18 @@ from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server import messages
 from warpfit_server.channel import Channel, ChannelClosedError
-from warpfit_server.frame import Frame
+from warpfit_server.frame import ALONE, QUEUED, Frame
 from warpfit_server.logs import current_id
 from warpfit_server.messages import REQUESTED, Evaluate, Event, Optimize, Order
+from warpfit_server.quarantine import Casualty, Survivor, Suspects, digest
 from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.shortages import TOO_MANY_FILES
+from warpfit_server.tenants import PROBE
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
 _SEND_SECONDS: Final = 5.0
+#: A connection that was lost sooner is renewed after as many seconds, so that nothing spins.
+_SHORTEST: Final = 0.1
 #: What `Run` finds among its events when the call has ended, and when the engine is gone.
 _ENDED, _LOST = object(), object()
 
@@ -41,50 +49,63 @@ class EngineConnection:
 
     Args:
         pool: where segments come from.
-        on_loss: called by another thread when the engine has closed the connection, which it also
-            does, without ending, to a front end that does not read.
+        suspects: what may have crashed an engine.
 
     """
 
-    def __init__(self, pool: SegmentPool, on_loss: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, pool: SegmentPool, suspects: Suspects | None = None) -> None:
         self.pool = pool
-        self._on_loss = on_loss
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called by any thread when the connection is lost, which also happens while the engine
+        lives, and whenever `renew` finds that there is none."""
+        self.report: Callable[[Casualty | Survivor], None] = lambda outcome: None
+        """Told what became of requests that were lost, and of suspects."""
+        self._suspects = suspects or Suspects()
         self._channel: Channel | None = None
+        self._engine = 0
         self._runs: dict[int, Run] = {}
         self._known: set[int] = set()
         """Identifiers of the segments that the engine has mapped."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def open(self, end: socket.socket) -> None:
-        """Use this socket from now on."""
-        self.shut()
+    def open(self, end: socket.socket, engine: int = 0) -> None:
+        """Use this socket from now on.
+
+        Args:
+            end: of the connection.
+            engine: number of the engine at the other end; a connection to an earlier one than the
+                last is closed.
+
+        """
         channel = Channel(end)
         channel.give_up_after(_SEND_SECONDS)
         with self._lock:
-            self._channel = channel
-            self._known = set()
+            is_late = engine < self._engine
+            if not is_late:
+                old = self._cut()
+                self._channel, self._engine, self._known = channel, engine, set()
+        if is_late:
+            channel.close()
+            return
+        self._lose(*old)
         threading.Thread(target=self._read, args=(channel,), name="engine", daemon=True).start()
 
     def shut(self) -> None:
         """Fail the requests in flight, and refuse others until the next `open`."""
         with self._lock:
-            channel, self._channel = self._channel, None
-            lost, self._runs = self._runs, {}
-        if channel is not None:
-            channel.shut()
-        for run in lost.values():
-            run.events.put(_LOST)
+            found = self._cut()
+        self._lose(*found)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is an engine, for all that is known."""
-        return self._channel is not None
+    def renew(self) -> None:
+        """Ask for a new connection if there is none."""
+        if self._channel is None:
+            self.on_loss()
 
     def start(self, evaluation: Evaluation, layout: Layout, tenant: str = "") -> Run:
         """Hand a checked evaluation to the engine; the caller must `Run.close` in the end.
 
-        The caller holds a lease on the data set.
+        The caller holds a lease on the data set. A probe, of the tenant `PROBE`, is never suspect.
 
         Args:
             evaluation: what to evaluate.
@@ -93,6 +114,7 @@ class EngineConnection:
 
         Raises:
             UnavailableError: if there is no engine.
+            FailedPreconditionError: if engines have died of it.
             ResourceExhaustedError: if there is no memory for batch and answer.
 
         """
@@ -124,38 +146,44 @@ class EngineConnection:
         if self.pool.release(run.segment):
             return
         with self._lock:
-            channel, is_known = self._channel, run.segment.identifier in self._known
+            channel = self._channel
             self._known.discard(run.segment.identifier)
-        if channel is not None and is_known:
-            with suppress(ChannelClosedError):  # then it is not mapped any more, either
+        if channel is not None:
+            with suppress(ChannelClosedError, WarpfitError):  # it is unmapped with the connection
                 channel.send(messages.Unmap(run.segment.identifier))
 
+    def unmapped(self, run: Run) -> None:
+        """Send a segment's descriptor again, as the engine could not take it; for `Run`."""
+        with self._lock:
+            self._known.discard(run.segment.identifier)
+
     def _start(self, request: _Request) -> Run:
+        alone = 0.0
+        if request.tenant != PROBE:
+            alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
         segment = self.pool.acquire(request.frame.nbytes, request.tenant)
-        run = Run(self, next(self._numbers), segment, request.frame)
+        run = Run(self, next(self._numbers), segment, request, is_suspect=alone > 0)
         try:
             request.write(segment)
-            self._send(run, request)
-        except ChannelClosedError as error:
-            self.shut()
-            segment.close()
-            raise unavailable() from error
+            self._send(run, request, alone)
         except BaseException:  # nothing was sent
             self._forget(run)
             self.pool.release(segment)
             raise
         return run
 
-    def _send(self, run: Run, request: _Request) -> None:
+    def _send(self, run: Run, request: _Request, alone: float) -> None:
         identifier = run.segment.identifier
         with self._lock:
             channel = self._channel
             if channel is None:
                 raise unavailable()
+            run.engine = self._engine
             descriptors = [] if identifier in self._known else [run.segment.descriptor]
             self._known.add(identifier)
             self._runs[run.number] = run
-        channel.send(request.order(run.number, run.segment), descriptors)
+        with suppress(ChannelClosedError):  # the run is lost like all others, as its reader finds
+            channel.send(request.order(run.number, run.segment, alone), descriptors)
 
     def _forget(self, run: Run) -> None:
         with self._lock:
@@ -164,6 +192,7 @@ class EngineConnection:
 
     def _read(self, channel: Channel) -> None:
         """Hand answers to the calls that wait for them until the engine is gone."""
+        began = time.monotonic()
         try:
             while True:
                 event, _ = channel.receive()
@@ -175,12 +204,27 @@ class EngineConnection:
                     run.events.put(event)
         except ChannelClosedError:
             with self._lock:
-                is_current = channel is self._channel
-            if is_current:
-                self.shut()
-                self._on_loss()
+                is_lost = channel is self._channel
+                lost = self._cut()[1] if is_lost else {}
+            self._lose(channel, lost)
+            if is_lost:
+                time.sleep(0.0 if time.monotonic() - began > _SHORTEST else _SHORTEST)
+                self.on_loss()
         finally:
             channel.close()
+
+    def _cut(self) -> tuple[Channel | None, dict[int, Run]]:
+        """Take the connection away, and what is in flight on it; under the lock."""
+        channel, self._channel = self._channel, None
+        lost, self._runs = self._runs, {}
+        return channel, lost
+
+    @staticmethod
+    def _lose(channel: Channel | None, lost: Mapping[int, Run]) -> None:
+        if channel is not None:
+            channel.shut()  # its reader closes it
+        for run in lost.values():
+            run.events.put(_LOST)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,14 +241,18 @@ class _Request:
     """Settings of a fit, without arrays, and when it must stop."""
     submitted: int = field(default_factory=time.monotonic_ns)
 
+    def digest(self) -> bytes:
+        """Return a name of all that is asked for."""
+        return digest(self.evaluation, self.arrays, self.fit and self.fit[0])
+
     def write(self, segment: Segment) -> None:
         """Copy the batch and the arrays of a fit into the segment."""
-        self.frame.write(segment, self.evaluation.batch)
+        self.frame.write(segment, self.evaluation)
         for name, array in self.arrays.items():
             np.copyto(self.frame.require(name, segment), array)
 
-    def order(self, number: int, segment: Segment) -> Order:
-        """Make the message."""
+    def order(self, number: int, segment: Segment, alone: float) -> Order:
+        """Make the message; ``alone`` are the seconds for which nothing may run beside it."""
         asked = self.evaluation
         problem = Evaluate(
             request=number,
@@ -217,10 +265,11 @@ class _Request:
             loss=asked.loss,
             tier=asked.tier,
             submitted=self.submitted,
-            custom_loss=asked.custom_loss,
+            closing=None if asked.custom_loss is None else asked.custom_loss.closing,
             requested=tuple([name for name in REQUESTED if getattr(asked, name)]),
             tenant=self.tenant,
             request_id=current_id(),
+            alone=alone,
         )
         return problem if self.fit is None else Optimize(problem, *self.fit)
 
@@ -229,17 +278,27 @@ class Run:
     """One request in the engine. Used by one thread; `cancel` may come from any other."""
 
     def __init__(
-        self, connection: EngineConnection, number: int, segment: Segment, frame: Frame
+        self,
+        connection: EngineConnection,
+        number: int,
+        segment: Segment,
+        request: _Request,
+        *,
+        is_suspect: bool,
     ) -> None:
         self.number = number
         self.segment = segment
-        self.frame = frame
+        self.frame = frame = request.frame
+        self.engine = 0
+        """Number of the engine that it was sent to."""
+        self._request = request
+        self._is_suspect = is_suspect
         self.events: SimpleQueue[Any] = SimpleQueue()
         """Where `EngineConnection` puts what the engine sends."""
         self.timings: Timings | None = None
         """Of the engine, once it has finished without an error."""
         self._connection = connection
-        self._is_over = self._is_lost = False
+        self._is_over = self._is_lost = self._is_cancelled = False
         self._flag: NDArray[np.uint8] | None = frame.flag(segment)
         self._lock = threading.Lock()
 
@@ -261,10 +320,16 @@ class Run:
             raise CancelledError("the call has ended", "CANCELLED")
         if event is _LOST:
             self._is_over = self._is_lost = True
+            self._report_loss()
             raise unavailable()
         if isinstance(event, messages.Finished):
             self._is_over = True
+            if self._is_suspect and not self._is_cancelled:
+                dataset = self._request.evaluation.dataset_id
+                self._connection.report(Survivor(dataset, self._request.digest()))
             if event.error is not None:
+                if event.error.reason == TOO_MANY_FILES:
+                    self._connection.unmapped(self)
                 raise event.error
             self.timings = event.timings
         received: Event = event
@@ -275,6 +340,7 @@ class Run:
         with self._lock:
             if self._flag is not None:
                 self._flag[0] = 1
+                self._is_cancelled = True
                 self.events.put(_ENDED)
 
     def close(self) -> None:
@@ -290,6 +356,13 @@ class Run:
             self.segment.close()  # an engine that is being killed may still write to it
         else:
             self._connection.finished(self)
+
+    def _report_loss(self) -> None:
+        """Tell what the engine had begun when it was lost."""
+        state = int(self.frame.state(self.segment)[0])
+        if state != QUEUED and self._request.tenant != PROBE:
+            batch, dataset = self._request.digest(), self._request.evaluation.dataset_id
+            self._connection.report(Casualty(self.engine, dataset, batch, state == ALONE))
 
 
 def unavailable() -> UnavailableError:

@@ -13,12 +13,18 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.fitting import FitRequest
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
+from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation
 from warpfit_server.segments import Segment
 
 _ALIGNMENT: Final = 64
 _F8, _U4, _U1 = (np.dtype(name) for name in ("<f8", "<u4", "u1"))
+
+#: What an engine has done with a request so far; a front end reads it when the engine has died.
+QUEUED, BEGUN, ALONE = 0, 1, 2
+#: Indices of offsets: of the loss function's values and codes, and of the first extra.
+_LOSS, _EXTRAS = 7, 9
 
 #: Arrays of a fit's result with one number for each program and vector.
 FIT_CELLS: Final[Mapping[str, str]] = MappingProxyType(
@@ -62,6 +68,8 @@ class Frame:
     jacobian: bool = False
     extras: tuple[Extra, ...] = ()
     """Arrays that only some requests have, by name."""
+    loss_tokens: int = 0
+    """Tokens of a loss function of the caller's own; 0 if there is none."""
 
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> Frame:
@@ -72,7 +80,7 @@ class Frame:
     @classmethod
     def of(cls, evaluation: Evaluation, layout: Layout) -> Frame:
         """Lay out an evaluation that has been checked."""
-        batch = evaluation.batch
+        batch, custom = evaluation.batch, evaluation.custom_loss
         programs, vectors, rows = evaluation.shape(layout)
         return cls(
             tokens=len(batch.codes),
@@ -85,6 +93,7 @@ class Frame:
             losses=evaluation.loss_function is not None,
             jacobian=evaluation.jacobian,
             extras=_evaluation_extras(evaluation, layout),
+            loss_tokens=0 if custom is None else len(custom.row.codes),
         )
 
     @property
@@ -127,14 +136,16 @@ class Frame:
         return _frame, (
             *(self.tokens, self.programs, self.parameters, self.vectors, self.rows),
             *(self.dtype.str, self.values, self.losses, self.jacobian, self.extras),
+            self.loss_tokens,
         )
 
     def _sizes(self) -> tuple[int, ...]:
         losses = self.losses * self.programs * self.vectors
         words = self.programs * 4
-        head = (1, self.tokens * 8, self.parameters * 8, words, words, self.tokens)
+        head = (2, self.tokens * 8, self.parameters * 8, words, words, self.tokens)
         extras = [extra.nbytes for extra in self.extras]
-        return (*head, losses * 8, *extras, self.value_bytes, self.jacobian_bytes)
+        loss = (self.loss_tokens * 8, self.loss_tokens)
+        return (*head, losses * 8, *loss, *extras, self.value_bytes, self.jacobian_bytes)
 
     def _offsets(self) -> list[int]:
         offsets = [0]
@@ -158,16 +169,38 @@ class Frame:
             vectors=self.vectors,
         )
 
-    def write(self, segment: Segment, batch: Batch) -> None:
-        """Copy a batch into the segment and clear the cancellation flag."""
+    def write(self, segment: Segment, evaluation: Evaluation) -> None:
+        """Copy batch and loss function into the segment; clear flag and state."""
         self.flag(segment)[0] = 0
-        target = self.batch(segment)
+        self.state(segment)[0] = QUEUED
+        target, batch = self.batch(segment), evaluation.batch
         for name in ("values", "parameters", "lengths", "parameter_counts", "codes"):
             getattr(target, name)[...] = getattr(batch, name)
+        if evaluation.custom_loss is not None:
+            row = evaluation.custom_loss.row
+            values, codes = self._loss_views(segment)
+            values[...], codes[...] = row.values, row.codes
+
+    def custom_loss(self, segment: Segment, closing: Closing) -> LossFunction:
+        """Copy the caller's own loss function out of the segment."""
+        values, codes = self._loss_views(segment)
+        return LossFunction(Program(codes, values), closing)
+
+    def _loss_views(self, segment: Segment) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
+        values, codes = self._offsets()[_LOSS : _LOSS + 2]
+        shape = (self.loss_tokens,)
+        return segment.array(_F8, shape, values), segment.array(_U1, shape, codes)
 
     def flag(self, segment: Segment) -> NDArray[np.uint8]:
         """View of the cancellation flag, [1]."""
         return segment.array(_U1, (1,))
+
+    def state(self, segment: Segment) -> NDArray[np.uint8]:
+        """View of what the engine has done with the request, [1].
+
+        `QUEUED`, `BEGUN`, or `ALONE` while nothing else runs in the engine.
+        """
+        return segment.array(_U1, (1,), 1)
 
     def losses_view(self, segment: Segment) -> NDArray[np.float64] | None:
         """View of the losses [programs, K], or None."""
@@ -192,7 +225,8 @@ class Frame:
         """View of one of the extras, or None if this request has none of that name."""
         for index, extra in enumerate(self.extras):
             if extra.name == name:
-                return segment.array(extra.dtype, extra.shape, self._offsets()[7 + index])
+                offset = self._offsets()[_EXTRAS + index]
+                return segment.array(extra.dtype, extra.shape, offset)
         return None
 
     def require(self, name: str, segment: Segment) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -39,6 +40,38 @@ def check_batch(batch: Batch, limits: Limits) -> None:
         ("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors"),
     ):
         _refuse_over(reason, what, needed, allowed, flag)
+
+
+def check_loss(tokens: int, limits: Limits) -> None:
+    """Refuse a loss function of the caller's own that is too long, before it is decoded.
+
+    Raises:
+        ResourceExhaustedError: naming the limit and the flag that raises it.
+
+    """
+    _refuse_over(
+        "LOSS_TOO_LONG",
+        "tokens in the loss function",
+        tokens,
+        limits.loss_tokens,
+        "loss-tokens",
+        "Write a shorter loss",
+        "loss_function",
+    )
+
+
+def check_names(names: Sequence[str], limits: Limits) -> None:
+    """Refuse too many or too long names of variables, before they are copied.
+
+    Raises:
+        ResourceExhaustedError: naming the limit and the flag that raises it.
+
+    """
+    place = ("Send fewer or shorter names, or none", "layout.names")
+    _refuse_over("TOO_MANY_NAMES", "variable names", len(names), limits.names, "names", *place)
+    size = sum(len(name.encode()) for name in names)
+    what = "bytes of variable names"
+    _refuse_over("NAMES_TOO_LONG", what, size, limits.name_bytes, "name-bytes", *place)
 
 
 def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
@@ -85,12 +118,21 @@ def check_fit(request: FitRequest, limits: Limits) -> int:
     return needed
 
 
-def _refuse_over(reason: str, what: str, needed: int, allowed: int, flag: str) -> None:
+def _refuse_over(
+    reason: str,
+    what: str,
+    needed: int,
+    allowed: int,
+    flag: str,
+    advice: str = "Send smaller batches",
+    field: str = "",
+) -> None:
     if needed > allowed:
         raise ResourceExhaustedError(
             f"{needed} {what}, the limit is {allowed}",
             reason,
-            f"Send smaller batches, or start the server with a higher --max-{flag}",
+            f"{advice}, or start the server with a higher --max-{flag}",
+            field,
             needed=needed,
             available=allowed,
         )

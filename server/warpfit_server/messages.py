@@ -14,10 +14,11 @@ from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
 from warpfit.fitting import FitProgress, FitSettings
 from warpfit.info import Device
-from warpfit.losses import LossFunction
+from warpfit.losses import Closing
 from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit_server.frame import Frame
 from warpfit_server.measurements import Delta
+from warpfit_server.quarantine import Casualty, Survivor, SuspectList
 
 #: Outputs of an evaluation that are requested by name.
 REQUESTED: Final = (
@@ -107,20 +108,24 @@ class Evaluate:
     tier: Tier
     submitted: int
     """``time.monotonic_ns()`` of the front end."""
-    custom_loss: LossFunction | None = None
+    closing: Closing | None = None
+    """Of the caller's own loss function, whose tokens are in the segment; None without one."""
     requested: tuple[str, ...] = ()
     """Those of `REQUESTED` that are wanted."""
     tenant: str = ""
     """Whose request it is; the engine shares its time fairly among tenants."""
     request_id: str = ""
     """For the engine's log lines."""
+    alone: float = 0.0
+    """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle flat: this is sent often, and dataclasses and enums take long."""
         return _evaluate, (
             *(self.request, self.segment, self.size, self.frame, self.dataset_id, self.rows),
             *(self.precision.value, self.loss and self.loss.value, self.tier.value),
-            *(self.submitted, self.custom_loss, self.requested, self.tenant, self.request_id),
+            *(self.submitted, self.closing and self.closing.value, self.requested),
+            *(self.tenant, self.request_id, self.alone),
         )
 
 
@@ -134,11 +139,14 @@ def _evaluate(
     precision: str,
     loss: str | None,
     tier: str,
+    submitted: int,
+    closing: str | None,
     *rest: Any,
 ) -> Evaluate:
     return Evaluate(
         *(request, segment, size, frame, dataset_id, rows, Precision(precision)),
-        *(Loss(loss) if loss else None, Tier(tier), *rest),
+        *(Loss(loss) if loss else None, Tier(tier), submitted),
+        *(Closing(closing) if closing else None, *rest),
     )
 
 
@@ -219,7 +227,14 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Reconnect:
-    """The engine has closed the front end's connection; answered by EngineSocket if it lives."""
+    """The front end has no connection to the engine; answered by EngineSocket if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What the front end's own probe has found: whether calls that come to it are answered."""
+
+    answers: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +279,10 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class EngineSocket:
-    """The front end's socket to a new engine comes along."""
+    """The front end's socket to an engine comes along."""
+
+    engine: int
+    """Number of the engine process, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +303,9 @@ class Readiness:
 class Begin:
     """Take calls: the engine is ready."""
 
+    seed: int
+    """Of the question that the front end's probe asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quit:
@@ -295,6 +316,6 @@ Order = Evaluate | Optimize
 Event = Progress | FitProgressed | Finished
 Message = (
     Load | Unload | Connect | Count | Stop | Ready | Loaded | Counted | Order | Unmap | Event
-    | Lookup | Reconnect | Unused | Forgotten | Serving | Recorded
-    | Found | Missing | EngineSocket | Forget | Readiness | Begin | Quit
+    | Lookup | Reconnect | Probed | Casualty | Survivor | Unused | Forgotten | Serving | Recorded
+    | Found | Missing | EngineSocket | Forget | Readiness | SuspectList | Begin | Quit
 )  # fmt: skip

@@ -50,8 +50,11 @@ class Operations:
         self._tracer = make_tracer(config.tracing)
         self.observer = Observer(recorder, self._tracer)
         self.health = Health(service, doors.tell_readiness)
-        self._probe = Probe(supervisor, datasets)
-        self._watchdog = Watchdog(config, supervisor, self._probe, self.health, doors.kill_silent)
+        self._probe = Probe(supervisor.connection, doors.seed)
+        self._probe.make_resident(datasets, supervisor)
+        self._watchdog = Watchdog(
+            *(config, supervisor, self._probe, self.health, doors.answer, self._tick)
+        )
         supervisor.on_loss = self._watchdog.engine_lost
         self._sources = Sources(
             recorder,
@@ -107,6 +110,10 @@ class Operations:
         ports = (("health", self._health_port), ("metrics", self._metrics_port))
         host = self._config.operations_address
         return "".join(f" {name}={host}:{port.port}" for name, port in ports if port is not None)
+
+    def _tick(self) -> None:
+        self._doors.kill_silent(engine_answers=self._watchdog.answers)
+        self._supervisor.quarantine.expire()
 
     def _processes(self) -> dict[str, int]:
         processes = {"front door": os.getpid(), **self._doors.processes()}

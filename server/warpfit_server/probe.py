@@ -1,8 +1,10 @@
-"""A small evaluation with a known answer, through the engine's ordinary path."""
+"""A small evaluation with a known answer, on the way that calls take.
+
+Every front-end process asks it, over the connection that its own calls go over.
+"""
 
 from __future__ import annotations
 
-import secrets
 from contextlib import ExitStack
 from typing import Final
 
@@ -16,10 +18,10 @@ from warpfit.reference import evaluate_program
 from warpfit.request import Evaluation, Tier
 from warpfit_server import messages
 from warpfit_server.datasets import DatasetStore
+from warpfit_server.engine_connection import EngineConnection
 from warpfit_server.supervisor import EngineSupervisor
+from warpfit_server.tenants import PROBE, key_of
 
-#: To whom the data set of the question belongs: no caller's tenant has this name.
-_TENANT: Final = ""
 _ROWS: Final = 64
 _PARAMETER: Final = 1.5
 #: Largest difference of a right answer; float32 is exact to 1e-7.
@@ -29,29 +31,38 @@ _TOLERANCE: Final = 1e-5
 class Probe:
     """Asks the engine a question whose answer is known.
 
-    The question has a data set of its own, which is resident like any other, and goes the way that
-    calls go: over this front end's connection and through the engine's queue.
+    The question has a data set of its own, which is resident like any other.
 
     Args:
-        supervisor: of the engine.
-        datasets: where the data set of the question is kept.
+        engine: this process's connection to the engine.
+        seed: of the numbers of the question, the same in all processes. It is a secret, so that no
+            client can name the data set by its content.
 
     """
 
-    def __init__(self, supervisor: EngineSupervisor, datasets: DatasetStore) -> None:
-        self._supervisor = supervisor
-        # Random, so that no client can name it by its content.
-        numbers = np.random.default_rng(secrets.randbits(64)).uniform(0.5, 2.0, (_ROWS, 2))
-        dataset = Dataset.of(numbers.astype(np.float32))
+    def __init__(self, engine: EngineConnection, seed: int) -> None:
+        self._engine = engine
+        numbers = np.random.default_rng(seed).uniform(0.5, 2.0, (_ROWS, 2))
+        self._dataset = dataset = Dataset.of(numbers.astype(np.float32))
         program = parse("p1*x1 + sin(x2)")
-        self._layout = dataset.layout
-        # Limits for callers are not for the probe.
-        upload = datasets.begin(dataset.layout, dataset.content_id, _TENANT, Limits())
         self._evaluation = Evaluation(
-            upload.key, Batch.of([program], [[_PARAMETER]]), tier=Tier.INTERPRETER
+            key_of(PROBE, dataset.content_id),
+            Batch.of([program], [[_PARAMETER]]),
+            tier=Tier.INTERPRETER,
         )
         self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
         self._held = ExitStack()
+
+    def make_resident(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
+        """Put the data set of the question where all engines load it from; once, for all processes.
+
+        Raises:
+            ResourceExhaustedError: if there is no memory for it.
+
+        """
+        dataset = self._dataset
+        # Limits for callers are not for the probe.
+        upload = datasets.begin(dataset.layout, dataset.content_id, PROBE, Limits())
         upload.add(dataset.matrix.data.cast("B"))
         datasets.commit(upload)
         resident = self._held.enter_context(datasets.lease(upload.key))
@@ -64,7 +75,8 @@ class Probe:
             WarpfitError: if the engine is gone, or refuses.
 
         """
-        run = self._supervisor.connection.start(self._evaluation, self._layout, _TENANT)
+        self._engine.renew()
+        run = self._engine.start(self._evaluation, self._dataset.layout, PROBE)
         try:
             while not isinstance(run.next_event(), messages.Finished):
                 pass

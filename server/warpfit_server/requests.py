@@ -36,6 +36,9 @@ _ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVA
 _LINES_AT_ONCE, _LINES_A_SECOND = 100, 1.0
 #: Metadata of the standard for distributed traces (W3C Trace Context).
 _TRACE_KEYS: Final = ("traceparent", "tracestate")
+#: Characters of each of them that are passed on at most, which is what the standard asks for; of a
+#: longer one nothing is.
+_TRACE_CHARACTERS: Final = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +74,11 @@ class Request:
     @property
     def trace(self) -> dict[str, str]:
         """Trace Context of the caller."""
-        return {key: str(self.metadata[key]) for key in _TRACE_KEYS if key in self.metadata}
+        return {
+            key: str(self.metadata[key])
+            for key in _TRACE_KEYS
+            if len(self.metadata.get(key, ())) in range(1, _TRACE_CHARACTERS + 1)
+        }
 
     @property
     def trailing(self) -> tuple[tuple[str, str], ...]:
@@ -107,7 +114,9 @@ def serve(request: Request) -> None:
 def passed_on(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
     """Metadata of a call that go along when another process answers it."""
     kept = (REQUEST_ID_KEY, *_TRACE_KEYS)
-    return tuple((key, str(value)) for key, value in context.invocation_metadata() if key in kept)
+    metadata = dict(context.invocation_metadata())
+    found = ((key, str(metadata[key])) for key in kept if key in metadata)
+    return tuple((key, value) for key, value in found if len(value) <= _TRACE_CHARACTERS)
 
 
 def asks_for(evaluation: Evaluation, layout: Layout) -> None:

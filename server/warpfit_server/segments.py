@@ -9,17 +9,20 @@ socket of `warpfit_server.channel`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
 import resource
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import ResourceExhaustedError
+from warpfit_server.shortages import shortage, too_many_files
 
 _SMALLEST: Final = 64 << 10
 
@@ -55,21 +58,46 @@ class Segment:
         """Allocate zeroed shared memory.
 
         Raises:
-            ResourceExhaustedError: if the machine has none left.
+            ResourceExhaustedError: if the machine has none left, or this process no descriptor.
 
         """
-        descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC)
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC)
             os.truncate(descriptor, size)
             return cls(identifier, descriptor, size)
         except (OSError, ValueError) as error:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_many_files() from error
             raise ResourceExhaustedError(
                 f"no shared memory for {size} bytes: {error}",
                 "MEMORY",
                 "Send smaller batches, or give the server more memory",
                 needed=size,
             ) from error
+
+    @classmethod
+    def received(cls, identifier: int, descriptors: Sequence[int], size: int) -> Segment:
+        """Map a segment that another process has sent.
+
+        Args:
+            identifier: its number.
+            descriptors: what came with the message; none if this process had no room for it.
+            size: bytes.
+
+        Raises:
+            ResourceExhaustedError: if this process can open no more files, or has no memory left.
+
+        """
+        if not descriptors:
+            raise too_many_files()
+        try:
+            return cls(identifier, descriptors[0], size)
+        except OSError as error:
+            os.close(descriptors[0])
+            raise shortage(error) or error from error
 
     def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:
         """View of the segment as an array, C order."""

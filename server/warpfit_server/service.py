@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Final, Protocol
@@ -34,7 +34,7 @@ from warpfit_server import messages, requests
 from warpfit_server.admission import Admission
 from warpfit_server.datasets import DatasetStore, Upload
 from warpfit_server.engine_connection import EngineConnection, Run
-from warpfit_server.limits import check_batch, check_fit, check_result
+from warpfit_server.limits import check_batch, check_fit, check_loss, check_names, check_result
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tenants import key_of, tenant_of
 
@@ -84,7 +84,9 @@ class EvaluateService:
         with ExitStack() as held:
             arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
-            evaluation = _of_tenant(codec.evaluation_from_bytes(message), tenant)
+            request = codec.parse_message(pb.EvaluateRequest, message)
+            check_loss(len(request.loss_function.codes), limits)
+            evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
             layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
@@ -106,7 +108,9 @@ class EvaluateService:
         with ExitStack() as held:
             arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
-            request = codec.fit_from_message(codec.parse_message(pb.OptimizeRequest, message))
+            parsed = codec.parse_message(pb.OptimizeRequest, message)
+            check_loss(len(parsed.problem.loss_function.codes), limits)
+            request = codec.fit_from_message(parsed)
             request = replace(request, problem=_of_tenant(request.problem, tenant))
             layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
             check_batch(request.problem.batch, limits)
@@ -180,12 +184,14 @@ class EvaluatorService(EvaluateService):
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and give it to the engine."""
         tenant = tenant_of(context)
-        layout, content_id = codec.upload_start(next(messages, b""))
-        try:
-            with self._datasets.lease(key_of(tenant, content_id)) as resident:
-                return codec.dataset_info(content_id, resident.layout).SerializeToString()
-        except DatasetNotFoundError:
-            limits = self._admission.limits(tenant)
+        first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
+        limits = self._admission.limits(tenant)
+        check_names(first.header.layout.names, limits)
+        layout, content_id = codec.upload_header(first)
+        key = key_of(tenant, content_id)
+        self._supervisor.quarantine.suspects.check_dataset(key)
+        with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
+            return codec.dataset_info(content_id, resident.layout).SerializeToString()
         self._receive(self._datasets.begin(layout, content_id, tenant, limits), messages)
         requests.received(layout.nbytes)
         return codec.dataset_info(content_id, layout).SerializeToString()
@@ -194,6 +200,7 @@ class EvaluatorService(EvaluateService):
         """Say whether a data set is resident, and renew it."""
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        self._supervisor.quarantine.suspects.check_dataset(key)
         with self._datasets.lease(key) as dataset:
             return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
 

@@ -16,10 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import (
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+    WarpfitError,
+)
 from warpfit.info import Device
 from warpfit_server import messages
 from warpfit_server.channel import Channel, ChannelClosedError, socket_pair
@@ -28,23 +34,42 @@ from warpfit_server.config import Config
 from warpfit_server.datasets import ResidentDataset
 from warpfit_server.engine.stuck import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
 from warpfit_server.engine_connection import EngineConnection, unavailable
+from warpfit_server.quarantine import Quarantine
 from warpfit_server.segments import SegmentPool
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
 #: What exit statuses of the engine process mean.
 _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
+#: Ends of an engine that its work has nothing to do with.
+_NOT_ITS_WORK: Final = (
+    *("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit 0"),
+    *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
+)
+#: Data sets that a new engine is given before it has loaded the first of them: more would fill both
+#: directions of the channel.
+_LOADS_AHEAD: Final = 16
+#: Pause after an engine could not even be started, in seconds.
+_SHORTAGE_SECONDS: Final = 1.0
+_VM_STATISTICS: Final = Path("/proc/vmstat")
 
 
 class EngineSupervisor:
     """Owns the engine process, the channel to it and this process's connection for calls."""
 
     def __init__(self, config: Config, pool: SegmentPool) -> None:
-        self.connection = EngineConnection(pool, self._reconnect)
+        self.quarantine = Quarantine()
+        """What engines have died of."""
+        self.connection = EngineConnection(pool, self.quarantine.suspects)
+        self.connection.report = self.quarantine.report
+        self.connection.on_loss = self._connect
         self._config = config
+        self._number = 0
+        self._out_of_memory = 0
         self._lock = threading.Lock()
         self._channel: Channel | None = None  # None while no engine is ready
         self._loads: dict[bytes, Future[None]] = {}
+        self._starting: set[bytes] = set()  # of these, those that the engine loads as it starts
         self._ready: messages.Ready | None = None
         self._started = threading.Event()
         self._stopping = threading.Event()
@@ -123,11 +148,12 @@ class EngineSupervisor:
         with self._lock:
             self._tell(messages.Count())
 
-    def connect(self) -> socket.socket:
-        """Make a connection to the engine; return this side's end.
+    def connect(self) -> tuple[int, socket.socket]:
+        """Make a connection to the engine; return its number and this side's end.
 
         Raises:
             UnavailableError: if no engine is ready.
+            ResourceExhaustedError: if this process can open no more files.
 
         """
         with self._lock:
@@ -137,21 +163,30 @@ class EngineSupervisor:
             with theirs:
                 try:
                     self._channel.send(messages.Connect(), [theirs.fileno()])
-                except ChannelClosedError as error:
+                except BaseException as error:
                     ours.close()
-                    raise unavailable() from error
-            return ours
+                    if isinstance(error, ChannelClosedError):
+                        raise unavailable() from error
+                    raise
+            return self._number, ours
 
-    def _reconnect(self) -> None:
-        """Connect again to an engine that has closed the connection and goes on."""
-        with suppress(UnavailableError):  # it is gone; the next one brings a connection
-            self.connection.open(self.connect())
+    def _connect(self) -> None:
+        """Open this process's connection, if there is an engine."""
+        try:
+            number, end = self.connect()
+        except UnavailableError:
+            return  # the next engine brings a connection
+        except ResourceExhaustedError as error:
+            _LOG.error("no connection to the engine: %s", error)
+            return  # the probe asks again
+        self.connection.open(end, number)
 
     def settled(self, dataset: ResidentDataset) -> None:
         """Wait until the engine has a data set that is on its way to it.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
+            FailedPreconditionError: if engines have died of it.
 
         """
         self.load(dataset).result()
@@ -159,9 +194,16 @@ class EngineSupervisor:
     def load(self, dataset: ResidentDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 
-        The future fails with ResourceExhaustedError if the device has no room.
+        The future fails with ResourceExhaustedError if the device has no room, and with
+        FailedPreconditionError if engines have died of the data set.
         """
         with self._lock:
+            try:
+                self.quarantine.suspects.check_dataset(dataset.key)
+            except FailedPreconditionError as error:
+                refused: Future[None] = Future()
+                refused.set_exception(error)
+                return refused
             if self._channel is None:
                 done: Future[None] = Future()
                 done.set_result(None)
@@ -190,11 +232,15 @@ class EngineSupervisor:
             return future
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
-        load = messages.Load(dataset.key, dataset.layout, segment.identifier, segment.size)
+        layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
+        load = messages.Load(dataset.key, layout, segment.identifier, segment.size)
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:
             future.set_result(None)  # the next engine loads it as it starts
+        except WarpfitError as error:
+            del self._loads[dataset.key]
+            future.set_exception(error)
         return future
 
     def _tell(self, message: messages.Message) -> None:
@@ -202,18 +248,25 @@ class EngineSupervisor:
         if self._channel is not None:
             try:
                 self._channel.send(message)
-            except ChannelClosedError:
-                _LOG.debug("the engine is gone, %s not sent", type(message).__name__)
+            except (ChannelClosedError, WarpfitError) as error:
+                _LOG.warning("the engine was not sent %s: %s", type(message).__name__, error)
 
     # ------------------------------------------------------------------- the watching thread
 
     def _watch(self) -> None:
         failures = 0
         while not self._stopping.is_set():
-            code = self._run_engine()
+            try:
+                code = self._run_engine()
+            except Exception:  # whatever it is, another engine must come
+                _LOG.exception("the engine process could not be run")
+                if not self._started.is_set():
+                    self._started.set()
+                    return
+                self._stopping.wait(_SHORTAGE_SECONDS)
+                continue
             if self._stopping.is_set():
                 return
-            self.restarts[self._cause or cause_of_death(code)] += 1
             # One that was ready died of its work, and its clients wait: the next starts at once.
             failures = 0 if self._was_ready else failures + 1
             if not self._started.is_set():
@@ -240,15 +293,41 @@ class EngineSupervisor:
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
             self._was_ready = False
+            self._number += 1
+            self._starting = set()
+            self._out_of_memory = _out_of_memory()
+        loading: bytes | None = None
         try:
             while True:
                 self._handle(channel, *channel.receive())
-        except (ChannelClosedError, UnavailableError):
-            self._forget_engine()
+        except ChannelClosedError:
+            loading = self._forget_engine()
         finally:
             channel.close()
             process.kill()
-        return process.wait()
+        code = process.wait()
+        if not self._stopping.is_set():
+            self._examine(code, loading)
+        return code
+
+    def _examine(self, code: int, loading: bytes | None) -> None:
+        """Note why an engine has ended.
+
+        Args:
+            code: its exit status.
+            loading: the data set that it was loading, if any.
+
+        """
+        cause = self._cause or cause_of_death(code)
+        if cause == "SIGKILL" and _out_of_memory() > self._out_of_memory:
+            cause = "out_of_memory"
+        self.restarts[cause] += 1
+        self.quarantine.engine_died(
+            self._number,
+            is_blamed=cause not in _NOT_ITS_WORK,
+            loading=loading,
+            at_start=loading in self._starting,
+        )
 
     def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
         match message:
@@ -267,11 +346,19 @@ class EngineSupervisor:
             self._was_ready = True
             self._channel = channel
         for dataset in self._resident():
+            while self._loads_ahead() >= _LOADS_AHEAD:
+                self._handle(channel, *channel.receive())
+            self._starting.add(dataset.key)
             self.load(dataset)
         # The engine serves it after it has dealt with what was sent before: the data sets.
-        self.connection.open(self.connect())
+        self._connect()
         self._on_ready()
         self._started.set()
+
+    def _loads_ahead(self) -> int:
+        """Number of data sets that the engine has been given and has not loaded."""
+        with self._lock:
+            return sum(not future.done() for future in self._loads.values())
 
     def _settle_load(self, message: messages.Loaded) -> None:
         with self._lock:
@@ -286,15 +373,26 @@ class EngineSupervisor:
             _LOG.warning("data set %s: %s", message.content_id.hex()[:16], message.error)
             future.set_exception(message.error)
 
-    def _forget_engine(self) -> None:
+    def _forget_engine(self) -> bytes | None:
+        """Do without an engine; return the data set that it was loading, if any."""
         with self._lock:
             self._channel = None
-            loads, self._loads = list(self._loads.values()), {}
+            loads, self._loads = self._loads, {}
         self.connection.shut()
         self.on_loss()
-        for future in loads:
-            if not future.done():
-                future.set_result(None)
+        unfinished = {key: future for key, future in loads.items() if not future.done()}
+        for future in unfinished.values():
+            future.set_result(None)
+        return next(iter(unfinished), None)  # it loads them in the order in which they were sent
+
+
+def _out_of_memory() -> int:
+    """Number of processes that the kernel has ended for want of memory; 0 if it does not say."""
+    try:
+        lines = _VM_STATISTICS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def cause_of_death(code: int) -> str:

@@ -36,6 +36,8 @@ from warpfit_server.watch import Watch
 _LOG: Final = logging.getLogger("warpfit.tenants")
 #: The tenant of all calls where the server asks for no credentials.
 ANONYMOUS: Final = "default"
+#: To whom the probe belongs: no caller's tenant has this name.
+PROBE: Final = ""
 #: Share of the server's places and queue that one of several tenants may take.
 _SHARE: Final = 0.75
 _ATTRIBUTE: Final = "_warpfit_tenant"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,9 +47,10 @@ def fit(**settings_):
 
 def test_the_arrays_of_a_frame_do_not_overlap():
     wanted = evaluation(loss=Loss.MSE, **dict.fromkeys(WISHES, True))
-    frame = Frame.of(wanted, DATA.layout)
+    custom = huber()
+    frame = replace(Frame.of(wanted, DATA.layout), loss_tokens=len(custom.row.codes))
     segment = Segment.create(1, frame.nbytes)
-    frame.write(segment, BATCH)
+    frame.write(segment, evaluation(custom_loss=custom))
     views = {
         "values": frame.values_view(segment),
         "losses": frame.losses_view(segment),
@@ -63,6 +65,7 @@ def test_the_arrays_of_a_frame_do_not_overlap():
     for number, (name, view) in enumerate(views.items(), start=1):
         assert (view == number).all(), name
     np.testing.assert_array_equal(frame.batch(segment).parameters, BATCH.parameters)
+    assert frame.custom_loss(segment, Closing.MEAN) == custom
     assert frame.extra("scaling", segment) is None
 
 
@@ -99,8 +102,9 @@ def test_requests_and_progress_of_fits_cross_the_channel():
         loss=None,
         tier=request.problem.tier,
         submitted=123,
-        custom_loss=huber(),
+        closing=Closing.SUM,
         requested=("gradient",),
+        alone=2.0,
     )
     ours.send(Optimize(problem, request.settings, 17.5))
     received, _ = theirs.receive()

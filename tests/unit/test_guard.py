@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpfit.codec import error_to_detail
 from warpfit.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -76,7 +78,11 @@ class TestTokens:
         assert caught.value.reason == "TOKEN_EXPIRED"
 
     @pytest.mark.parametrize(
-        "text", ["alice", "alice zz", "alice abcd", f"alice {'ab' * 32} never", "a b c d", "\xff"]
+        "text",
+        [
+            *("alice", "alice zz", "alice abcd", f"alice {'ab' * 32} never", "a b c d", "\xff"),
+            f"{'a' * 129} {'ab' * 32}",
+        ],
     )
     def test_a_wrong_file_is_refused_with_its_line(self, tmp_path, text):
         path = tmp_path / "tokens"
@@ -133,7 +139,7 @@ class TestAuthenticator:
     def test_certificates_name_the_tenant(self):
         authenticator = Authenticator(None, certificates=True)
         assert self._caller(authenticator, Context(names=[b"alice"])) == ("alice", False)
-        for names in (None, [], [b""]):
+        for names in (None, [], [b""], [b"a" * 129], [b"\xff" * 100]):
             with pytest.raises(UnauthenticatedError):
                 self._caller(authenticator, Context(names=names))
 
@@ -246,6 +252,11 @@ def unpacked(error, kind):
     return None
 
 
+def grpc_message(text):
+    """How gRPC writes the message of a status down."""
+    return quote(text, safe="".join(chr(c) for c in range(32, 127) if chr(c) != "%"))
+
+
 class TestDetails:
     def test_a_bad_token(self):
         error = ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
@@ -265,6 +276,16 @@ class TestDetails:
         assert unpacked(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
         assert unpacked(error, error_details_pb2.ErrorInfo).metadata["needed"] == "5"
         assert unpacked(error, error_details_pb2.BadRequest) is None
+
+    @pytest.mark.parametrize("character", ["x", "\u20ac", "\n"])
+    def test_all_of_an_error_that_quotes_much_fits_the_metadata_of_a_call(self, character):
+        much = character * 100_000
+        error = InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
+        message = grpc_message(str(error))
+        entries = (error_to_detail(error), status_details(error))
+        encoded = [4 * -(-len(entry) // 3) for entry in entries]
+        assert len(message) + sum(encoded) < 7_500
+        assert error.message.endswith("...")
 
     def test_what_does_not_apply_is_left_out(self):
         error = UnavailableError("what", "ENGINE_RESTARTING")

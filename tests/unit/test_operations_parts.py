@@ -19,19 +19,20 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.request import Timings
 from warpfit.scrape import Change, Scrape
 from warpfit_server import gpu
 from warpfit_server.config import Config
 from warpfit_server.datasets import Usage
-from warpfit_server.doors import _Door
+from warpfit_server.doors import Doors, _Door
 from warpfit_server.engine.base import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.engine.stuck import EXIT_STUCK, Overseer
 from warpfit_server.gpu import GpuMonitor, GpuUsage
 from warpfit_server.health import Health
 from warpfit_server.measurements import BOUNDS, Delta, Recorder, Sample
 from warpfit_server.metrics import ServerCollector, Sources
+from warpfit_server.quarantine import Quarantine
 from warpfit_server.requests import Request
 from warpfit_server.supervisor import cause_of_death
 from warpfit_server.tracing import SpanTracer, make_tracer
@@ -178,7 +179,10 @@ class TestWatchdog:
         health = Health("service")
         health.set_ready(True)
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
-        return Watchdog(config, supervisor, None, health), health, replaced
+        self.others_answer = True
+        watchdog = Watchdog(config, supervisor, None, health, lambda: self.others_answer)
+        watchdog.answers = True
+        return watchdog, health, replaced
 
     def test_a_question_without_an_answer(self):
         watchdog, health, replaced = self.make()
@@ -202,7 +206,7 @@ class TestWatchdog:
 
     def test_a_wrong_answer(self):
         watchdog, health, replaced = self.make()
-        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=lambda: False)
+        watchdog._probe = SimpleNamespace(ask=lambda: False)
         watchdog._ask()
         assert not health.ready
         assert replaced == ["wrong_answer"]
@@ -213,13 +217,83 @@ class TestWatchdog:
         def refuse():
             raise UnavailableError("the engine is restarting")
 
-        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=refuse)
+        watchdog._probe = SimpleNamespace(ask=refuse)
         watchdog._ask()
         assert not health.ready
-        watchdog._probe = SimpleNamespace(connect=lambda: None, ask=lambda: True)
+        watchdog._probe = SimpleNamespace(ask=lambda: True)
         watchdog._ask()
         assert health.ready
         assert not replaced
+
+    def test_probes_that_fail_at_once_for_long_although_there_is_an_engine(self):
+        watchdog, health, replaced = self.make()
+
+        def fail():
+            raise UnavailableError("the connection was lost")
+
+        watchdog._probe = SimpleNamespace(ask=fail)
+        watchdog._ask()
+        failing = watchdog._failing
+        watchdog._ask()
+        watchdog.look(failing + 9.0)
+        assert not replaced
+        watchdog.look(failing + 10.1)
+        watchdog.look(failing + 10.2)
+        assert replaced == ["no_answer"]
+        assert not health.ready
+        watchdog.engine_ready()
+        assert watchdog._failing is None
+
+    @pytest.mark.parametrize("error", [ResourceExhaustedError("no files"), OSError("no files")])
+    def test_a_process_that_lacks_something_does_not_kill_the_engine_for_it(self, error):
+        watchdog, health, replaced = self.make()
+
+        def fail():
+            raise error
+
+        watchdog._probe = SimpleNamespace(ask=fail)
+        watchdog._ask()
+        watchdog.look(1e12)
+        assert not health.ready
+        assert replaced == ([] if isinstance(error, ResourceExhaustedError) else ["no_answer"])
+
+    def test_it_is_ready_only_when_every_process_answers(self):
+        watchdog, health, _ = self.make()
+        watchdog._probe = SimpleNamespace(ask=lambda: True)
+        self.others_answer = False
+        watchdog._ask()
+        assert not health.ready
+        self.others_answer = True
+        watchdog.look(0.0)
+        assert health.ready
+
+
+class TestDoors:
+    def make(self):
+        config = Config(probe_seconds=2.0, probe_timeout=3.0, hang_seconds=10.0)
+        supervisor = SimpleNamespace(quarantine=Quarantine())
+        doors, killed = Doors(config, supervisor, None, None, None), []
+        process = SimpleNamespace(pid=7, kill=lambda: killed.append(True))
+        door = _Door(process, None)
+        door.serving.set()
+        doors._doors.append(door)
+        return doors, door, killed
+
+    def test_a_door_answers_from_its_first_right_probe_until_it_has_none_for_long(self):
+        doors, door, _ = self.make()
+        assert not doors.answer()
+        door.answers, door.probed = True, time.monotonic()
+        assert doors.answer()
+        door.probed -= 6.0
+        assert not doors.answer()
+
+    def test_a_door_that_does_not_reach_an_engine_that_answers_others_is_replaced(self):
+        doors, door, killed = self.make()
+        door.answered -= 11.0
+        doors.kill_silent(engine_answers=False)
+        assert not killed
+        doors.kill_silent(engine_answers=True)
+        assert killed
 
 
 class TestOverseer:

@@ -22,6 +22,7 @@ from warpfit.codec.datasets import (
     release_message,
     release_response,
     upload_data,
+    upload_header,
     upload_messages,
     upload_start,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "timings_from_message",
     "timings_to_message",
     "upload_data",
+    "upload_header",
     "upload_messages",
     "upload_start",
     "value_pieces",

@@ -113,7 +113,11 @@ def upload_start(data: bytes) -> tuple[Layout, bytes]:
         InvalidArgumentError: if it is no header, or the header is wrong.
 
     """
-    message = parse_message(pb.UploadVariablesRequest, data)
+    return upload_header(parse_message(pb.UploadVariablesRequest, data))
+
+
+def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
+    """Decode the first message of an upload, once it is parsed; see `upload_start`."""
     if message.WhichOneof("part") != "header":
         raise InvalidArgumentError(
             "the upload does not start with a header",

@@ -15,6 +15,7 @@ from warpfit.v1 import evaluator_pb2 as pb
 
 #: Name of the trailing metadata entry with the ErrorDetail of a failed call.
 ERROR_METADATA_KEY: Final = "warpfit-error-bin"
+_NUMBERS: Final = ("expression", "token", "needed", "available")
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
 REQUEST_ID_KEY: Final = "x-request-id"
 _UINT64_MAX: Final = 2**64 - 1
@@ -39,12 +40,13 @@ def error_to_detail(error: WarpfitError) -> bytes:
         message=error.message,
         remedy=error.remedy,
         field=error.field,
-        expression=error.expression,
-        token=error.token,
-        needed=None if error.needed is None else min(error.needed, _UINT64_MAX),
-        available=error.available,
+        **{name: _uint64(getattr(error, name)) for name in _NUMBERS},
         retry_after_ms=_milliseconds(error.retry_after),
     ).SerializeToString()
+
+
+def _uint64(number: int | None) -> int | None:
+    return None if number is None else min(_UINT64_MAX, max(0, number))
 
 
 def _milliseconds(seconds: float | None) -> int | None:
@@ -108,8 +110,7 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
 def _error_from_detail(cls: type[WarpfitError], data: bytes) -> WarpfitError:
     detail = pb.ErrorDetail.FromString(data)
     optional: dict[str, Any] = {
-        name: getattr(detail, name) if detail.HasField(name) else None
-        for name in ("expression", "token", "needed", "available")
+        name: getattr(detail, name) if detail.HasField(name) else None for name in _NUMBERS
     }
     if detail.HasField("retry_after_ms"):
         optional["retry_after"] = detail.retry_after_ms / 1000

@@ -375,7 +375,7 @@ class Device(_message.Message):
     def __init__(self, name: _Optional[str] = ..., threads: _Optional[int] = ..., memory: _Optional[int] = ..., compute_capability: _Optional[str] = ..., driver: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests", "rows", "rate")
+    __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests", "rows", "rate", "loss_tokens", "names", "name_bytes")
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DATASET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +387,9 @@ class Limits(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
+    LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    NAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     message_bytes: int
     dataset_bytes: int
     resident_bytes: int
@@ -398,7 +401,10 @@ class Limits(_message.Message):
     requests: int
     rows: int
     rate: float
-    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., rate: _Optional[float] = ...) -> None: ...
+    loss_tokens: int
+    names: int
+    name_bytes: int
+    def __init__(self, message_bytes: _Optional[int] = ..., dataset_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., programs: _Optional[int] = ..., tokens: _Optional[int] = ..., program_tokens: _Optional[int] = ..., vectors: _Optional[int] = ..., result_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., rate: _Optional[float] = ..., loss_tokens: _Optional[int] = ..., names: _Optional[int] = ..., name_bytes: _Optional[int] = ...) -> None: ...
 
 class OperatorInfo(_message.Message):
     __slots__ = ("code", "name", "arity", "symbol", "notes")

@@ -27,16 +27,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import CancelledError, InternalError, WarpfitError
+from warpfit.errors import CancelledError, InternalError, ResourceExhaustedError, WarpfitError
 from warpfit.request import Timings
 from warpfit_server import messages
 from warpfit_server.channel import ChannelClosedError
 from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Steps, run_to_end
+from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.merging import merge_key, merged, scatter
-from warpfit_server.engine.request import Connection, Request
+from warpfit_server.engine.request import Connection, Request, problem_of
 from warpfit_server.engine.scheduler import Scheduler, Task
 from warpfit_server.engine.stuck import EXIT_BROKEN
 from warpfit_server.logs import works_for
+from warpfit_server.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 Tasks = list[Task[Request]]
@@ -55,8 +57,9 @@ class Loop:
         self._engine = engine
         self._begin = begin
         self._scheduler: Scheduler[Request] = Scheduler(engine.step_size)
+        self._isolation = Isolation(self._scheduler)
         self._queue = threading.Lock()
-        """Guards the scheduler and `_at_work`."""
+        """Guards the scheduler, the isolation and `_at_work`."""
         self._receiving = threading.Lock()
         """Held by the one thread that receives."""
         self._connections: dict[int, Connection] = {}
@@ -104,12 +107,12 @@ class Loop:
             return tasks
         with self._receiving:
             while not (tasks := self._choose()):
-                self._receive(None)
+                self._receive(self._isolation.timeout)
         return tasks
 
     def _choose(self) -> Tasks:
         with self._queue:
-            tasks = self._scheduler.next()
+            tasks = self._isolation.next()
             for task in tasks:
                 self._at_work[task.item] = task.item.cancelled
             return tasks
@@ -128,21 +131,20 @@ class Loop:
             for task in tasks:
                 del self._at_work[task.item]
             if waits_for is None:
-                for task in left:
-                    self._scheduler.add(task)
+                self._isolation.ended(tasks, left)
         if waits_for is not None:
-            waits_for.add_done_callback(lambda _: self._resume(tasks[0]))
+            waits_for.add_done_callback(lambda _: self._resume(tasks))
 
-    def _resume(self, task: Task[Request]) -> None:
+    def _resume(self, tasks: Tasks) -> None:
         """Queue a task again that has waited for something."""
         with self._queue:
-            self._scheduler.add(task)
+            self._isolation.ended(tasks, tasks)
         os.eventfd_write(self._wake, 1)
 
     # ------------------------------------------------------------------------- receiving
 
     def _receive(self, timeout: float | None) -> None:
-        """Take in what front ends have sent; wait for it, for ever if ``timeout`` is None."""
+        """Take in what front ends have sent; wait at most so many seconds, None: for ever."""
         for descriptor, _ in self._poll.poll(timeout):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
@@ -161,7 +163,11 @@ class Loop:
             case messages.Unmap():
                 connection.segments.pop(message.segment, None)
             case messages.Evaluate() | messages.Optimize():
-                request = connection.receive(message, descriptors)
+                try:
+                    request = connection.receive(message, descriptors)
+                except ResourceExhaustedError as error:
+                    connection.send(messages.Finished(problem_of(message).request, error=error))
+                    return
                 task = Task(request, request.problem.tenant, *self._merging(request))
                 with self._queue:
                     self._scheduler.add(task)
@@ -171,7 +177,7 @@ class Loop:
     def _merging(self, request: Request) -> tuple[Any, int]:
         """Tell with what a request can be merged, and its token-rows."""
         evaluation = request.evaluation
-        key = None if request.is_fit else merge_key(evaluation)
+        key = None if request.is_fit or request.alone else merge_key(evaluation)
         try:
             if key is None or not self._engine.gains_from_merging(evaluation):
                 return None, 0
@@ -214,24 +220,30 @@ class Loop:
         wanted = [request for request in requests if not request.cancelled[0]]
         for request in wanted:
             request.begins()
-        whole = merged([request.evaluation for request in wanted]) if wanted else None
-        if whole is not None:
-            losses = np.empty((len(whole.batch), whole.batch.vectors))
-            outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), _ignore)
+        if wanted:
             try:
-                timings = run_to_end(self._engine.evaluate(whole, outputs))
-            except WarpfitError as error:  # one of them is at fault: each runs alone
+                timings = self._evaluate_merged(wanted)
+            except EngineBrokenError:
+                raise
+            except Exception as error:  # one of them is at fault: each runs alone
                 _LOG.debug("a merged evaluation failed: %s", error)
                 for task in tasks:
                     task.merge_key = None
                 return tasks
-            scatter(losses, [request.losses for request in wanted])
             for request in wanted:
                 self._answer(request, timings)
         for request in requests:
             if request not in wanted:
                 self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
         return []
+
+    def _evaluate_merged(self, requests: list[Request]) -> Timings:
+        whole = merged([request.evaluation for request in requests])
+        losses = np.empty((len(whole.batch), whole.batch.vectors))
+        outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), _ignore)
+        timings = run_to_end(self._engine.evaluate(whole, outputs))
+        scatter(losses, [request.losses for request in requests])
+        return timings
 
     def _answer(self, request: Request, timings: Timings) -> None:
         queue = request.waited + timings.queue
@@ -242,7 +254,8 @@ class Loop:
             raise error
         if not isinstance(error, WarpfitError):
             _LOG.error("a request failed", exc_info=error)
-            error = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
+            failure = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
+            error = shortage(error) or failure
         self._finish(request, messages.Finished(request.number, error=error))
 
     @staticmethod

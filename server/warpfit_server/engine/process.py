@@ -27,6 +27,7 @@ from warpfit_server.engine.stuck import EXIT_CANNOT_RUN, Overseer
 from warpfit_server.engine.work import Worker
 from warpfit_server.logs import configure_logging
 from warpfit_server.segments import Segment
+from warpfit_server.shortages import shortage
 from warpfit_server.workers import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -60,8 +61,10 @@ class EngineProcess:
             match message:
                 case messages.Stop():
                     return
-                case messages.Connect():
+                case messages.Connect() if descriptors:
                     self._loop.add(Connection(Channel(socket.socket(fileno=descriptors[0]))))
+                case messages.Connect():  # the front end finds its end closed, and asks again
+                    _LOG.error("a connection was lost: too many open files")
                 case messages.Load():
                     self._load(message, descriptors)
                 case messages.Unload():
@@ -73,17 +76,21 @@ class EngineProcess:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
     def _load(self, message: messages.Load, descriptors: Sequence[int]) -> None:
-        segment = Segment(message.segment, descriptors[0], message.size)
-        layout = message.layout
-        matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
-        dataset = Dataset.resident(layout, matrix, message.content_id)
-        segment.close()  # the matrix keeps the mapping
-        error = None
+        error: WarpfitError | None = None
         try:
+            segment = Segment.received(message.segment, descriptors, message.size)
+            layout = message.layout
+            matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
+            segment.close()  # the matrix keeps the mapping
+            dataset = Dataset.resident(layout, matrix, message.content_id)
             self._engine.load(dataset)
             self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
             error = refused
+        except (OSError, MemoryError) as failed:
+            error = shortage(failed)
+            if error is None:
+                raise
         self._channel.send(messages.Loaded(message.content_id, error))
 
 

@@ -9,9 +9,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.errors import WarpfitError
 from warpfit.request import Evaluation, Timings
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.engine.base import Steps
+from warpfit_server.frame import BEGUN
 from warpfit_server.messages import Evaluate, Event, Optimize, Order
 from warpfit_server.segments import Segment
 
@@ -31,10 +33,16 @@ class Connection:
         """Those that have no answer yet."""
 
     def receive(self, order: Order, descriptors: list[int]) -> Request:
-        """Make a request of a message; its segment is mapped now if it is a new one."""
-        problem = order.problem if isinstance(order, Optimize) else order
-        if descriptors:
-            self.segments[problem.segment] = Segment(problem.segment, descriptors[0], problem.size)
+        """Make a request of a message; its segment is mapped now if it is a new one.
+
+        Raises:
+            ResourceExhaustedError: if this process can map no more; the front end is not told.
+
+        """
+        problem = problem_of(order)
+        identifier = problem.segment
+        if descriptors or identifier not in self.segments:
+            self.segments[identifier] = Segment.received(identifier, descriptors, problem.size)
         request = Request(self, order, problem, self.segments[problem.segment])
         self.requests.add(request)
         return request
@@ -45,6 +53,9 @@ class Connection:
             self.channel.send(message)
         except ChannelClosedError as error:
             _LOG.debug("an answer was not sent: %s", error)
+        except WarpfitError as error:
+            _LOG.error("an answer was not sent: %s", error)
+            self.channel.shut()  # the front end would wait for ever
 
 
 class Request:
@@ -61,6 +72,10 @@ class Request:
         self.number = problem.request
         self.cancelled: NDArray[np.uint8] = problem.frame.flag(segment)
         """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
+        self.state = problem.frame.state(segment)
+        """[1], which the front end reads if this process dies; see `Frame.state`."""
+        self.alone = problem.alone
+        """Seconds for which nothing may run beside it; 0: anything may."""
         self.steps: Steps[Timings] | None = None
         """None until the first step."""
         self.waited = 0
@@ -87,19 +102,29 @@ class Request:
 
     def begins(self) -> None:
         """Take notice that its first step begins."""
+        if not self.alone:
+            self.state[0] = BEGUN
         self.waited = time.monotonic_ns() - self.problem.submitted
 
 
+def problem_of(order: Order) -> Evaluate:
+    """Return an evaluation itself, or that of a fit."""
+    return order.problem if isinstance(order, Optimize) else order
+
+
 def _evaluation(message: Evaluate, segment: Segment) -> Evaluation:
+    frame, custom = message.frame, None
+    if message.closing is not None:
+        custom = frame.custom_loss(segment, message.closing)
     requested: Any = dict.fromkeys(message.requested, True)
     return Evaluation(
         message.dataset_id,
-        message.frame.batch(segment),
+        frame.batch(segment),
         message.rows,
         message.precision,
         message.loss,
-        message.frame.values,
+        frame.values,
         message.tier,
-        custom_loss=message.custom_loss,
+        custom_loss=custom,
         **requested,
     )

@@ -88,6 +88,14 @@ class _Tenant(Generic[Item]):
         task, _ = share.tasks.popitem(last=False)
         return task
 
+    def remove(self, task: Task[Item]) -> bool:
+        """Take a certain task; tell whether it has waited."""
+        for share in (self.short, self.long):
+            if task in share.tasks:
+                del share.tasks[task]
+                return True
+        return False
+
     def charged(self, task: Task[Item], seconds: float) -> None:
         """Charge a step of a task."""
         share = self.long if task.is_long else self.short
@@ -130,17 +138,37 @@ class Scheduler(Generic[Item]):
         tenant.add(task)
         self._waiting += 1
 
-    def next(self) -> list[Task[Item]]:
+    def next(self, only: str | None = None) -> list[Task[Item]]:
         """Take the tasks of the next step: none, one, or several that are merged.
 
         Each must come back through `ran`.
+
+        Args:
+            only: the tenant whose turn it is; None for the one that has been served least.
+
         """
         if not self._waiting:
             return []
-        tenant = min((t for t in self._tenants.values() if t.is_waiting), key=lambda t: t.charge)
+        tenants = self._tenants.values() if only is None else self._named(only)
+        waiting = [tenant for tenant in tenants if tenant.is_waiting]
+        if not waiting:
+            return []
+        tenant = min(waiting, key=lambda t: t.charge)
         self._level = max(self._level, tenant.charge)
         first = self._take(tenant, tenant.pop())
         return [first, *self._companions(first)]
+
+    def take(self, task: Task[Item]) -> list[Task[Item]]:
+        """Take a certain task for the next step, if it waits."""
+        tenant = self._tenants.get(task.tenant)
+        if tenant is None or not tenant.remove(task):
+            return []
+        return [self._take(tenant, task)]
+
+    def put_back(self, task: Task[Item]) -> None:
+        """Let a task wait that `next` has returned."""
+        self.ran([task], 0.0)
+        self.add(task)
 
     def ran(self, tasks: list[Task[Item]], seconds: float) -> None:
         """Charge the tenants of a step; unfinished tasks have to be added again.
@@ -157,6 +185,9 @@ class Scheduler(Generic[Item]):
             tenant.charged(task, share)
             tenant.running -= 1
             task.used += share
+
+    def _named(self, name: str) -> list[_Tenant[Item]]:
+        return [self._tenants[name]] if name in self._tenants else []
 
     def _take(self, tenant: _Tenant[Item], task: Task[Item]) -> Task[Item]:
         tenant.running += 1

@@ -3,11 +3,14 @@
 ``deaf=FILE``    while the file exists, evaluations of many programs go on though cancelled;
 ``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
 ``idle=1``       evaluations of many programs compute nothing, their values are those before;
-``leak=BYTES``   each answered call of the front door keeps that many bytes for ever.
+``leak=BYTES``   each answered call of the front door keeps that many bytes for ever;
+``kill=NUMBER``  the engine dies of batches with that constant, and of data sets of 13 variables;
+``cut=NUMBER``   an evaluation with that constant loses its connection, and the engine lives.
 """
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from importlib.abc import MetaPathFinder
@@ -17,6 +20,8 @@ from pathlib import Path
 KIND, _, VALUE = os.environ.get("WARPFIT_TEST_FAULT", "").partition("=")
 #: Programs of a batch from which on it is spoilt.
 MANY = 7
+#: Variables of a data set that an engine dies of.
+FATAL_VARIABLES = 13
 
 
 def _hang(module) -> None:
@@ -37,7 +42,7 @@ def _idle(module) -> None:
 
     def faulty(self, evaluation, outputs):
         if len(evaluation.batch) < MANY:
-            return evaluate(self, evaluation, outputs)
+            return (yield from evaluate(self, evaluation, outputs))
         return module.Timings()
 
     module.CpuEngine.evaluate = faulty
@@ -53,7 +58,42 @@ def _leak(module) -> None:
     module.answered = faulty
 
 
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)  # any thread of the process may get it, a moment later
+
+
+def _kill(module) -> None:
+    evaluate, load = module.CpuEngine.evaluate, module.CpuEngine.load
+
+    def fatal_batch(self, evaluation, outputs):
+        if float(VALUE) in evaluation.batch.values:
+            time.sleep(0.05)  # others are under way beside it
+            _die()
+        return evaluate(self, evaluation, outputs)
+
+    def fatal_dataset(self, dataset):
+        if dataset.layout.variables == FATAL_VARIABLES:
+            _die()
+        load(self, dataset)
+
+    module.CpuEngine.evaluate, module.CpuEngine.load = fatal_batch, fatal_dataset
+
+
+def _cut(module) -> None:
+    begin = module.Worker.begin
+
+    def faulty(self, request):
+        if float(VALUE) in request.evaluation.batch.values:
+            request.connection.channel.shut()
+        return begin(self, request)
+
+    module.Worker.begin = faulty
+
+
 _FAULTS = {
+    "kill": ("warpfit_server.engine.cpu", _kill),
+    "cut": ("warpfit_server.engine.work", _cut),
     "deaf": ("warpfit_server.engine.cpu", _hang),
     "frozen": ("warpfit_server.engine.cpu", _hang),
     "idle": ("warpfit_server.engine.cpu", _idle),

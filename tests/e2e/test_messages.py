@@ -1,0 +1,181 @@
+"""Messages between the server's processes: their length, and connections that are lost."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+import warpfit
+from support import health
+from support.faults import injected
+from support.rpcs import OWN_CONNECTION, SERVICE, evaluate_request
+from support.server import ServerProcess
+from warpfit import codec
+from warpfit.losses import LossFunction
+from warpfit.v1 import evaluator_pb2 as pb
+
+X = np.random.default_rng(0).normal(size=(50, 2))
+CUT = 777.0
+NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
+
+
+def long_loss(tokens):
+    """A loss of an odd number of tokens."""
+    return LossFunction.parse("+".join(["f"] * (tokens // 2 + 1)))
+
+
+@pytest.fixture(scope="module")
+def own_server():
+    flags = ("--threads", "1", "--front-doors", "2", "--health-port", "0")
+    with ServerProcess(*flags, **injected(f"cut={CUT}")) as process:
+        yield process
+
+
+def test_a_long_loss_is_refused_and_nothing_else_is(own_server):
+    with warpfit.connect(own_server.address, retry=NO_RETRY) as client:
+        data = client.upload(X, X[:, 0])
+        limit = client.info().limits.loss_tokens
+        for tokens in (15_001, limit + 1 + limit % 2):
+            with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                client.evaluate(data, ["x1"], loss=long_loss(tokens))
+            assert (caught.value.reason, caught.value.needed) == ("LOSS_TOO_LONG", tokens)
+            assert caught.value.available == limit
+            with pytest.raises(warpfit.ResourceExhaustedError):
+                client.optimize(data, ["p1*x1"], [[1.0]], loss=long_loss(tokens))
+            assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
+
+
+def test_a_server_that_allows_long_losses_computes_them():
+    flags = ("--max-loss-tokens", "20000", "--threads", "1", "--health-port", "0")
+    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
+        data = client.upload(X, X[:, 0])
+        got = client.evaluate(data, ["x1 + 1"], loss=long_loss(15_001))
+        np.testing.assert_allclose(got, [7501 * (X[:, 0] + 1).mean()], rtol=1e-5)
+        fit = client.optimize(data, ["x1*p1"], [[0.5]], loss=long_loss(9_001), max_iterations=1)
+        assert np.isfinite(fit.loss).all()
+        assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
+        assert health.check(server.facts["health"], "readiness") == "SERVING"
+
+
+@pytest.mark.parametrize("count", [8_000, 20_000])
+def test_many_names_are_kept_and_engines_need_none(own_server, count):
+    names = tuple(f"variable{number:07d}" for number in range(count))
+    wide = np.random.default_rng(count).normal(size=(3, count))
+    with warpfit.connect(own_server.address) as client:
+        engine = own_server.engine().pid
+        data = client.upload(wide, wide[:, 0], names=names)
+        assert client.evaluate(data, ["variable0000000"], loss="mse")[0] == 0.0
+        request = pb.GetVariablesRequest(content_id=data.content_id).SerializeToString()
+        with codec_channel(own_server.address) as channel:
+            answer = channel.unary_unary(SERVICE + "GetVariables")(request)
+        assert tuple(pb.DatasetInfo.FromString(answer).layout.names) == names
+        assert own_server.engine().pid == engine
+
+
+def codec_channel(address):
+    return grpc.insecure_channel(address, OWN_CONNECTION)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [([f"x{n}" for n in range(70_000)], "TOO_MANY_NAMES"), (["x" * 2_000_000], "NAMES_TOO_LONG")],
+)
+def test_names_have_limits(own_server, names, reason):
+    wide = np.ones((1, len(names)))
+    with warpfit.connect(own_server.address) as client:
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            client.upload(wide, names=names)
+        assert caught.value.reason == reason
+        assert caught.value.needed > caught.value.available
+
+
+def test_a_connection_lost_to_a_live_engine_comes_back(own_server):
+    with warpfit.connect(own_server.address, retry=NO_RETRY) as client:
+        data = client.upload(X, X[:, 0])
+        engine = own_server.engine().pid
+        for _ in range(10):
+            with pytest.raises(warpfit.UnavailableError):
+                client.evaluate(data, [f"x1 + {CUT}"], loss="mse")
+            end = time.monotonic() + 5
+            while True:
+                try:
+                    assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
+                    break
+                except warpfit.UnavailableError:
+                    assert time.monotonic() < end, "it never comes back"
+        assert own_server.engine().pid == engine
+    health.wait_for(own_server.facts["health"], "SERVING")
+
+
+def test_a_new_engine_gets_any_number_of_data_sets():
+    flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
+    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
+        sets = [client.upload(np.full((1, 1), float(n)), np.ones(1)) for n in range(1_500)]
+        server.kill_engine()
+        assert client.evaluate(sets[3], ["x1"], loss="mse", timeout=20)[0] == 4.0
+        health.wait_for(server.facts["health"], "SERVING")
+
+
+@contextmanager
+def full(pid):
+    """Let a process open no more files."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    lowest_free = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_can_open_no_more_files_says_so_and_recovers():
+    flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
+    wide = np.random.default_rng(1).normal(size=(100_000, 2))
+    with (
+        ServerProcess(*flags) as server,
+        warpfit.connect(server.address, retry=NO_RETRY) as client,
+    ):
+        data = client.upload(wide, wide[:, 0])
+        client.evaluate(data, ["x1"], loss="mse")
+        engine = server.engine().pid
+        for pid, count in ((server.process.pid, 40), (engine, 100)):
+            with full(pid):
+                with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                    client.upload(wide + pid, wide[:, 0])
+                assert (caught.value.reason, caught.value.retry_after) == ("TOO_MANY_FILES", 1.0)
+                with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+                    client.evaluate(data, ["x1"] * count)  # its answer needs a segment
+                assert caught.value.reason == "TOO_MANY_FILES"
+            np.testing.assert_array_equal(
+                client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
+            )
+        assert server.engine().pid == engine
+        health.wait_for(server.facts["health"], "SERVING")
+
+
+def test_an_error_that_quotes_much_is_cut():
+    flags = ("--max-loss-tokens", "100000", "--threads", "1", "--front-doors", "1")
+    with ServerProcess(*flags) as server:
+        with warpfit.connect(server.address) as client:
+            data = client.upload(X, X[:, 0])
+            request = evaluate_request(data.content_id)
+        tokens = 20_001
+        request.ClearField("loss")
+        request.loss_function.codes = bytes([1] + [1, 16] * (tokens // 2))
+        values = np.zeros(tokens)
+        values[-2] = 5  # no such variable
+        request.loss_function.values = values.astype("<f8").tobytes()
+        with codec_channel(server.address) as channel, pytest.raises(Exception) as caught:
+            list(channel.unary_stream(SERVICE + "Evaluate")(request.SerializeToString()))
+        error = codec.error_from_status(
+            caught.value.code().name, caught.value.details(), caught.value.trailing_metadata()
+        )
+        assert (error.status, error.reason) == ("INVALID_ARGUMENT", "BAD_LOSS")
+        assert error.message.endswith("...")
