@@ -6,16 +6,18 @@ import time
 
 import numpy as np
 import pytest
-from warpfit_server.lanes import Lanes
 
-from support.requests import DATA, an_evaluation, engine_ends
+from support.requests import DATA, an_evaluation
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.info import Limits
 from warpfit.request import Loss
-from warpfit_server import channel as wire
+from warpfit_server import messages
+from warpfit_server.channel import Channel
 from warpfit_server.datasets import DatasetStore
-from warpfit_server.segments import Segment, SegmentPool
+from warpfit_server.engine.request import Connection
+from warpfit_server.engine_connection import EngineConnection
+from warpfit_server.segments import SegmentPool
 from warpfit_server.tenants import key_of
 
 
@@ -35,26 +37,28 @@ class TestOldBytes:
         assert not other.array("u1", (other.size,)).any()
 
     @pytest.mark.parametrize("rows", [10, 400_000])
-    def test_a_lane_that_changes_hands_is_clean(self, rows):
+    def test_the_segment_of_an_answer_is_clean(self, rows):
         layout = Dataset.of(np.zeros((rows, 4), np.float32), np.zeros(rows)).layout
-        lanes = Lanes(SegmentPool(64 << 20))
-        (engine,) = engine_ends(lanes, 1)
+        front = EngineConnection(SegmentPool(256 << 20))
+        ours, theirs = Channel.pair()
+        engine = Connection(ours)
+        front.open(theirs)
+        segments = set()
         for tenant in ("alice", "bob"):
-            run = lanes.start(an_evaluation(loss=Loss.MSE), layout, lambda: True, tenant)
-            message, (descriptor,) = engine.receive() if tenant == "alice" else _received(engine)
-            frame = message.frame
-            values = frame.values_view(run.segment)
-            losses = frame.losses_view(run.segment)
+            run = front.start(an_evaluation(loss=Loss.MSE), layout, tenant)
+            request = engine.receive(*ours.receive())
+            segments.add(request.segment.identifier)
+            values = run.frame.values_view(request.segment)
             if tenant == "bob":  # an engine that writes nothing
                 assert not values.any()
-                assert not losses.any()
+                assert not request.losses.any()
             else:
                 values[...] = 7.0
-                losses[...] = 7.0
-            Segment(0, descriptor, message.size).close() if descriptor >= 0 else None
-            engine.send(wire.Finished())
+                request.losses[...] = 7.0
+            engine.send(messages.Finished(request.number))
             run.next_event()
             run.close()
+        assert len(segments) == 1, "the memory is used again"
 
     def test_an_upload_starts_with_zeros(self):
         pool = SegmentPool(64 << 20)
@@ -64,11 +68,6 @@ class TestOldBytes:
         store = DatasetStore(Limits(), pool, lambda key: None)
         upload = store.begin(DATA.layout, DATA.content_id, "alice")
         assert not upload.segment.array("u1", (upload.segment.size,)).any()
-
-
-def _received(engine):
-    message, descriptors = engine.receive()
-    return message, descriptors or [-1]
 
 
 class TestStore:
