@@ -19,6 +19,8 @@ from warpfit.errors import InvalidArgumentError, UnavailableError
 #: itself gives up after this time.
 START_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 15.0
+#: Characters of the end of the log that stand in an error, whose message has at most 480 bytes.
+_TAIL: Final = 360
 _READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 
 
@@ -113,7 +115,7 @@ def _read(process: subprocess.Popen[str], found: SimpleQueue[str | None]) -> Non
 
 def _failed(process: subprocess.Popen[str], log: IO[str]) -> UnavailableError:
     log.seek(0)
-    tail = "\n".join(log.read().splitlines()[-10:])
+    tail = "\n".join(log.read().splitlines()[-10:])[-_TAIL:]
     status = process.poll()
     what = "did not get ready in time" if status is None else f"ended with status {status}"
     return UnavailableError(

@@ -237,6 +237,7 @@ class _ReferenceEngine:
     ) -> Any:
         from warpfit_server.engine.base import Linearisation
 
+        yield None
         batch, rows = evaluation.batch, reference_engine.Rows.of(self._dataset, evaluation)
         sums = [
             reference_engine.linearise(

@@ -94,6 +94,7 @@ class Compiling:
             self.counters.seconds += 0.0 if what == "library" else self.compiling
         self.clock.now += 1e-3
         self.seen |= new
+        yield None
 
 
 def test_the_price_is_what_the_compiler_takes_for_programs_it_has_not_seen(monkeypatch):
