@@ -16,7 +16,7 @@ import struct
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from warpfit.errors import InternalError
@@ -69,21 +69,11 @@ class Channel:
             InternalError: if the message is too long; nothing was sent then.
 
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if len(data) > MOST_BYTES or len(descriptors) > MOST_DESCRIPTORS:
-            raise InternalError(
-                f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long",
-                "MESSAGE_TOO_LONG",
-            )
-        frame = memoryview(_HEADER.pack(len(data), len(descriptors)) + data)
-        try:
-            with self._sending:
-                sent = self._send_first(frame, descriptors)
-                while sent < len(frame):
-                    sent += self._socket.send(frame[sent:])
-        except OSError as error:
-            self.shut()  # a part of the frame may have been sent
-            raise ChannelClosedError(str(error)) from error
+        self._send(_framed(message, len(descriptors)), descriptors)
+
+    def send_all(self, messages: Iterable[Message]) -> None:
+        """Send messages at once, as `send` does."""
+        self._send(b"".join([_framed(message) for message in messages]))
 
     def receive(self) -> tuple[Message, list[int]]:
         """Wait for the next message and its file descriptors.
@@ -128,10 +118,20 @@ class Channel:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
-    def _send_first(self, frame: memoryview, descriptors: Sequence[int]) -> int:
+    def _send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        try:
+            with self._sending:
+                sent = self._send_first(data, descriptors)
+                while sent < len(data):
+                    sent += self._socket.send(memoryview(data)[sent:])
+        except OSError as error:
+            self.shut()  # a part of the data may have been sent
+            raise ChannelClosedError(str(error)) from error
+
+    def _send_first(self, data: bytes, descriptors: Sequence[int]) -> int:
         if descriptors:
-            return socket.send_fds(self._socket, [frame], list(descriptors))
-        return self._socket.send(frame)
+            return socket.send_fds(self._socket, [data], list(descriptors))
+        return self._socket.send(data)
 
     def _read(self, flags: int) -> None:
         """Receive what is there into the buffer."""
@@ -168,6 +168,16 @@ class Channel:
         del received[:end]
         taken = min(count, len(self._descriptors))  # the kernel drops those beyond a limit
         return message, [self._descriptors.popleft() for _ in range(taken)]
+
+
+def _framed(message: Message, descriptors: int = 0) -> bytes:
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    if len(data) > MOST_BYTES or descriptors > MOST_DESCRIPTORS:
+        raise InternalError(
+            f"a message of {len(data)} bytes and {descriptors} descriptors is too long",
+            "MESSAGE_TOO_LONG",
+        )
+    return _HEADER.pack(len(data), descriptors) + data
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
