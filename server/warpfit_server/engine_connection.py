@@ -1,7 +1,7 @@
 """A front end's connection to the engine: requests go out with a number, answers come back with it.
 
 Batches and results lie in segments of shared memory, which the engine maps when a request first
-names them. A thread reads all answers and hands each to the call that waits for it.
+names them. Calls that wait read the answers; see `warpfit_server.answers`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server import messages
+from warpfit_server.answers import Answers
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import Frame
 from warpfit_server.logs import current_id
@@ -50,6 +51,8 @@ class EngineConnection:
         self.pool = pool
         self._on_loss = on_loss
         self._channel: Channel | None = None
+        self._answers: Answers | None = None
+        """Those that come over the channel."""
         self._runs: dict[int, Run] = {}
         self._known: set[int] = set()
         """Identifiers of the segments that the engine has mapped."""
@@ -61,10 +64,13 @@ class EngineConnection:
         self.shut()
         channel = Channel(end)
         channel.give_up_after(_SEND_SECONDS)
+        answers = Answers(channel, self._deliver)
         with self._lock:
-            self._channel = channel
+            self._channel, self._answers = channel, answers
             self._known = set()
-        threading.Thread(target=self._read, args=(channel,), name="engine", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(channel, answers), name="engine", daemon=True
+        ).start()
 
     def shut(self) -> None:
         """Fail the requests in flight, and refuse others until the next `open`."""
@@ -74,7 +80,7 @@ class EngineConnection:
         if channel is not None:
             channel.shut()
         for run in lost.values():
-            run.events.put(_LOST)
+            run.notice(_LOST)
 
     @property
     def is_open(self) -> bool:
@@ -149,7 +155,7 @@ class EngineConnection:
     def _send(self, run: Run, request: _Request) -> None:
         identifier = run.segment.identifier
         with self._lock:
-            channel = self._channel
+            channel, run.answers = self._channel, self._answers
             if channel is None:
                 raise unavailable()
             descriptors = [] if identifier in self._known else [run.segment.descriptor]
@@ -162,25 +168,23 @@ class EngineConnection:
             if self._runs.pop(run.number, None) is not None:
                 self._known.discard(run.segment.identifier)  # it is sent again, which does no harm
 
-    def _read(self, channel: Channel) -> None:
-        """Hand answers to the calls that wait for them until the engine is gone."""
-        try:
-            while True:
-                event, _ = channel.receive()
-                assert isinstance(event, Event)  # an engine sends nothing else
-                run = self._runs.get(event.request)
-                if isinstance(event, messages.Finished):
-                    self._runs.pop(event.request, None)
-                if run is not None:
-                    run.events.put(event)
-        except ChannelClosedError:
-            with self._lock:
-                is_current = channel is self._channel
-            if is_current:
-                self.shut()
-                self._on_loss()
-        finally:
-            channel.close()
+    def _deliver(self, event: messages.Message) -> None:
+        """Hand an answer to the call that waits for it."""
+        assert isinstance(event, Event)  # an engine sends nothing else
+        run = self._runs.get(event.request)
+        if isinstance(event, messages.Finished):
+            self._runs.pop(event.request, None)
+        if run is not None:
+            run.events.put(event)
+
+    def _watch(self, channel: Channel, answers: Answers) -> None:
+        """Fail the calls once the engine is gone."""
+        answers.watch()
+        with self._lock:
+            is_current = channel is self._channel
+        if is_current:
+            self.shut()
+            self._on_loss()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,6 +240,8 @@ class Run:
         self.frame = frame
         self.events: SimpleQueue[Any] = SimpleQueue()
         """Where `EngineConnection` puts what the engine sends."""
+        self.answers: Answers | None = None
+        """Of the engine that has the request."""
         self.timings: Timings | None = None
         """Of the engine, once it has finished without an error."""
         self._connection = connection
@@ -256,7 +262,8 @@ class Run:
             CancelledError: if it was cancelled; the engine may still be at work.
 
         """
-        event = self.events.get()
+        assert self.answers is not None  # it has been sent
+        event = self.answers.next_event(self.events)
         if event is _ENDED:
             raise CancelledError("the call has ended", "CANCELLED")
         if event is _LOST:
@@ -275,7 +282,13 @@ class Run:
         with self._lock:
             if self._flag is not None:
                 self._flag[0] = 1
-                self.events.put(_ENDED)
+                self.notice(_ENDED)
+
+    def notice(self, event: object) -> None:
+        """Let the call know of something that the engine does not tell."""
+        self.events.put(event)
+        if self.answers is not None:
+            self.answers.wake(self.events)
 
     def close(self) -> None:
         """Wait until the engine is done, then give the segment back."""
