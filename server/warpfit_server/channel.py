@@ -72,25 +72,11 @@ class Channel:
             ResourceExhaustedError: if the system has no room for it; nothing was sent.
 
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if len(data) > MOST_BYTES or len(descriptors) > MOST_DESCRIPTORS:
-            raise InternalError(
-                f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long",
-                "MESSAGE_TOO_LONG",
-                "Report it as a bug",
-            )
-        frame = memoryview(_HEADER.pack(len(data), len(descriptors)) + data)
-        with self._sending:
-            sent = 0
-            try:
-                sent = self._send_first(frame, descriptors)
-                while sent < len(frame):
-                    sent += self._socket.send(frame[sent:])
-            except OSError as error:
-                lacking = None if sent else shortage(error)
-                if lacking is None:
-                    self.shut()  # a part of the frame may have been sent
-                raise lacking or ChannelClosedError(str(error)) from error
+        self._send(_framed(message, len(descriptors)), descriptors)
+
+    def send_all(self, messages: Iterable[Message]) -> None:
+        """Send messages at once, as `send` does."""
+        self._send(b"".join([_framed(message) for message in messages]))
 
     def receive(self) -> tuple[Message, list[int]]:
         """Wait for the next message and its file descriptors.
@@ -138,10 +124,23 @@ class Channel:
         while self._descriptors:
             _close(self._descriptors.popleft())
 
-    def _send_first(self, frame: memoryview, descriptors: Sequence[int]) -> int:
+    def _send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        with self._sending:
+            sent = 0
+            try:
+                sent = self._send_first(data, descriptors)
+                while sent < len(data):
+                    sent += self._socket.send(memoryview(data)[sent:])
+            except OSError as error:
+                lacking = None if sent else shortage(error)
+                if lacking is None:
+                    self.shut()  # a part of the data may have been sent
+                raise lacking or ChannelClosedError(str(error)) from error
+
+    def _send_first(self, data: bytes, descriptors: Sequence[int]) -> int:
         if descriptors:
-            return socket.send_fds(self._socket, [frame], list(descriptors))
-        return self._socket.send(frame)
+            return socket.send_fds(self._socket, [data], list(descriptors))
+        return self._socket.send(data)
 
     def _read(self, flags: int) -> bool:
         """Receive what is there into the buffer; return whether there may be more."""
@@ -192,6 +191,17 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _framed(message: Message, descriptors: int = 0) -> bytes:
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    if len(data) > MOST_BYTES or descriptors > MOST_DESCRIPTORS:
+        raise InternalError(
+            f"a message of {len(data)} bytes and {descriptors} descriptors is too long",
+            "MESSAGE_TOO_LONG",
+            "Report it as a bug",
+        )
+    return _HEADER.pack(len(data), descriptors) + data
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import grpc
 
 from warpfit.dataset import Layout
-from warpfit.errors import UnavailableError, WarpfitError
+from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit_server import messages
 from warpfit_server.auth import FORWARDED_METADATA_KEY
 from warpfit_server.channel import Channel, ChannelClosedError
@@ -248,7 +248,11 @@ class Door:
         if not descriptors:  # this process can open no more files; the probe asks again
             _LOG.error("the engine's connection was lost: too many open files")
             return
-        self._engine.open(socket.socket(fileno=descriptors[0]), message.engine)
+        try:
+            self._engine.open(socket.socket(fileno=descriptors[0]), message.engine)
+        except ResourceExhaustedError as error:
+            _LOG.error("no connection to the engine: %s", error)
+            return
         self._probe_now.set()
 
     def _tell(self, message: messages.Message) -> None:

@@ -1,7 +1,7 @@
 """A front end's connection to the engine: requests go out with a number, answers come back with it.
 
 Batches and results lie in segments of shared memory, which the engine maps when a request first
-names them. A thread reads all answers and hands each to the call that waits for it.
+names them. Calls that wait read the answers; see `warpfit_server.answers`.
 
 If the connection is lost, calls are refused until there is a new one: the engine may be gone. What
 it had begun is then reported, see `warpfit_server.quarantine`.
@@ -27,13 +27,14 @@ from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server import messages
+from warpfit_server.answers import Answers
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.frame import ALONE, QUEUED, Frame
 from warpfit_server.logs import current_id
 from warpfit_server.messages import REQUESTED, Evaluate, Event, Optimize, Order
 from warpfit_server.quarantine import Casualty, Survivor, Suspects, digest
 from warpfit_server.segments import Segment, SegmentPool
-from warpfit_server.shortages import TOO_MANY_FILES
+from warpfit_server.shortages import TOO_MANY_FILES, shortage
 from warpfit_server.tenants import PROBE
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
@@ -62,6 +63,8 @@ class EngineConnection:
         """Told what became of requests that were lost, and of suspects."""
         self._suspects = suspects or Suspects()
         self._channel: Channel | None = None
+        self._answers: Answers | None = None
+        """Those that come over the channel."""
         self._engine = 0
         self._runs: dict[int, Run] = {}
         self._known: set[int] = set()
@@ -77,19 +80,30 @@ class EngineConnection:
             engine: number of the engine at the other end; a connection to an earlier one than the
                 last is closed.
 
+        Raises:
+            ResourceExhaustedError: if this process can open no more files; the socket is closed.
+
         """
         channel = Channel(end)
         channel.give_up_after(_SEND_SECONDS)
+        try:
+            answers = Answers(channel, self._deliver)
+        except OSError as error:
+            channel.close()
+            raise shortage(error) or error from error
         with self._lock:
             is_late = engine < self._engine
             if not is_late:
                 old = self._cut()
-                self._channel, self._engine, self._known = channel, engine, set()
+                self._channel, self._answers = channel, answers
+                self._engine, self._known = engine, set()
         if is_late:
-            channel.close()
+            answers.close()
             return
         self._lose(*old)
-        threading.Thread(target=self._read, args=(channel,), name="engine", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(channel, answers), name="engine", daemon=True
+        ).start()
 
     def shut(self) -> None:
         """Fail the requests in flight, and refuse others until the next `open`."""
@@ -175,7 +189,7 @@ class EngineConnection:
     def _send(self, run: Run, request: _Request, alone: float) -> None:
         identifier = run.segment.identifier
         with self._lock:
-            channel = self._channel
+            channel, run.answers = self._channel, self._answers
             if channel is None:
                 raise unavailable()
             run.engine = self._engine
@@ -190,28 +204,26 @@ class EngineConnection:
             if self._runs.pop(run.number, None) is not None:
                 self._known.discard(run.segment.identifier)  # it is sent again, which does no harm
 
-    def _read(self, channel: Channel) -> None:
-        """Hand answers to the calls that wait for them until the engine is gone."""
+    def _deliver(self, event: messages.Message) -> None:
+        """Hand an answer to the call that waits for it."""
+        assert isinstance(event, Event)  # an engine sends nothing else
+        run = self._runs.get(event.request)
+        if isinstance(event, messages.Finished):
+            self._runs.pop(event.request, None)
+        if run is not None:
+            run.events.put(event)
+
+    def _watch(self, channel: Channel, answers: Answers) -> None:
+        """Fail the calls once the engine is gone."""
         began = time.monotonic()
-        try:
-            while True:
-                event, _ = channel.receive()
-                assert isinstance(event, Event)  # an engine sends nothing else
-                run = self._runs.get(event.request)
-                if isinstance(event, messages.Finished):
-                    self._runs.pop(event.request, None)
-                if run is not None:
-                    run.events.put(event)
-        except ChannelClosedError:
-            with self._lock:
-                is_lost = channel is self._channel
-                lost = self._cut()[1] if is_lost else {}
-            self._lose(channel, lost)
-            if is_lost:
-                time.sleep(0.0 if time.monotonic() - began > _SHORTEST else _SHORTEST)
-                self.on_loss()
-        finally:
-            channel.close()
+        answers.watch()
+        with self._lock:
+            is_lost = channel is self._channel
+            lost = self._cut()[1] if is_lost else {}
+        self._lose(None, lost)
+        if is_lost:
+            time.sleep(0.0 if time.monotonic() - began > _SHORTEST else _SHORTEST)
+            self.on_loss()
 
     def _cut(self) -> tuple[Channel | None, dict[int, Run]]:
         """Take the connection away, and what is in flight on it; under the lock."""
@@ -222,9 +234,9 @@ class EngineConnection:
     @staticmethod
     def _lose(channel: Channel | None, lost: Mapping[int, Run]) -> None:
         if channel is not None:
-            channel.shut()  # its reader closes it
+            channel.shut()  # its answers close it
         for run in lost.values():
-            run.events.put(_LOST)
+            run.notice(_LOST)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,6 +307,8 @@ class Run:
         self._is_suspect = is_suspect
         self.events: SimpleQueue[Any] = SimpleQueue()
         """Where `EngineConnection` puts what the engine sends."""
+        self.answers: Answers | None = None
+        """Of the engine that has the request."""
         self.timings: Timings | None = None
         """Of the engine, once it has finished without an error."""
         self._connection = connection
@@ -315,7 +329,8 @@ class Run:
             CancelledError: if it was cancelled; the engine may still be at work.
 
         """
-        event = self.events.get()
+        assert self.answers is not None  # it has been sent
+        event = self.answers.next_event(self.events)
         if event is _ENDED:
             raise CancelledError("the call has ended", "CANCELLED")
         if event is _LOST:
@@ -341,7 +356,13 @@ class Run:
             if self._flag is not None:
                 self._flag[0] = 1
                 self._is_cancelled = True
-                self.events.put(_ENDED)
+                self.notice(_ENDED)
+
+    def notice(self, event: object) -> None:
+        """Let the call know of something that the engine does not tell."""
+        self.events.put(event)
+        if self.answers is not None:
+            self.answers.wake(self.events)
 
     def close(self) -> None:
         """Wait until the engine is done, then give the segment back."""

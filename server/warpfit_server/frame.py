@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -70,6 +70,16 @@ class Frame:
     """Arrays that only some requests have, by name."""
     loss_tokens: int = 0
     """Tokens of a loss function of the caller's own; 0 if there is none."""
+    _offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where each array begins, in the order of `_sizes`, and the end."""
+
+    def __post_init__(self) -> None:
+        """Lay the arrays out, once for all questions."""
+        offsets, end = [0], 0
+        for size in self._sizes():
+            end = (end + size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+            offsets.append(end)
+        object.__setattr__(self, "_offsets", tuple(offsets))
 
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> Frame:
@@ -114,17 +124,17 @@ class Frame:
     @property
     def nbytes(self) -> int:
         """Size of the whole frame."""
-        return self._offsets()[-1]
+        return self._offsets[-1]
 
     @property
     def value_offset(self) -> int:
         """Where the value matrix begins."""
-        return self._offsets()[-3]
+        return self._offsets[-3]
 
     @property
     def jacobian_offset(self) -> int:
         """Where the Jacobian matrix begins."""
-        return self._offsets()[-2]
+        return self._offsets[-2]
 
     @property
     def jacobian_bytes(self) -> int:
@@ -132,12 +142,22 @@ class Frame:
         return self.jacobian * self.parameters * self.rows * self.dtype.itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle flat: one comes with every call."""
-        return _frame, (
+        """Pickle flat."""
+        return Frame.of_fields, (self.fields(),)
+
+    def fields(self) -> tuple[Any, ...]:
+        """Return what `of_fields` makes a frame of: numbers, short texts and tuples."""
+        return (
             *(self.tokens, self.programs, self.parameters, self.vectors, self.rows),
             *(self.dtype.str, self.values, self.losses, self.jacobian, self.extras),
             self.loss_tokens,
         )
+
+    @classmethod
+    def of_fields(cls, fields: tuple[Any, ...]) -> Frame:
+        """Make a frame of its `fields`."""
+        own: tuple[Any, ...] = (*fields[:5], np.dtype(fields[5]), *fields[6:])
+        return cls(*own)
 
     def _sizes(self) -> tuple[int, ...]:
         losses = self.losses * self.programs * self.vectors
@@ -147,19 +167,9 @@ class Frame:
         loss = (self.loss_tokens * 8, self.loss_tokens)
         return (*head, losses * 8, *loss, *extras, self.value_bytes, self.jacobian_bytes)
 
-    def _offsets(self) -> list[int]:
-        offsets = [0]
-        for size in self._sizes():
-            offsets.append(-(-(offsets[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
-        return offsets
-
-    def places(self) -> tuple[int, ...]:
-        """Where values, parameters, lengths, parameter counts, codes and losses begin, in bytes."""
-        return tuple(self._offsets()[1:7])
-
     def batch(self, segment: Segment) -> Batch:
         """View of the batch in the segment."""
-        offsets = self._offsets()
+        offsets = self._offsets
         return Batch(
             values=segment.array(_F8, (self.tokens,), offsets[1]),
             parameters=segment.array(_F8, (self.parameters,), offsets[2]),
@@ -187,7 +197,7 @@ class Frame:
         return LossFunction(Program(codes, values), closing)
 
     def _loss_views(self, segment: Segment) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-        values, codes = self._offsets()[_LOSS : _LOSS + 2]
+        values, codes = self._offsets[_LOSS : _LOSS + 2]
         shape = (self.loss_tokens,)
         return segment.array(_F8, shape, values), segment.array(_U1, shape, codes)
 
@@ -206,7 +216,7 @@ class Frame:
         """View of the losses [programs, K], or None."""
         if not self.losses:
             return None
-        return segment.array(_F8, (self.programs, self.vectors), self._offsets()[6])
+        return segment.array(_F8, (self.programs, self.vectors), self._offsets[6])
 
     def values_view(self, segment: Segment) -> NDArray[np.generic] | None:
         """View of the value matrix [programs, K, rows], or None."""
@@ -225,7 +235,7 @@ class Frame:
         """View of one of the extras, or None if this request has none of that name."""
         for index, extra in enumerate(self.extras):
             if extra.name == name:
-                offset = self._offsets()[_EXTRAS + index]
+                offset = self._offsets[_EXTRAS + index]
                 return segment.array(extra.dtype, extra.shape, offset)
         return None
 
@@ -240,18 +250,6 @@ class Frame:
         if found is None:
             raise KeyError(name)
         return found
-
-
-def _frame(
-    tokens: int,
-    programs: int,
-    parameters: int,
-    vectors: int,
-    rows: int,
-    dtype: str,
-    *rest: Any,
-) -> Frame:
-    return Frame(tokens, programs, parameters, vectors, rows, np.dtype(dtype), *rest)
 
 
 def _evaluation_extras(evaluation: Evaluation, layout: Layout) -> tuple[Extra, ...]:

@@ -103,7 +103,7 @@ class Segment:
         """View of the segment as an array, C order."""
         # np.frombuffer holds an export of the buffer, so the mapping cannot be closed under the
         # array; np.ndarray(buffer=...) would not.
-        count = math.prod(shape)
+        count = shape[0] if len(shape) == 1 else math.prod(shape)
         if not count:
             return np.empty(shape, dtype)
         found = np.frombuffer(self._map, dtype, count, offset)

@@ -174,12 +174,11 @@ class EngineSupervisor:
         """Open this process's connection, if there is an engine."""
         try:
             number, end = self.connect()
+            self.connection.open(end, number)
         except UnavailableError:
             return  # the next engine brings a connection
         except ResourceExhaustedError as error:
-            _LOG.error("no connection to the engine: %s", error)
-            return  # the probe asks again
-        self.connection.open(end, number)
+            _LOG.error("no connection to the engine: %s", error)  # the probe asks again
 
     def settled(self, dataset: ResidentDataset) -> None:
         """Wait until the engine has a data set that is on its way to it.

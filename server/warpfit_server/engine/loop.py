@@ -3,13 +3,15 @@
 The simple form, of each of the few threads that run steps:
 
     while True:
-        queue.extend(connections.receive())     # one thread at a time; it waits if there is nothing
+        queue.extend(connections.receive())     # it waits if there is nothing to do
         step = scheduler.next()                 # who goes next is decided there and nowhere else
         run the step                            # copy in, lower, launch, wait: no lock held
         answer what is finished, put the rest back into the queue
 
-There are as many threads as steps that gain from running at the same time. The thread that receives
-a request runs its step, too, so that a lone caller waits for no other thread.
+There are as many threads as steps that gain from running at the same time. All wait for the same
+sockets, and the kernel wakes one of them for what arrives: it receives a request, runs its step and
+answers it, so that a lone caller waits for no second thread. A thread that leaves something in the
+queue wakes another one.
 """
 
 from __future__ import annotations
@@ -38,9 +40,17 @@ from warpfit_server.engine.request import Connection, Request, problem_of
 from warpfit_server.engine.scheduler import Scheduler, Task
 from warpfit_server.engine.stuck import EXIT_BROKEN
 from warpfit_server.logs import works_for
+from warpfit_server.resources import available_cores
 from warpfit_server.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.engine")
+#: Seconds that a thread stays awake for the next request after a step: the callers of a search send
+#: it soon, and an idle core of a virtual machine takes some 50 to 100 microseconds to wake up.
+_AWAKE_SECONDS: Final = 0.003
+#: Cores from which on one of them is spared for that.
+_MANY_CORES: Final = 8
+#: A socket is given to one thread, until that has read from it.
+_READABLE_ONCE: Final = select.EPOLLIN | select.EPOLLONESHOT
 Tasks = list[Task[Request]]
 
 
@@ -59,13 +69,17 @@ class Loop:
         self._scheduler: Scheduler[Request] = Scheduler(engine.step_size)
         self._isolation = Isolation(self._scheduler)
         self._queue = threading.Lock()
-        """Guards the scheduler, the isolation and `_at_work`."""
-        self._receiving = threading.Lock()
-        """Held by the one thread that receives."""
+        """Guards the scheduler, the isolation, `_at_work` and `_idle`."""
+        self._idle = 0
+        """Threads that have found nothing to do."""
+        self._awake = threading.Lock()
+        """Held by the one thread that waits without sleeping."""
+        self._has_many_cores = available_cores() >= _MANY_CORES
         self._connections: dict[int, Connection] = {}
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._wake, select.EPOLLIN)
+        # Each write wakes one thread; it is never read, and would take 2**64 writes to be full.
+        self._poll.register(self._wake, select.EPOLLIN | select.EPOLLET)
         self._at_work: dict[Request, NDArray[np.uint8]] = {}
 
     def start(self) -> None:
@@ -77,7 +91,7 @@ class Loop:
         """Serve a front end; any thread may call this."""
         descriptor = connection.channel.fileno()
         self._connections[descriptor] = connection
-        self._poll.register(descriptor, select.EPOLLIN)
+        self._poll.register(descriptor, _READABLE_ONCE)
 
     def flags(self) -> Iterator[tuple[Request, NDArray[np.uint8]]]:
         """Cancellation flags of the requests of which a step is running."""
@@ -97,17 +111,11 @@ class Loop:
 
     def _next(self) -> Tasks:
         """Return the tasks of the next step, once there is one."""
-        if self._receiving.acquire(blocking=False):  # what has arrived is considered, too
-            try:
-                self._receive(0.0)
-            finally:
-                self._receiving.release()
-        tasks = self._choose()
-        if tasks:
-            return tasks
-        with self._receiving:
-            while not (tasks := self._choose()):
-                self._receive(self._isolation.timeout)
+        self._receive(0.0)  # what has arrived is considered, too
+        while not (tasks := self._choose()):
+            self._wait()
+            with self._queue:
+                self._idle -= 1
         return tasks
 
     def _choose(self) -> Tasks:
@@ -115,7 +123,24 @@ class Loop:
             tasks = self._isolation.next()
             for task in tasks:
                 self._at_work[task.item] = task.item.cancelled
-            return tasks
+            if not tasks:  # nothing waits, or everything waits until a suspect has run
+                self._idle += 1
+            leaves_work = bool(tasks) and self._idle > 0 and len(self._scheduler) > 0
+        if leaves_work:
+            os.eventfd_write(self._wake, 1)
+        return tasks
+
+    def _wait(self) -> None:
+        """Wait for something to do; the first to do so stays awake for a while if nothing runs."""
+        if self._has_many_cores and self._awake.acquire(blocking=False):
+            try:
+                end = time.perf_counter() + _AWAKE_SECONDS
+                while not self._at_work and time.perf_counter() < end:
+                    if self._receive(0.0):
+                        return
+            finally:
+                self._awake.release()
+        self._receive(self._isolation.timeout)
 
     def _step(self, tasks: Tasks) -> None:
         """Run a step, answer what is finished, and queue the rest again."""
@@ -143,11 +168,16 @@ class Loop:
 
     # ------------------------------------------------------------------------- receiving
 
-    def _receive(self, timeout: float | None) -> None:
-        """Take in what front ends have sent; wait at most so many seconds, None: for ever."""
-        for descriptor, _ in self._poll.poll(timeout):
+    def _receive(self, timeout: float | None) -> bool:
+        """Take in what front ends have sent; tell whether there was anything.
+
+        Args:
+            timeout: seconds to wait for it; None for ever.
+
+        """
+        found = self._poll.poll(timeout)
+        for descriptor, _ in found:
             if descriptor == self._wake:
-                os.eventfd_read(self._wake)
                 continue
             connection = self._connections[descriptor]
             try:
@@ -155,6 +185,9 @@ class Loop:
                     self._take(connection, message, descriptors)
             except ChannelClosedError:
                 self._drop(descriptor, connection)
+            else:
+                self._poll.modify(descriptor, _READABLE_ONCE)
+        return bool(found)
 
     def _take(
         self, connection: Connection, message: messages.Message, descriptors: list[int]
@@ -207,7 +240,7 @@ class Loop:
                 request.steps = self._begin(request)
             return next(request.steps), [task]
         except StopIteration as end:
-            self._answer(request, end.value)
+            self._answer([request], end.value)
         except Exception as error:
             if request.steps is not None:
                 request.steps.close()
@@ -230,8 +263,7 @@ class Loop:
                 for task in tasks:
                     task.merge_key = None
                 return tasks
-            for request in wanted:
-                self._answer(request, timings)
+            self._answer(wanted, timings)
         for request in requests:
             if request not in wanted:
                 self._fail(request, CancelledError("the request was cancelled", "CANCELLED"))
@@ -245,9 +277,16 @@ class Loop:
         scatter(losses, [request.losses for request in requests])
         return timings
 
-    def _answer(self, request: Request, timings: Timings) -> None:
-        queue = request.waited + timings.queue
-        self._finish(request, messages.Finished(request.number, replace(timings, queue=queue)))
+    def _answer(self, requests: list[Request], timings: Timings) -> None:
+        """Answer requests that a step has finished, each front end's at once."""
+        answers: dict[Connection, list[messages.Finished]] = {}
+        for request in requests:
+            request.connection.requests.discard(request)
+            own = replace(timings, queue=request.waited + timings.queue)
+            answer = messages.Finished(request.number, own)
+            answers.setdefault(request.connection, []).append(answer)
+        for connection, found in answers.items():
+            connection.send(*found)
 
     def _fail(self, request: Request, error: Exception) -> None:
         if isinstance(error, EngineBrokenError):
@@ -256,12 +295,8 @@ class Loop:
             _LOG.error("a request failed", exc_info=error)
             failure = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             error = shortage(error) or failure
-        self._finish(request, messages.Finished(request.number, error=error))
-
-    @staticmethod
-    def _finish(request: Request, message: messages.Finished) -> None:
         request.connection.requests.discard(request)
-        request.connection.send(message)
+        request.connection.send(messages.Finished(request.number, error=error))
 
 
 def _ignore(programs: int) -> None:

@@ -47,10 +47,10 @@ class Connection:
         self.requests.add(request)
         return request
 
-    def send(self, message: Event) -> None:
-        """Send an answer; one to a front end that is gone is nobody's any more."""
+    def send(self, *answers: Event) -> None:
+        """Send answers at once; those to a front end that is gone are nobody's any more."""
         try:
-            self.channel.send(message)
+            self.channel.send_all(answers)
         except ChannelClosedError as error:
             _LOG.debug("an answer was not sent: %s", error)
         except WarpfitError as error:

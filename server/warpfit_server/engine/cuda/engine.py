@@ -51,7 +51,7 @@ from warpfit_server.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight at once: one computes while another is copied in, or its losses are sent.
-_STEPS_IN_FLIGHT: Final = 3
+_STEPS_IN_FLIGHT: Final = 2
 #: Token-rows of a step for each multiprocessor; in fast mode some 2 ms of an H200.
 _STEP_SIZE: Final = 110_000_000
 #: Batches that are remembered, to tell those that come again.
