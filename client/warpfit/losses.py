@@ -266,8 +266,13 @@ def huber(delta: float = 1.0) -> LossFunction:
 
 
 def log_cosh() -> LossFunction:
-    """Mean of log cosh d, written so that it does not overflow."""
-    return LossFunction.parse(f"abs(d) + log1p(exp(-2*abs(d))) - {math.log(2.0)!r}")
+    """Mean of log cosh d, written so that it neither overflows nor cancels.
+
+    log cosh d is log1p(2 sinh^2(d / 2)) where |d| < 1, and |d| - log 2 + log1p(exp(-2 |d|)) beyond;
+    both take one logarithm.
+    """
+    near = "log1p(where(abs(d) < 1, 2*square(sinh(0.5*d)), exp(-2*abs(d))))"
+    return LossFunction.parse(f"{near} + where(abs(d) < 1, 0, abs(d) - {math.log(2.0)!r})")
 
 
 def quantile(q: float = 0.5) -> LossFunction:
@@ -301,7 +306,7 @@ def gaussian(sigma: float | None = None) -> LossFunction:
         return LossFunction.parse(f"0.5*(w*square(d) - log(w)) + {constant!r}", Closing.SUM)
     _require_positive(sigma, "sigma")
     constant += math.log(sigma)
-    return LossFunction.parse(f"{0.5 / sigma**2!r}*square(d) + {constant!r}", Closing.SUM)
+    return LossFunction.parse(f"0.5*square(d / {sigma!r}) + {constant!r}", Closing.SUM)
 
 
 #: Losses by name, beside those of `Loss`; made with their default settings.
