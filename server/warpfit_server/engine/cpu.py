@@ -32,11 +32,13 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
+from warpfit.losses import BUILT_IN, TargetStatistics, close_losses
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs
 from warpfit_server.engine.cpu_helpers import Helpers
+from warpfit_server.engine.cpu_lower import Lowered
 from warpfit_server.engine.cpu_work import (
     Programs,
     Work,
@@ -44,6 +46,7 @@ from warpfit_server.engine.cpu_work import (
     fill_job,
     flavour_of,
     lowering,
+    sum_spans,
 )
 from warpfit_server.engine.differentiate import Differentiated, RowLoss
 from warpfit_server.engine.recurring import Recurring
@@ -186,8 +189,12 @@ class CpuEngine:
         def make(batch: Batch) -> cpu_derive.Plan:
             check_sound(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
-            lower = partial(self._differentiate, cancelled=cancelled)
-            return cpu_derive.make_plan(lower, dataset, problem, wanted)
+            both = partial(self._differentiate, cancelled=cancelled)
+
+            def lower(programs: Batch) -> Lowered:
+                return self._lower(programs, cancelled).lowered
+
+            return cpu_derive.make_plan(both, lower, dataset, problem, wanted)
 
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
@@ -202,7 +209,7 @@ class CpuEngine:
         derivation.finish()
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(dataset.layout)
-            outputs.losses[...] = _finish(evaluation.loss, outputs.losses, dataset, rows)
+            outputs.losses[...] = _closed(evaluation.loss, outputs.losses, dataset, rows)
         if derivation.work.reported < len(evaluation.batch):
             outputs.ready(len(evaluation.batch))
 
@@ -244,7 +251,7 @@ class CpuEngine:
         self._run(work, current_turn(), outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
-            flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)
+            flat[:] = _closed(evaluation.loss, sum_spans(sums), dataset, rows)
         if work.reported < len(batch):
             outputs.ready(len(batch))
 
@@ -273,23 +280,9 @@ def _loss_kernel(loss: Loss, dataset: Dataset) -> str:
     return term + ("_weighted" if dataset.layout.has_weights else "")
 
 
-def _finish(
+def _closed(
     loss: Loss, sums: NDArray[np.float64], dataset: Dataset, rows: tuple[int, int]
 ) -> NDArray[np.float64]:
     """Turn sums of terms into losses."""
-    if loss is Loss.SSE:
-        return sums
-    used = slice(*rows)
-    weights = None if dataset.weights is None else dataset.weights[used].astype(np.float64)
-    total = float(rows[1] - rows[0]) if weights is None else weights.sum()
-    with np.errstate(all="ignore"):
-        if loss in (Loss.MSE, Loss.MAE):
-            return np.asarray(sums / total)
-        if loss is Loss.RMSE:
-            return np.asarray(np.sqrt(sums / total))
-        assert dataset.target is not None  # `Evaluation.check` saw to it
-        target = dataset.target[used].astype(np.float64)
-        mean = (target if weights is None else weights * target).sum() / total
-        squares = np.square(target - mean)
-        ratio = sums / (squares if weights is None else weights * squares).sum()
-        return np.asarray(1.0 - ratio if loss is Loss.R2 else ratio)
+    statistics = TargetStatistics.of_rows(dataset, slice(*rows))
+    return close_losses(BUILT_IN[loss].closing, sums, statistics)

@@ -38,6 +38,7 @@ from warpfit_server.engine import (
     cpu_math,
     cpu_partials,
     cpu_pieces,
+    cpu_row_loss,
     cpu_statistics,
     cpu_vector,
     differentiate,
@@ -55,7 +56,7 @@ _DIGEST_BYTES: Final = 32
 _SOURCES: Final = (
     *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
     *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
-    *(cpu_statistics, cpu_linearise, cpu_board),
+    *(cpu_statistics, cpu_row_loss, cpu_linearise, cpu_board),
 )
 _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
@@ -122,7 +123,7 @@ def combine(place: Path) -> Any:
     differentiated = numba.typeof(differentiate.empty(1, 1, 1))
     signature = types.void(
         *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
-        *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
+        *(_NUMBERS, _MATRIX, _NUMBERS),
     )
     with cached_in(place) as jit:
         return jit(signature, cpu_linearise.combine)
