@@ -162,8 +162,9 @@ class TargetStatistics:
     @cached_property
     def variation(self) -> float:
         """Sum of w (y - m)^2 in float64, where m is the weighted mean of y."""
-        y = self.target.astype(np.float64)
         with np.errstate(all="ignore"):
+            # Counted from the first row, so that a large mean costs no digits.
+            y = self.target.astype(np.float64) - np.float64(self.target[0])
             if self.weights is None:
                 return float(np.square(y - y.mean()).sum())
             w = self.weights.astype(np.float64)

@@ -149,9 +149,10 @@ def moments(f, y, w):
     total = w.sum()
     mean_f, mean_y = (w * f).sum() / total, (w * y).sum() / total
     f, y = f - mean_f, y - mean_y
-    return np.array(
-        [total, mean_f, mean_y, (w * f * f).sum(), (w * y * y).sum(), (w * f * y).sum()]
-    )
+    squares, products = (w * f * f).sum(), (w * f * y).sum()
+    slope = products / squares if squares else 0.0
+    left = (w * (y - slope * f) ** 2).sum()
+    return np.array([total, mean_f, mean_y, squares, (w * y * y).sum(), products, left])
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,4 +210,4 @@ def test_scaling_takes_the_loss_from_the_moments():
     share, given_out = engine_share(asked, outputs)
     assert share.loss_function is None
     assert given_out.losses is None
-    assert given_out.moments.shape == (7, 2, 6)
+    assert given_out.moments.shape == (7, 2, 7)

@@ -123,7 +123,7 @@ def combine(place: Path) -> Any:
     differentiated = numba.typeof(differentiate.empty(1, 1, 1))
     signature = types.void(
         *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
-        *(_NUMBERS, _MATRIX, _NUMBERS),
+        *(_NUMBERS, _MATRIX, _NUMBERS, types.Array(types.float64, 3, "C")),
     )
     with cached_in(place) as jit:
         return jit(signature, cpu_linearise.combine)

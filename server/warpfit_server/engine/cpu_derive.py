@@ -22,7 +22,7 @@ from warpfit_server.engine.cpu_row_loss import no_row_loss, row_loss_arrays
 from warpfit_server.engine.cpu_statistics import (
     MOMENTS,
     REDUCTIONS,
-    merge_moments,
+    from_zero,
     merge_reductions,
 )
 from warpfit_server.engine.cpu_work import (
@@ -236,10 +236,11 @@ def _finish(
         nothing if wanted.gradients is None else wanted.gradients,
         no_rows if variables is None else variables.reshape(cells, -1),
         nothing if wanted.curvatures is None else wanted.curvatures,
+        sums.moments,
     )
     if wanted.losses is not None:
         wanted.losses.reshape(-1)[:] = sum_spans(sums.losses)
     if wanted.reductions is not None:
         wanted.reductions.reshape(cells, -1)[:] = merge_reductions(sums.reductions, rows)
     if wanted.moments is not None:
-        wanted.moments.reshape(cells, -1)[:] = merge_moments(sums.moments)
+        wanted.moments.reshape(cells, -1)[:] = from_zero(sums.moments[0])

@@ -70,7 +70,13 @@ from warpfit_server.engine.cpu_row_loss import (
     row_loss_bytes,
     row_loss_of,
 )
-from warpfit_server.engine.cpu_statistics import MOMENTS, REDUCTIONS, add_moments, add_reductions
+from warpfit_server.engine.cpu_statistics import (
+    MOMENTS,
+    REDUCTIONS,
+    add_moments,
+    add_reductions,
+    merge_spans,
+)
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
     ENTRIES_END,
@@ -357,13 +363,15 @@ def entry_factor(index: int, base: int, itemsize: int) -> float:
 
 def combine(
     job: Any, kernels: Any, lowered: Any, parameters: Any, parameter_starts: Any, starts: Any,
-    sums: Any, gradients: Any, variable_gradients: Any, curvatures: Any,
+    sums: Any, gradients: Any, variable_gradients: Any, curvatures: Any, moments: Any,
 ) -> None:  # fmt: skip
-    """Turn the sums of all rows into gradients and curvatures.
+    """Turn the sums of all rows into gradients and curvatures; merge the moments of all spans.
 
     ``gradients`` and ``curvatures`` are as in `base.Linearisation` or empty,
-    ``variable_gradients`` is [cells, variables] or [0, variables]. All are added to.
+    ``variable_gradients`` is [cells, variables] or [0, variables]. All are added to. ``moments`` is
+    as in `cpu_statistics.merge_spans`.
     """
+    merge_spans(moments)
     cells = len(starts) - 1
     scalar_starts, _ = measure(lowered.summaries, 0, cells, job[VECTORS])
     most = 1

@@ -598,7 +598,7 @@ struct StatisticsArguments {
   const real* target;    // null: no moments
   const real* weights;   // null: 1 for every row
   double* reductions;    // [jobs, 5]; null: not wanted
-  double* moments;       // [jobs, 6]
+  double* moments;       // [jobs, 7]
   long long pitch;
   int rows;
 };
@@ -655,12 +655,14 @@ __device__ void reduce_values(const StatisticsArguments& arguments, const real* 
 
 __device__ void measure_moments(const StatisticsArguments& arguments, const real* f, double* shared,
                                 double* results) {
+  // Counted from the first row, so that a large mean costs no digits.
+  const double first_f = (double)f[0], first_y = (double)arguments.target[0];
   double total = 0.0, sum_f = 0.0, sum_y = 0.0;
   for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
     const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
     total += w;
-    sum_f += w * (double)f[row];
-    sum_y += w * (double)arguments.target[row];
+    sum_f += w * ((double)f[row] - first_f);
+    sum_y += w * ((double)arguments.target[row] - first_y);
   }
   total = block_sum(total, shared);
   sum_f = block_sum(sum_f, shared);
@@ -670,7 +672,8 @@ __device__ void measure_moments(const StatisticsArguments& arguments, const real
   double squares_f = 0.0, squares_y = 0.0, products = 0.0;
   for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
     const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
-    const double df = (double)f[row] - mean_f, dy = (double)arguments.target[row] - mean_y;
+    const double df = (double)f[row] - first_f - mean_f;
+    const double dy = (double)arguments.target[row] - first_y - mean_y;
     squares_f += w * df * df;
     squares_y += w * dy * dy;
     products += w * df * dy;
@@ -678,13 +681,23 @@ __device__ void measure_moments(const StatisticsArguments& arguments, const real
   squares_f = block_sum(squares_f, shared);
   squares_y = block_sum(squares_y, shared);
   products = block_sum(products, shared);
+  const double slope = squares_f == 0.0 ? 0.0 : products / squares_f;
+  double residual = 0.0;
+  for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
+    const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
+    const double df = (double)f[row] - first_f - mean_f;
+    const double left = (double)arguments.target[row] - first_y - mean_y - slope * df;
+    residual += w * left * left;
+  }
+  residual = block_sum(residual, shared);
   if (threadIdx.x) return;
   results[0] = total;
-  results[1] = mean_f;
-  results[2] = mean_y;
+  results[1] = mean_f + first_f;
+  results[2] = mean_y + first_y;
   results[3] = nothing ? 0.0 : squares_f;
   results[4] = nothing ? 0.0 : squares_y;
   results[5] = nothing ? 0.0 : products;
+  results[6] = nothing ? 0.0 : residual;
 }
 
 extern "C" __global__ void __launch_bounds__(STATISTICS_THREADS)
@@ -694,5 +707,5 @@ measure(const __grid_constant__ StatisticsArguments arguments) {
   if (arguments.reductions)
     reduce_values(arguments, f, shared, arguments.reductions + 5ll * blockIdx.x);
   if (arguments.moments)
-    measure_moments(arguments, f, shared, arguments.moments + 6ll * blockIdx.x);
+    measure_moments(arguments, f, shared, arguments.moments + 7ll * blockIdx.x);
 }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
+from warpfit.losses import TargetStatistics
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.device import CudaDevice, device_array
@@ -165,16 +166,9 @@ def _upload_column(context: StreamContext, column: Any, address: int) -> None:
 
 def _weight(dataset: Dataset, start: int, stop: int) -> np.float64:
     """Sum of the weights."""
-    if dataset.weights is None:
-        return np.float64(stop - start)
-    return np.float64(np.sum(dataset.weights[start:stop], dtype=np.float64))
+    return np.float64(TargetStatistics.of_rows(dataset, slice(start, stop)).weight)
 
 
 def _variation(dataset: Dataset, start: int, stop: int) -> np.float64:
     """Sum of w (y - m)^2 around the weighted mean m of the target."""
-    if dataset.target is None:
-        raise ValueError("the data set has no target")
-    y = dataset.target[start:stop].astype(np.float64)
-    w = np.float64(1.0) if dataset.weights is None else dataset.weights[start:stop].astype("f8")
-    mean = np.sum(w * y) / _weight(dataset, start, stop)
-    return np.float64(np.sum(w * np.square(y - mean)))
+    return np.float64(TargetStatistics.of_rows(dataset, slice(start, stop)).variation)
