@@ -40,7 +40,7 @@ from warpfit_server.engine.schedule import (
     SLOTS,
     TARGET,
 )
-from warpfit_server.engine.sweep import COLUMNS_START
+from warpfit_server.engine.sweep import COLUMNS_START, NONE
 
 #: Where an operand comes from, and kinds of a place.
 _LEVEL: Final = 1
@@ -96,7 +96,7 @@ class DerivativeCode:
 
 
 def encode(
-    lowered: Differentiated, batch: Batch, *, keeps_values: bool, has_loss: bool, products: bool
+    lowered: Differentiated, batch: Batch, *, keeps_values: bool, products: bool
 ) -> DerivativeCode:
     """Encode a batch.
 
@@ -104,7 +104,6 @@ def encode(
         lowered: the batch with its derivatives.
         batch: the programs; the parameters are not looked at.
         keeps_values: whether the values are looked for when a program has run.
-        has_loss: whether it was lowered with a row loss.
         products: whether products of columns are summed.
 
     Raises:
@@ -118,7 +117,7 @@ def encode(
     places = np.zeros(len(columns), dtype=np.uint32)
     programs = _records(summaries, batch, lowered.starts, products=products)
     largest = _encode(
-        lowered.instructions, summaries, columns, _arities(), labels(), keeps_values, has_loss,
+        lowered.instructions, summaries, columns, _arities(), labels(), keeps_values,
         instructions, places, programs["loss"], programs["slope"], programs["levels"],
         programs["result"],
     )  # fmt: skip
@@ -190,7 +189,7 @@ def _check_index(largest: int) -> None:
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _encode(
     lowered: Any, summaries: Any, columns: Any, operands: Any, case_labels: Any,
-    keeps_values: bool, has_loss: bool, out: Any, places: Any, losses: Any, slopes: Any,
+    keeps_values: bool, out: Any, places: Any, losses: Any, slopes: Any,
     levels: Any, results: Any,
 ) -> int:  # fmt: skip
     """Fill the outputs; return the largest index that has to fit in 16 bits."""
@@ -207,8 +206,9 @@ def _encode(
         results[program] = slots << _PLACE_SHIFT | _LEVEL
         for k in range(summary[COLUMNS_START], summary[COLUMNS_END]):
             places[k] = _await(columns[k], slots, awaited)
-        if has_loss:
+        if summary[LOSS_PLACE] != NONE:
             losses[program] = _await(summary[LOSS_PLACE], slots, awaited)
+        if summary[SLOPE_PLACE] != NONE:
             slopes[program] = _await(summary[SLOPE_PLACE], slots, awaited)
         for number in range(summary[INSTRUCTIONS_START], summary[PROLOGUE_END]):
             _encode_scalar(lowered[number], operands, case_labels, out[number])

@@ -95,8 +95,10 @@ struct Arguments {
   int wants_loss;
   int wants_slopes;
   int wants_products;
-  int is_squares;             // the row loss is the square of what its place holds
+  int is_squares;             // the slope's place holds half of the slope of a square
   int weighs_loss;            // each row loss counts w times
+  int deviation;              // the row loss: 0 is at its place, 1 is (f - y)^2, 2 is |f - y|
+  int target;                 // column of the target
 };
 
 @OPERATORS@
@@ -345,20 +347,29 @@ __device__ __forceinline__ void add_square(const Tile& tile, const unsigned* pla
   if (lane % 2 == 0 && i < columns) products[i * (i + 1) / 2 + j] += sum;
 }
 
-// Sum of the row losses of this thread's rows, in float64.
-__device__ __forceinline__ double row_losses(const Tile& tile, unsigned place, bool squares,
-                                             bool weighs) {
+// Sum of the row losses of this thread's rows, in float64. Those of values and target alone are
+// computed from both, as the other interpreter does; the program has computed others.
+__device__ __forceinline__ double row_losses(const Tile& tile, const Arguments& arguments,
+                                             const Program& program) {
+  const bool weighs = arguments.weighs_loss && tile.weights;
+  const int deviation = arguments.deviation;
+  const unsigned place = deviation ? program.result : program.loss;
+  const char* const target = tile.column(arguments.target);
   double sum = 0.0;
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     const Pack l = tile.used(place, g);
-    Pack w;
-    if (weighs && tile.weights) w = load(tile.weights + g * GROUP_BYTES);
+    Pack y, w;
+    if (deviation) y = load(target + g * GROUP_BYTES);
+    if (weighs) w = load(tile.weights + g * GROUP_BYTES);
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
-      const double value = (double)l.lane[j];
-      const double term = squares ? value * value : value;
-      const double weight = weighs && tile.weights ? (double)w.lane[j] : 1.0;
+      double term = (double)l.lane[j];
+      if (deviation) {
+        const double d = difference(l.lane[j], y.lane[j]);
+        term = deviation == 1 ? d * d : fabs(d);
+      }
+      const double weight = weighs ? (double)w.lane[j] : 1.0;
       if (tile.full || tile.inside(g, j)) sum += weight * term;
     }
   }
@@ -465,7 +476,7 @@ linearise(const __grid_constant__ Arguments arguments) {
       tile.levels = place_of(memory + warp * need + sum_bytes + lane * 16);
       run(arguments.instructions + program.first, program.count, tile);
       if (arguments.wants_loss)
-        loss += row_losses(tile, program.loss, arguments.is_squares, arguments.weighs_loss);
+        loss += row_losses(tile, arguments, program);
       if (arguments.wants_slopes || arguments.wants_products)
         add_sums(tile, arguments, program, sums, lane);
       if (arguments.values) {

@@ -189,14 +189,6 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     break;                                                                        \
   }
 
-__device__ __forceinline__ double difference(real f, real y) {
-#if FAST
-  return (double)(f - y);
-#else
-  return (double)f - (double)y;
-#endif
-}
-
 // Sum of the loss terms of this thread's rows, in float64.
 template <bool ABSOLUTE, bool PLAIN>
 __device__ __forceinline__ double terms(const real (&t)[ROWS], const Arguments& arguments,
