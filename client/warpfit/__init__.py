@@ -38,6 +38,7 @@ from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import parse
+from warpfit.precision import PrecisionWarning
 from warpfit.request import Precision, Tier
 
 prepare()
@@ -73,6 +74,7 @@ __all__ = [
     "ParseError",
     "PermissionDeniedError",
     "Precision",
+    "PrecisionWarning",
     "Program",
     "ProgramError",
     "Reason",

@@ -14,6 +14,7 @@ from typing import Final
 from warpfit.dataset import Layout, PayloadDigest
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
 from warpfit.info import Limits
+from warpfit.precision import check_weights
 from warpfit_server.limits import check_dataset
 from warpfit_server.segments import Segment, SegmentPool
 from warpfit_server.tenants import ANONYMOUS, key_of
@@ -301,7 +302,7 @@ class Upload:
         self._received = end
 
     def verify(self) -> None:
-        """Check that the upload is complete and is what its id says.
+        """Check that the upload is complete and is what its id says, and its weights.
 
         Raises:
             InvalidArgumentError: otherwise.
@@ -323,6 +324,10 @@ class Upload:
                 "Compute SHA-256 over the header and payload as evaluator.proto describes",
                 "content_id",
             )
+        if self.layout.has_weights:
+            rows, dtype = self.layout.rows, self.layout.dtype
+            offset = self.layout.nbytes - rows * dtype.itemsize
+            check_weights(self.segment.array(dtype, (rows,), offset))
 
     def close(self) -> None:
         """Stop hashing and give the memory back."""

@@ -54,6 +54,23 @@ class TestDatasetStore:
                 store.begin(others[0].layout, others[0].content_id)
         assert (caught.value.needed, caught.value.available) == (size, 0)
 
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+    def test_bad_weights_from_any_client_are_refused(self, dtype, weight):
+        good = Dataset.of(np.zeros((9, 2)), np.zeros(9), np.ones(9), dtype=dtype)
+        matrix = good.matrix.copy()
+        matrix[-1, 5] = weight
+        bad = Dataset(good.layout, matrix)
+        store, _ = self._store(1 << 20)
+        upload = store.begin(bad.layout, bad.content_id)
+        upload.add(next(bad.chunks(1 << 20)))
+        with pytest.raises(InvalidArgumentError, match="row 5") as caught:
+            store.commit(upload)
+        assert caught.value.reason == "BAD_WEIGHT"
+        store.abandon(upload)
+        assert store.usage().datasets == store.usage().nbytes == 0
+        self._put(store, good)
+
     def test_abandoned_upload_gives_its_bytes_back(self):
         store, _ = self._store(DATA.layout.nbytes)
         for _ in range(3):
