@@ -30,10 +30,11 @@ Functions = Mapping[str, Function]
 _INFINITY: Final = float("inf")
 _NAN: Final = float("nan")
 _LOG2_E: Final = 1.4426950408889634
-#: ln 2, 1 / ln 2 and pi / 2 as sums of numbers of the type, by bits.
+#: ln 2 as a sum of numbers of the type, by bits.
 _LN2: Final = {32: (0.6931471824645996, -1.9046542121259336e-09),
                64: (0.6931471805599453, 2.3190468138462996e-17)}  # fmt: skip
-_HALF_PI: Final = (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33)
+#: pi / 2 as a sum of three numbers, of which the second has 33 bits: see `_sine`.
+_HALF_PI: Final = (1.5707963267948966, 6.12323399538461e-17, 3.5215598651832e-27)
 #: Arguments of exp and exp2 beyond which the result is 0 or infinite.
 _EXP_RANGE: Final = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
 _EXP2_RANGE: Final = {32: (-151.0, 129.0), 64: (-1080.0, 1030.0)}
@@ -323,7 +324,13 @@ def _power_signs(a: Vector, b: Vector, magnitude: Vector) -> Vector:
 
 
 def _sine(x: Vector, quarter: int) -> Vector:
-    """Sine of x plus ``quarter`` quarter turns, in float64."""
+    """Sine of x plus ``quarter`` quarter turns, in float64.
+
+    The reduction is that of Cody and Waite with what its rounding loses carried along. ``near`` is
+    exact: a multiple of 2^-53 below 1. The product of k, below 2^16, and the second part of pi / 2
+    is exact, too, because that part has 33 bits. So ``near - r`` is exact: it is that product where
+    near is the smaller of the two (r is then exact), and a step of Dekker's sum elsewhere.
+    """
     trace = x.trace
     k, count = _nearest(x * (2 / 3.141592653589793))
     first, second, third = _HALF_PI
