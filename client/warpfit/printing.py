@@ -208,15 +208,16 @@ def operator_table() -> str:
     """Write the operator table as Markdown: text form, wire code, operands, meaning and domain."""
     lines = ["| operator | text | code | operands | notes |", "|---|---|---|---|---|"]
     for row in OPERATORS.values():
-        call = f"`{row.name}({', '.join(row.operands)})`"
-        text = f"`{_symbolic(row)}`" if row.symbol else call
+        text = f"`{text_form(row)}`"
         notes = re.sub(r"\|", r"\\|", row.notes)
         lines.append(f"| {row.name} | {text} | {row.code} | {row.arity} | {notes} |")
     return "\n".join(lines) + "\n"
 
 
-def _symbolic(row: Operator) -> str:
-    symbol = row.symbol or ""
+def text_form(row: Operator) -> str:
+    """Write an operator over its operands a, b, c in the text language."""
+    if row.symbol is None:
+        return f"{row.name}({', '.join(row.operands)})"
     if row.arity == 2:
-        return f"a {symbol} b"
-    return f"{symbol} a" if symbol.isalpha() else f"{symbol}a"
+        return f"a {row.symbol} b"
+    return f"{row.symbol} a" if row.symbol.isalpha() else f"{row.symbol}a"

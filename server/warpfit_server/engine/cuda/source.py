@@ -27,7 +27,7 @@ _CALL: Final = re.compile(r"\b(\w+)\(")
 _SHORT: Final = frozenset(
     {
         *("select", "float", "double", "abs", "floor", "ceil", "sqrt", "rsqrtf"),
-        *("quotient", "root", "exponential", "logarithm"),
+        *("quotient", "root", "exponential", "logarithm", "product_sum"),
         *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
         *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
     }
