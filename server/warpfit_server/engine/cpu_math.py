@@ -23,7 +23,16 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from warpfit.ops import KERNEL_FUNCTIONS
-from warpfit_server.engine.cpu_vector import BIAS, MANTISSA, Trace, Vector, polynomial
+from warpfit_server.engine.cpu_reduction import reduction
+from warpfit_server.engine.cpu_vector import (
+    BIAS,
+    INTEGER,
+    MANTISSA,
+    Trace,
+    Vector,
+    Vectors,
+    polynomial,
+)
 
 Function = Callable[..., Vector]
 Functions = Mapping[str, Function]
@@ -85,7 +94,7 @@ _COS: Final = (
     0.041666666666666664, -0.0013888888888887389, 2.48015872987544e-05, -2.755731726587808e-07,
     2.087614504941318e-09, -1.138254464534925e-11,
 )  # fmt: skip
-#: Largest |x| for which the reduction by pi / 2 keeps its digits.
+#: Largest |x| for which `_reduced_by_half_pi` keeps its digits.
 _TRIGONOMETRIC_LIMIT: Final = 1e5
 
 
@@ -137,6 +146,7 @@ def _double_functions() -> dict[str, Function]:
         "log": logarithm,
         "sin": lambda x: _sine(x, 0),
         "cos": lambda x: _sine(x, 1),
+        "tan": tangent,
         "tanh": hyperbolic_tangent,
     }
 
@@ -324,19 +334,10 @@ def _power_signs(a: Vector, b: Vector, magnitude: Vector) -> Vector:
 
 
 def _sine(x: Vector, quarter: int) -> Vector:
-    """Sine of x plus ``quarter`` quarter turns, in float64.
-
-    The reduction is that of Cody and Waite with what its rounding loses carried along. ``near`` is
-    exact: a multiple of 2^-53 below 1. The product of k, below 2^16, and the second part of pi / 2
-    is exact, too, because that part has 33 bits. So ``near - r`` is exact: it is that product where
-    near is the smaller of the two (r is then exact), and a step of Dekker's sum elsewhere.
-    """
+    """Sine of x plus ``quarter`` quarter turns, in float64."""
     trace = x.trace
-    k, count = _nearest(x * (2 / 3.141592653589793))
-    first, second, third = _HALF_PI
-    near = k.fma(-first, x)
-    r = k.fma(-second, near)
-    tail = k.fma(-third, k.fma(-second, near - r))
+    reduced = _reduced_by_half_pi(x)
+    r, tail, count = trace.repair(reduced, _is_large(x), lambda: _large_reduced_by_half_pi(x))
     square = r * r
     sine = r + (square * r).fma(polynomial(square, _SIN), square.fma(tail * -0.5, tail))
     rest = square.fma(square * polynomial(square, _COS), -(r * tail))
@@ -347,8 +348,56 @@ def _sine(x: Vector, quarter: int) -> Vector:
     result = trace.select((count & 1) == 0, sine, cosine)
     result = (result.bits() ^ ((count & 2) << 62)).real()
     near_zero = absolute(x) < 1e-9
-    result = trace.select(near_zero, x if quarter == 0 else x * 0.0 + 1.0, result)
-    return trace.repair(result, absolute(x) > _TRIGONOMETRIC_LIMIT, ("sin", "cos")[quarter], x)
+    return trace.select(near_zero, x if quarter == 0 else x * 0.0 + 1.0, result)
+
+
+def _reduced_by_half_pi(x: Vector) -> Vectors:
+    """Give r, what its rounding has lost, and k with x = k pi/2 + r, in float64.
+
+    The reduction is that of Cody and Waite. ``near`` is exact: a multiple of 2^-53 below 1. The
+    product of k, below 2^16, and the second part of pi / 2 is exact, too, because that part has 33
+    bits. So ``near - r`` is exact: it is that product where near is the smaller of the two (r is
+    then exact), and a step of Dekker's sum elsewhere.
+    """
+    k, count = _nearest(x * (2 / 3.141592653589793))
+    first, second, third = _HALF_PI
+    near = k.fma(-first, x)
+    r = k.fma(-second, near)
+    return r, k.fma(-third, k.fma(-second, near - r)), count
+
+
+def _is_large(x: Vector) -> Vector:
+    return absolute(x) > _TRIGONOMETRIC_LIMIT
+
+
+def _large_reduced_by_half_pi(x: Vector) -> Vectors:
+    """`_reduced_by_half_pi` where `_is_large`; NaN for an infinite x."""
+    trace = x.trace
+    large = trace.select(_is_large(x) & (absolute(x) < _INFINITY), x, 1.0)
+    function = reduction(trace.builder.module)
+    r, tail, count = trace.each_lane(function, large, (x.element, x.element, INTEGER[64]))
+    return trace.select(absolute(x) < _INFINITY, r, _NAN), tail, count
+
+
+def tangent(x: Vector) -> Vector:
+    """The C library's tangent; of large numbers after a reduction of our own.
+
+    A C library may lose digits there: glibc's is 14 ulp off where x is closest to a multiple.
+    """
+    trace, large = x.trace, _is_large(x)
+    zero = trace.constant(0.0, x.element)
+    reduced = (x, zero, zero.bits())
+    r, tail, count = trace.repair(reduced, large, lambda: _large_reduced_by_half_pi(x))
+    tangent = trace.call("tan", r)
+
+    def turned() -> Vectors:
+        rest = tangent.fma(tangent, 1.0) * tail
+        total = tangent + rest
+        inverse = -1.0 / total
+        error = inverse.fma(total, 1.0) + inverse * (tangent - total + rest)
+        return (trace.select((count & 1) == 0, total, inverse + inverse * error),)
+
+    return trace.repair((tangent,), large, turned)[0]
 
 
 def hyperbolic_tangent(x: Vector) -> Vector:
