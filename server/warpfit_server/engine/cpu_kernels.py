@@ -30,8 +30,8 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
-from warpfit_server.engine.cpu_math import absolute, functions, lifted, wide_functions
-from warpfit_server.engine.cpu_vector import Trace, Vector
+from warpfit_server.engine.cpu_math import functions, lifted, wide_functions
+from warpfit_server.engine.cpu_vector import Trace, Vector, absolute
 
 #: Bytes that a kernel handles in one step, and the width of a stored scalar.
 WIDTH: Final = 64

@@ -302,6 +302,21 @@ class Vector:
         return self.trace.vector(self.trace.builder.fptrunc(self.value, kind))
 
 
+def absolute(x: Vector) -> Vector:
+    """Clear the sign bit."""
+    return x.trace.intrinsic("fabs", x)
+
+
+def nearest(x: Vector) -> tuple[Vector, Vector]:
+    """Round a small number to the nearest integer, as float and as integer.
+
+    Adding 1.5 * 2^mantissa leaves the integer in the low bits of the sum; NaN needs no care.
+    """
+    shift = 1.5 * 2.0 ** MANTISSA[x.size]
+    shifted = x + shift
+    return shifted - shift, shifted.bits() - x.trace.constant(shift, x.element).bits()
+
+
 def polynomial(x: Vector, coefficients: Sequence[float]) -> Vector:
     """Evaluate ``c0 + c1 x + c2 x^2 + ...`` by Horner's rule with fused multiply-add."""
     result: Vector | float = coefficients[-1]
