@@ -52,7 +52,8 @@ class Bound:
         names = dict(zip("abc", (x.astype(np.float64) for x in operands), strict=False))
         names["r"] = exact.astype(np.float64)
         with np.errstate(all="ignore"):
-            size = np.minimum(np.abs(exact), np.finfo(exact.dtype).max)
+            info = np.finfo(exact.dtype)  # whose largest number NumPy gives an infinite ulp
+            size = np.minimum(np.abs(exact), info.max - np.spacing(info.max / 2))
             ulp = np.spacing(size).astype(np.float64)
             limit = np.maximum(_value(self.ulp, names) * ulp, _value(self.absolute, names))
             holds = _value(self.where, names) if self.where else True
@@ -150,7 +151,6 @@ def excess(bound: Bound, operands: Sequence[Array], got: Array, exact: Array) ->
         distance = np.abs(wide[0] - wide[1]).astype(np.float64)
         limit = bound.limit(operands, rounded)
         share = np.where(distance == 0, 0.0, distance / limit)
-    share = np.where(np.isinf(limit), 0.0, share)
-    one_nan = np.isnan(got) != np.isnan(rounded)
-    both_nan = np.isnan(got) & np.isnan(rounded)
-    return np.where(both_nan, 0.0, np.where(one_nan & np.isfinite(limit), np.inf, share))
+    one_is_nan = np.isnan(got) != np.isnan(rounded)
+    share = np.where(one_is_nan, np.inf, share)
+    return np.where(np.isinf(limit) | (np.isnan(got) & np.isnan(rounded)), 0.0, share)

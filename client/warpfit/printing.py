@@ -1,4 +1,4 @@
-"""`Program` to text and LaTeX, and the operator table as Markdown; all read the operator rows."""
+"""`Program` to text and LaTeX; both read the operator rows."""
 
 from __future__ import annotations
 
@@ -202,16 +202,6 @@ def _latex_name(name: str) -> str:
     if simple:
         return f"{simple[1]}_{{{simple[2]}}}" if simple[2] else simple[1]
     return rf"\text{{{name.translate(_LATEX_ESCAPES)}}}"
-
-
-def operator_table() -> str:
-    """Write the operator table as Markdown: text form, wire code, operands, meaning and domain."""
-    lines = ["| operator | text | code | operands | notes |", "|---|---|---|---|---|"]
-    for row in OPERATORS.values():
-        text = f"`{text_form(row)}`"
-        notes = re.sub(r"\|", r"\\|", row.notes)
-        lines.append(f"| {row.name} | {text} | {row.code} | {row.arity} | {notes} |")
-    return "\n".join(lines) + "\n"
 
 
 def text_form(row: Operator) -> str:

@@ -6,6 +6,7 @@ precision and relative tolerance) and ``loss_errors`` (`LossErrors` of the engin
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,6 +158,41 @@ def test_edge_values_are_special_where_the_reference_is(engine, name):
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     np.testing.assert_array_equal(got == 0, want == 0)
     np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
+
+
+#: Functions of |a| as operators and spelled out, and powers, whose derivatives at 0 are conventions.
+CONVENTIONS = (
+    "logabs(p1)",
+    "log(abs(p1))",
+    "sqrtabs(p1)",
+    "sqrt(abs(p1))",
+    "powabs(p1, p2)",
+    "abs(p1) ^ p2",
+    "p1 ^ p2",
+    "fma(p1, p2, p3)",
+)
+SPELLED_OUT = ((0, 1), (2, 3), (4, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_conventions_at_zero_are_the_references(engine, dtype):
+    """Programs of parameters alone and of rows, at all combinations of 0 and other numbers."""
+    points = np.array(list(np.ndindex(*[6] * 3))).T
+    columns = np.array([0.0, -0.0, 1.0, -1.0, 2.0, 0.5])[points]
+    data = Dataset.of(columns.T, dtype=dtype)
+    texts = [re.sub(r"p(\d)", r"(x\1 + p\1)", text) for text in CONVENTIONS]
+    written = [parse(text) for text in texts]
+    counts = [program.parameters for program in written]
+    zeros = [np.zeros(count) for count in counts]
+    jacobian = derive(engine, data, written, zeros).jacobian
+    got = np.split(jacobian, np.cumsum(counts)[:-1])
+    for program, zero, slopes in zip(written, zeros, got, strict=True):
+        _, want = differentiate(program, columns, zero)
+        np.testing.assert_allclose(slopes, want, rtol=1e-5)
+    for operator, spelled in SPELLED_OUT:
+        np.testing.assert_allclose(got[operator], got[spelled], rtol=1e-5)
+        at_zero = columns[0] == 0
+        assert not got[operator][:, at_zero].any()
 
 
 NICE = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "square", "aq", "logistic", "max", "fma")
