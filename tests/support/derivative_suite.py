@@ -160,7 +160,7 @@ def test_edge_values_are_special_where_the_reference_is(engine, name):
     np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
 
 
-#: Functions of |a| as operators and spelled out, and powers, whose derivatives at 0 are conventions.
+#: Functions of |a| as operators and spelled out, and powers: derivatives at 0 are conventions.
 CONVENTIONS = (
     "logabs(p1)",
     "log(abs(p1))",
