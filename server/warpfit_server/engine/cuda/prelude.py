@@ -17,8 +17,8 @@ from warpfit_server.engine.cuda.precise import precise_calls, precise_source
 REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 #: Helpers of fast mode that rows of the operator table call; `warpfit.bounds` states their errors.
-#: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for every
-#: other b in that range.
+#: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
+#: every other b in that range.
 _FAST_HELPERS: Final = r"""
 #define select(condition, x, y) ((condition) ? (x) : (y))
 
