@@ -30,6 +30,7 @@ from warpfit_server.engine import (
     calls,
     cpu_board,
     cpu_build,
+    cpu_circular,
     cpu_dots,
     cpu_interpret,
     cpu_kernels,
@@ -38,6 +39,7 @@ from warpfit_server.engine import (
     cpu_math,
     cpu_partials,
     cpu_pieces,
+    cpu_reduction,
     cpu_row_loss,
     cpu_statistics,
     cpu_vector,
@@ -54,7 +56,8 @@ _log = logging.getLogger(__name__)
 _DIGEST_BYTES: Final = 32
 #: Modules that shape the code.
 _SOURCES: Final = (
-    *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
+    *(ops, cpu_vector, cpu_reduction, cpu_circular, cpu_math, cpu_kernels, rules, cpu_partials),
+    *(cpu_dots, cpu_build),
     *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
     *(cpu_statistics, cpu_row_loss, cpu_linearise, cpu_board),
 )

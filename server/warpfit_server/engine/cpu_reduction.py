@@ -61,7 +61,8 @@ def reduction(module: ir.Module) -> ir.Function:
     kinds = [_DOUBLE, _DOUBLE.as_pointer(), _DOUBLE.as_pointer(), _I64.as_pointer()]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), _NAME)
     function.linkage = "internal"
-    function.attributes.add("nounwind")
+    for attribute in ("nounwind", "noinline"):  # in every kernel it would cost time to compile
+        function.attributes.add(attribute)
     _build(ir.IRBuilder(function.append_basic_block()), *function.args)
     return function
 
