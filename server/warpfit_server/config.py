@@ -18,6 +18,8 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2
 
 
 _LIMITS: Final = Limits()
+#: Part of the bytes in flight that one message may take, and what every message may have.
+_MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
 _MOST_DOORS: Final = 16
 
 
@@ -111,7 +113,14 @@ class Config:
     start_seconds: float = _option(600.0, "seconds that an engine may take to start", float)
     chunk_bytes: int = _option(1 << 20, "values in one message of an answer", parse_bytes)
     idle_bytes: int = _option(512 << 20, "result memory kept for reuse", parse_bytes)
-    max_message_bytes: int = _option(_LIMITS.message_bytes, "one message", parse_bytes)
+    max_message_bytes: int = _option(
+        _LIMITS.message_bytes,
+        "one message; also at most an eighth of --max-pending-bytes, but 4 MiB are always allowed",
+        parse_bytes,
+    )
+    message_seconds: float = _option(
+        30.0, "seconds in which a message of a call must arrive completely", float
+    )
     max_dataset_bytes: int = _option(_LIMITS.dataset_bytes, "one data set", parse_bytes)
     max_resident_bytes: int | None = _option(
         None, "all data sets (default: half of the memory)", parse_bytes
@@ -132,10 +141,12 @@ class Config:
     )
     max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit", float)
     max_queue_seconds: float = _option(
-        60.0, "estimated time of the engine for all calls in flight", float
+        60.0, "estimated time of the engine for one tenant's calls in flight", float
     )
     max_pending_bytes: int | None = _option(
-        None, "batches and answers in flight (default: a quarter of the memory)", parse_bytes
+        None,
+        "messages that arrive, batches and answers in flight (default: a quarter of the memory)",
+        parse_bytes,
     )
     lease_seconds: float = _option(86_400.0, "an unused data set goes after this time", float)
     insecure: bool = _option(False, "allow plain text on a network", parse_switch)
@@ -162,14 +173,22 @@ class Config:
 
     @property
     def pending_bytes(self) -> int:
-        """Most bytes of batches and answers in flight."""
+        """Most bytes of arriving messages, batches and answers in flight."""
         return self.max_pending_bytes or _half_of_memory() // 2
+
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a message: a few calls must be able to send one at the same time."""
+        part = max(_LEAST_MESSAGE_BYTES, self.pending_bytes // _MESSAGE_PART)
+        return min(self.max_message_bytes, part)
 
     def limits(self) -> Limits:
         """Collect the limits that clients are told."""
-        names = [f.name for f in fields(Limits) if f.name != "resident_bytes"]
+        computed = ("message_bytes", "resident_bytes")
+        names = [f.name for f in fields(Limits) if f.name not in computed]
         resident = self.max_resident_bytes
         return Limits(
+            message_bytes=self.message_bytes,
             resident_bytes=_half_of_memory() if resident is None else resident,
             **{name: getattr(self, f"max_{name}") for name in names},
         )

@@ -31,7 +31,7 @@ class TestDatasetStore:
     def _put(self, store, dataset, size=64):
         upload = store.begin(dataset.layout, dataset.content_id)
         for chunk in dataset.chunks(size):
-            upload.add(chunk)
+            store.add(upload, chunk)
         return store.commit(upload)
 
     def test_round_trip(self):
@@ -107,6 +107,6 @@ class TestDatasetStore:
         upload = store.begin(DATA.layout, DATA.content_id)
         with pytest.raises(InvalidArgumentError) as caught:
             for size in pieces:
-                upload.add(memoryview(bytes(size)))
+                store.add(upload, memoryview(bytes(size)))
             store.commit(upload)
         assert caught.value.reason == reason
