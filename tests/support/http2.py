@@ -23,12 +23,22 @@ _BURST: Final = 64 * _FRAME
 
 
 class RawConnection:
-    """One connection; a context manager. A thread reads what the server sends."""
+    """One connection; a context manager. A thread reads what the server sends.
 
-    def __init__(self, address: str, token: str = "") -> None:
+    Args:
+        address: of the server.
+        token: bearer token of all calls.
+        source: address from which to connect, any of this machine's.
+        reads: whether the server may send answers; else its windows stay closed.
+
+    """
+
+    def __init__(
+        self, address: str, token: str = "", *, source: str = "127.0.0.1", reads: bool = True
+    ) -> None:
         host, _, port = address.rpartition(":")
         self._token = token
-        self._socket = socket.create_connection((host, int(port)))
+        self._socket = socket.create_connection((host, int(port)), source_address=(source, 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -38,7 +48,8 @@ class RawConnection:
         self._ended: dict[int, float] = {}
         self._next = 1
         self._is_open = True
-        self._write(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+        settings = b"" if reads else struct.pack(">HI", _INITIAL_WINDOW, 0)
+        self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
         threading.Thread(target=self._read, daemon=True).start()
 
     def __enter__(self) -> RawConnection:
