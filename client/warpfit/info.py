@@ -28,7 +28,7 @@ class Device:
 class Limits:
     """Upper bounds that a server enforces; over one it answers RESOURCE_EXHAUSTED."""
 
-    message_bytes: int = 32 << 20
+    message_bytes: int = 64 << 20
     """One protobuf message to the server."""
     dataset_bytes: int = 8 << 30
     """One data set."""
