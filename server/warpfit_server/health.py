@@ -30,8 +30,8 @@ _SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _READING, _WATCHING = 8, 64
 #: Seconds in which a call that does not watch must be over.
 _SECONDS: Final = 1.0
-#: On the port of their own: most bytes of a message, and calls of one connection.
-_MOST_BYTES, _STREAMS = 4096, 16
+#: On the port of their own: most bytes of a message, calls of one connection, and connections.
+_MOST_BYTES, _STREAMS, _CONNECTIONS = 4096, 16, 256
 #: Seconds after which a call that watches looks whether its client has gone.
 _LOOK_SECONDS: Final = 5.0
 
@@ -258,6 +258,7 @@ class HealthPort:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _MOST_BYTES),
             ("grpc.max_concurrent_streams", _STREAMS),
+            ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
         ]
         self._server = grpc.server(AtOnce(), options=options)
         health.add_to(self._server)

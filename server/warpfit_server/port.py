@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,8 @@ _KEEPALIVE_MS: Final = 20_000
 #: Calls of one connection at a time. gRPC also refuses new ones while as many that were taken back
 #: wait to be noticed, so that one connection's resets do not fill its queue of new calls.
 _STREAMS: Final = 128
+#: Connections of a process at a time, where it may open at least twice as many files.
+_CONNECTIONS: Final = 4096
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -54,6 +57,7 @@ def make_server(
         options=[
             ("grpc.max_receive_message_length", config.message_bytes),
             ("grpc.max_concurrent_streams", _STREAMS),
+            ("grpc.max_allowed_incoming_connections", _most_connections()),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
             # A client that vanishes without a word must not keep its place for ever; and clients
@@ -63,6 +67,12 @@ def make_server(
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 4),
         ],
     )
+
+
+def _most_connections() -> int:
+    """Leave as many descriptors for data sets and calls as connections may take."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_CONNECTIONS, files // 2)
 
 
 def listen(server: grpc.Server, config: Config, port: int) -> int:

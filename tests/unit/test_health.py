@@ -13,7 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.health import check
 from support.http2 import RawConnection
 from warpfit_server import health as module
+from warpfit_server import port as port_module
+from warpfit_server.config import Config
 from warpfit_server.health import LIVENESS, READINESS, Health, HealthPort
+from warpfit_server.port import listen, make_server
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 Status = health_pb2.HealthCheckResponse
@@ -95,6 +98,25 @@ def test_who_does_not_read_keeps_nobody_waiting(health, address, stub):
         assert next(heard).status == Status.SERVING
         assert check(address) == "SERVING"
         heard.cancel()
+
+
+def test_connections_are_limited(monkeypatch):
+    monkeypatch.setattr(port_module, "_CONNECTIONS", 5)
+    server = make_server(Config(), "service", {}, shared=False)
+    Health("service").add_to(server)
+    address = f"127.0.0.1:{listen(server, Config(), 0)}"
+    server.start()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(RawConnection(address)) for _ in range(8)]
+        deadline = time.monotonic() + 10
+        while sum(connection.is_open for connection in connections) > 5:
+            assert time.monotonic() < deadline, "none of them is closed"
+            time.sleep(0.05)
+        assert check(address) == "UNREACHABLE"
+    deadline = time.monotonic() + 10
+    while check(address) != "NOT_SERVING":
+        assert time.monotonic() < deadline, "no room though the others have gone"
+    server.stop(None)
 
 
 def test_the_address_with_most_calls_makes_room(monkeypatch):
