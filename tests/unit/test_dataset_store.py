@@ -64,7 +64,7 @@ class TestDatasetStore:
         bad = Dataset(good.layout, matrix)
         store, _ = self._store(1 << 20)
         upload = store.begin(bad.layout, bad.content_id)
-        upload.add(next(bad.chunks(1 << 20)))
+        store.add(upload, next(bad.chunks(1 << 20)))
         with pytest.raises(InvalidArgumentError, match="row 5") as caught:
             store.commit(upload)
         assert caught.value.reason == "BAD_WEIGHT"
