@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,8 @@ from warpfit_server.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
+#: Seconds that an engine has to log why it ends, after it has closed its channel.
+_LAST_WORDS_SECONDS: Final = 2.0
 #: Lanes beyond what the engine runs at a time: their batches are in place when it is their turn.
 #: One more is kept for a tenant that has none (see `Lanes`).
 _SPARE_LANES: Final = 3
@@ -114,7 +117,8 @@ class EngineSupervisor:
             raise UnavailableError(
                 f"the {self._config.engine} engine did not start",
                 "ENGINE_FAILED",
-                "See the log lines above; --engine cpu runs everywhere",
+                "The log lines above say why"
+                + ("" if self._config.engine == "cpu" else "; --engine cpu runs everywhere"),
             )
 
     @property
@@ -308,6 +312,8 @@ class EngineSupervisor:
                 self._handle(channel, *channel.receive())
         except ChannelClosedError:
             loading = self._forget_engine()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_SECONDS)
         finally:
             channel.close()
             process.kill()

@@ -13,7 +13,6 @@ import socket
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +26,7 @@ from warpfit_server.channel import (
     packed,
     unpacked,
 )
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.calls import call_1, call_3, call_4, nanoseconds
 from warpfit_server.orders import NUMBERS_BYTES, PLAIN
 from warpfit_server.resources import available_cores
@@ -47,7 +47,7 @@ _SENDING: Final = int(socket.MSG_NOSIGNAL)
 _SEND, _RECEIVE, _POLL, _CLOCK, _SLEEP = range(5)
 #: What `_exchange` returns if the answer could not be sent, and nothing was received.
 _UNSENT: Final = -2
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 class Line(NamedTuple):

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.channel import Channel
+from warpfit_server.engine import numba_cache
 
 #: Lanes that compiled code serves at a time; the others are served by Python.
 MOST_PLACES: Final = 64
@@ -132,13 +132,13 @@ class Place:
         self.roster.vacate(self.number)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def nobody_works(board: NDArray[np.int64]) -> bool:
     """`Roster.is_idle` for compiled code."""
     return bool(board[0, BUSY] == 0 and np.all(board[1:, AT_WORK] == 0))
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def may_start(board: NDArray[np.int64], number: int) -> bool:
     """Tell whether a lane may begin an evaluation, or should wait for others.
 
@@ -155,7 +155,7 @@ def may_start(board: NDArray[np.int64], number: int) -> bool:
     return total < _AT_ONCE and needs < _AHEAD
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def has_nothing_else(board: NDArray[np.int64], number: int) -> bool:
     """Tell whether the tenant of a lane has no other evaluation at work."""
     for row in range(1, len(board)):

@@ -7,7 +7,6 @@ something wrong, the exact check says what.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +14,7 @@ from warpfit.errors import InternalError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit.tokens import INDEX_LIMIT
+from warpfit_server.engine import numba_cache
 
 
 def check_sound(batch: Batch, variables: int) -> None:
@@ -47,7 +47,7 @@ def is_sound(batch: Batch, variables: int) -> bool:
     )
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def sound_tokens(
     codes: NDArray[np.uint8],
     values: NDArray[np.float64],

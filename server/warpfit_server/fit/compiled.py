@@ -19,15 +19,19 @@ import numba
 from numba import types
 
 from warpfit.fitting import Method
-from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine.cpu_cache import writable
+from warpfit_server import cache_files
+from warpfit_server.code_cache import usable
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cpu_code import cached_in
 from warpfit_server.engine.cpu_helpers import NICE
 from warpfit_server.fit import bfgs, bounds, levenberg_marquardt, searches, triangles
 from warpfit_server.fit.searches import Limits
 
 _LOG: Final = logging.getLogger("warpfit.fit")
-_MODULES: Final = (bfgs, bounds, levenberg_marquardt, searches, triangles)
+_MODULES: Final = (
+    *(bfgs, bounds, levenberg_marquardt, searches, triangles),
+    *(numba_cache, cache_files),
+)
 _LOCK: Final = threading.Lock()
 
 
@@ -46,12 +50,12 @@ def load(method: Method, directory: Path | None = None) -> Any:
 @functools.cache
 def _load(method: Method, directory: Path | None) -> Any:
     started = time.perf_counter()
-    place = (directory or default_cache_directory()) / f"fit-{_fingerprint()[:32]}"
-    with writable(place) as kept:
+    with usable(directory) as usable_directory:
+        kept = usable_directory / f"fit-{_fingerprint()[:32]}"
         done = kept / f"{method}.complete"
         if not done.exists():
             _compile_elsewhere(method, kept)
-            done.touch()
+            cache_files.write_plain(done, b"")
         advance = _compile(method, kept)
     _LOG.info("steering code of %s ready after %.2f s", method, time.perf_counter() - started)
     return advance

@@ -8,11 +8,11 @@ from __future__ import annotations
 import socket
 from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.channel import TOLD
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Reply
 from warpfit_server.engine.calls import call_4
 from warpfit_server.engine.cuda.resident import Closing
@@ -47,7 +47,7 @@ class Report(NamedTuple):
         return cls(descriptor, queue + waited, started + waited, *compiled)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float64]) -> None:
     """Turn sums into losses, as `ResidentDataset.losses` does; both may be the same array."""
     for job in range(len(sums)):
@@ -57,7 +57,7 @@ def close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float6
         losses[job] = 1.0 - loss if closing.complement else loss
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def announce(
     functions: NDArray[np.int64],
     report: Report,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.derivative_source import labels
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
@@ -186,7 +186,7 @@ def _check_index(largest: int) -> None:
         )
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _encode(
     lowered: Any, summaries: Any, columns: Any, operands: Any, case_labels: Any,
     keeps_values: bool, out: Any, places: Any, losses: Any, slopes: Any,
@@ -234,13 +234,13 @@ def _encode(
     return int(largest)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _level(place: int, slots: int) -> int:
     """Level of a place that holds rows; the result's comes after those of the slots."""
     return int(slots if place & 3 == RESULT else place >> 2)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _await(place: int, slots: int, awaited: Any) -> int:
     """Translate a place that is looked at when the program has run."""
     if place & 3 == ROWS:
@@ -250,7 +250,7 @@ def _await(place: int, slots: int, awaited: Any) -> int:
     return int(level << _PLACE_SHIFT | _LEVEL)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _encode_scalar(instruction: Any, operands: Any, case_labels: Any, out: Any) -> None:
     arity = operands[instruction[CODE]]
     out[0] = case_labels[instruction[CODE]]
@@ -260,7 +260,7 @@ def _encode_scalar(instruction: Any, operands: Any, case_labels: Any, out: Any) 
     out[3] = instruction[TARGET] >> 2 | third << 16
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _encode_rows(
     instruction: Any, operands: Any, case_labels: Any, level: int, stores: bool, before: int,
     slots: int, awaited: Any, out: Any,

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +17,8 @@ from typing import Any, Final
 from numpy.typing import DTypeLike
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine.cuda.cache import replace_file
+from warpfit_server import cache_files
+from warpfit_server.code_cache import check_private, default_cache_directory
 from warpfit_server.engine.cuda.streams import BEHIND, USUAL, StreamContext
 from warpfit_server.engine.cuda.submission import HELD, PAUSE, driver_functions
 from warpfit_server.engine.cuda.turns import DeviceTurns
@@ -43,6 +42,7 @@ class CudaDevice:
 
     Raises:
         UnavailableError: if CuPy is not installed or no such device answers.
+        InvalidArgumentError: if others could have written to the cache directory.
 
     """
 
@@ -55,6 +55,7 @@ class CudaDevice:
         self.cupy = _import_cupy()
         self.index = index
         self.cache_directory = cache_directory or default_cache_directory()
+        check_private(self.cache_directory)
         runtime = self.cupy.cuda.runtime
         try:
             runtime.setDevice(index)
@@ -227,16 +228,15 @@ class _Loan:
 def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
     """Machine code from ``build``, kept on disk under a hash of all that shapes it.
 
-    A file that is damaged is built again; a directory that cannot be written is not used.
+    A file that cannot be used is built again.
     """
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
     path = directory / "cubin" / f"{name}.cubin"
-    with suppress(OSError):
-        stored = path.read_bytes()
-        if stored[:32] == hashlib.sha256(stored[32:]).digest():
-            return stored[32:]
+    stored = cache_files.find(path)
+    if stored is not None:
+        return stored
     cubin = build()
-    replace_file(path, hashlib.sha256(cubin).digest() + cubin)
+    cache_files.write(path, cubin)
     return cubin
 
 
@@ -258,7 +258,7 @@ def _import_cupy() -> Any:
         raise UnavailableError(
             f"CuPy cannot be loaded: {error}",
             "NO_CUPY",
-            "Let CUPY_CACHE_DIR name a directory that can be written, or run with --engine cpu",
+            "Let --cache-dir name a directory that can be written, or run with --engine cpu",
         ) from error
     return cupy
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.announce import Report
 from warpfit_server.engine.cuda.bytecode import INDEX_LIMIT
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -43,7 +43,7 @@ from warpfit_server.engine.roster import has_nothing_else
 _HEADROOM: Final = 1.5
 #: Batches that are remembered, to tell those that come again; a power of two.
 _REMEMBERED: Final = 1 << 16
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 class Room(NamedTuple):

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, VARIABLE
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.bytecode import (
     END,
     FROM_SLOT,
@@ -38,7 +38,7 @@ from warpfit_server.engine.cuda.bytecode import (
 from warpfit_server.engine.sound import check_sound
 
 _LABELS: Final = labels()
-_compiled = numba.njit(cache=True, nogil=True, inline="always")
+_compiled = numba_cache.njit(nogil=True, inline="always")
 
 #: What is known of a subtree: stack height of the scalar kernel if it is row-invariant, else 0;
 #: first token (for a variable its index) and last token; stack levels below the top that its code

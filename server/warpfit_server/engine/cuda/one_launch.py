@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
 from warpfit_server.channel import Told
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
 from warpfit_server.engine.cuda.launch import (
@@ -200,7 +200,7 @@ def _addresses(
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def compute_losses(
     functions: NDArray[np.int64],
     handles: Handles,
@@ -264,7 +264,7 @@ def compute_losses(
     return status, extent.levels, is_sent
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _tell_piece(
     desk: Desk,
     number: int,

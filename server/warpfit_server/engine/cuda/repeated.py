@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.announce import Report
 from warpfit_server.engine.cuda.one_replay import Handles, replay_losses
 from warpfit_server.engine.cuda.prepared import differ
@@ -32,7 +32,7 @@ from warpfit_server.engine.lane_end import Line
 from warpfit_server.engine.roster import has_nothing_else
 from warpfit_server.orders import Numbers
 
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 class Own(NamedTuple):

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.tokens import INDEX_LIMIT
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.lower import (
     READ_AHEAD,
     UNSOUND,
@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.lower import (
 from warpfit_server.engine.sound import sound_tokens
 
 _ALIGNMENT: Final = 64
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 class Parts(NamedTuple):

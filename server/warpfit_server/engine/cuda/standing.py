@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.calls import fence
 from warpfit_server.engine.cuda.lower import Tokens
 from warpfit_server.engine.lane_end import Line, is_of_kind, now, receive_message, sleep
@@ -45,7 +45,7 @@ BETWEEN: Final = -3
 #: Microseconds after which a lane that waits for others looks again: a usual kernel's time.
 _PAUSE: Final = 100
 _NUMBERS: Final = len(Numbers._fields)
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 class Memory(NamedTuple):
