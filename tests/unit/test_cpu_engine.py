@@ -397,7 +397,7 @@ def test_directory_that_cannot_be_written(tmp_path, caplog):
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
     engine = CpuEngine(2, occupied / "cache")  # compiled from nothing, by two processes
-    assert "cannot keep compiled code" in caplog.text
+    assert "compiled code is kept in a temporary directory" in caplog.text
     data = make_dataset(10)
     assert np.isfinite(Evaluate(engine)(data, [X1]).values).all()
     engine.close()
