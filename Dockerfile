@@ -37,7 +37,6 @@ COPY --from=build /opt/warpfit /opt/warpfit
 ENV PATH=/opt/warpfit/bin:${PATH} \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
-    CUPY_CACHE_DIR=/var/cache/warpfit/cupy \
     WARPFIT_CACHE_DIR=/var/cache/warpfit \
     WARPFIT_HOST=0.0.0.0 \
     WARPFIT_PORT=50551 \

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -21,6 +22,11 @@ _LIMITS: Final = Limits()
 #: Part of the bytes in flight that one message may take, and what every message may have.
 _MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
 _MOST_DOORS: Final = 16
+_LAST_PORT: Final = 65_535
+#: Most connections of a front-door process unless it is told, and the part of its file descriptors
+#: that they may take.
+_MOST_CONNECTIONS: Final = 4096
+_CONNECTIONS_SHARE: Final = 0.5
 
 
 def parse_bytes(text: str) -> int:
@@ -42,6 +48,18 @@ def parse_switch(text: str) -> bool:
     if text.lower() not in words:
         raise ValueError(f"{text!r} is neither yes nor no")
     return words[text.lower()]
+
+
+def parse_port(text: str) -> int:
+    """Read the number of a port, 0 for a free one.
+
+    Raises:
+        ValueError: if it is none.
+
+    """
+    if not re.fullmatch(r"\d{1,5}", text) or int(text) > _LAST_PORT:
+        raise ValueError(f"{text!r} is no port; there are those from 0 to {_LAST_PORT}")
+    return int(text)
 
 
 def parse_log_level(text: str) -> str:
@@ -74,7 +92,7 @@ class Config:
     """
 
     host: str = _option("127.0.0.1", "address to listen on")
-    port: int = _option(50551, "port to listen on; 0 takes a free one", int)
+    port: int = _option(50551, "port to listen on; 0 takes a free one", parse_port)
     engine: str = _option(
         "auto", "auto takes CUDA when a device answers", choices=("auto", "cpu", "cuda")
     )
@@ -92,13 +110,17 @@ class Config:
         0.0, "seconds on SIGTERM between readiness ending and refusing new calls", float
     )
     health_port: int | None = _option(
-        None, "plain port for health checks alone; 0 takes a free one (default: none)", int
+        None, "plain port for health checks alone; 0 takes a free one (default: none)", parse_port
     )
+    health_host: str = _option("127.0.0.1", "address of the health port")
     metrics_port: int | None = _option(
-        None, "HTTP port of the metrics; 0 takes a free one (default: none)", int
+        None, "HTTP port of the metrics; 0 takes a free one (default: none)", parse_port
     )
-    operations_host: str = _option(
-        "", "address of the health and metrics ports (default: that of --host)"
+    metrics_host: str = _option("127.0.0.1", "address of the metrics port")
+    expose_tenants: bool = _option(
+        False,
+        "let whoever can reach the metrics port on a network read the names of the tenants",
+        parse_switch,
     )
     probe_seconds: float = _option(2.0, "pause between probes of the engine", float)
     probe_timeout: float = _option(
@@ -131,6 +153,12 @@ class Config:
     max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
     max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front doors", int)
+    max_connections: int | None = _option(
+        None,
+        "connections of each front-door process (default: half of its file descriptors, at most "
+        "4,096)",
+        int,
+    )
     max_rows: int = _option(_LIMITS.rows, "rows of a data set", int)
     max_loss_tokens: int = _option(
         _LIMITS.loss_tokens, "tokens in a loss function of the caller's own", int
@@ -162,9 +190,10 @@ class Config:
         return self.front_doors or max(1, min(_MOST_DOORS, available_cores() - 1))
 
     @property
-    def operations_address(self) -> str:
-        """Address of the health and metrics ports."""
-        return self.operations_host or self.host
+    def connections(self) -> int:
+        """Most connections of one front-door process."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_SHARE))
 
     @property
     def cache_path(self) -> Path | None:
@@ -230,9 +259,23 @@ def _add_flag(
     parser.add_argument(
         "--" + setting.name.replace("_", "-"),
         default=default,
-        type=metadata["parse"],
+        type=_with_reason(metadata["parse"]),
         choices=metadata["choices"],
         help=metadata["help"] + ("" if default in (None, "") else " (default: %(default)s)"),
         metavar=None if metadata["choices"] else setting.name.split("_")[-1].upper(),
         **switch,
     )
+
+
+def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Have argparse print why a value is none; of errors of other types it prints no text."""
+    if parse in (int, float, str):  # it has texts of its own for these
+        return parse
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2
 from warpfit.errors import UnavailableError
 from warpfit_server.port import AtOnce
 from warpfit_server.receive_timeouts import ReceiveTimeouts
+from warpfit_server.tls import join_address
 from warpfit_server.workers import Workers
 
 LIVENESS: Final = "liveness"
@@ -32,6 +33,9 @@ _READING, _WATCHING = 8, 64
 _SECONDS: Final = 1.0
 #: On the port of their own: most bytes of a message, calls of one connection, and connections.
 _MOST_BYTES, _STREAMS, _CONNECTIONS = 4096, 16, 256
+#: Seconds in which a connection of that port must be made, and after which a client has to make a
+#: new one: connections that nobody needs must not keep others out.
+_HANDSHAKE_SECONDS, _CONNECTION_SECONDS = 5, 60
 #: Seconds after which a call that watches looks whether its client has gone.
 _LOOK_SECONDS: Final = 5.0
 
@@ -259,11 +263,13 @@ class HealthPort:
             ("grpc.max_receive_message_length", _MOST_BYTES),
             ("grpc.max_concurrent_streams", _STREAMS),
             ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
+            ("grpc.max_connection_age_ms", 1000 * _CONNECTION_SECONDS),
         ]
         self._server = grpc.server(AtOnce(), options=options)
         health.add_to(self._server)
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            self.port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
             raise UnavailableError(
                 f"cannot listen on {host}:{port}", "PORT_IN_USE", "Choose another --health-port"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +17,8 @@ _KEEPALIVE_MS: Final = 20_000
 #: Calls of one connection at a time. gRPC also refuses new ones while as many that were taken back
 #: wait to be noticed, so that one connection's resets do not fill its queue of new calls.
 _STREAMS: Final = 128
-#: Connections of a process at a time, where it may open at least twice as many files.
-_CONNECTIONS: Final = 4096
+#: Time that TLS and the first frames of a connection may take.
+_HANDSHAKE_MS: Final = 10_000
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -57,9 +56,10 @@ def make_server(
         options=[
             ("grpc.max_receive_message_length", config.message_bytes),
             ("grpc.max_concurrent_streams", _STREAMS),
-            ("grpc.max_allowed_incoming_connections", _most_connections()),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
+            ("grpc.max_allowed_incoming_connections", config.connections),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             # A client that vanishes without a word must not keep its place for ever; and clients
             # may ask the same of the server, which gRPC would take for an attack.
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -67,12 +67,6 @@ def make_server(
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 4),
         ],
     )
-
-
-def _most_connections() -> int:
-    """Leave as many descriptors for data sets and calls as connections may take."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(_CONNECTIONS, files // 2)
 
 
 def listen(server: grpc.Server, config: Config, port: int) -> int:

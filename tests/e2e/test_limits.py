@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 
 import warpfit
 from support.rpcs import OWN_CONNECTION, SERVICE, Caller, X, bearer, evaluate_request
+from support.secret_files import write_secret
 from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
@@ -371,7 +372,7 @@ def test_limits_are_told(server):
 def test_a_greedy_tenant_does_not_keep_another_waiting(tmp_path):
     tokens = {name: new_token(name) for name in ("greedy", "modest")}
     path = tmp_path / "tokens"
-    path.write_text("\n".join(line for _, line in tokens.values()))
+    write_secret(path, "\n".join(line for _, line in tokens.values()))
     flags = ("--token-file", str(path), "--threads", "2", "--max-queue-seconds", "10000")
     with ServerProcess(*flags) as server, ExitStack() as stack:
         greedy, modest = (
