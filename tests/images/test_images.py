@@ -81,12 +81,12 @@ def locked(variant):
 
 def installed(image, volume):
     code = (
-        "import importlib.metadata as m, json;"
-        "print(json.dumps({d.name.lower().replace('_', '-'): d.version for d in m.distributions()}))"
+        "import json; from importlib.metadata import distributions;"
+        "print(json.dumps([(found.name, found.version) for found in distributions()]))"
     )
     ran = image.run(volume, ["python", "-c", code])
     assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return {name.lower().replace("_", "-"): version for name, version in json.loads(ran.stdout)}
 
 
 def test_the_cpu_image_serves_on_a_read_only_root(cpu_image, volume, tmp_path):
