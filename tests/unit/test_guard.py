@@ -13,8 +13,8 @@ from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit.codec import error_to_detail
 from support.secret_files import write_secret
+from warpfit.codec import error_to_detail
 from warpfit.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
