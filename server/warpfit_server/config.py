@@ -238,6 +238,7 @@ class Config:
         """Read flags and variables; print help or an error and exit where they are wrong."""
         parser = argparse.ArgumentParser(
             prog="warpfit serve",
+            usage="warpfit serve [--setting VALUE ...]",  # all of them would hide an error below
             description="Serve expression evaluation over gRPC.",
             epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
             "written like 256MiB.",
