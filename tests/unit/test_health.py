@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.health import check
 from support.http2 import RawConnection
 from warpfit_server import health as module
-from warpfit_server import port as port_module
 from warpfit_server.config import Config
 from warpfit_server.health import LIVENESS, READINESS, Health, HealthPort
 from warpfit_server.port import listen, make_server
@@ -100,9 +99,8 @@ def test_who_does_not_read_keeps_nobody_waiting(health, address, stub):
         heard.cancel()
 
 
-def test_connections_are_limited(monkeypatch):
-    monkeypatch.setattr(port_module, "_CONNECTIONS", 5)
-    server = make_server(Config(), "service", {}, shared=False)
+def test_connections_are_limited():
+    server = make_server(Config(max_connections=5), "service", {}, shared=False)
     Health("service").add_to(server)
     address = f"127.0.0.1:{listen(server, Config(), 0)}"
     server.start()
