@@ -262,15 +262,23 @@ class DatasetStore:
             return []
         idle = sorted((d for d in self._resident.values() if not d.uses), key=lambda d: d.last_use)
         own = [dataset for dataset in idle if dataset.tenant == tenant]
-        victims = self._enough(own, over_own, needed)
+        victims = self._enough(own, over_own, needed, tells=True)
         freed = sum(self._cost(dataset.layout) for dataset in victims)
         rest = [dataset for dataset in idle if dataset not in victims]
-        return victims + self._enough(self._in_order(rest, tenant, needed), over - freed, needed)
+        candidates = self._in_order(rest, tenant, needed)
+        is_alone = all(name in (tenant, "") for name, held in self._held.items() if held)
+        return victims + self._enough(candidates, over - freed, needed, tells=is_alone)
 
     def _enough(
-        self, candidates: list[ResidentDataset], over: int, needed: int
+        self, candidates: list[ResidentDataset], over: int, needed: int, *, tells: bool
     ) -> list[ResidentDataset]:
         """Choose the first candidates whose memory covers what is over a budget.
+
+        Args:
+            candidates: data sets, those that go first in front.
+            over: bytes over the budget.
+            needed: bytes that the caller needs.
+            tells: whether an error may say what is available, which tells what others hold.
 
         Raises:
             ResourceExhaustedError: if all of them do not.
@@ -284,12 +292,13 @@ class DatasetStore:
             over -= self._cost(dataset.layout)
         if over > 0:
             available = max(0, needed - over)
+            known = f"{available} are available" if tells else "fewer are available"
             raise ResourceExhaustedError(
-                f"{needed} more bytes of data sets are needed, {available} are available",
+                f"{needed} more bytes of data sets are needed, {known}",
                 "MEMORY",
                 "Release data sets, or start the server with a higher --max-resident-bytes",
                 needed=needed,
-                available=available,
+                available=available if tells else None,
             )
         return chosen
 
