@@ -39,7 +39,17 @@ _AVERAGE = {
     "ENSO": "p1 + p2*cos(2*pi*x1/12) + p3*sin(2*pi*x1/12) + p5*cos(2*pi*x1/p4)"
     " + p6*sin(2*pi*x1/p4) + p8*cos(2*pi*x1/p7) + p9*sin(2*pi*x1/p7)",
 }
-FORMULAS = _LOWER | _AVERAGE
+_HIGHER = {
+    "MGH09": "p1*(x1^2 + x1*p2)/(x1^2 + x1*p3 + p4)",
+    "Thurber": "(p1 + p2*x1 + p3*x1^2 + p4*x1^3)/(1 + p5*x1 + p6*x1^2 + p7*x1^3)",
+    "BoxBOD": "p1*(1 - exp(-p2*x1))",
+    "Rat42": "p1/(1 + exp(p2 - p3*x1))",
+    "MGH10": "p1*exp(p2/(x1 + p3))",
+    "Eckerle4": "p1/p2*exp(-0.5*((x1 - p3)/p2)^2)",
+    "Rat43": "p1/(1 + exp(p2 - p3*x1))^(1/p4)",
+    "Bennett5": "p1*(p2 + x1)^(-1/p3)",
+}
+FORMULAS = _LOWER | _AVERAGE | _HIGHER
 
 
 @dataclass(frozen=True)
