@@ -32,7 +32,7 @@ from warpfit.errors import (
     UnimplementedError,
     WarpfitError,
 )
-from warpfit.fitting import Method, Reason
+from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction
 
@@ -59,6 +59,7 @@ _LAZY: Final = {
 }
 
 __all__ = [
+    "Accuracy",
     "AsyncClient",
     "CancelledError",
     "Client",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.errors import InvalidArgumentError, WarpfitError
-from warpfit.fitting import Method
+from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit.security import add_flags, from_flags
@@ -173,7 +173,13 @@ def _add_fit(commands: Any) -> None:
         "--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)"
     )
     fit.add_argument("--method", choices=list(Method), default=Method.AUTO)
-    fit.add_argument("--iterations", type=int, default=200, metavar="N", help="default: 200")
+    fit.add_argument(
+        "--accuracy",
+        choices=list(Accuracy),
+        default=Accuracy.FINAL,
+        help="tolerances and iterations (default: final)",
+    )
+    fit.add_argument("--iterations", type=int, metavar="N", help="default: as the accuracy says")
     fit.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
     fit.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     fit.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
@@ -276,6 +282,7 @@ def _fit(options: argparse.Namespace) -> None:
             start,
             loss=loss,
             method=options.method,
+            accuracy=options.accuracy,
             max_iterations=options.iterations,
             standard_errors=as_function(loss).is_squares,
             rows=options.rows,

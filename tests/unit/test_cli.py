@@ -90,7 +90,7 @@ def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
     [
         (["x1 +"], "x1 +"),
         (["x1 + z"], "z"),
-        (["p1"], "parameter index 0 is out of range"),
+        (["p1"], "p1 is used, and 0 parameters were given"),
         (["x1", "--target", "z"], "there is no column 'z'. The columns are: x1, x2, y"),
         (["x1", "--loss", "mse"], "needs a target"),
         (["x1", "--rows", "4:9"], "row range 4:4 does not fit"),

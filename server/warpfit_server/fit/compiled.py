@@ -92,8 +92,9 @@ def _compile(method: Method, place: Path) -> Steering:
     rows, counts = types.Array(types.float64, 2, "C"), types.Array(types.int64, 2, "C")
     limits = numba.typeof(Limits(0.0, 0.0, 0.0, 0, False))
     advance = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
-    codes = types.Array(types.uint8, 1, "C")
-    mark = types.void(codes, numbers, words, words, counts, numbers)
+    codes = types.Array(types.uint8, 1, "C", readonly=True)
+    values = types.Array(types.float64, 1, "C", readonly=True)
+    mark = types.void(codes, values, words, words, counts, numbers)
     module = levenberg_marquardt if method == Method.LM else bfgs
     with cached_in(place) as jit:
         marks = jit(mark, separable.mark_linear) if method == Method.LM else None
