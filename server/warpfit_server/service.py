@@ -116,7 +116,7 @@ class EvaluateService:
             layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
             check_batch(request.problem.batch, limits)
             request.check(layout)
-            size = check_fit(request, limits)
+            size = check_fit(request, layout, limits)
             work = self._admission.fit(tenant, request, layout, size, len(message))
             charge = held.enter_context(work)
             deadline = _stop_time(request, context.time_remaining())

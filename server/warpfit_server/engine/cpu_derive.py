@@ -151,7 +151,7 @@ def prepare(
 
     def finish() -> None:
         with np.errstate(all="ignore"):
-            total = sums.sums.sum(axis=0)
+            total = sums.sums.sum(axis=0) if len(sums.sums) > 1 else sums.sums[0]
         combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
         _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
 

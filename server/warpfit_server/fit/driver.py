@@ -50,6 +50,8 @@ from warpfit_server.fit.searches import (
     diagonals,
 )
 from warpfit_server.fit.separable import operator_table
+from warpfit_server.limits import fit_memory
+from warpfit_server.resources import give_back_memory
 
 #: The batch shrinks when at least this share of its searches has ended: each new batch costs the
 #: engine some preparation, each search that stays costs its evaluation.
@@ -59,6 +61,8 @@ _SHRINK_SHARE: Final = 1 / 8
 _SMALL_IN_FLOAT32: Final = 1e-28
 #: Square of the largest target below which squares of residuals lose digits.
 _SMALL_IN_FLOAT64: Final = 1e-280
+#: Bytes of a fit after which the allocator is told to give free memory back.
+_LARGE_FIT: Final = 2**25
 #: What ``cancelled`` becomes when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
 
@@ -88,9 +92,11 @@ def optimize(request: FitRequest, surroundings: Surroundings) -> FitResult:
 
     """
     started = time.perf_counter_ns()
-    run = _Run(request, surroundings)
-    run.advance_all()
-    result = run.result()
+    try:
+        result = _Run(request, surroundings).finish()
+    finally:
+        if fit_memory(request, surroundings.dataset.layout) > _LARGE_FIT:
+            give_back_memory()
     return replace(result, timings=Timings(compute=time.perf_counter_ns() - started))
 
 
@@ -122,8 +128,8 @@ class _Run:
         """Index in ``_all`` of each active search."""
         self._pass_seconds = 0.0
 
-    def advance_all(self) -> None:
-        """Advance until every search has ended or the time is used up."""
+    def finish(self) -> FitResult:
+        """Advance until every search has ended or the time is used up; collect the outcomes."""
         self._advance_first()
         with self._cut_off():
             while self._drop_finished():
@@ -132,6 +138,7 @@ class _Run:
                     self._active.interrupt()
                     continue
                 self._steer(self._linearise(curvature=self._marquardt))
+        return self._result()
 
     def _advance_first(self) -> None:
         """Evaluate the starts, and prepare what each method needs to know of them."""
@@ -201,7 +208,7 @@ class _Run:
             stiffness = 2.0 * lengths[0] / lengths[1]
         return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
 
-    def result(self) -> FitResult:
+    def _result(self) -> FitResult:
         """Collect outcomes, the best start of each program unless all are wanted."""
         problem, settings = self._request.problem, self._request.settings
         chosen = self._chosen()
