@@ -75,7 +75,9 @@ _SHAPES: Final = (lambda e: e, sympy.expand, sympy.simplify, _as_powers)
 
 def _rounded(expression: Any) -> Any:
     """Round numbers to three decimals, as rationals, and leave out those that become 0."""
-    numbers = {n: sympy.Rational(str(round(float(n), _DECIMALS))) for n in expression.atoms(sympy.Float)}
+    numbers = {
+        n: sympy.Rational(str(round(float(n), _DECIMALS))) for n in expression.atoms(sympy.Float)
+    }
     return expression.xreplace(numbers)
 
 
