@@ -19,8 +19,8 @@ from warpfit.request import Evaluation
 _TOKEN_BYTES: Final = 64
 _SEARCH_BYTES: Final = 600
 _PARAMETER_BYTES: Final = 200
-#: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of those
-#: that still run, and of what the pass returns; BFGS has squares of the first two.
+#: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
+#: those that still run, and of what the pass returns; BFGS has squares of the first two.
 _TRIANGLES: Final = 3
 _SQUARES: Final = 2
 #: Numbers that the CPU engine adds up for spans of rows apart, and the rows of a span.

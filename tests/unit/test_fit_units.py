@@ -1,7 +1,8 @@
 """The units of data and parameters decide nothing: neither whether a fit goes on nor where it ends.
 
-A problem whose target, variables and parameters are multiplied by powers of two is the same problem
-bit by bit, as long as no square leaves the range of float64; by other factors it is nearly the same.
+A problem whose target, variables and parameters are multiplied by powers of two is the same
+problem bit by bit, as long as no square leaves the range of float64; by other factors it is nearly
+the same.
 """
 
 from __future__ import annotations
