@@ -24,7 +24,7 @@ from warpfit_server.channel import Channel
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.closing import correlation, engine_share, finish, scale_linearly
 from warpfit_server.frame import Frame
-from warpfit_server.limits import check_fit, check_result
+from warpfit_server.limits import check_fit, check_result, fit_memory
 from warpfit_server.orders import Evaluate, Optimize
 from warpfit_server.segments import Segment
 from warpfit_server.service import _stop_time
@@ -129,10 +129,11 @@ def test_limits_count_everything_that_is_answered():
 
 
 def test_searches_are_limited():
-    size = 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
-    check_fit(fit(), Limits(result_bytes=size))
+    size = fit_memory(fit(), DATA.layout)
+    assert size > 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
+    check_fit(fit(), DATA.layout, Limits(result_bytes=size))
     with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
-        check_fit(fit(), Limits(result_bytes=size - 1))
+        check_fit(fit(), DATA.layout, Limits(result_bytes=size - 1))
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():

@@ -20,8 +20,8 @@ from warpfit.request import Precision
 from warpfit_server.engine.cpu import CpuEngine
 
 rng = np.random.default_rng(11)
-X = rng.uniform(0.5, 2.0, size=(80, 2))
-NOISE = rng.normal(scale=0.05, size=80)
+X = rng.uniform([0.5, 0.1], [4.0, 10.0], size=(80, 2))
+NOISE = rng.normal(scale=0.02, size=80)
 Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1] / (1.3 + X[:, 1]) + NOISE
 #: p1 and p3 have the unit of y, p2 that of 1 / x1, p4 that of x2.
 MODEL = "p1*exp(p2*x1) + p3*x2/(p4 + x2)"
@@ -45,7 +45,8 @@ def outcome(method, loss, y=1.0, x1=1.0, x2=1.0, *, dtype="float64", engine=None
         engine.load(data)
     chosen = Loss(loss) if loss in list(Loss) else LossFunction.parse(loss)
     start = START * units(y, x1, x2)
-    found = fit(data, [MODEL], [start], method=method, loss=chosen, engine=engine, **options)
+    options = {"method": method, "max_iterations": 300} | options
+    found = fit(data, [MODEL], [start], loss=chosen, engine=engine, **options)
     return found, found.parameters[0] / units(y, x1, x2)
 
 
