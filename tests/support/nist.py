@@ -92,6 +92,14 @@ def digits(got: np.ndarray | float, certified: np.ndarray | float) -> np.ndarray
         return np.nan_to_num(np.clip(-np.log10(error), 0.0, 11.0), nan=0.0)
 
 
+def ordered_digits(problem: Problem, got: np.ndarray, certified: np.ndarray) -> np.ndarray:
+    """Digits of a number for each parameter; MGH17's exponentials may come in the other order."""
+    found = digits(got, certified)
+    if problem.name != "MGH17":
+        return found
+    return max(found, digits(np.asarray(got)[[0, 2, 1, 4, 3]], certified), key=np.min)
+
+
 #: As tight as float64 allows: only a step that changes nothing ends a search.
 TIGHT = {
     "gradient_tolerance": 0.0,
@@ -116,8 +124,8 @@ def outcome(engine, problem, start):
         **TIGHT,
     )
     return (
-        digits(found.parameters[0], problem.certified),
+        ordered_digits(problem, found.parameters[0], problem.certified),
         digits(found.loss[0], problem.squares),
         int(found.iterations[0]),
-        digits(found.standard_errors[0], problem.deviations),
+        ordered_digits(problem, found.standard_errors[0], problem.deviations),
     )

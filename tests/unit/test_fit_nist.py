@@ -94,7 +94,7 @@ def test_final_accuracy_is_enough(engine, name, start):
         loss_tolerance=final.loss,
     )
     assert found.success[0]
-    assert nist.digits(found.parameters[0], problem.certified).min() >= 6
+    assert nist.ordered_digits(problem, found.parameters[0], problem.certified).min() >= 6
 
 
 def test_at_least_as_good_as_scipy_in_total(outcomes, references):

@@ -20,7 +20,7 @@ make with Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; 
 by that loss, and where it is much better than the trial's own, the next pass evaluates the point
 with the best c. That is also the first thing that happens to a start.
 
-Scales of points before count half as much with every step. The greatest of all (Moré, Lecture Notes
+Scales of points before count a tenth less with every step. The greatest of all (Moré, Lecture Notes
 in Mathematics 630, 1978) is reached far from the solution as a rule, and then damps too much.
 
 Loss, gradient and curvature at x + h come from one pass, so that an accepted step needs no second
@@ -73,7 +73,7 @@ _FIRST_DAMPING: Final = 0.1
 #: Least factor by which an accepted step lowers the damping.
 _FASTEST_DECREASE: Final = 0.1
 #: What is left of a scale with every step.
-_SCALE_DECAY: Final = 0.5
+_SCALE_DECAY: Final = 0.9
 #: Least share of a step's decrease for which linear parameters are corrected.
 _WORTH_CORRECTING: Final = 0.1
 #: Least decrease by a correction relative to the loss.
