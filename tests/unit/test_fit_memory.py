@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+from warpfit.fitting import Method
+from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.fit import compiled
+
 #: Fits in a process of its own, and prints what was counted, the most that was resident beyond what
 #: was before, and what is still resident afterwards; in MiB.
 _PROGRAM = """
@@ -61,6 +65,14 @@ ended.append(True)
 watcher.join()
 print(counted, max(seen) - before, resident() - before)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_code():
+    """On disk, so that the processes below load it."""
+    CpuEngine(threads=1).close()
+    for method in (Method.LM, Method.BFGS):
+        compiled.load(method)
 
 
 @pytest.mark.parametrize("method", ["lm", "bfgs"])
