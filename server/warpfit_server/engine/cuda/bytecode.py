@@ -27,6 +27,15 @@ FROM_STACK: Final = 4
 #: Stack height of the scalar kernel; a row-invariant subtree that needs more is not hoisted whole.
 SLOT_LEVELS: Final = 16
 
+#: What the lowering knows of a program: number of slots, stack levels that it needs below the top,
+#: and whether it is no program.
+SLOTS_MASK: Final = (1 << 20) - 1
+NEED_SHIFT: Final = 20
+NEED_MASK: Final = 31
+UNSOUND: Final = 1 << 31
+#: Flag in the order of programs: one needs more stack levels than a warp's share.
+DEEP: Final = 1 << 31
+
 _CASES: Final = {1: 1, 2: 6, 3: 1}
 
 

@@ -20,7 +20,6 @@ from warpfit_server.engine.cuda.announce import Report
 from warpfit_server.engine.cuda.bytecode import INDEX_LIMIT
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.launch import Addresses, Kernels, Work
-from warpfit_server.engine.cuda.lower import Tokens
 from warpfit_server.engine.cuda.one_launch import Desk, Handles, compute_losses
 from warpfit_server.engine.cuda.plan import mixed_tokens
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
@@ -36,6 +35,7 @@ from warpfit_server.engine.cuda.standing import (
     view_tokens,
 )
 from warpfit_server.engine.cuda.streams import StreamContext
+from warpfit_server.engine.cuda.tokens import Tokens
 from warpfit_server.engine.lane_end import Line
 from warpfit_server.engine.roster import has_nothing_else
 

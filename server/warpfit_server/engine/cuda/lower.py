@@ -13,7 +13,7 @@ The loops are compiled by Numba and run without the interpreter lock.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ from warpfit_server.engine.cuda.bytecode import (
     SLOT_LEVELS,
     labels,
 )
+from warpfit_server.engine.cuda.tokens import Tokens
 from warpfit_server.engine.sound import check_sound
 
 _LABELS: Final = labels()
@@ -46,35 +47,6 @@ _compiled = numba_cache.njit(nogil=True, inline="always")
 _HEIGHT, _FIRST, _LAST, _NEED, _HEAD, _TAIL, _FIELDS = range(7)
 #: Counters: instructions of the program so far, slots so far, first slot of the program.
 _NODES, _SLOTS, _FIRST_SLOT, _COUNTERS = range(4)
-
-
-class Tokens(NamedTuple):
-    """A batch as compiled code takes it; see `Batch`."""
-
-    codes: NDArray[np.uint8]
-    values: NDArray[np.float64]
-    lengths: NDArray[np.uint32]
-    parameter_counts: NDArray[np.uint32]
-    parameters: NDArray[np.float64]
-    vectors: int
-
-    @classmethod
-    def of(cls, batch: Batch) -> Tokens:
-        """View a batch, always as read-only, so that compiled code is made for one kind of it."""
-        return cls(
-            codes=_read_only(batch.codes),
-            values=_read_only(batch.values),
-            lengths=_read_only(batch.lengths),
-            parameter_counts=_read_only(batch.parameter_counts),
-            parameters=_read_only(batch.parameters),
-            vectors=batch.vectors,
-        )
-
-
-def _read_only(array: Any) -> Any:
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 #: What is said instead of levels: that the tokens are no programs, or that an index is too large.

@@ -32,7 +32,7 @@ from warpfit_server.engine.cuda.launch import (
     tell_interpreter,
     tell_slots,
 )
-from warpfit_server.engine.cuda.lower import Tokens, check_length, check_levels
+from warpfit_server.engine.cuda.lower import check_length, check_levels
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
 from warpfit_server.engine.cuda.staging import Extent, Parts, slots_at_most, stage_into
 from warpfit_server.engine.cuda.streams import StreamContext
@@ -49,6 +49,7 @@ from warpfit_server.engine.cuda.submission import (
 from warpfit_server.engine.cuda.submission import (
     add_step as _add,
 )
+from warpfit_server.engine.cuda.tokens import Tokens
 
 _MOST_STEPS: Final = 9 + MOST_LAUNCHES
 

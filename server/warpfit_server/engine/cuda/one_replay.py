@@ -17,7 +17,6 @@ from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
-from warpfit_server.engine.cuda.lower import Tokens
 from warpfit_server.engine.cuda.ptx import REQUEST
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
@@ -32,6 +31,7 @@ from warpfit_server.engine.cuda.submission import (
     add_step,
     carry_out,
 )
+from warpfit_server.engine.cuda.tokens import Tokens
 
 #: Places in what a graph is told.
 _COLUMNS: Final = tuple(REQUEST[name] // 8 for name in ("variables", "target", "weights"))

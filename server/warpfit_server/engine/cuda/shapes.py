@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine import numba_cache
-from warpfit_server.engine.cuda.lower import Tokens
+from warpfit_server.engine.cuda.tokens import Tokens
 
 _POW: Final = OPERATORS["pow"].code
 #: Constant exponents that get code of their own, in the kernel language.

@@ -15,11 +15,11 @@ from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.lower import (
     READ_AHEAD,
     UNSOUND,
-    Tokens,
     check_length,
     check_levels,
     lower_into,
 )
+from warpfit_server.engine.cuda.tokens import Tokens
 from warpfit_server.engine.sound import sound_tokens
 
 _ALIGNMENT: Final = 64

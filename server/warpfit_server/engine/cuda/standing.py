@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine import numba_cache
 from warpfit_server.engine.calls import fence
-from warpfit_server.engine.cuda.lower import Tokens
+from warpfit_server.engine.cuda.tokens import Tokens
 from warpfit_server.engine.lane_end import Line, is_of_kind, now, receive_message, sleep
 from warpfit_server.engine.roster import (
     ANSWERED,

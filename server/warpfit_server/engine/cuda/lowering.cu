@@ -1,0 +1,358 @@
+// Lowering of a batch from postfix to the interpreter's instructions. lowering.py puts the numbers
+// of bytecode.py and the table of the operators in front. The tests compile the same text for the
+// host, so it holds nothing that a C++ compiler does not know but CUDA's own words.
+//
+// A thread lowers a program in two passes over its tokens. The first goes forward: the size of a
+// subtree tells where its operands end, so that no stack is needed, and the stack levels that its
+// code needs follow from those of its operands (Sethi and Ullman 1970, "The generation of optimal
+// code for arithmetic expressions"). The second goes backward from the root and writes the last
+// instruction first. Of two operands the one that is evaluated last comes first then, so that only
+// the others have to be remembered, at most one for each stack level.
+//
+// An atom (a variable, or a row-invariant subtree, which has no variable inside) costs no
+// instruction of its own: it is an operand of the operator above it. A maximal row-invariant
+// subtree is a slot, which another kernel computes once for each parameter vector.
+
+// What pass one knows of a subtree, beside its size. Of a variable, which has size 1, the index
+// takes the size's place.
+struct __align__(8) Node {
+  unsigned size;
+  unsigned traits;  // its last token's row of the table, KINDS
+};
+
+// Kinds of subtrees: stack levels that its code needs below the top; or an atom.
+#define KIND_SHIFT 16
+#define VARIABLE_KIND 0x40u
+#define INVARIANT_KIND 0x80u  // with the stack height of the kernel that computes it
+#define ATOM_KIND (VARIABLE_KIND | INVARIANT_KIND)
+#define HEIGHT_MASK 0x1fu
+
+// Of a program. An unsound one has no instructions and no slots.
+struct __align__(16) Program {
+  unsigned first;   // index of the first instruction
+  unsigned count;   // number of instructions, without the one that ends the program
+  unsigned slot;    // index of the first row-invariant slot
+  unsigned traits;  // number of slots, NEED_SHIFT, UNSOUND
+};
+
+// Mirrors lowering.py, field by field.
+struct LowerArguments {
+  const unsigned char* codes;         // [tokens]
+  const double* values;               // [tokens]
+  const unsigned* starts;             // first token of each program, and the total; [programs + 1]
+  const unsigned* parameter_starts;   // likewise of parameters, with one vector each
+  uint2* instructions;                // program p: from starts[p] + p on, one more than tokens
+  Program* programs;                  // [programs]
+  uint4* slots;                       // first token, end, first parameter, parameters
+  Node* scratch;                      // [tokens]
+  unsigned variables;
+  unsigned vectors;
+  int count;                          // programs
+  int share;                          // programs of a block
+  int room;                           // tokens that shared memory has room for
+};
+
+struct OrderArguments {
+  const Program* programs;  // [programs]
+  unsigned* order;          // [programs]
+  unsigned* unsound;        // first unsound program of each group, NONE; [groups]
+  int count;                // programs
+  int group;                // programs of a group
+  int levels;               // stack levels that a warp has
+};
+
+// First of the slots that a program may fill: there is room for two of three tokens, the leaves if
+// every operator had three operands.
+__device__ __forceinline__ unsigned first_slot(unsigned start, unsigned program) {
+  return (unsigned)((2ull * start + program) / 3);
+}
+
+__device__ __forceinline__ unsigned kind_of(const Node& node) { return node.traits >> KIND_SHIFT; }
+
+__device__ __forceinline__ unsigned size_of(const Node& node) {
+  return kind_of(node) & VARIABLE_KIND ? 1 : node.size;
+}
+
+__device__ __forceinline__ unsigned maximum(unsigned a, unsigned b) { return a > b ? a : b; }
+
+// Looks tokens up in the operator table; those whose index is none keep no row.
+__device__ __forceinline__ void read_tokens(const LowerArguments& arguments, Node* nodes,
+                                            unsigned first, unsigned end) {
+#pragma unroll 4
+  for (unsigned token = first + threadIdx.x; token < end; token += blockDim.x) {
+    const unsigned row = OPERATOR_TABLE[arguments.codes[token]];
+    const double value = arguments.values[token];
+    const double bound = row & IS_VARIABLE ? (double)arguments.variables : 2147483648.0;
+    const bool is_index = value >= 0.0 && value < bound && value == (double)(unsigned)value;
+    Node node = {0, row};
+    if (row & (IS_VARIABLE | IS_PARAMETER)) {
+      node.size = is_index ? (unsigned)value : 0;
+      node.traits = is_index ? row : 0;
+    }
+    nodes[token - first] = node;
+  }
+}
+
+// Kind of an operator with two operands.
+__device__ __forceinline__ unsigned join_two(unsigned left, unsigned right) {
+  if (left & right & INVARIANT_KIND) {
+    const unsigned height = maximum(left & HEIGHT_MASK, (right & HEIGHT_MASK) + 1);
+    return height <= SLOT_LEVELS ? INVARIANT_KIND | height : 0;
+  }
+  if (left & ATOM_KIND) return right & ATOM_KIND ? 0 : right;
+  if (right & ATOM_KIND) return left;
+  return left == right ? left + 1 : maximum(left, right);
+}
+
+// Kind of an operator with three, which are all evaluated, the neediest first.
+__device__ __forceinline__ unsigned join_three(unsigned a, unsigned b, unsigned c) {
+  if (a & b & c & INVARIANT_KIND) {
+    const unsigned height = maximum(a & HEIGHT_MASK, maximum((b & HEIGHT_MASK) + 1,
+                                                             (c & HEIGHT_MASK) + 2));
+    return height <= SLOT_LEVELS ? INVARIANT_KIND | height : 0;
+  }
+  const unsigned x = a & ATOM_KIND ? 0 : a, y = b & ATOM_KIND ? 0 : b, z = c & ATOM_KIND ? 0 : c;
+  const unsigned most = maximum(x, maximum(y, z));
+  const unsigned least = x < y ? (x < z ? x : z) : (y < z ? y : z);
+  return maximum(most, maximum(x + y + z - most - least + 1, least + 2));
+}
+
+// Pass one: sizes and kinds. Returns whether the tokens are a program.
+__device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned parameters) {
+  Node last = {0, 0};  // the node before
+  for (unsigned place = 0; place < count; ++place) {
+    Node node = nodes[place];
+    const unsigned row = node.traits, arity = row >> ARITY_SHIFT & 3;
+    if (!(row & IS_KNOWN)) return false;
+    if (arity == 0) {
+      if ((row & IS_PARAMETER) && node.size >= parameters) return false;
+      if (!(row & IS_VARIABLE)) node.size = 1;
+      node.traits |= (row & IS_VARIABLE ? VARIABLE_KIND : INVARIANT_KIND | 1) << KIND_SHIFT;
+    } else {
+      // A subtree of so many tokens ends before this token; each operand must leave room for more.
+      unsigned kind = kind_of(last), size = place == 0 ? place : size_of(last);
+      if (place == 0) return false;
+      if (arity >= 2) {
+        if (size >= place) return false;
+        const Node second = nodes[place - 1 - size];
+        size += size_of(second);
+        if (arity == 2) {
+          kind = join_two(kind_of(second), kind);
+        } else {
+          if (size >= place) return false;
+          const Node first = nodes[place - 1 - size];
+          size += size_of(first);
+          kind = join_three(kind_of(first), kind_of(second), kind);
+        }
+      } else if (kind & VARIABLE_KIND) {
+        kind = 0;
+      }
+      node.size = size + 1;
+      node.traits |= kind << KIND_SHIFT;
+    }
+    nodes[place] = node;
+    last = node;
+  }
+  return count > 0 && size_of(last) == count;
+}
+
+// Where a program's code goes, and what of it is there.
+struct Writer {
+  uint2* place;      // the instruction that was written last, the first one of the code so far
+  uint4* slots;      // the program's
+  unsigned written;  // slots
+  unsigned token;    // first token of the program
+  unsigned parameter, parameters;
+};
+
+__device__ __forceinline__ void write(Writer& writer, unsigned head, unsigned word) {
+  *--writer.place = make_uint2(head, word);
+}
+
+// Index of a variable, or of a slot that is made of the row-invariant subtree which ends there.
+__device__ __forceinline__ unsigned leaf(Writer& writer, const Node& node, unsigned place) {
+  if (kind_of(node) & VARIABLE_KIND) return node.size;
+  const unsigned end = writer.token + place + 1;
+  writer.slots[writer.written] =
+      make_uint4(end - node.size, end, writer.parameter, writer.parameters);
+  return writer.written++;
+}
+
+__device__ __forceinline__ unsigned load_of(Writer& writer, const Node& node, unsigned place) {
+  const unsigned source = kind_of(node) & VARIABLE_KIND ? LOAD_VARIABLE : LOAD_SLOT;
+  return source | leaf(writer, node, place) << INDEX_SHIFT;
+}
+
+// When an operand of a ternary is evaluated: the neediest first, atoms last, else from the left.
+__device__ __forceinline__ int rank_of(const Node& node) {
+  const unsigned kind = kind_of(node);
+  return kind & ATOM_KIND ? -1 : (int)kind;
+}
+
+// Pass two: writes the code backward.
+__device__ __forceinline__ void write_code(Node* nodes, unsigned count, Writer& writer) {
+  unsigned pending[MOST_PENDING];  // last tokens of operands whose code goes in front
+  int height = 0;
+  unsigned place = count - 1;
+  write(writer, END_LABEL, 0);
+  for (;;) {
+    const Node node = nodes[place];
+    const unsigned label = node.traits & LABEL_MASK, arity = node.traits >> ARITY_SHIFT & 3;
+    // The code of an operand begins with a load. All but the first one find a value on the top.
+    const unsigned push = height > 0 ? PUSH : 0;
+    bool begins = true;
+    if (kind_of(node) & ATOM_KIND) {
+      write(writer, push | load_of(writer, node, place), 0);
+    } else if (arity == 1) {
+      const Node operand = nodes[place - 1];
+      begins = kind_of(operand) & ATOM_KIND;
+      write(writer, begins ? label | push | load_of(writer, operand, place - 1) : label, 0);
+      --place;
+    } else if (arity == 2) {
+      const Node right = nodes[place - 1];
+      const unsigned left_place = place - 1 - size_of(right);
+      const Node left = nodes[left_place];
+      const unsigned left_atom = kind_of(left) & ATOM_KIND, right_atom = kind_of(right) & ATOM_KIND;
+      if (left_atom || right_atom) {
+        // Of two atoms a variable is loaded and a slot is the other operand, not the reverse.
+        const bool left_is_other =
+            left_atom && (!right_atom || (left_atom & INVARIANT_KIND) != 0);
+        const Node other = {left_is_other ? left.size : right.size,
+                            left_is_other ? left.traits : right.traits};
+        const Node loaded = {left_is_other ? right.size : left.size,
+                             left_is_other ? right.traits : left.traits};
+        const unsigned other_place = left_is_other ? left_place : place - 1;
+        place = left_is_other ? place - 1 : left_place;
+        begins = left_atom && right_atom;
+        unsigned head = label + (kind_of(other) & VARIABLE_KIND ? FROM_VARIABLE : FROM_SLOT);
+        head += left_is_other;
+        if (begins) head |= push | load_of(writer, loaded, place);
+        write(writer, head, leaf(writer, other, other_place));
+      } else {
+        const bool left_first = kind_of(left) >= kind_of(right);
+        write(writer, label + FROM_STACK + left_first, 0);
+        pending[height++] = left_first ? left_place : place - 1;
+        place = left_first ? place - 1 : left_place;
+        begins = false;
+      }
+    } else {
+      const unsigned third = place - 1, second = third - size_of(nodes[third]);
+      const unsigned first = second - size_of(nodes[second]);
+      const int a = rank_of(nodes[first]), b = rank_of(nodes[second]), c = rank_of(nodes[third]);
+      const unsigned when_a = (b > a) + (c > a), when_b = (a >= b) + (c > b);
+      const unsigned when_c = (a >= c) + (b >= c);
+      write(writer, label, when_a | when_b << 2 | when_c << 4);
+      pending[height++] = when_a == 0 ? first : when_b == 0 ? second : third;
+      pending[height++] = when_a == 1 ? first : when_b == 1 ? second : third;
+      place = when_a == 2 ? first : when_b == 2 ? second : third;
+      begins = false;
+    }
+    if (begins) {
+      if (height == 0) return;
+      place = pending[--height];
+    }
+  }
+}
+
+__device__ __forceinline__ void lower_program(const LowerArguments& arguments, Node* nodes,
+                                              unsigned program) {
+  const unsigned start = arguments.starts[program];
+  const unsigned count = arguments.starts[program + 1] - start;
+  const unsigned parameter = arguments.parameter_starts[program];
+  const unsigned parameters = arguments.parameter_starts[program + 1] - parameter;
+  const unsigned slot = first_slot(start, program), end = start + program + count + 1;
+  Writer writer = {arguments.instructions + end, arguments.slots + slot,         0, start,
+                   parameter * arguments.vectors, parameters};
+  unsigned traits = UNSOUND;
+  if (measure(nodes, count, parameters)) {
+    write_code(nodes, count, writer);
+    const unsigned kind = kind_of(nodes[count - 1]);
+    traits = writer.written | (kind & ATOM_KIND ? 0 : kind) << NEED_SHIFT;
+  } else {
+    write(writer, END_LABEL, 0);
+  }
+  const unsigned first = (unsigned)(writer.place - arguments.instructions);
+  arguments.programs[program] = {first, end - 1 - first, slot, traits};
+}
+
+__device__ __forceinline__ void lower_share(const LowerArguments& arguments, Node* nodes,
+                                            unsigned first, unsigned end) {
+  const unsigned start = arguments.starts[first];
+  read_tokens(arguments, nodes, start, arguments.starts[end]);
+  __syncthreads();
+  const unsigned program = first + threadIdx.x;
+  if (program < end) lower_program(arguments, nodes + (arguments.starts[program] - start), program);
+}
+
+// A block lowers neighbouring programs, whose tokens it keeps in shared memory if they fit.
+extern "C" __global__ void __launch_bounds__(LOWER_THREADS)
+lower_programs(const __grid_constant__ LowerArguments arguments) {
+  extern __shared__ Node shared_nodes[];
+  const unsigned first = blockIdx.x * arguments.share, count = arguments.count;
+  const unsigned end = first + arguments.share < count ? first + arguments.share : count;
+  const unsigned start = arguments.starts[first];
+  if (arguments.starts[end] - start <= (unsigned)arguments.room) {
+    lower_share(arguments, shared_nodes, first, end);
+  } else {
+    lower_share(arguments, arguments.scratch + start, first, end);
+  }
+}
+
+// Buckets of programs by what goes first: those that need more levels than a warp has, then by
+// falling number of instructions, exactly up to EXACT and in steps of 1/32 beyond.
+#define EXACT 512u
+#define BUCKETS 1024u
+
+__device__ __forceinline__ unsigned weight_of(unsigned count) {
+  unsigned weight = count, octave = 0;
+  while (weight >= EXACT) {
+    weight >>= 1;
+    ++octave;
+  }
+  return octave == 0 ? weight : EXACT + 32 * (octave - 1) + (weight - EXACT / 2) / 8;
+}
+
+__device__ __forceinline__ bool is_deep(const Program& program, int levels) {
+  return (program.traits >> NEED_SHIFT & NEED_MASK) > (unsigned)levels;
+}
+
+__device__ __forceinline__ unsigned bucket_of(const Program& program, int levels) {
+  return is_deep(program, levels) ? 0 : BUCKETS - 1 - weight_of(program.count);
+}
+
+// Sorts the programs of each group, the longest first, so that short ones fill the gaps in the
+// end; a block for each. It marks those that are too deep for a warp's share of shared memory, and
+// says which program is unsound. Its shared memory: ORDER_BYTES.
+extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
+order_programs(const __grid_constant__ OrderArguments arguments) {
+  extern __shared__ Node shared_nodes[];
+  unsigned* counts = (unsigned*)shared_nodes;
+  unsigned* sums = counts + BUCKETS;
+  unsigned* const unsound = sums + BUCKETS;
+  const unsigned first = blockIdx.x * arguments.group, count = arguments.count;
+  const unsigned end = first + arguments.group < count ? first + arguments.group : count;
+  for (unsigned bucket = threadIdx.x; bucket < BUCKETS; bucket += blockDim.x) counts[bucket] = 0;
+  if (threadIdx.x == 0) *unsound = NONE;
+  __syncthreads();
+  for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
+    const Program record = arguments.programs[program];
+    atomicAdd(counts + bucket_of(record, arguments.levels), 1u);
+    if (record.traits & UNSOUND) atomicMin(unsound, program);
+  }
+  __syncthreads();
+  // Where each bucket ends: sums over twice as many buckets in each round.
+  for (unsigned reach = 1; reach < BUCKETS; reach *= 2) {
+    for (unsigned bucket = threadIdx.x; bucket < BUCKETS; bucket += blockDim.x)
+      sums[bucket] = counts[bucket] + (bucket >= reach ? counts[bucket - reach] : 0);
+    __syncthreads();
+    unsigned* const summed = sums;
+    sums = counts;
+    counts = summed;
+  }
+  for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
+    const Program record = arguments.programs[program];
+    const unsigned place = atomicSub(counts + bucket_of(record, arguments.levels), 1u) - 1;
+    arguments.order[first + place] = program | (is_deep(record, arguments.levels) ? DEEP : 0);
+  }
+  if (threadIdx.x == 0) arguments.unsound[blockIdx.x] = *unsound;
+}

@@ -1,0 +1,117 @@
+"""Lowering on a device, program by program against lowering on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from support.bytecode import lower
+from support.device_lowering import code_of, lower_on_device
+from warpfit.ir import Batch, Program
+from warpfit.ops import OPERATORS
+from warpfit.workload import random_program, thesis_mix
+from warpfit_server.engine.cuda import bytecode, lowering
+from warpfit_server.engine.sound import is_sound
+
+X = Program.variable(0)
+
+
+@pytest.fixture(scope="module")
+def device(engine):
+    return engine._device
+
+
+def assert_same(device, batch, **how):
+    expected, found = lower(batch), lower_on_device(device, batch, **how)
+    assert (found.unsound == lowering.NONE).all()
+    for index in range(len(batch)):
+        ours = code_of(found.instructions, found.programs[index], found.slots)
+        theirs = code_of(expected.instructions, expected.programs[index], expected.slots)
+        assert ours == theirs, index
+    assert found.needs().max() == expected.extent.levels
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 300, 3000, 40_000])
+def test_populations(device, count):
+    programs, parameters = thesis_mix(count, min(count, 3000))
+    repeats = -(-count // len(programs))
+    assert_same(device, Batch.of((programs * repeats)[:count], (parameters * repeats)[:count]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_of_all_operators(device, seed):
+    rng = np.random.default_rng(seed)
+    drawn = [
+        random_program(rng, int(rng.integers(1, 400)), variables=3, operators=tuple(OPERATORS))
+        for _ in range(500)
+    ]
+    vectors = [rng.normal(size=(1 + seed, program.parameters)) for program in drawn]
+    assert_same(device, Batch.of(drawn, vectors))
+
+
+@pytest.mark.parametrize("name", ["add", "where"])
+@pytest.mark.parametrize("length", [1000, 20_000])
+def test_long_programs_beside_short_ones(device, name, length):
+    row = OPERATORS[name]
+    chains = []
+    for position in range(row.arity):
+        program = X
+        for _ in range(length // row.arity):
+            operands = [Program.variable(1)] * row.arity
+            operands[position] = program
+            program = Program.apply(row, *operands)
+        chains.append(program)
+    short, parameters = thesis_mix(1, 50)
+    assert_same(device, Batch.of([*chains, *short], [[]] * row.arity + parameters))
+
+
+def test_bushy_programs(device):
+    program = X
+    for _ in range(14):
+        program = Program.apply("add", program, program)
+    assert_same(device, Batch.of([program, X]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spoilt_tokens_are_found(device, seed):
+    rng = np.random.default_rng(seed)
+    batch = Batch.of(*thesis_mix(seed, 400))
+    codes, values = batch.codes.copy(), batch.values.copy()
+    for place in rng.integers(len(codes), size=60):
+        codes[place] = rng.choice([0, 1, 2, 3, 4, 16, 17, 30, 45, 200, 255])
+        values[rng.integers(len(codes))] = rng.choice([-1.0, 0.5, 10, 9, 2.0**32, np.nan, np.inf])
+    spoilt = replace(batch, codes=codes, values=values)
+    found = lower_on_device(device, spoilt, 10)
+    starts = batch.starts
+    expected = [
+        not is_sound(
+            Batch(
+                *(codes[start:stop], values[start:stop], batch.lengths[index : index + 1]),
+                parameter_counts=batch.parameter_counts[index : index + 1],
+                parameters=batch.program_parameters(index).reshape(-1),
+            ),
+            10,
+        )
+        for index, (start, stop) in enumerate(pairwise(starts))
+    ]
+    assert any(expected)
+    np.testing.assert_array_equal(found.are_unsound(), expected)
+    assert found.unsound.tolist() == [int(np.argmax(expected))]
+
+
+@pytest.mark.parametrize(("group", "levels"), [(3000, 3), (3000, 1), (1000, 2), (1, 3)])
+def test_order(device, group, levels):
+    found = lower_on_device(device, Batch.of(*thesis_mix(5, 3000)), group=group, levels=levels)
+    programs = (found.order & ~np.uint32(bytecode.DEEP)).astype(int)
+    deep = (found.order & bytecode.DEEP) != 0
+    np.testing.assert_array_equal(deep, found.needs()[programs] > levels)
+    for first in range(0, 3000, group):
+        part = slice(first, first + group)
+        assert sorted(programs[part].tolist()) == list(range(first, first + group))
+        assert (np.diff(deep[part].astype(int)) <= 0).all()
+        lengths = found.programs[programs[part], 1].astype(int)[~deep[part]]
+        assert (np.diff(lengths) <= 0).all()
