@@ -94,7 +94,7 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
         piece = Piece(0, len(setup.batch), 0, rows)
         variant = interpreter.variant(resident, evaluation)
         work = interpreter.work(resident, evaluation, piece)
-        launch = interpreter.begin(context, resident, variant, setup.batch, piece.jobs)
+        launch = interpreter.begin(context, resident, evaluation, piece.jobs)
         partials = context.buffer("partials 0", piece.jobs * work.tiles * 8)
         addresses = launch.addresses._replace(partials=partials)
 

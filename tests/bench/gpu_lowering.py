@@ -28,7 +28,7 @@ from support.results import write_result
 from warpfit.ir import Batch
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.cuda import lowering
-from warpfit_server.engine.cuda.batch_memory import Parts, pack
+from warpfit_server.engine.cuda.batch_memory import Parts, most_levels, pack
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.tokens import Tokens
 
@@ -64,10 +64,10 @@ def measure(device: CudaDevice, batch: Batch, repeats: int, blocks: list[int]) -
         staging = context.pinned("batch", parts.uploaded)
         address = context.buffer("batch", parts.end)
         where = (context, kernels, batch, address)
-        levels = lowering.most_levels(int(batch.lengths.max()), False)
+        levels = most_levels(int(batch.lengths.max()), False)
 
-        def lower(multiprocessors: int) -> None:
-            lowering.launch_lowering(*where, 10, multiprocessors)
+        def lower(blocks: int) -> None:
+            lowering.launch_lowering(*where, 10, blocks * device.multiprocessors)
 
         def order() -> None:
             lowering.launch_order(*where, len(batch), levels)
@@ -75,7 +75,7 @@ def measure(device: CudaDevice, batch: Batch, repeats: int, blocks: list[int]) -
         def whole() -> None:
             pack(tokens, parts, staging)
             context.upload(address, staging)
-            lower(device.multiprocessors)
+            lower(lowering.BLOCKS_A_MULTIPROCESSOR)
             unsound = lowering.launch_order(*where, len(batch), levels)
             context.stream.synchronize()
             assert unsound[0] == lowering.NONE
@@ -90,8 +90,7 @@ def measure(device: CudaDevice, batch: Batch, repeats: int, blocks: list[int]) -
             "whole_us": microseconds(host_time(whole, repeats)),
         }
         for number in blocks:
-            shares = device.multiprocessors * number // lowering.BLOCKS_A_MULTIPROCESSOR
-            seconds = device_time(context, partial(lower, shares), repeats)
+            seconds = device_time(context, partial(lower, number), repeats)
             name = "lower_us" if len(blocks) == 1 else f"lower_us with {number} blocks"
             result[name] = microseconds(seconds)
     return result

@@ -1,4 +1,4 @@
-"""Lowering on a device, program by program against lowering on the host."""
+"""Lowering on a device, program by program against the reference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support.bytecode import lower
-from support.device_lowering import code_of, lower_on_device
+from support.device_lowering import lower_on_device
+from support.reference_lowering import Lowering
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.workload import random_program, thesis_mix
@@ -25,14 +25,12 @@ def device(engine):
 
 
 def assert_same(device, batch, **how):
-    expected, found = lower(batch), lower_on_device(device, batch, **how)
+    found = lower_on_device(device, batch, **how)
     assert (found.unsound == lowering.NONE).all()
     for index in range(len(batch)):
-        ours = code_of(found.instructions, found.programs[index], found.slots)
-        theirs = code_of(expected.instructions, expected.programs[index], expected.slots)
-        assert ours == theirs, index
-    assert found.needs().max() == expected.extent.levels
-    return found
+        expected = Lowering(batch, index)
+        assert found.code(index) == expected.code, index
+        assert found.needs()[index] == expected.need
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 300, 3000, 40_000])

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch, Program
+from support.device_lowering import Lowered
+from warpfit.ir import Program
 from warpfit.ops import OPERATORS, Operator
 from warpfit.reference import evaluate_program
 from warpfit_server.engine.cuda import bytecode
-from warpfit_server.engine.cuda.staging import Staged, stage
 
 
 def cases() -> dict[int, tuple[Operator, int]]:
@@ -25,17 +25,11 @@ def cases() -> dict[int, tuple[Operator, int]]:
     }
 
 
-def lower(batch: Batch, chunk: int = 1 << 30) -> Staged:
-    """Lower a batch into fresh memory full of garbage."""
-    costly = np.zeros(256, dtype=np.bool_)
-    return stage(batch, 1 << 30, costly, chunk, lambda size: np.full(size, 0xA5, dtype=np.uint8))
-
-
 class Machine:
     """Runs one program of a lowered batch on float64 columns [variables, rows]."""
 
-    def __init__(self, batch: Batch, lowered: Staged, columns: NDArray[Any]) -> None:
-        self._batch = batch
+    def __init__(self, lowered: Lowered, columns: NDArray[Any]) -> None:
+        self._batch = lowered.batch
         self._lowered = lowered
         self._columns = columns
         self._cases = cases()

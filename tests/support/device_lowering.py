@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from support.reference_lowering import Instruction
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda import bytecode, lowering
 from warpfit_server.engine.cuda.batch_memory import Parts, pack
@@ -36,7 +36,7 @@ extern "C" int host_order(const OrderArguments* arguments, unsigned blocks, unsi
 }
 """
 _OPTIONS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti", "-pthread"]
-_OPTIONS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+_TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,8 @@ class Lowered:
     @property
     def instructions(self) -> NDArray[np.uint32]:
         """[places, 2], not all of which are used."""
-        return self._part(self.parts.instructions, 2 * (len(self.batch.codes) + len(self.batch)))
+        size = 2 * (len(self.batch.codes) + len(self.batch))
+        return self._part(self.parts.instructions, size).reshape(-1, 2)
 
     @property
     def slots(self) -> NDArray[np.uint32]:
@@ -81,6 +82,19 @@ class Lowered:
     def slot_counts(self) -> NDArray[np.uint32]:
         """Slots of each program."""
         return self.programs[:, 3] & bytecode.SLOTS_MASK
+
+    def code(self, index: int) -> list[Instruction]:
+        """A program's instructions, with what a slot holds in place of its number."""
+        first, count, slot, _ = self.programs[index].tolist()
+        code: list[Instruction] = []
+        for head, word in self.instructions[first : first + count + 1].tolist():
+            low, leaf = head & (1 << bytecode.INDEX_SHIFT) - 1, head >> bytecode.INDEX_SHIFT
+            loaded = self._slot(slot + leaf) if low & bytecode.LOAD_SLOT else leaf
+            code.append((low, loaded, self._slot(slot + word) if _takes_slot(low) else word))
+        return code
+
+    def _slot(self, number: int) -> tuple[int, ...]:
+        return tuple(self.slots[number].tolist())
 
     def _part(self, start: int, count: int) -> NDArray[np.uint32]:
         return self.memory[start : start + 4 * count].view(np.uint32)
@@ -103,13 +117,10 @@ def host_kernels() -> ctypes.CDLL:
 def _compiler() -> list[str] | None:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
-            return [name]
+            return [name, *_TRAPS]
     if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc", "-x", "c++"]
+        return [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-fno-sanitize=undefined"]
     return None
-
-
-Run = Callable[[str, NDArray[np.void], int], None]
 
 
 def lower_on_host(
@@ -165,27 +176,6 @@ def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     return guarded[start : start + size]
 
 
-def code_of(
-    instructions: NDArray[np.uint32], record: NDArray[np.uint32], slots: NDArray[np.uint32]
-) -> list[tuple[Any, ...]]:
-    """A program's instructions, with what a slot holds in place of its number.
-
-    Args:
-        instructions: of the batch, [places, 2].
-        record: of the program, [4].
-        slots: of the batch, [slots, 4].
-
-    """
-    first, count, slot, _ = record.tolist()
-    code: list[tuple[Any, ...]] = []
-    for head, word in instructions.reshape(-1, 2)[first : first + count + 1].tolist():
-        low, index = head & (1 << bytecode.INDEX_SHIFT) - 1, head >> bytecode.INDEX_SHIFT
-        loaded: Any = tuple(slots[slot + index].tolist()) if low & bytecode.LOAD_SLOT else index
-        other: Any = tuple(slots[slot + word].tolist()) if _takes_slot(low) else word
-        code.append((low, loaded, other))
-    return code
-
-
 @functools.cache
 def _slot_labels() -> frozenset[int]:
     from warpfit.ops import OPERATORS
@@ -219,7 +209,7 @@ def lower_on_device(
         pack(Tokens.of(batch), parts, staging)
         context.upload(address, staging[: parts.uploaded])
         where = (context, kernels, batch, address)
-        lowering.launch_lowering(*where, variables, device.multiprocessors)
+        lowering.launch_lowering(*where, variables, 8 * device.multiprocessors)
         unsound = lowering.launch_order(*where, group or len(batch), levels)
         context.download(staging, address)
         context.stream.synchronize()

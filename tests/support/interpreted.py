@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from support.driver import INTERPRET, SLOTS, SUM
+from support.driver import INTERPRET, LOWER, ORDER, SLOTS, SUM
 from warpfit.dataset import Dataset
 from warpfit_server.channel import Channel
 from warpfit_server.engine.cuda.device import CudaDevice
@@ -18,9 +18,10 @@ from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.fresh import FreshBatches
 from warpfit_server.engine.cuda.interpreter import Interpreter
 from warpfit_server.engine.cuda.launch import Kernels
+from warpfit_server.engine.cuda.lowering import LoweringKernels
 from warpfit_server.engine.cuda.plan import Planner
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
-from warpfit_server.engine.cuda.source import costly_codes
+from warpfit_server.engine.cuda.source import operator_flags
 from warpfit_server.engine.cuda.standing import Standings
 from warpfit_server.engine.cuda.streams import BEHIND, FIRST, USUAL
 from warpfit_server.engine.cuda.turns import DeviceTurns
@@ -32,6 +33,14 @@ from warpfit_server.segments import SegmentPool
 ON_DEVICE = 1 << 41
 #: Handles of streams by their priority.
 STREAMS = {FIRST: 5, USUAL: 6, BEHIND: 7}
+
+
+def host_kernels(variant):
+    """Kernels that are names."""
+    functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM, LOWER, ORDER))
+    interpret, slots, sums, lower, order = functions
+    lowering = LoweringKernels(lower, order)
+    return Kernels(variant, interpret, slots, sums, lowering, operator_flags(variant))
 
 
 class HostResident(ResidentDataset):
@@ -49,8 +58,7 @@ class HostInterpreter(Interpreter):
     """Whose kernels are names."""
 
     def prepare(self, variant):
-        functions = (SimpleNamespace(ptr=number) for number in (INTERPRET, SLOTS, SUM))
-        return Kernels(variant, *functions, costly_codes(variant))
+        return host_kernels(variant)
 
 
 class HostEngine(CudaEngine):

@@ -1,4 +1,4 @@
-"""Lowering on the device, compiled for the host, against lowering on the host."""
+"""Lowering on the device, compiled for the host, against the reference."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ pytest.importorskip("numba")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.bytecode import lower
-from support.device_lowering import code_of, lower_on_host
+from support.device_lowering import lower_on_host
+from support.reference_lowering import Lowering
 from support.strategies import programs
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
-from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.engine.cuda import bytecode, lowering
+from warpfit_server.engine.cuda.batch_memory import most_levels
 from warpfit_server.engine.sound import is_sound
 
+LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 X = Program.variable(0)
 VARIABLES = 3
 
 
 def assert_same(batch, **how):
-    """The device writes what the host writes, but for the numbers of slots."""
-    expected, found = lower(batch), lower_on_host(batch, **how)
+    """The device writes the code of the reference, and needs the levels it should."""
+    found = lower_on_host(batch, **how)
     assert not found.are_unsound().any()
     assert (found.unsound == lowering.NONE).all()
+    has_ternary = any(BY_CODE[code].arity == 3 for code in set(batch.codes.tolist()) - LEAVES)
     for index in range(len(batch)):
-        ours = code_of(found.instructions, found.programs[index], found.slots)
-        theirs = code_of(expected.instructions, expected.programs[index], expected.slots)
-        assert ours == theirs
-    starts = [*expected.programs[: len(batch), 2].tolist(), len(expected.slots)]
-    assert found.slot_counts().tolist() == np.diff(starts).tolist()
-    assert found.needs().max() == expected.extent.levels
-    has_ternary = bool(lowering.ternary_codes()[batch.codes].any())
-    bounds = [lowering.most_levels(int(length), has_ternary) for length in batch.lengths]
-    assert (found.needs() <= bounds).all()
+        expected = Lowering(batch, index)
+        assert found.code(index) == expected.code
+        assert found.needs()[index] == expected.need
+        assert expected.need <= most_levels(int(batch.lengths[index]), has_ternary)
+        slots = {leaf for _, *leaves in expected.code for leaf in leaves if type(leaf) is tuple}
+        assert found.slot_counts()[index] == len(slots)
     return found
 
 
@@ -181,12 +181,9 @@ def check_unsound(batch):
             assert refused.value.expression == index
             first, count, _, traits = found.programs[index].tolist()
             assert (count, traits) == (0, bytecode.UNSOUND)
-            assert found.instructions.reshape(-1, 2)[first].tolist() == [bytecode.END, 0]
+            assert found.instructions[first].tolist() == [bytecode.END, 0]
         else:
-            lowered = lower(one)
-            ours = code_of(found.instructions, found.programs[index], found.slots)
-            theirs = code_of(lowered.instructions, lowered.programs[0], lowered.slots)
-            assert [word[0] for word in ours] == [word[0] for word in theirs]
+            assert found.code(index) == Lowering(batch, index).code
     np.testing.assert_array_equal(found.are_unsound(), expected)
     first = int(np.argmax(expected)) if any(expected) else lowering.NONE
     assert found.unsound.tolist() == [first]
@@ -232,14 +229,14 @@ def test_the_bound_of_stack_levels_is_reached(has_ternary):
     needs = lower_on_host(Batch.of(smallest)).needs().tolist()
     for need, program in zip(needs, smallest, strict=True):
         size = len(program.codes)
-        assert lowering.most_levels(size, has_ternary) == need
+        assert most_levels(size, has_ternary) == need
         if need > (2 if has_ternary else 0):
-            assert lowering.most_levels(size - 1, has_ternary) < need
+            assert most_levels(size - 1, has_ternary) < need
     assert needs[-1] == 8
 
 
 def test_the_longest_program_fits_the_least_shared_memory():
-    levels = lowering.most_levels(lowering.LONGEST, True) + 2
+    levels = most_levels(lowering.LONGEST, True) + 2
     assert levels * 2048 + 16 <= 48 * 1024
 
 

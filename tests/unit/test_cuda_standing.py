@@ -18,7 +18,7 @@ from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.cuda import streams
-from warpfit_server.engine.cuda.staging import Parts, Staged, stage
+from warpfit_server.engine.cuda.batch_memory import Parts
 from warpfit_server.engine.roster import AT_WORK
 from warpfit_server.fairness import FairGate
 from warpfit_server.frame import Frame
@@ -79,17 +79,11 @@ def check_answer(driver, evaluation, losses):
     batch = evaluation.batch
     np.testing.assert_array_equal(losses.reshape(-1), np.arange(float(len(batch) * batch.vectors)))
     parts = Parts.of(batch)
-    memory = np.zeros(parts.end, np.uint8)
-    costly = np.zeros(256, dtype=bool)
-    expected = stage(batch, 10, costly, losses.size, lambda size: memory[:size])
-    found = Staged(driver.uploaded, parts, expected.extent)
-    np.testing.assert_array_equal(found.instructions, expected.instructions)
-    np.testing.assert_array_equal(found.programs[: len(batch)], expected.programs[: len(batch)])
-    np.testing.assert_array_equal(found.slots, expected.slots)
-    for name, stop in (("values", "parameters"), ("parameters", "codes")):
-        first, size = getattr(parts, name), len(getattr(batch, name)) * 8
-        assert first + size <= getattr(parts, stop)
-        assert driver.uploaded[first : first + size].tobytes() == getattr(batch, name).tobytes()
+    assert len(driver.uploaded) == parts.uploaded
+    for name in ("codes", "values", "lengths", "parameter_counts"):
+        np.testing.assert_array_equal(getattr(driver.batch, name), getattr(batch, name))
+    numbers = driver.uploaded[parts.parameters :].view(np.uint8)[: batch.parameters.nbytes]
+    assert numbers.tobytes() == batch.parameters.tobytes()
 
 
 def test_compiled_code_answers_what_python_has_answered_before(driver, served):

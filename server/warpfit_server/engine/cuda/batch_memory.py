@@ -14,6 +14,9 @@ from warpfit_server.engine.cuda.tokens import Tokens
 _ALIGNMENT: Final = 64
 #: Instructions behind the last one that the interpreter reads, and does not run.
 READ_AHEAD: Final = 1
+#: Flags of an operator: whether it needs scratch levels, whether it has three operands.
+COSTLY: Final = 1
+TERNARY: Final = 2
 _compiled = numba.njit(cache=True, nogil=True)
 
 
@@ -77,6 +80,66 @@ def lay_out(tokens: int, programs: int, parameters: int) -> Parts:
 @_compiled  # type: ignore[untyped-decorator]
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Extent(NamedTuple):
+    """What the host knows of a batch before it has been lowered."""
+
+    slots: int
+    """Places for row-invariant subtrees with one parameter vector; see `slots_at_most`."""
+    levels: int
+    """Stack levels below the top that no program needs more than."""
+    usual: int
+    """Levels that are enough for most."""
+    costly: bool
+    """Whether an operator needs scratch levels."""
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def survey(tokens: Tokens, flags: NDArray[np.uint8]) -> Extent:
+    """Bound what a batch will need.
+
+    Args:
+        tokens: the batch.
+        flags: `COSTLY` and `TERNARY` of each wire code; [256].
+
+    """
+    found, longest, squares = np.uint8(0), np.int64(0), np.int64(0)
+    for code in tokens.codes:
+        found |= flags[code]
+    for length in tokens.lengths:
+        tokens_of_one = np.int64(length)
+        longest = max(longest, tokens_of_one)
+        squares += tokens_of_one * tokens_of_one
+    count, programs = len(tokens.codes), len(tokens.lengths)
+    has_ternary = bool(found & TERNARY)
+    return Extent(
+        slots_at_most(count, programs),
+        most_levels(longest, has_ternary),
+        # Of the program that a token is in, on average.
+        most_levels(squares // max(1, count), has_ternary),
+        bool(found & COSTLY),
+    )
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def most_levels(tokens: int, has_ternary: bool) -> int:
+    """Most stack levels below the top that a program of so many tokens may need.
+
+    A binary operator needs a level more than its operands if both need the same; one on the stack
+    has at least two tokens. A ternary evaluates all three, atoms too: the third one finds two
+    levels taken.
+    """
+    if not has_ternary:
+        levels, least = 0, 5  # fewest tokens with a level more
+        while least <= tokens:
+            levels, least = levels + 1, 2 * least + 1
+        return levels
+    levels, before, least = 0, 1, 4
+    while least <= tokens:
+        levels += 1
+        before, least = least, min(3 * before + 1, 2 * least + 1)
+    return levels
 
 
 @_compiled  # type: ignore[untyped-decorator]

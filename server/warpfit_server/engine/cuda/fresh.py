@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from warpfit.request import Evaluation
 from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.announce import Report
-from warpfit_server.engine.cuda.bytecode import INDEX_LIMIT
+from warpfit_server.engine.cuda.batch_memory import Parts, lay_out, slots_at_most
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.launch import Addresses, Kernels, Work
+from warpfit_server.engine.cuda.lowering import LONGEST
 from warpfit_server.engine.cuda.one_launch import Desk, Handles, compute_losses
 from warpfit_server.engine.cuda.plan import mixed_tokens
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
-from warpfit_server.engine.cuda.staging import Parts, lay_out, slots_at_most
 from warpfit_server.engine.cuda.standing import (
     AT_A_TIME,
     BETWEEN,
@@ -52,6 +52,8 @@ class Room(NamedTuple):
     least_jobs: int
     """Programs x parameter vectors, from which on the kernel is the right one."""
     most_jobs: int
+    batch_bytes: int
+    """Of the device, for a batch and what is made of it."""
     slot_bytes: int
     """For values of row-invariant subtrees."""
     slot_size: int
@@ -73,10 +75,12 @@ class Means(NamedTuple):
     """Of an evaluation."""
     cost: float
     """Nanoseconds of the device for one token with one parameter vector."""
-    costly: NDArray[np.bool_]
+    flags: NDArray[np.uint8]
     """See `Kernels`."""
     staging: NDArray[np.uint8]
     """Page-locked memory for batches."""
+    unsound: NDArray[np.uint32]
+    """The same for what `compute_losses` finds; [most programs]."""
     sums: NDArray[np.float64]
     """Page-locked memory for sums."""
     closing: Closing
@@ -143,7 +147,8 @@ def _means(context: StreamContext, kind: Kind, seen: NDArray[np.uint64]) -> Mean
     itemsize, rows = kind.kernels.variant.dtype.itemsize, kind.evaluation.row_range(layout)
     least, most = kind.jobs
     jobs = min(most, int(len(batch) * batch.vectors * _HEADROOM))
-    size = int(Parts.of(batch).end * _HEADROOM)
+    parts = Parts.of(batch)
+    size, uploaded = int(parts.end * _HEADROOM), int(parts.uploaded * _HEADROOM)
     slots = slots_at_most(len(batch.codes), len(batch)) * batch.vectors
     slot_bytes = int(slots * itemsize * _HEADROOM)
     assert kind.evaluation.loss is not None
@@ -161,11 +166,12 @@ def _means(context: StreamContext, kind: Kind, seen: NDArray[np.uint64]) -> Mean
         variables=layout.variables,
         rows=rows[1] - rows[0],
         cost=kind.cost,
-        costly=kind.kernels.costly,
-        staging=context.pinned("batch", size),
+        flags=kind.kernels.flags,
+        staging=context.pinned("batch", uploaded),
+        unsound=context.pinned("unsound", 4 * jobs).view(np.uint32),
         sums=context.pinned("sums", 8 * jobs).view(np.float64),
         closing=kind.resident.closing(kind.evaluation.loss, *rows),
-        room=Room(least, jobs, slot_bytes, itemsize),
+        room=Room(least, jobs, size, slot_bytes, itemsize),
         seen=seen,
         seed=hash((kind.evaluation.dataset_id, rows, kind.evaluation.precision)) >> 1,
     )
@@ -205,18 +211,19 @@ def _answer(line: Line, memory: Memory, means: Means, began: int, is_first: bool
     """
     numbers, room = read_numbers(line), means.room
     jobs = numbers.programs * numbers.vectors
-    sizes = (numbers.tokens, numbers.programs, numbers.parameters, numbers.vectors)
-    parts = lay_out(*sizes)
+    parts = lay_out(numbers.tokens, numbers.programs, numbers.parameters)
     slots = slots_at_most(numbers.tokens, numbers.programs) * numbers.vectors
     if jobs < room.least_jobs or jobs > room.most_jobs or slots * room.slot_size > room.slot_bytes:
         return 0
-    if parts.end > len(means.staging) or numbers.losses_at + 8 * jobs > len(memory.bytes):
+    if parts.uploaded > len(means.staging) or parts.end > room.batch_bytes:
+        return 0
+    if numbers.losses_at + 8 * jobs > len(memory.bytes):
         return 0
     tokens = view_tokens(memory, numbers)
     longest = np.int64(np.max(tokens.lengths))  # as Python counts
-    if longest >= INDEX_LIMIT or _has_been_seen(means.seen, means.seed, tokens):
+    if longest > LONGEST or _has_been_seen(means.seen, means.seed, tokens):
         return 0
-    status, levels, is_told = compute_losses(
+    status, bad, is_told = compute_losses(
         means.functions,
         means.handles,
         means.work,
@@ -226,15 +233,16 @@ def _answer(line: Line, memory: Memory, means: Means, began: int, is_first: bool
         tokens,
         means.variables,
         longest,
-        means.costly,
+        means.flags,
         is_first,
         means.staging,
+        means.unsound,
         means.sums[:jobs],
         means.closing,
         Report(line.descriptor, began - numbers.submitted, began, 0, 0),
         memory.bytes[numbers.losses_at : numbers.losses_at + 8 * jobs].view(np.float64),
     )
-    is_done = status == 0 and levels >= 0 and is_told
+    is_done = status == 0 and bad < 0 and is_told
     return int(numbers.tokens * numbers.vectors) if is_done else 0
 
 

@@ -9,7 +9,7 @@
 #define WARPS_AT_MOST 8
 
 // Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1
-// the index of the second operand. Mirrors lower.py.
+// the index of the second operand. Mirrors bytecode.py.
 #define LABEL_MASK 1023u
 #define LOAD_VARIABLE (1u << 10)
 #define LOAD_SLOT (1u << 11)
@@ -20,14 +20,14 @@ struct Program {
   unsigned first;  // index of the first instruction
   unsigned count;  // number of instructions, without the one that ends the program
   unsigned slot;   // index of the first row-invariant slot
-  unsigned unused;
+  unsigned traits; // number of slots, and more: see lowering.cu
 };
 
 // Mirrors interpreter.py, field by field.
 struct Arguments {
   const uint2* instructions;
   const Program* programs;
-  const unsigned* order;      // job numbers, longest first; [jobs]
+  const unsigned* order;      // programs, longest first in each launch, and DEEP; [programs]
   const real* slots;          // [vectors, slots]
   const real* variables;      // [variables, stride], at the first row of the first tile
   const real* target;         // null: no losses; likewise at the first row of the first tile
@@ -244,18 +244,26 @@ interpret(const __grid_constant__ Arguments arguments) {
     return variables + (unsigned long long)index * arguments.stride;
   };
 
+  const auto program_at = [&](int position) {
+    return arguments.vectors == 1 ? position : position / arguments.vectors;
+  };
+
   if (threadIdx.x == 0) *next_job = first;
   __syncthreads();
+  // Programs that need more levels than a warp's share come first, and have all of the block's.
+  const bool is_deep = __ldg(arguments.order + program_at(first)) & DEEP;
+  if (is_deep && threadIdx.x >= 32) return;
   for (;;) {
     int position = 0;
     if (lane == 0) position = atomicAdd(next_job, 1);
     position = __shfl_sync(FULL, position, 0);
     if (position >= end) break;
-    const int job = __ldg(arguments.order + position);
-    const int program = arguments.vectors == 1 ? job : job / arguments.vectors;
+    const int place = program_at(position);
+    const int vector = position - place * arguments.vectors;
+    const int program = __ldg(arguments.order + place) & ~DEEP;
+    const int job = program * arguments.vectors + vector;
     const uint4 record = __ldg((const uint4*)arguments.programs + program);
-    const real* const slots =
-        arguments.slots + (job - program * arguments.vectors) * arguments.slot_count + record.z;
+    const real* const slots = arguments.slots + vector * arguments.slot_count + record.z;
     const uint2* code = arguments.instructions + record.x;
     unsigned top = bottom;
     real t[ROWS];
@@ -312,22 +320,20 @@ interpret(const __grid_constant__ Arguments arguments) {
 }
 
 // Row-invariant subtrees, once for each slot and parameter vector: a warp runs the postfix tokens
-// of one slot, each lane for one vector.
+// of one program's slots. With many vectors its lanes run the same slot.
 struct SlotArguments {
   const unsigned char* codes;   // [tokens]
   const double* values;         // [tokens]
   const double* parameters;     // for each program [vectors, count]
-  const uint4* slots;           // first token, end, first parameter, parameters; [slots]
-  real* results;                // [vectors, slots]
-  int count;
+  const Program* programs;
+  const uint4* slots;           // first token, end, first parameter, parameters
+  real* results;                // [vectors, slot_count]
+  long long slot_count;
+  int count;                    // programs
   int vectors;
 };
 
-extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments arguments) {
-  const int slot = blockIdx.x * blockDim.y + threadIdx.y;
-  const int vector = blockIdx.y * blockDim.x + threadIdx.x;
-  if (slot >= arguments.count || vector >= arguments.vectors) return;
-  const uint4 record = arguments.slots[slot];
+__device__ __forceinline__ real run_slot(const SlotArguments& arguments, uint4 record, int vector) {
   const double* parameters = arguments.parameters + record.z + (long long)vector * record.w;
   real stack[SLOT_LEVELS];
   int height = 0;
@@ -340,7 +346,21 @@ extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments 
 @SCALAR_CASES@
     }
   }
-  arguments.results[(long long)vector * arguments.count + slot] = stack[0];
+  return stack[0];
+}
+
+extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments arguments) {
+  const int program = blockIdx.x * blockDim.y + threadIdx.y;
+  if (program >= arguments.count) return;
+  const uint4 record = __ldg((const uint4*)arguments.programs + program);
+  const long long work = (long long)(record.w & SLOTS_MASK) * arguments.vectors;
+  long long item = (long long)blockIdx.y * 32 + threadIdx.x;
+  for (; item < work; item += 32ll * gridDim.y) {
+    const int slot = (int)(item / arguments.vectors);
+    const int vector = (int)(item - (long long)slot * arguments.vectors);
+    arguments.results[vector * arguments.slot_count + record.z + slot] =
+        run_slot(arguments, arguments.slots[record.z + slot], vector);
+  }
 }
 
 // Sums of the loss terms of each job over its tiles, in an order that never changes.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda import nvrtc
+from warpfit_server.engine.cuda.batch_memory import Extent, Parts, pack, survey
 from warpfit_server.engine.cuda.bytecode import CASES
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
@@ -32,17 +32,28 @@ from warpfit_server.engine.cuda.launch import (
     Addresses,
     Kernels,
     Piece,
+    Shares,
     Work,
+    share_out,
     tell_interpreter,
     tell_slots,
     tiles_of,
     token_rows_of_a_launch,
 )
+from warpfit_server.engine.cuda.lowering import (
+    NONE,
+    LoweringKernels,
+    check_length,
+    launch_lowering,
+    launch_order,
+    load_lowering,
+    refuse,
+)
 from warpfit_server.engine.cuda.one_launch import losses_in_one_launch
 from warpfit_server.engine.cuda.resident import ResidentDataset
-from warpfit_server.engine.cuda.source import Variant, costly_codes, interpreter_source
-from warpfit_server.engine.cuda.staging import Staged, stage
+from warpfit_server.engine.cuda.source import Variant, interpreter_source, operator_flags
 from warpfit_server.engine.cuda.streams import StreamContext
+from warpfit_server.engine.cuda.tokens import Tokens
 from warpfit_server.engine.cuda.turns import INTERPRETED, MATRICES
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
@@ -99,8 +110,25 @@ class Launch:
     """What all launches of one evaluation share."""
 
     kernels: Kernels
-    staged: Staged
+    batch: Batch
+    parts: Parts
+    extent: Extent
+    shares: Shares
     addresses: Addresses
+    unsound: NDArray[np.uint32]
+    """First unsound program of each group that is lowered together, once the device was there."""
+
+    def check(self, variables: int) -> None:
+        """Check, once the device was there, that the batch could be lowered.
+
+        Raises:
+            ProgramError: for the first bad token.
+            ResourceExhaustedError: if a variable's index is too large to encode.
+
+        """
+        bad = int(self.unsound.min())
+        if bad != NONE:
+            refuse(self.batch, bad, variables)
 
 
 class Interpreter:
@@ -115,6 +143,7 @@ class Interpreter:
         self._device = device
         self._tuning = tuning or Tuning()
         self._kernels: dict[Variant, Kernels] = {}
+        self._lowering_kernels: LoweringKernels | None = None
         self._lock = threading.Lock()
 
     def evaluate(
@@ -137,7 +166,7 @@ class Interpreter:
                     *(context, kernels, work, evaluation, resident, outputs),
                     *(started, admitted.waited),
                 )
-        outcome = self._in_pieces(resident, evaluation, variant, pieces, outputs)
+        outcome = self._in_pieces(resident, evaluation, pieces, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(resident.dataset.layout)
             sums = outcome.sums.reshape(outputs.losses.shape)
@@ -199,8 +228,10 @@ class Interpreter:
             )
             for size in sizes
         ]
-        with ThreadPoolExecutor(len(variants), "interpreter") as threads:
+        with ThreadPoolExecutor(len(variants) + 1, "interpreter") as threads:
+            lowering = threads.submit(load_lowering, self._device)
             list(threads.map(self._load, variants))  # into the cache on disk, side by side
+            lowering.result()
         for variant in variants:
             self.prepare(variant)
 
@@ -214,9 +245,16 @@ class Interpreter:
                     interpret=module.get_function("interpret"),
                     evaluate_slots=module.get_function("evaluate_slots"),
                     sum_partials=module.get_function("sum_partials"),
-                    costly=costly_codes(variant),
+                    lowering=self._lowering(),
+                    flags=operator_flags(variant),
                 )
             return self._kernels[variant]
+
+    def _lowering(self) -> LoweringKernels:
+        """Load the kernels that all variants share; under the lock."""
+        if self._lowering_kernels is None:
+            self._lowering_kernels = load_lowering(self._device)
+        return self._lowering_kernels
 
     def _load(self, variant: Variant) -> Any:
         architecture = self._device.architecture
@@ -258,6 +296,7 @@ class Interpreter:
             at_once = token_rows_of_a_launch(variant, self._device.multiprocessors)
             work = len(evaluation.batch.codes) * (stop - start)
             jobs = min(jobs, max(1, at_once * programs // work))
+        jobs -= jobs % vectors if jobs > vectors else 0
         for first_job in range(0, programs * vectors, jobs):
             for row in range(start, stop, rows):
                 yield Piece(
@@ -283,19 +322,18 @@ class Interpreter:
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        variant: Variant,
         pieces: list[Piece],
         outputs: Outputs,
     ) -> Outcome:
         """Launch piece after piece, taking one piece's results in while the next is computed."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         sums = np.zeros(programs * vectors)
-        landing = Landing(resident, evaluation, outputs, sums)
         cost = MATRICES if evaluation.values else INTERPRETED
         layout, cancelled = resident.dataset.layout, outputs.cancelled
         turn = self._device.turns.turn(evaluation, layout, cost, cancelled)
         with turn as admitted, self._device.stream(behind=admitted.behind) as context:
-            launch = self.begin(context, resident, variant, evaluation.batch, pieces[0].jobs)
+            launch = self.begin(context, resident, evaluation, pieces[0].jobs)
+            landing = Landing(resident, evaluation, outputs, sums, launch)
             context.mark("start")
             self.evaluate_slots(context, launch, vectors)
             launched = time.perf_counter_ns()
@@ -316,27 +354,38 @@ class Interpreter:
         self,
         context: StreamContext,
         resident: ResidentDataset,
-        variant: Variant,
-        batch: Batch,
+        evaluation: Evaluation,
         chunk: int,
     ) -> Launch:
-        """Lower a batch and upload it, for launches of ``chunk`` jobs each."""
-        kernels = self.prepare(variant)
-        variables = resident.dataset.layout.variables
-        staged = stage(batch, variables, kernels.costly, chunk, partial(context.pinned, "batch"))
-        address = context.buffer("batch", len(staged.memory))
-        context.upload(address, staged.used)
-        size = staged.extent.slots * batch.vectors * variant.dtype.itemsize
+        """Upload a batch and launch its lowering, for launches of ``chunk`` jobs each.
+
+        Raises:
+            ResourceExhaustedError: if a program is too long, or the device has no room.
+
+        """
+        batch, variant = evaluation.batch, self.variant(resident, evaluation)
+        check_length(batch)
+        kernels, tokens, parts = self.prepare(variant), Tokens.of(batch), Parts.of(batch)
+        extent, work = survey(tokens, kernels.flags), self.work(resident, evaluation)
+        shares = share_out(work, extent, chunk, len(batch), batch.vectors)
+        memory = context.pinned("batch", parts.uploaded)
+        pack(tokens, parts, memory)
+        address = context.buffer("batch", parts.end)
+        size = extent.slots * batch.vectors * variant.dtype.itemsize
         slots = context.buffer("slots", max(1, size))
-        return Launch(kernels, staged, Addresses(address, slots, 0, 0))
+        context.upload(address, memory)
+        where = (context, kernels.lowering, batch, address)
+        launch_lowering(*where, resident.dataset.layout.variables, work.lowering_blocks)
+        unsound = launch_order(*where, shares.group, shares.levels - shares.scratch)
+        addresses = Addresses(address, slots, 0, 0)
+        return Launch(kernels, batch, parts, extent, shares, addresses, unsound)
 
     def evaluate_slots(self, context: StreamContext, launch: Launch, vectors: int) -> None:
         """Compute the row-invariant subtrees of all programs."""
-        count = launch.staged.extent.slots
-        if count:
-            told = np.zeros(1, dtype=SLOT_ARGUMENTS)
-            grid = tell_slots(told, launch.addresses, launch.staged.parts, count, vectors)
-            context.launch(launch.kernels.evaluate_slots, (*grid, 1), (*SLOT_THREADS, 1), [told[0]])
+        told = np.zeros(1, dtype=SLOT_ARGUMENTS)
+        sizes = (launch.extent, len(launch.batch), vectors)
+        grid = tell_slots(told, launch.addresses, launch.parts, *sizes)
+        context.launch(launch.kernels.evaluate_slots, (*grid, 1), (*SLOT_THREADS, 1), [told[0]])
 
     def start(
         self,
@@ -388,14 +437,12 @@ def interpret(
 ) -> None:
     """Launch the interpreter: a block for each tile of rows and group of jobs."""
     told = np.zeros(1, dtype=ARGUMENTS)
-    staged = launch.staged
-    groups, warps, shared = tell_interpreter(
-        *(told, work, addresses, staged.parts, staged.extent, vectors),
+    groups, shared = tell_interpreter(
+        *(told, work, addresses, launch.parts, launch.extent, launch.shares, vectors),
         (piece.first_job, piece.jobs),
     )
-    context.launch(
-        launch.kernels.interpret, (work.tiles, groups, 1), (32 * warps, 1, 1), [told[0]], shared
-    )
+    threads = (32 * launch.shares.warps, 1, 1)
+    context.launch(launch.kernels.interpret, (work.tiles, groups, 1), threads, [told[0]], shared)
 
 
 def _add_up(
@@ -428,10 +475,12 @@ class Landing:
     evaluation: Evaluation
     outputs: Outputs
     sums: NDArray[np.float64]
+    launch: Launch
 
     def take(self, context: StreamContext, flight: Flight) -> None:
         """Wait for a piece and take its results."""
         context.wait(flight.event)
+        self.launch.check(self.resident.dataset.layout.variables)
         piece, outputs = flight.piece, self.outputs
         jobs = slice(piece.first_job, piece.first_job + piece.jobs)
         if flight.sums is not None:

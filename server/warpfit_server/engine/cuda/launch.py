@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from warpfit.request import Loss
 from warpfit_server.engine import numba_cache
+from warpfit_server.engine.cuda.batch_memory import Extent, Parts
 from warpfit_server.engine.cuda.layout import token_rows_at_once
 from warpfit_server.engine.cuda.library import Mode
+from warpfit_server.engine.cuda.lowering import BLOCKS_A_MULTIPROCESSOR, LoweringKernels
 from warpfit_server.engine.cuda.resident import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.source import SCRATCH_LEVELS, Variant
-from warpfit_server.engine.cuda.staging import Extent, Parts
 
 #: Field by field the structs of interpreter.cu.
 ARGUMENTS: Final = np.dtype(
@@ -29,7 +30,9 @@ ARGUMENTS: Final = np.dtype(
 )
 SLOT_ARGUMENTS: Final = np.dtype(
     [
-        *((name, np.uint64) for name in ("codes", "values", "parameters", "slots", "results")),
+        *((name, np.uint64) for name in ("codes", "values", "parameters", "programs")),
+        *((name, np.uint64) for name in ("slots", "results")),
+        ("slot_count", np.int64),
         *((name, np.int32) for name in ("count", "vectors")),
     ]
 )
@@ -56,8 +59,9 @@ class Kernels:
     interpret: Any
     evaluate_slots: Any
     sum_partials: Any
-    costly: NDArray[np.bool_]
-    """Whether an operator needs scratch levels, by wire code."""
+    lowering: LoweringKernels
+    flags: NDArray[np.uint8]
+    """From `warpfit_server.engine.cuda.source.operator_flags`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ class Work(NamedTuple):
     """Warps that the device runs at a time."""
     at_once: int
     """Token-rows of one launch: more are cut by jobs."""
+    lowering_blocks: int
+    """Blocks that the lowering of a small batch is shared out to."""
 
     @classmethod
     def of(
@@ -135,6 +141,7 @@ class Work(NamedTuple):
             rounds=rounds,
             resident_warps=_RESIDENT_WARPS * multiprocessors,
             at_once=token_rows_of_a_launch(variant, multiprocessors),
+            lowering_blocks=BLOCKS_A_MULTIPROCESSOR * multiprocessors,
         )
 
 
@@ -142,7 +149,7 @@ class Addresses(NamedTuple):
     """Device memory of one evaluation; integers."""
 
     batch: int
-    """Where the staged batch was copied to."""
+    """Where the batch lies, laid out as its `Parts`."""
     slots: int
     """For values of row-invariant subtrees."""
     values: int
@@ -161,32 +168,86 @@ def tiles_of(start: int, stop: int, variant: Variant) -> int:
     return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
 
 
+class Shares(NamedTuple):
+    """How a launch of the interpreter shares jobs and shared memory out; integers."""
+
+    chunk: int
+    """Jobs of each launch."""
+    group: int
+    """Programs that are sorted together: those of a launch, or one if it has but a part of one."""
+    warps: int
+    """Warps of a block."""
+    levels: int
+    """Stack levels of each, scratch levels included."""
+    scratch: int
+    """Scratch levels."""
+
+
 @_compiled  # type: ignore[untyped-decorator]
-def jobs_at_once(work: Work, tokens: int, jobs: int) -> int:
+def share_out(work: Work, extent: Extent, chunk: int, programs: int, vectors: int) -> Shares:
+    """Choose the shares of a batch.
+
+    A block's memory is enough for one warp to run any program. Where several warps share it, each
+    has what is usual; programs that need more are sorted to the front, and are run by one alone.
+
+    Args:
+        work: layout.
+        extent: of the batch.
+        chunk: most jobs of a launch.
+        programs: how many.
+        vectors: parameter vectors.
+
+    """
+    scratch = SCRATCH_LEVELS if extent.costly else 0
+    most, group = extent.levels + scratch, 1
+    levels = most
+    if chunk >= vectors:
+        group = min(chunk // vectors, programs)
+        chunk = group * vectors
+        levels = min(extent.usual, extent.levels) + scratch
+    warps = max(1, min(work.warps, _SHARED_BYTES // max(1, levels * work.level_bytes)))
+    levels = max(levels, -(-most // warps))
+    if warps * levels * work.level_bytes > _SHARED_BYTES:
+        warps, levels = 1, most
+    return Shares(chunk, group, warps, levels, scratch)
+
+
+@_compiled  # type: ignore[untyped-decorator]
+def jobs_at_once(work: Work, tokens: int, jobs: int, vectors: int) -> int:
     """Jobs of one launch, so that it does not keep others waiting for long.
+
+    They are whole programs, or less than one.
 
     Args:
         work: rows.
         tokens: of all jobs.
         jobs: how many.
+        vectors: jobs of each program.
 
     """
     token_rows = tokens * (work.end_row - work.first_row)
     launches = min(max(1, token_rows // work.at_once), jobs, MOST_LAUNCHES)
-    return -(-jobs // launches)
+    chunk = -(-jobs // launches)
+    return chunk if chunk < vectors else -(-chunk // vectors) * vectors
 
 
 @_compiled  # type: ignore[untyped-decorator]
 def tell_slots(
-    told: NDArray[np.void], addresses: Addresses, parts: Parts, count: int, vectors: int
+    told: NDArray[np.void],
+    addresses: Addresses,
+    parts: Parts,
+    extent: Extent,
+    programs: int,
+    vectors: int,
 ) -> tuple[int, int]:
     """Write the arguments of ``evaluate_slots``; return its grid.
 
     Args:
         told: to fill; `SLOT_ARGUMENTS` [1].
         addresses: of the evaluation.
-        parts: of the staged batch.
-        count: slots.
+        parts: of the batch.
+        extent: of the batch.
+        programs: how many.
         vectors: parameter vectors.
 
     """
@@ -194,11 +255,14 @@ def tell_slots(
     one.codes = addresses.batch + parts.codes
     one.values = addresses.batch + parts.values
     one.parameters = addresses.batch + parts.parameters
+    one.programs = addresses.batch + parts.programs
     one.slots = addresses.batch + parts.slots
     one.results = addresses.slots
-    one.count = count
+    one.slot_count = extent.slots
+    one.count = programs
     one.vectors = vectors
-    return -(-count // SLOT_THREADS[1]), -(-vectors // SLOT_THREADS[0])
+    groups = min(-(-vectors // SLOT_THREADS[0]), _MOST_GROUPS)
+    return -(-programs // SLOT_THREADS[1]), groups
 
 
 @_compiled  # type: ignore[untyped-decorator]
@@ -208,25 +272,26 @@ def tell_interpreter(
     addresses: Addresses,
     parts: Parts,
     extent: Extent,
+    shares: Shares,
     vectors: int,
     jobs: tuple[int, int],
-) -> tuple[int, int, int]:
-    """Write the arguments of ``interpret``; return groups of jobs, warps and shared memory.
+) -> tuple[int, int]:
+    """Write the arguments of ``interpret``; return groups of jobs and shared memory in bytes.
 
-    A block takes one tile and one group. Its shared memory is in bytes.
+    A block takes one tile and one group.
 
     Args:
         told: to fill; `ARGUMENTS` [1].
         work: rows and layout.
         addresses: of the evaluation.
-        parts: of the staged batch.
-        extent: of the staged batch.
+        parts: of the batch.
+        extent: of the batch.
+        shares: of the batch.
         vectors: parameter vectors.
         jobs: the first one and how many.
 
     """
-    levels = extent.levels + (SCRATCH_LEVELS if extent.costly else 0)
-    warps = min(work.warps, _SHARED_BYTES // max(1, levels * work.level_bytes))
+    warps, levels = shares.warps, shares.levels
     rounds = min(work.rounds, max(1, jobs[1] * work.tiles // work.resident_warps))
     group = max(warps * rounds, -(-jobs[1] // _MOST_GROUPS))
     one = told[0]
@@ -249,4 +314,4 @@ def tell_interpreter(
     one.vectors = vectors
     one.levels = levels
     one.absolute = work.absolute
-    return -(-jobs[1] // group), warps, _COUNTER_BYTES + warps * levels * work.level_bytes
+    return -(-jobs[1] // group), _COUNTER_BYTES + warps * levels * work.level_bytes

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InternalError, ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch
-from warpfit.ops import ARITIES, OPERATORS, PARAMETER, VARIABLE
+from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda import bytecode, nvrtc
 from warpfit_server.engine.cuda.batch_memory import Parts
 from warpfit_server.engine.cuda.bytecode import INDEX_LIMIT, labels
@@ -114,13 +114,6 @@ def _operator_table() -> NDArray[np.uint32]:
     return table
 
 
-def ternary_codes() -> NDArray[np.bool_]:
-    """Whether a code is an operator with three operands; [256]."""
-    table = np.zeros(256, dtype=np.bool_)
-    table[[row.code for row in OPERATORS.values() if row.arity == 3]] = True
-    return table
-
-
 def check_length(batch: Batch) -> int:
     """Return the length of the longest program.
 
@@ -186,26 +179,6 @@ class Launch(NamedTuple):
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def most_levels(tokens: int, has_ternary: bool) -> int:
-    """Most stack levels below the top that a program of so many tokens may need.
-
-    A binary operator needs a level more than its operands if both need the same; one on the stack
-    has at least two tokens. A ternary evaluates all three, atoms too: the third one finds two
-    levels taken.
-    """
-    if not has_ternary:
-        levels, least = 0, 5  # fewest tokens with a level more
-        while least <= tokens:
-            levels, least = levels + 1, 2 * least + 1
-        return levels
-    levels, before, least = 0, 1, 4
-    while least <= tokens:
-        levels += 1
-        before, least = least, min(3 * before + 1, 2 * least + 1)
-    return levels
-
-
-@_compiled  # type: ignore[untyped-decorator]
 def tell_lower(
     told: NDArray[np.void],
     batch: int,
@@ -214,7 +187,7 @@ def tell_lower(
     vectors: int,
     variables: int,
     longest: int,
-    multiprocessors: int,
+    blocks: int,
 ) -> Launch:
     """Write the arguments of ``lower_programs``; return its launch.
 
@@ -226,10 +199,10 @@ def tell_lower(
         vectors: parameter vectors.
         variables: of the data set.
         longest: tokens of the longest program.
-        multiprocessors: of the device.
+        blocks: that a small batch is shared out to.
 
     """
-    share = min(LOWER_THREADS, -(-programs // (BLOCKS_A_MULTIPROCESSOR * multiprocessors)))
+    share = min(LOWER_THREADS, -(-programs // blocks))
     room = min(MOST_ROOM, share * longest)
     one = told[0]
     one.codes = batch + parts.codes
@@ -295,7 +268,7 @@ def launch_lowering(
     batch: Batch,
     address: int,
     variables: int,
-    multiprocessors: int,
+    blocks: int,
 ) -> None:
     """Launch the lowering of a batch that lies on the device.
 
@@ -305,12 +278,12 @@ def launch_lowering(
         batch: that was uploaded.
         address: where to, laid out as `Parts.of` the batch.
         variables: of the data set.
-        multiprocessors: of the device.
+        blocks: that a small batch is shared out to.
 
     """
     told = np.zeros(1, dtype=LOWER_ARGUMENTS)
     sizes = (len(batch), batch.vectors, variables, int(batch.lengths.max()))
-    launch = tell_lower(told, address, Parts.of(batch), *sizes, multiprocessors)
+    launch = tell_lower(told, address, Parts.of(batch), *sizes, blocks)
     context.launch(
         kernels.lower_programs,
         (launch.blocks, 1, 1),

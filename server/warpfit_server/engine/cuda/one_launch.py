@@ -1,8 +1,8 @@
-"""Losses of one evaluation in one compiled step: lowered, launched, awaited, closed, announced.
+"""Losses of one evaluation in one compiled step: packed, launched, awaited, closed, announced.
 
 The device needs some 0.1 ms for a batch of usual size. In Python its way there and back would take
 several times that, under the interpreter lock that all evaluations share. Here the lock is given up
-once, before the batch is lowered, and taken back when whoever waits for the losses has been told:
+once, before the batch is packed, and taken back when whoever waits for the losses has been told:
 with many evaluations at work, to get the lock back may take longer than everything else.
 """
 
@@ -19,6 +19,7 @@ from warpfit_server.channel import Told
 from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.announce import Report, announce, close
+from warpfit_server.engine.cuda.batch_memory import Extent, Parts, pack, slots_at_most, survey
 from warpfit_server.engine.cuda.launch import (
     ARGUMENTS,
     MOST_LAUNCHES,
@@ -27,14 +28,26 @@ from warpfit_server.engine.cuda.launch import (
     SUM_THREADS,
     Addresses,
     Kernels,
+    Shares,
     Work,
     jobs_at_once,
+    share_out,
     tell_interpreter,
     tell_slots,
 )
-from warpfit_server.engine.cuda.lower import check_length, check_levels
+from warpfit_server.engine.cuda.lowering import (
+    LOWER_ARGUMENTS,
+    LOWER_THREADS,
+    NONE,
+    ORDER_ARGUMENTS,
+    ORDER_BYTES,
+    ORDER_THREADS,
+    check_length,
+    refuse,
+    tell_lower,
+    tell_order,
+)
 from warpfit_server.engine.cuda.resident import Closing, ResidentDataset
-from warpfit_server.engine.cuda.staging import Extent, Parts, slots_at_most, stage_into
 from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import (
     ELAPSED,
@@ -51,16 +64,17 @@ from warpfit_server.engine.cuda.submission import (
 )
 from warpfit_server.engine.cuda.tokens import Tokens
 
-_MOST_STEPS: Final = 9 + MOST_LAUNCHES
+_MOST_STEPS: Final = 11 + MOST_LAUNCHES
 
 #: Where the arguments' addresses begin in `Desk.places`.
-_SUMS: Final = 1
-_INTERPRETER: Final = 4
+_LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 6
 
 
 class Handles(NamedTuple):
     """What the driver knows the kernels, the stream and its events by; integers."""
 
+    lower_programs: int
+    order_programs: int
     interpret: int
     evaluate_slots: int
     sum_partials: int
@@ -74,6 +88,8 @@ class Handles(NamedTuple):
     def of(cls, context: StreamContext, kernels: Kernels) -> Handles:
         """Find the handles."""
         return cls(
+            lower_programs=kernels.lowering.lower_programs.ptr,
+            order_programs=kernels.lowering.order_programs.ptr,
             interpret=kernels.interpret.ptr,
             evaluate_slots=kernels.evaluate_slots.ptr,
             sum_partials=kernels.sum_partials.ptr,
@@ -89,12 +105,14 @@ class Desk(NamedTuple):
 
     arguments: NDArray[np.void]
     """Of each launch of the interpreter."""
+    lower_arguments: NDArray[np.void]
+    order_arguments: NDArray[np.void]
     slot_arguments: NDArray[np.void]
     sum_arguments: NDArray[np.int64]
     """Partial sums, sums, tiles."""
     places: NDArray[np.int64]
-    """Addresses of the arguments of the slots' kernel, of the sums' and of each launch of the
-    interpreter, as the driver wants them."""
+    """Addresses of the arguments of the lowering's kernels, of the slots', of the sums' and of each
+    launch of the interpreter, as the driver wants them."""
     steps: NDArray[np.int64]
     clock: NDArray[np.int64]
     """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
@@ -107,14 +125,17 @@ class Desk(NamedTuple):
     def fresh(cls) -> Desk:
         """Allocate the memory."""
         arguments = np.zeros(MOST_LAUNCHES, dtype=ARGUMENTS)
-        slot_arguments = np.zeros(1, dtype=SLOT_ARGUMENTS)
+        lower, order = np.zeros(1, dtype=LOWER_ARGUMENTS), np.zeros(1, dtype=ORDER_ARGUMENTS)
+        slots = np.zeros(1, dtype=SLOT_ARGUMENTS)
         sums = np.zeros(3, dtype=np.int64)
-        parts = [slot_arguments, *(sums[index:] for index in range(3))]
+        parts = [lower, order, slots, *(sums[index:] for index in range(3))]
         parts += [arguments[index:] for index in range(MOST_LAUNCHES)]
         places = [part.ctypes.data for part in parts]
         return cls(
             arguments,
-            slot_arguments,
+            lower,
+            order,
+            slots,
             sums,
             np.array(places, dtype=np.int64),
             np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
@@ -156,10 +177,11 @@ def losses_in_one_launch(
     assert evaluation.loss is not None
     batch, layout, reply = evaluation.batch, resident.dataset.layout, outputs.reply
     longest, parts, jobs = check_length(batch), Parts.of(batch), len(batch) * batch.vectors
-    staging = context.pinned("batch", parts.end)
+    staging = context.pinned("batch", parts.uploaded)
+    unsound = context.pinned("unsound", 4 * len(batch)).view(np.uint32)
     sums = context.pinned("sums", 8 * jobs).view(np.float64)
     desk = context.keep(Desk.fresh)
-    status, levels, is_sent = compute_losses(
+    status, bad, is_sent = compute_losses(
         context.functions,
         Handles.of(context, kernels),
         work,
@@ -169,16 +191,18 @@ def losses_in_one_launch(
         Tokens.of(batch),
         layout.variables,
         longest,
-        kernels.costly,
+        kernels.flags,
         False,
         staging,
+        unsound,
         sums,
         resident.closing(evaluation.loss, *evaluation.row_range(layout)),
         Report.of(reply, started, waited),
         outputs.losses.reshape(-1),
     )
-    check_levels(levels, batch, layout.variables)
     context.settled(status)
+    if bad >= 0:
+        refuse(batch, bad, layout.variables)
     if reply is not None:
         reply.is_sent = is_sent
     _, _, copy_in, compute, copy_out, *_ = desk.told.tolist()
@@ -212,40 +236,45 @@ def compute_losses(
     tokens: Tokens,
     variables: int,
     longest: int,
-    costly: NDArray[np.bool_],
+    flags: NDArray[np.uint8],
     may_go_first: bool,
     staging: NDArray[np.uint8],
+    unsound: NDArray[np.uint32],
     sums: NDArray[np.float64],
     closing: Closing,
     report: Report,
     losses: NDArray[np.float64],
 ) -> tuple[int, int, bool]:
-    """Return the driver's status, levels, and whether somebody has been told of the losses.
+    """Return the driver's status, the first program that is none, and whether somebody was told.
 
-    Levels are negative if nothing could be launched. What takes one launch may go before what is
-    on usual streams.
+    If all are programs, -1 stands for the first that is none. What takes one launch may go before
+    what is on usual streams.
     """
-    jobs = len(sums)
-    chunk = jobs_at_once(work, len(tokens.codes) * tokens.vectors, jobs)
-    extent = Extent(*stage_into(tokens, variables, longest, costly, chunk, parts, staging))
-    if extent.levels < 0:
-        return 0, extent.levels, False
-    grid = tell_slots(desk.slot_arguments, addresses, parts, extent.slots, tokens.vectors)
+    jobs, programs, vectors = len(sums), len(tokens.lengths), tokens.vectors
+    extent = survey(tokens, flags)
+    chunk = jobs_at_once(work, len(tokens.codes) * vectors, jobs, vectors)
+    shares = share_out(work, extent, chunk, programs, vectors)
+    pack(tokens, parts, staging)
     told = desk.sum_arguments
     told[0], told[1], told[2] = addresses.partials, sums.ctypes.data, work.tiles
 
     steps = desk.steps
-    stream = handles.first if may_go_first and chunk == jobs else handles.stream
+    stream = handles.first if may_go_first and shares.chunk == jobs else handles.stream
     places, source = np.int64(desk.places.ctypes.data), np.int64(staging.ctypes.data)
-    used = parts.slots + 16 * extent.slots
-    count = _add(steps, 0, (UPLOAD, addresses.batch, source, used, stream))
+    count = _add(steps, 0, (UPLOAD, addresses.batch, source, parts.uploaded, stream))
     count = _add(steps, count, (RECORD, handles.started, stream))
-    if extent.slots > 0:
-        block = (SLOT_THREADS[0], SLOT_THREADS[1], 1, 0, stream, places)
-        count = _add(steps, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
-    for number, first in enumerate(range(0, jobs, chunk)):
-        piece = (first, min(chunk, jobs - first))
-        launch = _tell_piece(desk, number, piece, work, addresses, parts, extent, tokens.vectors)
+    count, groups = _add_lowering(
+        *(desk, count, handles, stream, addresses.batch, parts, programs, vectors),
+        *(variables, longest, work, shares, unsound),
+    )
+    grid = tell_slots(desk.slot_arguments, addresses, parts, extent, programs, vectors)
+    block = (SLOT_THREADS[0], SLOT_THREADS[1], 1, 0, stream, places + 8 * _SLOTS)
+    count = _add(steps, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
+    for number, first in enumerate(range(0, jobs, shares.chunk)):
+        piece = (first, min(shares.chunk, jobs - first))
+        launch = _tell_piece(
+            *(desk, number, piece, work, addresses, parts, extent, shares, vectors)
+        )
         place = places + 8 * (_INTERPRETER + number)
         count = _add(steps, count, (LAUNCH, handles.interpret, *launch, stream, place))
     block = (SUM_THREADS, 1, 1, 0, stream, places + 8 * _SUMS)
@@ -259,10 +288,44 @@ def compute_losses(
     count = _add(steps, count, (NOW, clock + 16))
     status = carry_out(functions, steps[:count])
     if status != 0:
-        return status, extent.levels, False
+        return status, -1, False
+    bad = int(np.min(unsound[:groups]))
+    if bad != NONE:
+        return status, bad, False
     close(sums, closing, losses)
     is_sent = announce(functions, report, desk.clock, desk.elapsed, desk.told)
-    return status, extent.levels, is_sent
+    return status, -1, is_sent
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _add_lowering(
+    desk: Desk,
+    count: int,
+    handles: Handles,
+    stream: int,
+    batch: int,
+    parts: Parts,
+    programs: int,
+    vectors: int,
+    variables: int,
+    longest: int,
+    work: Work,
+    shares: Shares,
+    unsound: NDArray[np.uint32],
+) -> tuple[int, int]:
+    """Write the steps that lower a batch behind ``count`` others; return their number, groups."""
+    places = np.int64(desk.places.ctypes.data)
+    launch = tell_lower(
+        *(desk.lower_arguments, batch, parts, programs, vectors, variables, longest),
+        work.lowering_blocks,
+    )
+    block = (LOWER_THREADS, 1, 1, launch.shared, stream, places + 8 * _LOWER)
+    count = _add(desk.steps, count, (LAUNCH, handles.lower_programs, launch.blocks, 1, 1, *block))
+    levels, told = shares.levels - shares.scratch, np.int64(unsound.ctypes.data)
+    groups = tell_order(*(desk.order_arguments, batch, parts, programs, shares.group, levels, told))
+    block = (ORDER_THREADS, 1, 1, ORDER_BYTES, stream, places + 8 * _ORDER)
+    count = _add(desk.steps, count, (LAUNCH, handles.order_programs, groups, 1, 1, *block))
+    return count, groups
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -274,12 +337,13 @@ def _tell_piece(
     addresses: Addresses,
     parts: Parts,
     extent: Extent,
+    shares: Shares,
     vectors: int,
 ) -> tuple[int, int, int, int, int, int, int]:
     """Write the arguments of one launch of the interpreter; return grid, block, shared memory."""
     partials = addresses.partials + 8 * piece[0] * work.tiles
     own = Addresses(addresses.batch, addresses.slots, 0, partials)
-    groups, warps, shared = tell_interpreter(
-        desk.arguments[number:], work, own, parts, extent, vectors, piece
+    groups, shared = tell_interpreter(
+        desk.arguments[number:], work, own, parts, extent, shares, vectors, piece
     )
-    return work.tiles, groups, 1, 32 * warps, 1, 1, shared
+    return work.tiles, groups, 1, 32 * shares.warps, 1, 1, shared

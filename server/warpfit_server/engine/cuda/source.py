@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
-from warpfit_server.engine.cuda.bytecode import END, SLOT_LEVELS, labels
+from warpfit_server.engine.cuda.batch_memory import COSTLY, TERNARY
+from warpfit_server.engine.cuda.bytecode import DEEP, END, SLOT_LEVELS, SLOTS_MASK, labels
 from warpfit_server.engine.cuda.prelude import (
     REAL_NAMES,
     compiler_options,
@@ -102,6 +103,13 @@ def costly_codes(variant: Variant) -> NDArray[np.bool_]:
     return table
 
 
+def operator_flags(variant: Variant) -> NDArray[np.uint8]:
+    """Flags of `warpfit_server.engine.cuda.batch_memory` by wire code; uint8 [256]."""
+    flags = costly_codes(variant).astype(np.uint8) * np.uint8(COSTLY)
+    flags[[row.code for row in OPERATORS.values() if row.arity == 3]] |= TERNARY
+    return flags
+
+
 def _definitions(variant: Variant) -> str:
     return (
         f"typedef {REAL_NAMES[variant.dtype]} real;\n"
@@ -109,6 +117,8 @@ def _definitions(variant: Variant) -> str:
         f"#define ROWS {variant.rows}\n"
         f"#define FAST {int(variant.fast)}\n"
         f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
+        f"#define SLOTS_MASK {SLOTS_MASK}u\n"
+        f"#define DEEP {DEEP}u\n"
         f"#define END_LABEL {END}\n"
         f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
     )
