@@ -256,6 +256,16 @@ def test_order(group, levels):
         assert (np.diff(lengths) <= 0).all()
 
 
+def test_groups_with_an_unsound_program_are_skipped():
+    batch = Batch.of([X] * 6)
+    spoilt = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
+    found = lower_on_host(spoilt, group=2)
+    assert found.unsound.tolist() == [lowering.NONE, 3, lowering.NONE]
+    assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
+        False
+    ] * 2
+
+
 def test_long_programs_are_sorted_roughly():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30_000, size=60) // rng.integers(1, 60, size=60) * 2 + 1

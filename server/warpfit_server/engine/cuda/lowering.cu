@@ -322,7 +322,7 @@ __device__ __forceinline__ unsigned bucket_of(const Program& program, int levels
 
 // Sorts the programs of each group, the longest first, so that short ones fill the gaps in the
 // end; a block for each. It marks those that are too deep for a warp's share of shared memory, and
-// says which program is unsound. Its shared memory: ORDER_BYTES.
+// says which program is unsound; nothing of such a group will be run. Shared memory: ORDER_BYTES.
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
 order_programs(const __grid_constant__ OrderArguments arguments) {
   extern __shared__ Node shared_nodes[];
@@ -349,10 +349,12 @@ order_programs(const __grid_constant__ OrderArguments arguments) {
     sums = counts;
     counts = summed;
   }
+  const unsigned skipped = *unsound == NONE ? 0 : SKIPPED;
   for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
     const Program record = arguments.programs[program];
     const unsigned place = atomicSub(counts + bucket_of(record, arguments.levels), 1u) - 1;
-    arguments.order[first + place] = program | (is_deep(record, arguments.levels) ? DEEP : 0);
+    const unsigned flags = (is_deep(record, arguments.levels) ? DEEP : 0) | skipped;
+    arguments.order[first + place] = program | flags;
   }
   if (threadIdx.x == 0) arguments.unsound[blockIdx.x] = *unsound;
 }

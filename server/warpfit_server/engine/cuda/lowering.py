@@ -65,7 +65,8 @@ _OPTIONS: Final = ("--std=c++17",)
 #: Numbers of bytecode.py that lowering.cu knows by the same names.
 _SHARED_NAMES: Final = (
     *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
-    *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK", "UNSOUND", "DEEP"),
+    *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
+    *("UNSOUND", "DEEP", "SKIPPED"),
 )
 _compiled = numba.njit(cache=True, nogil=True)
 

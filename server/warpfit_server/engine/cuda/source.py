@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.batch_memory import COSTLY, TERNARY
-from warpfit_server.engine.cuda.bytecode import DEEP, END, SLOT_LEVELS, SLOTS_MASK, labels
+from warpfit_server.engine.cuda.bytecode import DEEP, END, SKIPPED, SLOT_LEVELS, SLOTS_MASK, labels
 from warpfit_server.engine.cuda.prelude import (
     REAL_NAMES,
     compiler_options,
@@ -119,6 +119,7 @@ def _definitions(variant: Variant) -> str:
         f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
         f"#define SLOTS_MASK {SLOTS_MASK}u\n"
         f"#define DEEP {DEEP}u\n"
+        f"#define SKIPPED {SKIPPED}u\n"
         f"#define END_LABEL {END}\n"
         f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
     )
