@@ -297,7 +297,7 @@ def compute_losses(
     return status, -1, is_sent
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _add_lowering(
     desk: Desk,
     count: int,
