@@ -117,15 +117,16 @@ __device__ __forceinline__ unsigned join_three(unsigned a, unsigned b, unsigned 
   return maximum(most, maximum(x + y + z - most - least + 1, least + 2));
 }
 
-// Pass one: sizes and kinds. Returns whether the tokens are a program.
+// Pass one: sizes and kinds. Returns whether the tokens are a program of so many parameters.
 __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned parameters) {
   Node last = {0, 0};  // the node before
+  unsigned needed = 0;
   for (unsigned place = 0; place < count; ++place) {
     Node node = nodes[place];
     const unsigned row = node.traits, arity = row >> ARITY_SHIFT & 3;
     if (!(row & IS_KNOWN)) return false;
     if (arity == 0) {
-      if ((row & IS_PARAMETER) && node.size >= parameters) return false;
+      if (row & IS_PARAMETER) needed = maximum(needed, node.size + 1);
       if (!(row & IS_VARIABLE)) node.size = 1;
       node.traits |= (row & IS_VARIABLE ? VARIABLE_KIND : INVARIANT_KIND | 1) << KIND_SHIFT;
     } else {
@@ -153,7 +154,7 @@ __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned pa
     nodes[place] = node;
     last = node;
   }
-  return count > 0 && size_of(last) == count;
+  return count > 0 && size_of(last) == count && needed == parameters;
 }
 
 // Where a program's code goes, and what of it is there.
