@@ -79,7 +79,11 @@ _EXACT: Final = Bounds(*[Bound("0")] * 4)
 _DIVISOR: Final = Bound("2", where="(abs({0}) >= 1.2e-38) & (abs({0}) <= 8.5e37)")
 _LOGARITHM: Final = Bound("3", "3.6e-7")
 #: With an error of 2^-22 of log2 |a|, absolute or relative, which the exponent multiplies.
-_POWER: Final = "4 + 4 * abs(b) * (1 + abs(log2(abs(a))))"
+_CUDA_POWER: Final = Bound(
+    # Beyond that exponent the error of the logarithm moves the result by more than a few percent.
+    "4 + 4 * abs(b) * (1 + abs(log2(abs(a))))",
+    where="abs(b) <= 65536",
+)
 #: The logarithm is good to 2^-23; its error grows with that of the result.
 _CPU_POWER: Final = Bound("4 + 2 * abs(log2(abs(r)))")
 #: Functions of CUDA's library that divide or take roots, which fast mode approximates there, too.
@@ -103,9 +107,9 @@ _BOUNDS: Final[Mapping[str, Bounds]] = {
     "pow": Bounds(
         precise_cuda=Bound("4"),
         fast_cpu=_CPU_POWER,
-        fast_cuda=Bound(_POWER, where="(a >= 0) | (abs(b) <= 4194304)"),
+        fast_cuda=_CUDA_POWER,
     ),
-    "powabs": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=Bound(_POWER)),
+    "powabs": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
     "exp": Bounds(fast_cuda=Bound("2 + 1.173 * abs(a)")),
     "tan": Bounds(
         precise_cuda=Bound("4"),

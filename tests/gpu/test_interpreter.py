@@ -65,8 +65,9 @@ def test_random_programs_node_by_node(evaluate: Evaluate, tuned, dtype, rows):
     ]
     vectors = [rng.uniform(-2, 2, size=root.parameters) for root in roots]
     nodes = [(n, v) for root, v in zip(roots, vectors, strict=True) for n in subprograms(root)]
-    programs = [p for (node, operands), _ in nodes for p in (node, *operands)]
-    parameters = [v for (_, operands), v in nodes for _ in range(1 + len(operands))]
+    given = [(p, v) for (node, operands), v in nodes for p in (node, *operands)]
+    programs = [program for program, _ in given]
+    parameters = [vector[: program.parameters] for program, vector in given]
     values = evaluate(Dataset.of(data.T, dtype=dtype), programs, parameters).values[:, 0]
     position = 0
     for (node, operands), _ in nodes:

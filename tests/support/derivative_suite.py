@@ -79,8 +79,8 @@ def smooth_programs() -> tuple[list[Program], list[np.ndarray]]:
         "tanh(p1 * x1 + p2) + logistic(p3 * x2) + erf(p1 - x3)",
         "p1 * x1 + p1 * x2 + p1 * x1 * x2 + p1 * exp(p1)",
     ]
-    vectors = [np.array([0.7, 1.3, -0.4, 0.2])] * len(texts)
-    return [parse(text) for text in texts], vectors
+    found = [parse(text) for text in texts]
+    return found, [np.array([0.7, 1.3, -0.4, 0.2])[: program.parameters] for program in found]
 
 
 def assert_close(got, want, tolerance: float, scale=None) -> None:
@@ -204,14 +204,14 @@ def test_random_programs(engine, flavour, program):
     dtype, precision, tolerance = flavour
     rng = np.random.default_rng(2)
     columns = rng.uniform(-1, 1, size=(3, 40)).astype(dtype).astype(float)
-    vector = np.array([0.75, -0.5, 1.25])
+    vector = np.array([0.75, -0.5, 1.25])[: program.parameters]
     values, want = differentiate(program, columns, vector)
     _, by_variables = differentiate(program, columns, vector, by=VARIABLE)
-    assume(np.abs(values).max() < 1e3 and np.abs(want).max() < 1e3)
+    assume(np.abs(values).max() < 1e3 and np.abs(want).max(initial=0) < 1e3)
     data = Dataset.of(columns.T, np.zeros(40), dtype=dtype)
     loss = parse("x1 - x2")
     got = derive(engine, data, [program], [vector], row_loss=loss, precision=precision)
-    scale = 10 + np.abs(want).max()
+    scale = 10 + np.abs(want).max(initial=0)
     assert_close(got.jacobian, want, tolerance, scale)
     assert_close(got.gradients, want.sum(axis=1), tolerance, 40 * scale)
     sums = by_variables.sum(axis=1)
@@ -224,9 +224,8 @@ def test_any_program_gives_numbers_of_the_same_bits_again(engine, program, dtype
     columns = np.random.default_rng(3).normal(size=(20, 3))
     columns[0] = [0.0, np.inf, np.nan]
     data = Dataset.of(columns, np.zeros(20), dtype=dtype)
-    once, again = (
-        derive(engine, data, [program], [[0.5, -1.0, 2.0]], row_loss=SQUARES) for _ in range(2)
-    )
+    vector = [0.5, -1.0, 2.0][: program.parameters]
+    once, again = (derive(engine, data, [program], [vector], row_loss=SQUARES) for _ in range(2))
     for name in ("values", "losses", "gradients", "jacobian", "variable_gradients"):
         np.testing.assert_array_equal(getattr(once, name), getattr(again, name))
 
@@ -332,7 +331,8 @@ def test_row_ranges(engine, bounds):
 
 def test_parameter_vectors(engine):
     data = make_dataset(2000, weights=True)
-    given_programs, _ = smooth_programs()
+    nothing = Program.apply("mul", Program.constant(0.0), Program.parameter(3))
+    given_programs = [Program.apply("add", program, nothing) for program in smooth_programs()[0]]
     blocks = np.random.default_rng(4).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
     got = linearise(engine, data, given_programs, list(blocks), SQUARES)
     outputs = derive(engine, data, given_programs, list(blocks), row_loss=SQUARES)

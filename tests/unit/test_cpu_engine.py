@@ -146,7 +146,7 @@ def test_parameter_vectors(evaluate, rows):
     data = make_dataset(rows)
     rng = np.random.default_rng(0)
     programs = [random_program(rng, n) for n in (1, 9, 30, 30)]
-    parameters = [rng.uniform(0.5, 2, size=(7, max(p.parameters, 1))) for p in programs]
+    parameters = [rng.uniform(0.5, 2, size=(7, p.parameters)) for p in programs]
     got = evaluate(data, programs, parameters, loss=Loss.MSE)
     for index, (program, block) in enumerate(zip(programs, parameters, strict=True)):
         for k, vector in enumerate(block):
@@ -333,7 +333,7 @@ def test_deep_balanced_program(evaluate):
 def test_programs_without_variables(evaluate):
     data = make_dataset(1500, "float32")
     programs = [P1, Program.constant(0.1), Program.apply("exp", P1), X2]
-    got = evaluate(data, programs, [[0.3]] * 4).values[:, 0]
+    got = evaluate(data, programs, [[0.3], [], [0.3], []]).values[:, 0]
     for row, expected in enumerate(np.array([0.3, 0.1, np.exp(np.float32(0.3))], np.float32)):
         assert np.unique(got[row]).tolist() == [expected]
     np.testing.assert_array_equal(got[3], data.variables[1])
