@@ -247,7 +247,8 @@ def test_compiled_gradients(engine, flavour, weights, rows):
 def test_compiled_gradients_of_vectors_and_row_ranges(engine):
     data = make_dataset(4000, weights=True)
     programs, _ = smooth_programs()
-    blocks = list(np.random.default_rng(4).uniform(0.3, 1.5, size=(len(programs), 3, 4)))
+    rng = np.random.default_rng(4)
+    blocks = [rng.uniform(0.3, 1.5, size=(3, program.parameters)) for program in programs]
     options = {"loss": Loss.MSE, "rows": (37, 3501)}
     got = compiled_gradients(engine, data, programs, blocks, **options)
     want = compiled_gradients(engine, data, programs, blocks, tier=Tier.INTERPRETER, **options)

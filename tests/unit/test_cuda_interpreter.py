@@ -44,7 +44,8 @@ def assert_runs_like_the_reference(batch: Batch) -> int:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(programs(max_tokens=60), min_size=1, max_size=4))
 def test_lowered_programs_compute_the_same(drawn):
-    assert_runs_like_the_reference(Batch.of(drawn, [[0.5, -1.25]] * len(drawn)))
+    vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
+    assert_runs_like_the_reference(Batch.of(drawn, vectors))
 
 
 @pytest.mark.parametrize("seed", range(5))
