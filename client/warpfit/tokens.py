@@ -77,7 +77,8 @@ def is_sound(
 def _needed(codes: Codes, values: Values, starts: Starts) -> NDArray[np.float64]:
     """Length of the parameter vector that each program needs: its highest index plus one."""
     highest = np.where(codes == PARAMETER, values, -1.0)
-    return np.asarray(np.maximum.reduceat(highest, starts[:-1]) + 1.0)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is no index, as other checks say
+        return np.asarray(np.maximum.reduceat(highest, starts[:-1]) + 1.0)
 
 
 def _stacks_balance(codes: Codes, starts: Starts) -> bool:

@@ -139,6 +139,7 @@ def token_file(folder: Path, *tenants: str) -> tuple[str, dict[str, str]]:
     made = {tenant: new_token(tenant) for tenant in tenants}
     path = folder / "tokens"
     path.write_text("".join(f"{line}\n" for _, line in made.values()))
+    path.chmod(0o600)
     return str(path), {tenant: token for tenant, (token, _) in made.items()}
 
 

@@ -156,7 +156,8 @@ def test_scalar_operands_equal_columns(evaluate, name, dtype):
     x, y, p = Program.variable(0), Program.variable(1), Program.parameter(0)
     programs = [Program.apply(name, *pair) for pair in ((x, y), (x, p), (y, x), (p, x), (y, y))]
     programs.append(Program.apply(name, p, p))
-    got = evaluate(data, programs, [[-1.25]] * len(programs)).values[:, 0]
+    parameters = [[-1.25] * program.parameters for program in programs]
+    got = evaluate(data, programs, parameters).values[:, 0]
     for one, other in ((0, 1), (2, 3), (4, 5)):
         np.testing.assert_array_equal(got[one], got[other])
 
@@ -187,9 +188,8 @@ def test_random_programs_node_by_node(evaluate, seed, tokens, dtype):
     columns[0, : len(edge_values(dtype))] = edge_values(dtype)
     nodes = subprograms(program)
     parameters = rng.uniform(-2, 2, size=program.parameters)
-    got = evaluate(dataset(columns), [node for node, _ in nodes], [parameters] * len(nodes)).values[
-        :, 0
-    ]
+    vectors = [parameters[: node.parameters] for node, _ in nodes]
+    got = evaluate(dataset(columns), [node for node, _ in nodes], vectors).values[:, 0]
     for position, (node, operands) in enumerate(nodes):
         op = BY_CODE.get(int(node.codes[-1]))
         if op is None:
