@@ -30,7 +30,7 @@ from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
 from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine import cpu_cache, cpu_work
+from warpfit_server.engine import cpu_cache, cpu_code, cpu_work
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.engine.cpu_work import differentiating, lowering
@@ -393,10 +393,16 @@ def test_compiled_code_survives_damage_and_is_stored(tmp_path):
     assert sorted(p.name for p in objects[0].parent.glob("*.o")) == [p.name for p in objects]
 
 
-def test_directory_that_cannot_be_written(tmp_path, caplog):
+def test_directory_that_cannot_be_written(tmp_path, caplog, monkeypatch):
+    CpuEngine(1).close()  # its compiled code is copied, which takes less than to compile again
+
+    def copy(place, processes):
+        shutil.copytree(default_cache_directory() / place.name, place, dirs_exist_ok=True)
+
+    monkeypatch.setattr(cpu_code, "compile_all", copy)
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
-    engine = CpuEngine(2, occupied / "cache")  # compiled from nothing, by two processes
+    engine = CpuEngine(2, occupied / "cache")
     assert "compiled code is kept in a temporary directory" in caplog.text
     data = make_dataset(10)
     assert np.isfinite(Evaluate(engine)(data, [X1]).values).all()
