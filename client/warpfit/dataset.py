@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def column_names(self) -> list[str]:
-        """What errors call the columns: variables without names are x1, x2, ..."""
+        """Names of the columns in errors: variables without names are x1, x2, ..."""
         variables = self.names or [f"x{number}" for number in range(1, self.variables + 1)]
         return [*variables, *["y"] * self.has_target, *["weights"] * self.has_weights]
 

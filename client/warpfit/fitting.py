@@ -59,7 +59,7 @@ REASONS: Final = tuple(Reason)
 
 
 class Accuracy(StrEnum):
-    """What a fit is for; decides where tolerances and iterations are not given."""
+    """Purpose of a fit; chooses the tolerances and iterations that are not given."""
 
     SCREENING = "screening"
     """To compare many expressions: 50 iterations and tolerances of 1e-6 (float32 data) or 1e-8

@@ -1,4 +1,4 @@
-"""What a column loses when it is brought to float32, and weights that are none."""
+"""Check what columns lose in float32, and that weights are finite and not negative."""
 
 from __future__ import annotations
 

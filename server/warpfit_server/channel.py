@@ -196,7 +196,7 @@ class LanesLost:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What the door's own probe has found: whether calls that come to it are answered."""
+    """Result of the front end's own probe: whether calls that come to it are answered."""
 
     answers: bool
 

@@ -1,4 +1,4 @@
-"""Layout of the interpreter's instructions: what lower.py writes and interpreter.cu reads."""
+"""Layout of the interpreter's instructions: what lowering.cu writes and interpreter.cu reads."""
 
 from __future__ import annotations
 
