@@ -3,22 +3,29 @@
 # docker build -t warpfit .                              the CPU engine
 # docker build -t warpfit:cuda --build-arg VARIANT=cuda13 .   a GPU; the driver comes from the host
 #
-# Every dependency is a wheel: nothing is compiled here. deploy/README.md says how to run it.
+# Every dependency is a wheel, locked with its hash by deploy/requirements/lock: nothing is compiled
+# here. deploy/README.md says how to run it.
 
-ARG PYTHON=python:3.11-slim-bookworm
+# The index of all platforms as docker-library/repo-info lists it, of 19 September 2026 (3.11.16).
+ARG PYTHON=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${PYTHON} AS build
 # server, cuda12 or cuda13: an extra of pyproject.toml
 ARG VARIANT=server
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /source
+COPY deploy/requirements deploy/requirements
+RUN python -m venv --without-pip /opt/warpfit \
+    && python -m pip --python /opt/warpfit/bin/python install --only-binary :all: \
+        --require-hashes --requirement "deploy/requirements/${VARIANT}.txt"
+RUN python -m venv --without-pip /opt/build \
+    && python -m pip --python /opt/build/bin/python install --only-binary :all: \
+        --require-hashes --requirement deploy/requirements/build.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY client/warpfit client/warpfit
 COPY server/warpfit_server server/warpfit_server
-RUN python -m pip wheel --no-deps --wheel-dir /wheels .
-RUN python -m venv --without-pip /opt/warpfit \
-    && python -m pip --python /opt/warpfit/bin/python install --only-binary :all: \
-        "warpfit[${VARIANT},tracing] @ file://$(echo /wheels/warpfit-*.whl)"
+RUN /opt/build/bin/python -m hatchling build --target wheel --directory /wheels \
+    && python -m pip --python /opt/warpfit/bin/python install --no-index --no-deps /wheels/*.whl
 
 FROM ${PYTHON}
 LABEL org.opencontainers.image.title="warpfit" \
@@ -30,7 +37,6 @@ COPY --from=build /opt/warpfit /opt/warpfit
 ENV PATH=/opt/warpfit/bin:${PATH} \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
-    CUPY_CACHE_DIR=/var/cache/warpfit/cupy \
     WARPFIT_CACHE_DIR=/var/cache/warpfit \
     WARPFIT_HOST=0.0.0.0 \
     WARPFIT_PORT=50551 \

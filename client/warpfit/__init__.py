@@ -32,12 +32,13 @@ from warpfit.errors import (
     UnimplementedError,
     WarpfitError,
 )
-from warpfit.fitting import Method, Reason
+from warpfit.fitting import Accuracy, Method, Reason
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import parse
+from warpfit.precision import PrecisionWarning
 from warpfit.request import Precision, Tier
 
 prepare()
@@ -58,6 +59,7 @@ _LAZY: Final = {
 }
 
 __all__ = [
+    "Accuracy",
     "AsyncClient",
     "Batch",
     "CancelledError",
@@ -74,6 +76,7 @@ __all__ = [
     "ParseError",
     "PermissionDeniedError",
     "Precision",
+    "PrecisionWarning",
     "Program",
     "ProgramError",
     "Reason",

@@ -89,7 +89,10 @@ def canonical(
         dtype: float32 or float64.
 
     Raises:
-        InvalidArgumentError: if a cell is no number, or the shapes do not fit.
+        InvalidArgumentError: if a cell is no number, or as `Dataset.of`.
+
+    Warns:
+        PrecisionWarning: as `Dataset.of`.
 
     """
     if names is None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.errors import InvalidArgumentError, WarpfitError
-from warpfit.fitting import Method
+from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier, Timings
 from warpfit.security import add_flags, from_flags
@@ -25,9 +27,37 @@ if TYPE_CHECKING:
     from warpfit.info import ServerInfo
 
 
+#: Exit status of a command whose reader, such as ``head``, has closed the pipe: 128 plus SIGPIPE.
+_PIPE_CLOSED: Final = 141
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, 2 for an error, 130 for an interrupt."""
+    """Run the command; return its exit status: 0, 2 for an error, 130 for an interrupt.
+
+    It is 141 where nobody reads what the command prints.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # here, where a pipe that is closed can still be dealt with
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # Python writes what is left when it ends, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def _reader_is_gone() -> bool:
+    """Tell whether what standard output goes to has been closed at its other end."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(words: list[str]) -> int:
     try:
         if words[:1] == ["serve"]:
             return _serve(words[1:])
@@ -143,7 +173,13 @@ def _add_fit(commands: Any) -> None:
         "--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)"
     )
     fit.add_argument("--method", choices=list(Method), default=Method.AUTO)
-    fit.add_argument("--iterations", type=int, default=200, metavar="N", help="default: 200")
+    fit.add_argument(
+        "--accuracy",
+        choices=list(Accuracy),
+        default=Accuracy.FINAL,
+        help="tolerances and iterations (default: final)",
+    )
+    fit.add_argument("--iterations", type=int, metavar="N", help="default: as the accuracy says")
     fit.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
     fit.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     fit.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
@@ -246,6 +282,7 @@ def _fit(options: argparse.Namespace) -> None:
             start,
             loss=loss,
             method=options.method,
+            accuracy=options.accuracy,
             max_iterations=options.iterations,
             standard_errors=as_function(loss).is_squares,
             rows=options.rows,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.precision import Rounding, check_weights
 
 #: Rows transposed at a time: few enough for the cache, which makes it six times as fast.
 _TRANSPOSED_ROWS: Final = 512
@@ -47,6 +48,12 @@ class Layout:
     def columns(self) -> int:
         """Columns that travel: variables, then target, then weights."""
         return self.variables + self.has_target + self.has_weights
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of the columns in errors: variables without names are x1, x2, ..."""
+        variables = self.names or [f"x{number}" for number in range(1, self.variables + 1)]
+        return [*variables, *["y"] * self.has_target, *["weights"] * self.has_weights]
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +182,11 @@ class Dataset:
             dtype: float32 or float64; what the server computes in.
 
         Raises:
-            InvalidArgumentError: if shapes do not fit or the dtype is neither.
+            InvalidArgumentError: if shapes do not fit, the dtype is neither, a weight is negative
+                or not finite, or a number is too large for float32.
+
+        Warns:
+            PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
 
         """
         X = np.asarray(X)
@@ -195,14 +206,21 @@ class Dataset:
         layout.check()
         named = ((y, "y"), (weights, "weights"))
         columns = [_column(c, layout.rows, name) for c, name in named if c is not None]
+        if weights is not None:
+            check_weights(columns[-1])
+        rounding = Rounding(layout.column_names, layout.dtype)
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
         digest = PayloadDigest(layout)
         with closing(digest), np.errstate(over="ignore"):
-            for part in _transposed(X, matrix):
-                digest.update(part.data)
+            for group in _transposed(X, matrix):
+                rounding.look(matrix[group], X[:, group].T, group.start, spread=True)
+                digest.update(matrix[group].data)
             for row, column in enumerate(columns, layout.variables):
                 matrix[row] = column
+                is_weight = layout.has_weights and row == layout.columns - 1
+                rounding.look(matrix[row : row + 1], column[np.newaxis], row, spread=not is_weight)
                 digest.update(matrix[row].data)
+            rounding.warn()
             return cls.resident(layout, matrix, digest.finish())
 
     @classmethod
@@ -240,15 +258,15 @@ class Dataset:
         return (payload[start : start + size] for start in range(0, len(payload), size))
 
 
-def _transposed(X: NDArray[Any], matrix: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Write the columns of X to rows of a matrix; yield groups of rows as they are complete."""
+def _transposed(X: NDArray[Any], matrix: NDArray[Any]) -> Iterator[slice]:
+    """Write the columns of X to rows of a matrix; yield groups of columns as they are complete."""
     group = max(1, _TRANSPOSED_BYTES // matrix.itemsize)
     for first in range(0, X.shape[1], group):
         columns = slice(first, min(first + group, X.shape[1]))
         for start in range(0, len(X), _TRANSPOSED_ROWS):
             part = slice(start, start + _TRANSPOSED_ROWS)
             matrix[columns, part] = X[part, columns].T
-        yield matrix[columns]
+        yield columns
 
 
 def _canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:

@@ -70,7 +70,7 @@ def _apply(operator: Operator, operands: list[_Dual]) -> _Dual:
     slopes: dict[int, Floats] = {}
     for operand, code in zip(operands, _partials(operator.derivative), strict=True):
         if operand.slopes:
-            partial = eval(code, {"__builtins__": {}, **_FUNCTIONS}, names)
+            partial = eval(code, {"__builtins__": {}, **FUNCTIONS}, names)
             for index, slope in operand.slopes.items():
                 passes = (partial != 0) & (slope != 0)
                 slopes[index] = slopes.get(index, 0.0) + np.where(passes, partial * slope, 0.0)
@@ -82,8 +82,8 @@ def _partials(texts: tuple[str, ...]) -> tuple[CodeType, ...]:
     return tuple(compile(text, "derivative", "eval") for text in texts)
 
 
-#: The kernel language of `warpfit.ops` in NumPy.
-_FUNCTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+#: Functions of the kernel language of `warpfit.ops` in NumPy.
+FUNCTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         **{name: getattr(np, name) for name in ("sqrt", "cbrt", "exp", "expm1", "log", "log1p")},
         **{name: getattr(np, name) for name in ("log2", "log10", "hypot", "sin", "cos", "tan")},

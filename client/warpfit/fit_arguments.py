@@ -18,7 +18,7 @@ from warpfit.arguments import (
 )
 from warpfit.data import Data
 from warpfit.errors import InvalidArgumentError
-from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
+from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.losses import Loss, LossFunction, as_loss
 from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Precision, Tier
@@ -35,11 +35,15 @@ class FitOptions(TypedDict, total=False):
     """What to minimise (r2 is maximised): as in `evaluate`; "mse" by default."""
     method: Method | str
     """``"auto"`` (default), ``"lm"`` or ``"bfgs"``; see `warpfit.Method`."""
-    max_iterations: int
-    """Most iterations of each search; 50 by default."""
+    accuracy: Accuracy | str
+    """``"screening"`` (default), to compare expressions: 50 iterations, tolerances of 1e-6 (float32
+    data) or 1e-8 (float64). ``"final"``, to report parameters: 2,000 iterations, tolerances near
+    the rounding errors; upload as float64 for it. The next four keywords go before it."""
+    max_iterations: int | None
+    """Most iterations of each search; None (default) as ``accuracy`` says."""
     gradient_tolerance: float | None
     """See `warpfit.fitting.Tolerances`, as the next two; 0 switches a test off, None (default)
-    means 1e-6 for float32 data and 1e-8 for float64."""
+    means what ``accuracy`` says."""
     step_tolerance: float | None
     loss_tolerance: float | None
     bounds: tuple[EachParameter, EachParameter] | None
@@ -50,7 +54,10 @@ class FitOptions(TypedDict, total=False):
     all_starts: bool
     """Return the outcome of every start vector, on a leading axis, instead of the best."""
     standard_errors: bool
+    """Ask for standard errors. A parameter that ends at a bound has the one that it would have
+    without bounds; fix it to have the errors of the others given its value."""
     covariance: bool
+    """Ask for the covariance of each expression's parameters; of bounds as standard errors."""
     rows: Rows
     """slice or (start, stop) of consecutive rows; None for all."""
     precision: Precision | str
@@ -89,21 +96,28 @@ def build_fit(
         tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
         custom_loss=loss if isinstance(loss, LossFunction) else None,
     )
-    settings = _settings(batch.parameter_counts, is_single(expressions), options)
+    single, dtype = is_single(expressions), data.layout.dtype
+    settings = _settings(batch.parameter_counts, single, options, dtype)
     request = FitRequest(problem, settings)
     request.check_options(data.layout)
     return request
 
 
-def _settings(counts: NDArray[np.uint32], single: bool, options: FitOptions) -> FitSettings:
+def _settings(
+    counts: NDArray[np.uint32], single: bool, options: FitOptions, dtype: np.dtype[Any]
+) -> FitSettings:
     lower, upper = options.get("bounds") or (None, None)
     fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
+    accuracy = as_member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
+    iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
+    tolerances = {
+        f"{name}_tolerance": getattr(usual, name) for name in ("gradient", "step", "loss")
+    }
+    given = {name: value for name in tolerances if (value := options.get(name)) is not None}
     return FitSettings(
         method=as_member(Method, options.get("method", Method.AUTO), "method"),
-        max_iterations=int(options.get("max_iterations", 50)),
-        gradient_tolerance=options.get("gradient_tolerance"),
-        step_tolerance=options.get("step_tolerance"),
-        loss_tolerance=options.get("loss_tolerance"),
+        max_iterations=accuracy.max_iterations if iterations is None else int(iterations),
+        **(tolerances | given),
         lower=_flat(lower, counts, single, "bounds", -np.inf),
         upper=_flat(upper, counts, single, "bounds", np.inf),
         fixed=None if fixed is None else fixed != 0.0,

@@ -24,7 +24,8 @@ class Method(StrEnum):
     """LM for losses of squared differences, BFGS for the others."""
     LM = "lm"
     """Levenberg-Marquardt with Marquardt's scaling and gain-ratio damping (Madsen, Nielsen and
-    Tingleff 2004); for losses of squared differences."""
+    Tingleff 2004), with variable projection for parameters that the program is linear in (Golub
+    and Pereyra 1973); for losses of squared differences."""
     BFGS = "bfgs"
     """Quasi-Newton with the update of Broyden, Fletcher, Goldfarb and Shanno and a weak Wolfe
     line search (Lewis and Overton 2013); for every loss."""
@@ -44,7 +45,8 @@ class Reason(StrEnum):
     DEADLINE = "deadline"
     """The time is used up; these are the best parameters until then."""
     NOT_FINITE = "not_finite"
-    """Loss or derivatives at the start are NaN or infinite; the parameters are the start."""
+    """Loss or derivatives at the start are NaN, infinite, or so small that their squares are 0, or
+    no row has a weight; the parameters are the start."""
 
     @property
     def converged(self) -> bool:
@@ -56,23 +58,49 @@ class Reason(StrEnum):
 REASONS: Final = tuple(Reason)
 
 
+class Accuracy(StrEnum):
+    """Purpose of a fit; chooses the tolerances and iterations that are not given."""
+
+    SCREENING = "screening"
+    """To compare many expressions: 50 iterations and tolerances of 1e-6 (float32 data) or 1e-8
+    (float64), which leave about half of the digits that the data type has."""
+    FINAL = "final"
+    """To report the parameters: 2,000 iterations, and tolerances near the rounding errors."""
+
+    @property
+    def max_iterations(self) -> int:
+        """Most iterations of one search."""
+        return 2000 if self is Accuracy.FINAL else 50
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """When a search has converged; 0 switches a test off."""
+    """When a search has converged; 0 switches a test off.
+
+    Each compares numbers of the same unit: the units of data and parameters do not matter.
+    """
 
     gradient: float
     """Of the largest cosine between the residuals and a column of their Jacobian (LM), or of the
     largest derivative, each over the length of its column of the Jacobian at the start, relative to
     what it is at the start (BFGS)."""
     step: float
-    """Of the length of a step relative to the length of the parameter vector."""
+    """Of the length of a step relative to the length of the parameter vector, where each parameter
+    counts as much as it moves the values."""
     loss: float
     """Of the change of the loss in one step relative to the loss."""
 
     @classmethod
-    def of(cls, dtype: np.dtype[Any]) -> Tolerances:
-        """Choose the default for data of a type: 1e-6 in float32, 1e-8 in float64."""
-        usual = 1e-6 if dtype.itemsize == 4 else 1e-8
+    def of(cls, dtype: np.dtype[Any], accuracy: Accuracy = Accuracy.SCREENING) -> Tolerances:
+        """Choose the default for data of a type: 1e-6 in float32, 1e-8 in float64.
+
+        Final answers take 1e-7 and 1e-12, and for the loss, which changes with the square of the
+        parameters' error, 1e-10 and 1e-16.
+        """
+        single = dtype.itemsize == 4
+        if accuracy is Accuracy.FINAL:
+            return cls(1e-7, 1e-7, 1e-10) if single else cls(1e-12, 1e-12, 1e-16)
+        usual = 1e-6 if single else 1e-8
         return cls(usual, usual, usual)
 
 
@@ -211,10 +239,11 @@ class FitRequest:
         bad = ~np.atleast_1d(lower <= upper)
         if bad.any():
             index = int(bad.argmax())
-            starts = np.cumsum(batch.parameter_counts, dtype=np.int64)
-            program = int(np.searchsorted(starts, index, side="right"))
+            ends = np.cumsum(batch.parameter_counts, dtype=np.int64)
+            program = int(np.searchsorted(ends, index, side="right"))
+            own = index - int(ends[program]) + int(batch.parameter_counts[program])
             raise InvalidArgumentError(
-                f"parameter {index} of the batch has a lower bound above its upper bound",
+                f"p{own + 1} has a lower bound above its upper bound",
                 "BAD_BOUNDS",
                 "Give lower <= upper, with -inf and inf for no bound",
                 "lower",

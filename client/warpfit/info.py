@@ -28,8 +28,8 @@ class Device:
 class Limits:
     """Upper bounds that a server enforces; over one it answers RESOURCE_EXHAUSTED."""
 
-    message_bytes: int = 128 << 20
-    """One protobuf message, either way."""
+    message_bytes: int = 64 << 20
+    """One protobuf message to the server."""
     dataset_bytes: int = 8 << 30
     """One data set."""
     resident_bytes: int = 16 << 30
@@ -45,7 +45,7 @@ class Limits:
     result_bytes: int = 4 << 30
     """One answer."""
     requests: int = 64
-    """Evaluations and uploads in flight."""
+    """Calls in flight."""
     rows: int = 1 << 40
     """Rows of a data set."""
     rate: float = 0.0

@@ -22,7 +22,9 @@ without them fall back in that order. The transpiler derives its PTX from the sa
 
 Kinks: a derivative is 0 where it does not exist or is not unique (abs, sign, relu at 0; floor,
 ceil, comparisons, logic everywhere), and ``min``/``max`` pass the derivative to their first operand
-on a tie.
+on a tie. So it is 0 at ``a = 0`` for every function of ``abs(a)``, the protected operators' too:
+``logabs(a)`` has the derivatives of ``log(abs(a))``. ``slope_notes`` of a row says what else it
+chooses; a one-sided or infinite limit, such as that of ``sqrt`` at 0, is no choice.
 
 Chain rule: where one factor of a product of derivatives is 0, the product is 0, even if the other
 factor is infinite or NaN. So ``where`` passes nothing to the branch that it does not take, whatever
@@ -93,6 +95,8 @@ class Operator:
     """Python expression over ``a``, ``b``, ``c`` and the names of the sympy module."""
     notes: str = ""
     """Domain, and what happens outside it."""
+    slope_notes: str = ""
+    """Values of the derivatives that are conventions."""
 
     @property
     def operands(self) -> str:
@@ -163,6 +167,8 @@ _ROWS: Final = (
         latex="{{{a:91}}}^{{{b}}}", cuda_fast="fast_pow(a, b)",
         cuda_fast_compiled="pow_by_masks(a, b)", sympy="a ** b",
         notes="NaN for a < 0 unless b is an integer; right-associative; `**` is the same",
+        slope_notes="at a = 0 by a: 1 for b = 1, 0 for b = 0 and b > 1, else inf times b; "
+        "by b: 0 at a = 0, NaN for a < 0",
     ),
     Operator(
         code=21, name="neg", arity=1, symbol="-", precedence=70, numpy=np.negative,
@@ -172,6 +178,7 @@ _ROWS: Final = (
         code=22, name="abs", arity=1, numpy=np.abs, kernel="abs(a)",
         derivative=("select(a > 0, 1, select(a < 0, -1, 0))",),
         latex="\\left|{a}\\right|", sympy="Abs(a)",
+        slope_notes="0 at 0",
     ),
     # Exponentials, logarithms, roots and powers
     Operator(
@@ -212,12 +219,14 @@ _ROWS: Final = (
         kernel="select(a < b, a, select(a != a, a, b))",
         derivative=("select(a <= b, 1, 0)", "select(a <= b, 0, 1)"),
         latex="\\min\\left({a}, {b}\\right)", sympy="Min(a, b)", notes="NaN if either is NaN",
+        slope_notes="a tie passes to a",
     ),
     Operator(
         code=31, name="max", arity=2, numpy=np.maximum,
         kernel="select(a > b, a, select(a != a, a, b))",
         derivative=("select(a >= b, 1, 0)", "select(a >= b, 0, 1)"),
         latex="\\max\\left({a}, {b}\\right)", sympy="Max(a, b)", notes="NaN if either is NaN",
+        slope_notes="a tie passes to a",
     ),
     # Trigonometric and hyperbolic
     Operator(
@@ -371,12 +380,13 @@ _ROWS: Final = (
         latex="\\begin{{cases}} {b} & {a:41} \\ne 0 \\\\ {c} & \\text{{otherwise}} \\end{{cases}}",
         latex_precedence=40,
         sympy="Piecewise((b, Ne(a, 0)), (c, True))", notes="b where a is not 0, else c",
+        slope_notes="of the branch taken; 0 for the condition",
     ),
     Operator(
         code=59, name="fma", arity=3, numpy=lambda a, b, c: a * b + c, kernel="a * b + c",
         derivative=("b", "a", "1"), latex="{a:60} \\cdot {b:61} + {c:51}", latex_precedence=50,
-        sympy="a * b + c", cuda_fast="__fmaf_rn(a, b, c)",
-        notes="product and sum are rounded each, as in NumPy; fast mode may round once",
+        sympy="a * b + c", cuda="product_sum(a, b, c)", cuda_fast="__fmaf_rn(a, b, c)",
+        notes="NumPy's float64 a * b + c: the product is exact in float32, rounded in float64",
     ),
     # Protected forms of genetic-programming libraries
     Operator(
@@ -391,14 +401,17 @@ _ROWS: Final = (
     ),
     Operator(
         code=61, name="logabs", arity=1, numpy=lambda a: np.log(np.abs(a)),
-        kernel="log(abs(a))", cuda_fast="__logf(abs(a))", derivative=("1 / a",),
+        kernel="log(abs(a))", cuda_fast="__logf(abs(a))",
+        derivative=("select(a == 0, 0, 1 / a)",),
         latex="\\ln\\left|{a}\\right|", sympy="log(Abs(a))", notes="-inf at 0",
+        slope_notes="0 at 0",
     ),
     Operator(
         code=62, name="sqrtabs", arity=1, numpy=lambda a: np.sqrt(np.abs(a)),
         kernel="sqrt(abs(a))", cuda_fast="fast_sqrt(abs(a))",
         derivative=("select(a > 0, 0.5 / r, select(a < 0, -0.5 / r, 0))",),
         latex="\\sqrt{{\\left|{a}\\right|}}", sympy="sqrt(Abs(a))",
+        slope_notes="0 at 0",
     ),
     Operator(
         code=63, name="powabs", arity=2, numpy=lambda a, b: np.power(np.abs(a), b),
@@ -408,6 +421,7 @@ _ROWS: Final = (
             "select(a == 0, 0, r * log(abs(a)))",
         ),
         latex="{{\\left|{a}\\right|}}^{{{b}}}", latex_precedence=80, sympy="Abs(a) ** b",
+        slope_notes="by both: 0 at a = 0",
     ),
     # Statistics and learning
     Operator(
@@ -427,6 +441,7 @@ _ROWS: Final = (
         code=66, name="relu", arity=1, numpy=lambda a: np.maximum(a, 0.0),
         kernel="select(a <= 0, 0, a)", derivative=("select(a > 0, 1, 0)",),
         latex="\\max\\left(0, {a}\\right)", sympy="Max(0, a)",
+        slope_notes="0 at 0",
     ),
     # Protected forms with a threshold; the threshold is rounded to the data's type
     Operator(
@@ -437,6 +452,7 @@ _ROWS: Final = (
         latex="\\operatorname{{pdiv}}\\left({a}, {b}\\right)",
         sympy="Piecewise((a / b, Abs(b) > 0.001), (1, True))",
         notes="gplearn's div: 1 where |b| <= 0.001",
+        slope_notes="0 up to the threshold",
     ),
     Operator(
         code=68, name="plog", arity=1,
@@ -446,6 +462,7 @@ _ROWS: Final = (
         latex="\\operatorname{{plog}}\\left({a}\\right)",
         sympy="Piecewise((log(Abs(a)), Abs(a) > 0.001), (0, True))",
         notes="gplearn's log: log|a|, 0 where |a| <= 0.001",
+        slope_notes="0 up to the threshold",
     ),
     Operator(
         code=69, name="pinv", arity=1,
@@ -454,6 +471,7 @@ _ROWS: Final = (
         derivative=("-r * r",), latex="\\operatorname{{pinv}}\\left({a}\\right)",
         sympy="Piecewise((1 / a, Abs(a) > 0.001), (0, True))",
         notes="gplearn's inv: 1/a, 0 where |a| <= 0.001",
+        slope_notes="0 up to the threshold",
     ),
     Operator(
         code=70, name="zdiv", arity=2,
@@ -463,6 +481,7 @@ _ROWS: Final = (
         latex="\\operatorname{{zdiv}}\\left({a}, {b}\\right)",
         sympy="Piecewise((a / b, Ne(b, 0)), (1, True))",
         notes="protectedDiv of the DEAP examples: 1 where b is 0",
+        slope_notes="0 at b = 0",
     ),
 )  # fmt: skip
 

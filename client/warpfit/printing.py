@@ -1,4 +1,4 @@
-"""`Program` to text and LaTeX, and the operator table as Markdown; all read the operator rows."""
+"""`Program` to text and LaTeX; both read the operator rows."""
 
 from __future__ import annotations
 
@@ -204,19 +204,10 @@ def _latex_name(name: str) -> str:
     return rf"\text{{{name.translate(_LATEX_ESCAPES)}}}"
 
 
-def operator_table() -> str:
-    """Write the operator table as Markdown: text form, wire code, operands, meaning and domain."""
-    lines = ["| operator | text | code | operands | notes |", "|---|---|---|---|---|"]
-    for row in OPERATORS.values():
-        call = f"`{row.name}({', '.join(row.operands)})`"
-        text = f"`{_symbolic(row)}`" if row.symbol else call
-        notes = re.sub(r"\|", r"\\|", row.notes)
-        lines.append(f"| {row.name} | {text} | {row.code} | {row.arity} | {notes} |")
-    return "\n".join(lines) + "\n"
-
-
-def _symbolic(row: Operator) -> str:
-    symbol = row.symbol or ""
+def text_form(row: Operator) -> str:
+    """Write an operator over its operands a, b, c in the text language."""
+    if row.symbol is None:
+        return f"{row.name}({', '.join(row.operands)})"
     if row.arity == 2:
-        return f"a {symbol} b"
-    return f"{symbol} a" if symbol.isalpha() else f"{symbol}a"
+        return f"a {row.symbol} b"
+    return f"{row.symbol} a" if row.symbol.isalpha() else f"{row.symbol}a"

@@ -76,8 +76,9 @@ def loss(
         if kind is Loss.MAE:
             return np.asarray(np.sum(w * np.abs(f - y), axis=-1) / np.sum(w))
         sse = np.sum(w * np.square(f - y), axis=-1)
-        mean = np.sum(w * y) / np.sum(w)
-        total = np.sum(w * np.square(y - mean))
+        from_first = y - y[0]  # so that a large mean costs no digits
+        mean = np.sum(w * from_first) / np.sum(w)
+        total = np.sum(w * np.square(from_first - mean))
         return np.asarray(
             {
                 Loss.SSE: sse,

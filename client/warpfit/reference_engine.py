@@ -118,14 +118,10 @@ def _losses(
     weights = None if rows.dataset.weights is None else rows.weights
     statistics = TargetStatistics(rows.target, weights)
     if evaluation.linear_scaling:
-        slopes, intercepts, _ = _scaled(values, rows)
-        values = intercepts[:, None] + slopes[:, None] * values
-    factor = np.ones(1) if loss.mentions_weight else rows.weights
-    with np.errstate(all="ignore"):
-        terms = np.stack(
-            [evaluate_program(loss.row, np.stack([f, rows.target, rows.weights])) for f in values]
-        )
-        losses = close_losses(loss.closing, np.sum(factor * terms, axis=1), statistics)
+        slopes, intercepts, _, summed = _scaled(values, rows)
+    else:
+        summed = _summed(loss, values, rows)
+    losses = close_losses(loss.closing, summed, statistics)
     found: dict[str, Any] = {"losses": losses.reshape(shape)}
     if evaluation.linear_scaling:
         found["scaling"] = np.stack([slopes, intercepts], axis=1).reshape(*shape, 2)
@@ -139,6 +135,15 @@ def _losses(
         closed = np.stack(_closed(loss, pieces, losses, statistics))
         found["variable_gradients"] = closed.reshape(*shape, -1)
     return found
+
+
+def _summed(loss: LossFunction, values: Floats, rows: Rows) -> Floats:
+    factor = np.ones(1) if loss.mentions_weight else rows.weights
+    with np.errstate(all="ignore"):
+        terms = np.stack(
+            [evaluate_program(loss.row, np.stack([f, rows.target, rows.weights])) for f in values]
+        )
+        return np.asarray(np.sum(factor * terms, axis=1))
 
 
 def _closed(
@@ -162,15 +167,21 @@ def _reduced(values: Floats) -> Floats:
     return np.stack([*numbers, (~np.isfinite(values)).sum(axis=1)], axis=1)
 
 
-def _scaled(values: Floats, rows: Rows) -> tuple[Floats, Floats, Floats]:
-    """Slope, intercept and correlation of each row of values."""
-    w, y = rows.weights, rows.target
+def _scaled(values: Floats, rows: Rows) -> tuple[Floats, Floats, Floats, Floats]:
+    """Slope, intercept, correlation and sum of squared residuals of each row of values.
+
+    Means are counted from the first row, so that a large mean costs no digits.
+    """
+    w, y = rows.weights, rows.target - rows.target[0]
     with np.errstate(all="ignore"):
         total = w.sum()
-        mean_f, mean_y = (values * w).sum(axis=1) / total, (y * w).sum() / total
-        from_mean = values - mean_f[:, None]
-        squares = (w * np.square(from_mean)).sum(axis=1)
-        products = (w * from_mean * (y - mean_y)).sum(axis=1)
+        f = values - values[:, :1]
+        mean_f, mean_y = (f * w).sum(axis=1) / total, (y * w).sum() / total
+        f, y = f - mean_f[:, None], y - mean_y
+        squares = (w * np.square(f)).sum(axis=1)
+        products = (w * f * y).sum(axis=1)
         slopes = np.where(squares == 0.0, 0.0, products / squares)
-        correlations = products / np.sqrt(squares * (w * np.square(y - mean_y)).sum())
-    return slopes, mean_y - slopes * mean_f, correlations
+        correlations = products / np.sqrt(squares) / np.sqrt((w * np.square(y)).sum())
+        residuals = (w * np.square(y - slopes[:, None] * f)).sum(axis=1)
+        intercepts = (mean_y + rows.target[0]) - slopes * (mean_f + values[:, 0])
+    return slopes, intercepts, correlations, residuals

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import pairwise
 from typing import Any
+from urllib.error import URLError
 
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import InvalidArgumentError, UnavailableError, WarpfitError
 
 #: Seconds that a server may take to answer.
 _TIMEOUT = 5.0
+#: Most bytes that are read of a page.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,30 +88,40 @@ def scrape(address: str) -> Scrape:
         address: HOST:PORT of its metrics port.
 
     Raises:
-        InvalidArgumentError: if prometheus-client is not installed, or no metrics are there.
+        InvalidArgumentError: if prometheus-client is not installed, or what answers has no
+            metrics, as the port for gRPC.
         UnavailableError: if nothing answers.
 
     """
     parse: Any = _parser()
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT) as answer:
-            text = answer.read().decode()
-    except OSError as error:
-        raise UnavailableError(
-            f"no metrics at {address}: {error}",
-            "NO_METRICS",
-            "Give the port of `warpfit serve --metrics-port`",
-        ) from error
-    samples = {
-        (sample.name, frozenset(sample.labels.items())): float(sample.value)
-        for family in parse(text)
-        for sample in family.samples
-    }
+            text = answer.read(_MOST_BYTES).decode()
+        samples = {
+            (sample.name, frozenset(sample.labels.items())): float(sample.value)
+            for family in parse(text)
+            for sample in family.samples
+        }
+    except (OSError, HTTPException, ValueError) as error:
+        raise _no_metrics(address, error) from error
     if not any(name.startswith("warpfit_") for name, _ in samples):
-        raise InvalidArgumentError(
-            f"{address} has no metrics of warpfit", "NO_METRICS", "Give its metrics port", "address"
-        )
+        raise _no_metrics(address, None)
     return Scrape(time.monotonic(), samples)
+
+
+def _no_metrics(address: str, error: Exception | None) -> WarpfitError:
+    """Make the error for an address without metrics: nothing is there, or something else."""
+    remedy = (
+        "Give the server's metrics port, which `warpfit serve --metrics-port PORT` opens and its "
+        "start-up line names; the port for gRPC has no metrics"
+    )
+    cause = error.reason if isinstance(error, URLError) else error
+    is_away = isinstance(cause, TimeoutError | ConnectionRefusedError | socket.gaierror)
+    if is_away:
+        return UnavailableError(f"nothing answers at {address}: {cause}", "NO_METRICS", remedy)
+    return InvalidArgumentError(
+        f"what answers at {address} has no metrics of warpfit", "NO_METRICS", remedy, "address"
+    )
 
 
 def _parser() -> Any:

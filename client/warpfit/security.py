@@ -6,7 +6,9 @@ import argparse
 import hashlib
 import ipaddress
 import os
+import re
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 #: Metadata entry of the token.
 TOKEN_METADATA_KEY: Final = "authorization"
 _TOKEN_BYTES: Final = 32
+_MOST_DAYS: Final = 36_500
+#: Permissions that a secret's file must not give.
+_OPEN_TO_OTHERS: Final = stat.S_IRWXO | stat.S_IWGRP
+#: Names of tenants: they stand in token files, certificates, metrics and logs.
+_TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +47,8 @@ class TlsConfig:
         """Read the files.
 
         Raises:
-            InvalidArgumentError: if one cannot be read, or of certificate and key one is missing.
+            InvalidArgumentError: if one cannot be read, if others can read the key, or if of
+                certificate and key one is missing.
 
         """
         if (self.certificate is None) != (self.key is None):
@@ -54,7 +62,7 @@ class TlsConfig:
 
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca),
-            private_key=_read(self.key),
+            private_key=_read(self.key, secret=True),
             certificate_chain=_read(self.certificate),
         )
 
@@ -133,7 +141,25 @@ def new_token(tenant: str, days: float | None = None) -> tuple[str, str]:
     Returns:
         The token, and the line for the server's token file, which only holds its hash.
 
+    Raises:
+        InvalidArgumentError: if the tenant's name cannot stand in such a line, or the days in no
+            calendar.
+
     """
+    if _TENANT.fullmatch(tenant) is None:
+        raise InvalidArgumentError(
+            f"{tenant[:80]!r} is no name of a tenant",
+            "BAD_TENANT",
+            "Use up to 63 letters, digits, '.', '_', '@' and '-', a letter or digit first",
+            "tenant",
+        )
+    if days is not None and not abs(days) <= _MOST_DAYS:
+        raise InvalidArgumentError(
+            f"a token cannot be valid for {days:g} days",
+            "BAD_DAYS",
+            f"Give a number of days up to {_MOST_DAYS}, or none for a token without an end",
+            "days",
+        )
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     line = f"{tenant} {token_digest(token).hex()}"
     if days is not None:
@@ -144,6 +170,27 @@ def new_token(tenant: str, days: float | None = None) -> tuple[str, str]:
 def token_digest(token: str) -> bytes:
     """SHA-256 of a token. Tokens are random, so that no slower hash is needed."""
     return hashlib.sha256(token.encode()).digest()
+
+
+def check_secret(path: str | Path) -> None:
+    """Check that a file with a key or tokens is not open to all users of this machine.
+
+    Its group may read it, because that is how Kubernetes and systemd hand secrets to a service
+    which runs as another user than the one that owns them.
+
+    Raises:
+        InvalidArgumentError: if others can read it, or others or its group can write to it.
+        OSError: if it cannot be looked at.
+
+    """
+    status = Path(path).stat()
+    if stat.S_ISREG(status.st_mode) and status.st_mode & _OPEN_TO_OTHERS:
+        raise InvalidArgumentError(
+            f"other users can read or change {path} (mode {stat.S_IMODE(status.st_mode):o}), which "
+            "must be kept secret",
+            "FILE_NOT_SECRET",
+            f"chmod 600 {path}, or 640 for a service that reads it as its group",
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,10 +208,10 @@ def from_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Turn the flags into arguments of `warpfit.connect`.
 
     Raises:
-        InvalidArgumentError: if the token's file cannot be read.
+        InvalidArgumentError: if the token's file cannot be read, or others can read it.
 
     """
-    token = _read(options.token_file)
+    token = _read(options.token_file, secret=True)
     named = {
         "ca": options.ca,
         "certificate": options.cert,
@@ -189,10 +236,12 @@ def _tls_from(environment: Mapping[str, str]) -> TlsConfig | None:
     return TlsConfig(**named) if wanted or any(named.values()) else None
 
 
-def _read(path: str | Path | None) -> bytes | None:
+def _read(path: str | Path | None, *, secret: bool = False) -> bytes | None:
     if path is None:
         return None
     try:
+        if secret:
+            check_secret(path)
         return Path(path).read_bytes()
     except OSError as error:
         raise InvalidArgumentError(

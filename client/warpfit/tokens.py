@@ -69,8 +69,16 @@ def is_sound(
     fits |= is_parameter & (bits < bounds)
     with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
         fits &= np.floor(values) == values
+    is_needless = counts is not None and (_needed(codes, values, starts) != counts).any()
     is_variable |= is_parameter
-    return bool((fits == is_variable).all())
+    return bool((fits == is_variable).all()) and not is_needless
+
+
+def _needed(codes: Codes, values: Values, starts: Starts) -> NDArray[np.float64]:
+    """Length of the parameter vector that each program needs: its highest index plus one."""
+    highest = np.where(codes == PARAMETER, values, -1.0)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is no index, as other checks say
+        return np.asarray(np.maximum.reduceat(highest, starts[:-1]) + 1.0)
 
 
 def _stacks_balance(codes: Codes, starts: Starts) -> bool:
@@ -144,7 +152,8 @@ def check_indices(
     """Check the indices of variables and parameters against what there is of them.
 
     Raises:
-        ProgramError: for the first token whose index is out of range.
+        ProgramError: for the first token whose index is out of range, or the first program with
+            parameters that it does not use.
 
     """
     refuse = _Refusal(values, starts)
@@ -160,11 +169,28 @@ def check_indices(
     refuse(
         (codes == PARAMETER) & (values >= bounds),
         "PARAMETER_OUT_OF_RANGE",
-        lambda value, token: (
-            f"parameter index {value:.0f} is out of range: {bounds[token]} parameters were given"
-        ),
+        lambda value, token: f"p{value + 1:.0f} is used, and {_parameters(bounds[token])} given",
         "Give a longer parameter vector for this expression",
     )
+    needed = _needed(codes, values, starts)
+    if (needed != counts).any():
+        program = int(np.argmax(needed != counts))
+        used = (
+            f"p{needed[program]:.0f} is the last that is used"
+            if needed[program]
+            else "none is used"
+        )
+        raise ProgramError(
+            f"{_parameters(counts[program])} given, and {used}",
+            "TOO_MANY_PARAMETERS",
+            "Give as many parameters as the expression has, [] where it has none",
+            "parameters",
+            program,
+        )
+
+
+def _parameters(count: int) -> str:
+    return f"{count} parameter{' was' if count == 1 else 's were'}"
 
 
 class _Refusal:

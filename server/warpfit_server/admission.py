@@ -26,6 +26,10 @@ _SHORTEST: Final = 0.02
 _LONGEST: Final = 1.0
 #: One call in flight.
 _CALL: Final = (1, 0, 0)
+#: Part of its tenant's queue that one call counts for at most, however long it is.
+_LARGEST_PART: Final = 0.5
+#: No limit of what is counted in 64 bits.
+_UNLIMITED: Final = 2**62
 #: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
 #: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
 _START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
@@ -38,7 +42,11 @@ _REMEMBERED: Final = 0.98
 #: What can be short: reason, in words, and the flag that raises the limit.
 _MEASURES: Final = {
     "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
-    "size": ("QUEUE_FULL", "bytes of batches and answers are in flight", "--max-pending-bytes"),
+    "size": (
+        "QUEUE_FULL",
+        "bytes of messages, batches and answers are in flight",
+        "--max-pending-bytes",
+    ),
     "work": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
 }
 
@@ -80,6 +88,8 @@ class Charge:
     kind: str
     units: float
     amount: Amounts
+    held: int
+    """Bytes of its message, which are counted already."""
     run: Run | None = None
     """To learn from, once it has finished."""
 
@@ -91,7 +101,7 @@ class Charge:
 
         """
         admission = self.admission
-        admission.take(self.tenant, self.amount, admission.shared)
+        admission.take(self.tenant, self.amount, admission.shared, self.held)
         return self
 
     def __exit__(self, kind: object, value: object, traceback: object) -> None:
@@ -104,6 +114,11 @@ class Charge:
 
 class Admission:
     """Takes or refuses calls, in one door.
+
+    Places and bytes in flight are limited for the server and for each tenant, because they are
+    finite. Engine time in the queue is limited for each tenant alone: the engine takes turns among
+    tenants, so what one has queued costs another nothing. A call of many hours counts for half of
+    its tenant's queue: it is legitimate work, and must not shut its own tenant out either.
 
     Args:
         config: the server's configuration.
@@ -120,10 +135,13 @@ class Admission:
         self.pace = Pace()
         self.limits = book.limits
         """Limits of a tenant; see `TenantBook.limits`."""
-        self.shared: Amounts = (0, int(book.share(pending)), int(book.share(work)))
-        """What one tenant may take of what all share."""
+        self.shared: Amounts = (0, int(book.share(pending)), work)
+        """Bytes and engine time that one tenant may have in flight."""
+        self.message_bytes = limits.message_bytes
+        """Bytes that gRPC may hold of a message before anybody knows how long it is."""
+        self._longest_work = int(_LARGEST_PART * work)
         self._server_rate = limits.rate
-        self._server: Amounts = (limits.requests, pending, work)
+        self._server: Amounts = (limits.requests, pending, _UNLIMITED)
 
     def check_rate(self, tenant: str, own: float) -> None:
         """Count a call against the rates.
@@ -149,67 +167,92 @@ class Admission:
                 retry_after=delay,
             )
 
-    def enter(self, tenant: str, limits: Limits) -> None:
-        """Count a call as one in flight until it leaves.
+    def enter(self, tenant: str, limits: Limits, *, place: bool = True) -> None:
+        """Count a call that arrives, and as many bytes as its message may have.
+
+        gRPC collects a message before it tells how long it is, so that only the longest that it
+        would collect is sure to be enough; `arrived` gives back what the message has not needed.
+
+        Args:
+            tenant: whose call it is.
+            limits: of the tenant.
+            place: whether it counts as a call in flight, until `leave`.
 
         Raises:
-            ResourceExhaustedError: if too many are.
+            ResourceExhaustedError: if too much is in flight.
 
         """
-        self.take(tenant, _CALL, (limits.requests, 0, 0))
+        own = (limits.requests, self.shared[1], 0)
+        self.take(tenant, (int(place), self.message_bytes, 0), own)
 
     def leave(self, tenant: str) -> None:
-        """Count a call no more that has entered."""
+        """Count a call no more that has entered with a place."""
         self.ledger.give(tenant, _CALL)
 
-    def take(self, tenant: str, amount: Amounts, own: Amounts) -> None:
+    def arrived(self, tenant: str, size: int, reserved: int) -> None:
+        """Count ``size`` bytes of a message, 0 once it is gone, instead of ``reserved``."""
+        if size < reserved:
+            self.ledger.give(tenant, (0, reserved - size, 0))
+
+    def take(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
         """Count what a call takes.
 
         Args:
             tenant: whose call it is.
             amount: what it takes.
             own: what the tenant may have in flight.
+            held: bytes that are counted for the call already.
 
         Raises:
             ResourceExhaustedError: if more is in flight than may be.
 
         """
-        shortage = self.ledger.take(tenant, amount, own, self._server)
+        shortage = self.ledger.take(tenant, amount, own, self._server, held)
         if shortage is not None:
             raise self._refusal(shortage, amount)
 
-    def evaluation(self, tenant: str, evaluation: Evaluation, layout: Layout, size: int) -> Charge:
+    def evaluation(
+        self, tenant: str, evaluation: Evaluation, layout: Layout, answer: int, message: int
+    ) -> Charge:
         """Count an evaluation's memory and engine time while it waits and runs.
 
         Args:
             tenant: whose call it is.
             evaluation: that it asks for.
             layout: of the data set.
-            size: bytes of batch and answer.
+            answer: bytes of the answer.
+            message: bytes of the request, which are counted already.
 
         """
         derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
         units = evaluation.token_rows(layout)
-        return self._charge(tenant, "derive" if derives else "evaluate", units, size)
+        return self._charge(tenant, "derive" if derives else "evaluate", units, answer, message)
 
-    def fit(self, tenant: str, request: FitRequest, layout: Layout, size: int) -> Charge:
+    def fit(
+        self, tenant: str, request: FitRequest, layout: Layout, answer: int, message: int
+    ) -> Charge:
         """Count a fit as `evaluation` does; most searches end long before they must."""
         passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
         units = request.problem.token_rows(layout) * passes
-        return self._charge(tenant, "fit", units, size)
+        return self._charge(tenant, "fit", units, answer, message)
 
-    def _charge(self, tenant: str, kind: str, units: float, size: int) -> Charge:
-        work = self.pace.estimate(kind, units)
-        return Charge(self, tenant, kind, units, (0, size, work))
+    def _charge(self, tenant: str, kind: str, units: float, answer: int, message: int) -> Charge:
+        work = min(self._longest_work, self.pace.estimate(kind, units))
+        return Charge(self, tenant, kind, units, (0, answer, work), message)
 
     def _refusal(self, shortage: Shortage, amount: Amounts) -> ResourceExhaustedError:
         reason, what, flag = _MEASURES[shortage.measure]
-        whose = "of this tenant " if shortage.of_tenant else ""
+        needed = getattr(Usage(*amount), shortage.measure)
+        if shortage.of_tenant:
+            message = f"{shortage.used} {what} of this tenant and the limit is {shortage.limit}"
+            needed += shortage.used
+        else:  # how much others have in flight is theirs to know
+            message = f"too many {what} and the limit of the server is {shortage.limit}"
         return ResourceExhaustedError(
-            f"{shortage.used} {what} {whose}and the limit is {shortage.limit}",
+            message,
             reason,
             f"Retry with back-off, or start the server with a higher {flag}",
-            needed=shortage.used + getattr(Usage(*amount), shortage.measure),
+            needed=needed,
             available=shortage.limit,
             retry_after=self._turn(),
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
-from warpfit.security import TOKEN_METADATA_KEY, token_digest
+from warpfit.security import TOKEN_METADATA_KEY, check_secret, token_digest
 from warpfit_server.tenants import ANONYMOUS
 from warpfit_server.watch import Watch
 
@@ -93,6 +93,7 @@ class TokenFile:
 
     def _read(self) -> list[_Entry]:
         try:
+            check_secret(self._path)
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(

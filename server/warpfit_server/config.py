@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,7 +19,14 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2
 
 
 _LIMITS: Final = Limits()
+#: Part of the bytes in flight that one message may take, and what every message may have.
+_MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
 _MOST_DOORS: Final = 16
+_LAST_PORT: Final = 65_535
+#: Most connections of a front-door process unless it is told, and the part of its file descriptors
+#: that they may take.
+_MOST_CONNECTIONS: Final = 4096
+_CONNECTIONS_SHARE: Final = 0.5
 
 
 def parse_bytes(text: str) -> int:
@@ -40,6 +48,18 @@ def parse_switch(text: str) -> bool:
     if text.lower() not in words:
         raise ValueError(f"{text!r} is neither yes nor no")
     return words[text.lower()]
+
+
+def parse_port(text: str) -> int:
+    """Read the number of a port, 0 for a free one.
+
+    Raises:
+        ValueError: if it is none.
+
+    """
+    if not re.fullmatch(r"\d{1,5}", text) or int(text) > _LAST_PORT:
+        raise ValueError(f"{text!r} is no port; there are those from 0 to {_LAST_PORT}")
+    return int(text)
 
 
 def parse_log_level(text: str) -> str:
@@ -72,7 +92,7 @@ class Config:
     """
 
     host: str = _option("127.0.0.1", "address to listen on")
-    port: int = _option(50551, "port to listen on; 0 takes a free one", int)
+    port: int = _option(50551, "port to listen on; 0 takes a free one", parse_port)
     engine: str = _option(
         "auto", "auto takes CUDA when a device answers", choices=("auto", "cpu", "cuda")
     )
@@ -90,13 +110,17 @@ class Config:
         0.0, "seconds on SIGTERM between readiness ending and refusing new calls", float
     )
     health_port: int | None = _option(
-        None, "plain port for health checks alone; 0 takes a free one (default: none)", int
+        None, "plain port for health checks alone; 0 takes a free one (default: none)", parse_port
     )
+    health_host: str = _option("127.0.0.1", "address of the health port")
     metrics_port: int | None = _option(
-        None, "HTTP port of the metrics; 0 takes a free one (default: none)", int
+        None, "HTTP port of the metrics; 0 takes a free one (default: none)", parse_port
     )
-    operations_host: str = _option(
-        "", "address of the health and metrics ports (default: that of --host)"
+    metrics_host: str = _option("127.0.0.1", "address of the metrics port")
+    expose_tenants: bool = _option(
+        False,
+        "let whoever can reach the metrics port on a network read the names of the tenants",
+        parse_switch,
     )
     probe_seconds: float = _option(2.0, "pause between probes of the engine", float)
     probe_timeout: float = _option(
@@ -111,7 +135,14 @@ class Config:
     start_seconds: float = _option(600.0, "seconds that an engine may take to start", float)
     chunk_bytes: int = _option(1 << 20, "values in one message of an answer", parse_bytes)
     idle_bytes: int = _option(512 << 20, "result memory kept for reuse", parse_bytes)
-    max_message_bytes: int = _option(_LIMITS.message_bytes, "one message", parse_bytes)
+    max_message_bytes: int = _option(
+        _LIMITS.message_bytes,
+        "one message; also at most an eighth of --max-pending-bytes, but 4 MiB are always allowed",
+        parse_bytes,
+    )
+    message_seconds: float = _option(
+        30.0, "seconds in which a message of a call must arrive completely", float
+    )
     max_dataset_bytes: int = _option(_LIMITS.dataset_bytes, "one data set", parse_bytes)
     max_resident_bytes: int | None = _option(
         None, "all data sets (default: half of the memory)", parse_bytes
@@ -122,6 +153,12 @@ class Config:
     max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
     max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front doors", int)
+    max_connections: int | None = _option(
+        None,
+        "connections of each front-door process (default: half of its file descriptors, at most "
+        "4,096)",
+        int,
+    )
     max_rows: int = _option(_LIMITS.rows, "rows of a data set", int)
     max_loss_tokens: int = _option(
         _LIMITS.loss_tokens, "tokens in a loss function of the caller's own", int
@@ -132,10 +169,12 @@ class Config:
     )
     max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit", float)
     max_queue_seconds: float = _option(
-        60.0, "estimated time of the engine for all calls in flight", float
+        60.0, "estimated time of the engine for one tenant's calls in flight", float
     )
     max_pending_bytes: int | None = _option(
-        None, "batches and answers in flight (default: a quarter of the memory)", parse_bytes
+        None,
+        "messages that arrive, batches and answers in flight (default: a quarter of the memory)",
+        parse_bytes,
     )
     lease_seconds: float = _option(86_400.0, "an unused data set goes after this time", float)
     insecure: bool = _option(False, "allow plain text on a network", parse_switch)
@@ -151,9 +190,10 @@ class Config:
         return self.front_doors or max(1, min(_MOST_DOORS, available_cores() - 1))
 
     @property
-    def operations_address(self) -> str:
-        """Address of the health and metrics ports."""
-        return self.operations_host or self.host
+    def connections(self) -> int:
+        """Most connections of one front-door process."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_SHARE))
 
     @property
     def cache_path(self) -> Path | None:
@@ -162,14 +202,22 @@ class Config:
 
     @property
     def pending_bytes(self) -> int:
-        """Most bytes of batches and answers in flight."""
+        """Most bytes of arriving messages, batches and answers in flight."""
         return self.max_pending_bytes or _half_of_memory() // 2
+
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a message: a few calls must be able to send one at the same time."""
+        part = max(_LEAST_MESSAGE_BYTES, self.pending_bytes // _MESSAGE_PART)
+        return min(self.max_message_bytes, part)
 
     def limits(self) -> Limits:
         """Collect the limits that clients are told."""
-        names = [f.name for f in fields(Limits) if f.name != "resident_bytes"]
+        computed = ("message_bytes", "resident_bytes")
+        names = [f.name for f in fields(Limits) if f.name not in computed]
         resident = self.max_resident_bytes
         return Limits(
+            message_bytes=self.message_bytes,
             resident_bytes=_half_of_memory() if resident is None else resident,
             **{name: getattr(self, f"max_{name}") for name in names},
         )
@@ -190,6 +238,7 @@ class Config:
         """Read flags and variables; print help or an error and exit where they are wrong."""
         parser = argparse.ArgumentParser(
             prog="warpfit serve",
+            usage="warpfit serve [--setting VALUE ...]",  # all of them would hide an error below
             description="Serve expression evaluation over gRPC.",
             epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
             "written like 256MiB.",
@@ -211,9 +260,23 @@ def _add_flag(
     parser.add_argument(
         "--" + setting.name.replace("_", "-"),
         default=default,
-        type=metadata["parse"],
+        type=_with_reason(metadata["parse"]),
         choices=metadata["choices"],
         help=metadata["help"] + ("" if default in (None, "") else " (default: %(default)s)"),
         metavar=None if metadata["choices"] else setting.name.split("_")[-1].upper(),
         **switch,
     )
+
+
+def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Have argparse print why a value is none; of errors of other types it prints no text."""
+    if parse in (int, float, str):  # it has texts of its own for these
+        return parse
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read

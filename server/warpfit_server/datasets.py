@@ -14,6 +14,7 @@ from typing import Final
 from warpfit.dataset import Layout, PayloadDigest
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
 from warpfit.info import Limits
+from warpfit.precision import check_weights
 from warpfit_server.limits import check_dataset
 from warpfit_server.segments import Segment, SegmentPool
 from warpfit_server.tenants import ANONYMOUS, key_of
@@ -63,9 +64,13 @@ class Usage:
 class DatasetStore:
     """Owns the resident data sets: leases, budgets, eviction by least recent use.
 
+    An upload takes memory as its bytes arrive, and pushes others out for bytes that are there, not
+    for those that its header announces: those count against its own tenant's budget alone.
+
     Under pressure a tenant's upload first pushes out its own data sets beyond its own budget, then
-    those of tenants that hold more than an equal share of the server's, then any others; among
-    them the one used least recently, and never one in use.
+    those of tenants that hold more than an equal share of the server's, then any others, unless its
+    tenant holds more than such a share itself; among them the one used least recently, and never
+    one in use.
 
     Each data set also takes a descriptor in two processes, so that it counts for at least its part
     of the budget.
@@ -79,7 +84,8 @@ class DatasetStore:
         self._on_removal = on_removal
         self._lock = threading.Lock()
         self._resident: dict[bytes, ResidentDataset] = {}
-        self._held: Counter[str] = Counter()  # bytes of each tenant, resident and reserved
+        self._held: Counter[str] = Counter()  # bytes of each tenant, resident and arrived
+        self._announced: Counter[str] = Counter()  # bytes of each that have not arrived yet
         self._evictions = 0
 
     def usage(self) -> Usage:
@@ -148,7 +154,7 @@ class DatasetStore:
         tenant: str = ANONYMOUS,
         limits: Limits | None = None,
     ) -> Upload:
-        """Reserve memory for an upload, evicting idle data sets where that is needed.
+        """Begin an upload, if there is or can be made room for it; nothing is evicted yet.
 
         Args:
             layout: of the data set.
@@ -162,26 +168,46 @@ class DatasetStore:
         """
         limits = limits or self._limits
         check_dataset(layout, limits)
-        self._reserve(self._cost(layout), tenant, limits.resident_bytes)
-        try:
-            return Upload(layout, content_id, tenant, self._pool.create(layout.nbytes))
-        except BaseException:
-            self._unreserve(self._cost(layout), tenant)
-            raise
+        cost, budget = self._cost(layout), limits.resident_bytes
+        segment = self._pool.create(layout.nbytes)  # takes memory when it is written
+        with self._lock:
+            try:
+                self._victims(cost + self._announced[tenant], tenant, budget)
+            except BaseException:
+                segment.close()
+                raise
+            self._announced[tenant] += cost
+        return Upload(layout, content_id, tenant, segment, cost, budget)
+
+    def add(self, upload: Upload, data: memoryview) -> None:
+        """Take the next bytes of an upload, evicting idle data sets where that is needed.
+
+        Raises:
+            InvalidArgumentError: if there are more than the layout says.
+            ResourceExhaustedError: if the budget is in use.
+
+        """
+        upload.check(data)
+        self._reserve(upload, len(data))
+        upload.add(data)
 
     def abandon(self, upload: Upload) -> None:
         """Give the memory of an unfinished upload back."""
         upload.close()
-        self._unreserve(self._cost(upload.layout), upload.tenant)
+        with self._lock:
+            self._held[upload.tenant] -= upload.reserved
+            self._announced[upload.tenant] -= upload.cost - upload.reserved
 
     def commit(self, upload: Upload) -> ResidentDataset:
         """Make a finished upload resident; if its content is already, the older copy stays.
 
         Raises:
             InvalidArgumentError: if bytes are missing or the digest does not match.
+            ResourceExhaustedError: if a small data set's least part of the budget is in use.
 
         """
         upload.verify()
+        self._reserve(upload, upload.cost - upload.reserved)
         fresh = ResidentDataset(
             upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
         )
@@ -214,26 +240,45 @@ class DatasetStore:
         names = sum(_NAME_BYTES + len(name) for name in layout.names)
         return max(layout.nbytes + names, self._limits.resident_bytes // _MOST_DATASETS)
 
-    def _reserve(self, needed: int, tenant: str, own_budget: int) -> None:
+    def _reserve(self, upload: Upload, size: int) -> None:
         with self._lock:
-            idle = sorted(
-                (d for d in self._resident.values() if not d.uses), key=lambda d: d.last_use
-            )
-            own = [dataset for dataset in idle if dataset.tenant == tenant]
-            victims = self._enough(own, self._held[tenant] + needed - own_budget, needed)
-            freed = sum(self._cost(dataset.layout) for dataset in victims)
-            rest = [dataset for dataset in idle if dataset not in victims]
-            over = self._held.total() - freed + needed - self._limits.resident_bytes
-            victims += self._enough(self._in_order(rest, tenant, needed), over, needed)
-            for dataset in victims:
+            for dataset in self._victims(size, upload.tenant, upload.budget):
                 self._remove(dataset)
                 self._evictions += 1
-            self._held[tenant] += needed
+            self._held[upload.tenant] += size
+            self._announced[upload.tenant] -= size
+            upload.reserved += size
+
+    def _victims(self, needed: int, tenant: str, own_budget: int) -> list[ResidentDataset]:
+        """Choose what must go for a tenant's next bytes; under the lock.
+
+        Raises:
+            ResourceExhaustedError: if all that may go is not enough.
+
+        """
+        over_own = self._held[tenant] + needed - own_budget
+        over = self._held.total() + needed - self._limits.resident_bytes
+        if over_own <= 0 and over <= 0:
+            return []
+        idle = sorted((d for d in self._resident.values() if not d.uses), key=lambda d: d.last_use)
+        own = [dataset for dataset in idle if dataset.tenant == tenant]
+        victims = self._enough(own, over_own, needed, tells=True)
+        freed = sum(self._cost(dataset.layout) for dataset in victims)
+        rest = [dataset for dataset in idle if dataset not in victims]
+        candidates = self._in_order(rest, tenant, needed)
+        is_alone = all(name in (tenant, "") for name, held in self._held.items() if held)
+        return victims + self._enough(candidates, over - freed, needed, tells=is_alone)
 
     def _enough(
-        self, candidates: list[ResidentDataset], over: int, needed: int
+        self, candidates: list[ResidentDataset], over: int, needed: int, *, tells: bool
     ) -> list[ResidentDataset]:
         """Choose the first candidates whose memory covers what is over a budget.
+
+        Args:
+            candidates: data sets, those that go first in front.
+            over: bytes over the budget.
+            needed: bytes that the caller needs.
+            tells: whether an error may say what is available, which tells what others hold.
 
         Raises:
             ResourceExhaustedError: if all of them do not.
@@ -247,42 +292,58 @@ class DatasetStore:
             over -= self._cost(dataset.layout)
         if over > 0:
             available = max(0, needed - over)
+            known = f"{available} are available" if tells else "fewer are available"
             raise ResourceExhaustedError(
-                f"the data set needs {needed} bytes, {available} are available",
+                f"{needed} more bytes of data sets are needed, {known}",
                 "MEMORY",
                 "Release data sets, or start the server with a higher --max-resident-bytes",
                 needed=needed,
-                available=available,
+                available=available if tells else None,
             )
         return chosen
 
     def _in_order(
         self, idle: list[ResidentDataset], tenant: str, needed: int
     ) -> list[ResidentDataset]:
-        """Put data sets of tenants that hold more than their share first."""
-        held = self._held + Counter({tenant: needed})
-        share = self._limits.resident_bytes / len(held)
-        return sorted(idle, key=lambda d: held[d.tenant] <= share)
+        """Put data sets of tenants that hold more than their share first.
 
-    def _unreserve(self, size: int, tenant: str) -> None:
-        with self._lock:
-            self._held[tenant] -= size
+        The others' stay out of it where the tenant itself holds more than its share.
+        """
+        held = self._held + Counter({tenant: needed})  # of tenants that hold anything
+        share = self._limits.resident_bytes / len(held)
+        if held[tenant] > share:
+            return [d for d in idle if held[d.tenant] > share]
+        return sorted(idle, key=lambda d: held[d.tenant] <= share)
 
 
 class Upload:
     """One upload on its way into shared memory."""
 
-    def __init__(self, layout: Layout, content_id: bytes, tenant: str, segment: Segment) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        content_id: bytes,
+        tenant: str,
+        segment: Segment,
+        cost: int,
+        budget: int,
+    ) -> None:
         self.layout = layout
         self.content_id = content_id
         self.tenant = tenant
+        self.cost = cost
+        """Bytes that it will count for."""
+        self.reserved = 0
+        """Bytes that it counts for now."""
+        self.budget = budget
+        """Bytes that its tenant may hold."""
         self.key = key_of(tenant, content_id)
         self.segment = segment
         self._digest = PayloadDigest(layout, _BEHIND)
         self._received = 0
 
-    def add(self, data: memoryview) -> None:
-        """Take the next bytes of the payload.
+    def check(self, data: memoryview) -> None:
+        """Check that the next bytes of the payload belong to it.
 
         Raises:
             InvalidArgumentError: if there are more than the layout says.
@@ -296,12 +357,15 @@ class Upload:
                 "Send exactly (variables + target + weights) x rows numbers of the dtype",
                 "data",
             )
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes of the payload, which have been checked and reserved."""
         self._digest.update(data)
         self.segment.write(data, self._received)
-        self._received = end
+        self._received += len(data)
 
     def verify(self) -> None:
-        """Check that the upload is complete and is what its id says.
+        """Check that the upload is complete and is what its id says, and its weights.
 
         Raises:
             InvalidArgumentError: otherwise.
@@ -323,6 +387,10 @@ class Upload:
                 "Compute SHA-256 over the header and payload as evaluator.proto describes",
                 "content_id",
             )
+        if self.layout.has_weights:
+            rows, dtype = self.layout.rows, self.layout.dtype
+            offset = self.layout.nbytes - rows * dtype.itemsize
+            check_weights(self.segment.array(dtype, (rows,), offset))
 
     def close(self) -> None:
         """Stop hashing and give the memory back."""

@@ -3,33 +3,46 @@
 gRPC hands a call over on the thread that serves the port, as soon as its metadata are there. On
 that thread the guard decides, so that a refusal costs neither a thread nor the message, which
 gRPC then does not even read; what is taken is served on a thread of `workers`.
+
+What is taken has a place, a thread and the bytes of the longest message that gRPC would collect,
+all counted for its tenant, before a byte of the message is asked for; and its messages must arrive
+within a time.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import grpc
 
-from warpfit.errors import CancelledError, InvalidArgumentError, ResourceExhaustedError
+from warpfit.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
 from warpfit_server.admission import Admission
 from warpfit_server.auth import Authenticator, TokenFile
 from warpfit_server.config import Config
 from warpfit_server.details import fail
 from warpfit_server.ledger import Ledger
 from warpfit_server.port import AtOnce
+from warpfit_server.receive_timeouts import ReceiveTimeouts
 from warpfit_server.requests import Observer, Request, serve, status_of
 from warpfit_server.tenants import TenantBook, assign_tenant
 from warpfit_server.turnstile import Turnstile
 from warpfit_server.workers import Workers
 
 Send = Callable[[bytes | None], None]
-#: Methods whose calls need a place.
-_LONG: Final = ("Evaluate", "Optimize", "UploadVariables")
-#: Threads beyond those that --max-requests calls for, for short calls.
-_SPARE_THREADS: Final = 16
+#: Methods whose calls bring batches, and those whose messages may be long.
+_BATCHES: Final = ("Evaluate", "Optimize")
+_LONG_MESSAGES: Final = (*_BATCHES, "UploadVariables")
+#: Most bytes of any other message, and most seconds in which it must arrive.
+_SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
 #: Seconds after which a call may come again for which there was no thread.
 _CROWDED_SECONDS: Final = 0.1
 
@@ -56,8 +69,11 @@ def make_guard(
         certificates=bool(config.tls_client_ca),
         trusts_doors=trusts_doors,
     )
-    workers = Workers(2 * config.max_requests + _SPARE_THREADS)
-    return admission, Guard(authenticator, admission, workers)
+    # Twice as many as places: a call that was cancelled leaves its place at once, its thread when
+    # the engine has stopped.
+    threads = 2 * max(1, config.max_requests)
+    workers = Workers(threads, max(1, int(book.share(threads))))
+    return admission, Guard(authenticator, admission, workers, config.message_seconds)
 
 
 class Guard:
@@ -67,10 +83,18 @@ class Guard:
     """
 
     def __init__(
-        self, authenticator: Authenticator, admission: Admission, workers: Workers
+        self,
+        authenticator: Authenticator,
+        admission: Admission,
+        workers: Workers,
+        message_seconds: float,
     ) -> None:
         self.workers = workers
         """Threads that serve the calls."""
+        self.message_seconds = message_seconds
+        """In which a message must have arrived."""
+        self.timeouts = ReceiveTimeouts()
+        """Of the calls that wait for a message."""
         self.turnstile = Turnstile()
         """Through which the calls go that bring batches."""
         self._authenticator = authenticator
@@ -84,8 +108,8 @@ class Guard:
         Args:
             handlers: by the name of the method.
             observer: of this process.
-            passes_on: whether another process answers them, which observes and gives places; what
-                is refused here it does not see.
+            passes_on: whether another process answers them, which observes them; what is refused
+                here it does not see.
 
         """
         return {
@@ -95,13 +119,12 @@ class Guard:
             for name, handler in handlers.items()
         }
 
-    def let_in(self, request: Request, context: grpc.ServicerContext, *, place: bool) -> int:
-        """Name the caller's tenant and take the call.
+    def let_in(self, request: Request, context: grpc.ServicerContext) -> int:
+        """Name the caller's tenant and take the call, which `leave` and `finish` give back.
 
         Args:
             request: the call.
             context: of the call.
-            place: whether it needs a place, which `leave` gives back.
 
         Returns:
             Bytes that a message of it may have.
@@ -112,19 +135,25 @@ class Guard:
             ResourceExhaustedError: if it comes too soon, or too much is in flight.
 
         """
-        if self.workers.all_busy:
-            raise _crowded()
         tenant, is_forwarded = self._authenticator.caller(context, request.metadata)
         request.tenant = tenant
         assign_tenant(context, tenant)
         admission = self._admission
         limits = admission.limits(tenant)
-        if not is_forwarded:  # else the door has counted it
+        if not is_forwarded:  # else the door has counted it, but for this copy of its messages
             admission.check_rate(tenant, limits.rate)
-        if place:
-            admission.enter(tenant, limits)
+        if not self.workers.has_room(tenant):
+            raise _crowded()
+        admission.enter(tenant, limits, place=not is_forwarded)
+        request.reserved = admission.message_bytes
+        if not is_forwarded:
             request.places.append(tenant)
         return limits.message_bytes
+
+    def arrived(self, request: Request, size: int) -> None:
+        """Count the bytes of a call's only message, instead of what it might have had."""
+        self._admission.arrived(request.tenant, size, request.reserved)
+        request.reserved = min(size, request.reserved)
 
     def leave(self, request: Request) -> None:
         """Give the place of a call back, if it has one, whichever thread is the first to say so."""
@@ -133,6 +162,13 @@ class Guard:
         except IndexError:
             return
         self._admission.leave(tenant)
+
+    def finish(self, request: Request) -> None:
+        """Give back all that a call has; its messages are gone."""
+        if request.turnstile is not None:
+            request.leave_turnstile()
+        self.leave(request)
+        self.arrived(request, 0)
 
 
 class _Method:
@@ -158,25 +194,30 @@ class _Method:
         self._guard = guard
         self._observer = observer
         self._passes_on = passes_on
-        self._needs_place = name in _LONG and not passes_on
+        self._brings_batch = name in _BATCHES
+        is_long = name in _LONG_MESSAGES
+        self._most_bytes = sys.maxsize if is_long else _SHORT_MESSAGE
+        seconds = guard.message_seconds
+        self._seconds = seconds if is_long else min(_SHORT_SECONDS, seconds)
 
     def __call__(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
     ) -> None:
         request = self._observer.arrived(self._name, context)
         try:
-            most = self._guard.let_in(request, context, place=self._needs_place)
+            most = min(self._most_bytes, self._guard.let_in(request, context))
         except Exception as error:
             fail(context, error, request.trailing)
             self._observer.ended(request, status_of(context))
             send(None)
             return
-        if self._needs_place:
-            # A call that has ended leaves its place at once, its lane when the engine has stopped.
-            context.add_callback(lambda: self._guard.leave(request))
+        # A call that has ended leaves its place at once, its lane when the engine has stopped.
+        context.add_callback(lambda: self._guard.leave(request))
         if not self._passes_on:
             self._observer.begun(request)
-        self._guard.workers.start(self._serve, request, most, messages, context, send)
+        self._guard.workers.start(
+            request.tenant, self._serve, request, most, messages, context, send
+        )
 
     def _serve(
         self,
@@ -193,13 +234,11 @@ class _Method:
             fail(context, error, request.trailing)
             _forget_frames(error)
         finally:
-            if request.turnstile is not None:
-                request.leave_turnstile()
-            if self._needs_place:
-                self._guard.leave(request)
+            self._guard.finish(request)
         if not self._passes_on:
             self._observer.ended(request, status_of(context))
-        send(None)
+        if not request.is_over:
+            send(None)
 
     def _answer(
         self,
@@ -209,13 +248,20 @@ class _Method:
         context: grpc.ServicerContext,
         send: Send,
     ) -> None:
-        argument = _each_checked(messages, most) if self._streams_in else _only(messages, most)
-        if self._needs_place and not self._streams_in:
+        receive = partial(self._receive, messages, request, context, send)
+        argument: Any
+        if self._streams_in:
+            argument = _each_checked(receive, most)
+        else:
+            argument = _only(receive, most)
+            self._guard.arrived(request, len(argument))
+        if self._brings_batch:
             self._guard.turnstile.enter(request.tenant)
             request.turnstile = self._guard.turnstile
             if not context.is_active():  # it may have ended while it waited
                 raise CancelledError("the call has ended", "CANCELLED")
         answer: Any = self._behaviour(argument, context)
+        del argument
         if not self._streams_out:
             send(answer)
             return
@@ -232,6 +278,31 @@ class _Method:
         finally:
             answer.close()
 
+    def _receive(
+        self,
+        messages: Iterator[bytes],
+        request: Request,
+        context: grpc.ServicerContext,
+        send: Send,
+    ) -> bytes | None:
+        """Wait for the next message; None if there is none."""
+        timeouts = self._guard.timeouts
+        timeouts.begin(request, self._seconds, partial(self._end, request, context, send))
+        try:
+            message = next(messages, None)
+        finally:
+            if not timeouts.stop(request):
+                request.is_over = True
+        if request.is_over:
+            raise _too_slow(self._seconds)
+        return message
+
+    def _end(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
+        """End a call whose message does not come; what waits for it then finds no message."""
+        request.is_over = True
+        fail(context, _too_slow(self._seconds), request.trailing)
+        send(None)
+
 
 def _forget_frames(error: BaseException | None) -> None:
     """Let go of all that the functions had which an error has left.
@@ -245,8 +316,8 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _only(messages: Iterator[bytes], most: int) -> bytes:
-    message = next(messages, None)
+def _only(receive: Callable[[], bytes | None], most: int) -> bytes:
+    message = receive()
     if message is None:
         raise InvalidArgumentError(
             "the call has no message", "NO_MESSAGE", "Send exactly one request message"
@@ -255,8 +326,8 @@ def _only(messages: Iterator[bytes], most: int) -> bytes:
     return message
 
 
-def _each_checked(messages: Iterator[bytes], most: int) -> Iterator[bytes]:
-    for message in messages:
+def _each_checked(receive: Callable[[], bytes | None], most: int) -> Iterator[bytes]:
+    while (message := receive()) is not None:
         _check_size(message, most)
         yield message
 
@@ -272,9 +343,17 @@ def _check_size(message: bytes, most: int) -> None:
         )
 
 
+def _too_slow(seconds: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"no complete message has arrived within {seconds:g} s",
+        "MESSAGE_TIMEOUT",
+        "Send each message as soon as the call has begun, and smaller ones over a slow network",
+    )
+
+
 def _crowded() -> ResourceExhaustedError:
     return ResourceExhaustedError(
-        "all threads serve calls",
+        "all threads that may serve this tenant are busy",
         "TOO_MANY_REQUESTS",
         "Retry with back-off, or start the server with a higher --max-requests",
         retry_after=_CROWDED_SECONDS,

@@ -40,14 +40,14 @@ class Usage(NamedTuple):
 
     calls: int = 0
     size: int = 0
-    """Bytes of batches and answers."""
+    """Bytes of messages on their way in, and of batches and answers."""
     work: int = 0
     """Estimated time of the engine, in nanoseconds."""
 
 
 _NAMES: Final = Usage._fields
 _COUNTS: Final = len(_NAMES)
-_CALLS: Final = 0
+_CALLS, _SIZE = 0, 1
 #: Name of the entry with the totals of all tenants, which can be no tenant's.
 _ALL: Final = 0
 
@@ -93,7 +93,9 @@ class Ledger:
         os.truncate(descriptor, size_of(doors))
         return cls(descriptor, doors, 0)
 
-    def take(self, tenant: str, amount: Amounts, own: Amounts, server: Amounts) -> Shortage | None:
+    def take(
+        self, tenant: str, amount: Amounts, own: Amounts, server: Amounts, held: int = 0
+    ) -> Shortage | None:
         """Count an amount, unless that would exceed a limit; return which, or None.
 
         Size and work of a single call may exceed what they like if nothing else is in flight.
@@ -103,6 +105,7 @@ class Ledger:
             amount: what it uses.
             own: the tenant's limits.
             server: the server's limits.
+            held: bytes that have been counted for the same call before.
 
         """
         place = self._places.get(tenant) or self._find(tenant)
@@ -115,11 +118,12 @@ class Ledger:
                 words[place + mine] += more
                 if not more or shortage is not None:
                     continue
+                alone = more + held if index == _SIZE else more
                 for used, most, of_tenant in (
                     (sum(words[start : start + doors]), server[index], False),
                     (sum(words[first : first + doors]), own[index], True),
                 ):
-                    if used > most and (used > more or index == _CALLS):
+                    if used > most and (used > alone or index == _CALLS):
                         shortage = Shortage(_NAMES[index], of_tenant, used - more, most)
                         break
         if shortage is not None:

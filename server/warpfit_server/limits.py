@@ -9,14 +9,24 @@ import numpy as np
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
-from warpfit.fitting import FitRequest
+from warpfit.fitting import FitRequest, Method
 from warpfit.info import Limits
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 
-#: Bytes that the driver of fits keeps for each token and each parameter of a search.
-_TOKEN_BYTES: Final = 9
-_PARAMETER_BYTES: Final = 80
+#: Bytes of memory that a fit takes for each token, search and parameter: the batch and what is
+#: left of it when searches have ended, what the engine has made of it, and the searches' state.
+_TOKEN_BYTES: Final = 64
+_SEARCH_BYTES: Final = 600
+_PARAMETER_BYTES: Final = 200
+#: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
+#: those that still run, and of what the pass returns; BFGS has squares of the first two.
+_TRIANGLES: Final = 3
+_SQUARES: Final = 2
+#: Numbers that the CPU engine adds up for spans of rows apart, and the rows of a span.
+_MOST_SUMS: Final = 2**25
+_SPAN_ROWS: Final = 2048
+_MOST_SPANS: Final = 64
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:
@@ -96,26 +106,45 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
     return needed
 
 
-def check_fit(request: FitRequest, limits: Limits) -> int:
+def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
     """Refuse a fit whose searches are too large together, before anything is allocated.
 
-    A search is a program with one start: it has tokens, a few vectors and a matrix of its own.
-
     Returns:
-        Their size in bytes.
+        The size of `fit_memory`.
 
     Raises:
         ResourceExhaustedError: naming the limit and the flag that raises it.
 
     """
-    batch = request.problem.batch
-    squares = int(np.square(batch.parameter_counts.astype(np.float64)).sum())
-    needed = batch.vectors * (_TOKEN_BYTES * len(batch.codes) + 8 * squares)
-    needed += _PARAMETER_BYTES * len(batch.parameters)
+    needed = fit_memory(request, layout)
     _refuse_over(
         "RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes"
     )
     return needed
+
+
+def fit_memory(request: FitRequest, layout: Layout) -> int:
+    """Estimate the memory of a fit at its peak, in bytes.
+
+    A search is a program with one start: it has tokens, a few vectors and matrices of its own, and
+    the engine adds up a sum for each two of its parameters.
+    """
+    batch = request.problem.batch
+    counts = batch.parameter_counts.astype(np.float64)
+    squares = batch.vectors * float(np.square(counts).sum())
+    parameters = batch.vectors * float(counts.sum())
+    searches = batch.vectors * len(batch)
+    sums = searches + parameters + squares
+    start, stop = request.problem.row_range(layout)
+    spans = min(_MOST_SPANS, -(-(stop - start) // _SPAN_ROWS), max(1.0, _MOST_SUMS // sums))
+    triangles = _TRIANGLES * (squares + parameters) / 2
+    matrices = _SQUARES * squares if request.method == Method.BFGS else triangles
+    return int(
+        _TOKEN_BYTES * batch.vectors * len(batch.codes)
+        + _SEARCH_BYTES * searches
+        + _PARAMETER_BYTES * parameters
+        + 8 * (matrices + sums * (spans + (spans > 1)))
+    )
 
 
 def _refuse_over(

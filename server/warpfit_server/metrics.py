@@ -1,4 +1,4 @@
-"""The metrics port: everything that the server counts, for Prometheus.
+"""Everything that the server counts, as metrics of Prometheus.
 
 All processes that take calls send what they measure to the front door (`measurements`), which
 serves one page for all of them. prometheus_client's own way with several processes, files that all
@@ -15,16 +15,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from warpfit.errors import UnavailableError
 from warpfit_server.datasets import DatasetStore
 from warpfit_server.engine.base import CACHE_EVENTS, CACHE_SIZES, CACHES
 from warpfit_server.gpu import GpuMonitor
@@ -52,30 +52,17 @@ class Sources:
     gpus: GpuMonitor
 
 
-class MetricsPort:
-    """An HTTP port with the metrics in Prometheus' text format.
+class MetricsPage:
+    """The page of all metrics, in the format that the reader asks for."""
 
-    Raises:
-        UnavailableError: if the port is taken.
+    def __init__(self, sources: Sources) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(ServerCollector(sources))
 
-    """
-
-    def __init__(self, sources: Sources, host: str, port: int) -> None:
-        registry = CollectorRegistry()
-        registry.register(ServerCollector(sources))
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot listen on {host}:{port}", "PORT_IN_USE", "Choose another --metrics-port"
-            ) from error
-        self.port = int(self._server.server_port)
-
-    def stop(self) -> None:
-        """Close the port."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def render(self, accept: str) -> tuple[str, bytes]:
+        """Return type and content of the page for a request's ``Accept`` header."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self._registry)
 
 
 class ServerCollector(Collector):

@@ -11,10 +11,12 @@ from warpfit_server.doors import Doors
 from warpfit_server.gpu import GpuMonitor
 from warpfit_server.health import Health, HealthPort
 from warpfit_server.measurements import Recorder
-from warpfit_server.metrics import MetricsPort, Sources
+from warpfit_server.metrics import MetricsPage, Sources
+from warpfit_server.metrics_port import MetricsPort
 from warpfit_server.probe import Probe
 from warpfit_server.requests import Observer
 from warpfit_server.supervisor import EngineSupervisor
+from warpfit_server.tls import join_address
 from warpfit_server.tracing import make_tracer
 from warpfit_server.watchdog import Watchdog
 
@@ -76,11 +78,12 @@ class Operations:
             UnavailableError: if one is taken.
 
         """
-        host = self._config.operations_address
-        if self._config.health_port is not None:
-            self._health_port = HealthPort(self.health, host, self._config.health_port)
-        if self._config.metrics_port is not None:
-            self._metrics_port = MetricsPort(self._sources, host, self._config.metrics_port)
+        config = self._config
+        if config.health_port is not None:
+            self._health_port = HealthPort(self.health, config.health_host, config.health_port)
+        if config.metrics_port is not None:
+            page = MetricsPage(self._sources)
+            self._metrics_port = MetricsPort(page, config.metrics_host, config.metrics_port)
 
     def watch(self) -> None:
         """Begin to probe the engine; return when it has answered."""
@@ -107,9 +110,14 @@ class Operations:
 
     def describe(self) -> str:
         """Describe the open ports for the start-up line."""
-        ports = (("health", self._health_port), ("metrics", self._metrics_port))
-        host = self._config.operations_address
-        return "".join(f" {name}={host}:{port.port}" for name, port in ports if port is not None)
+        config = self._config
+        ports = (
+            ("health", config.health_host, self._health_port),
+            ("metrics", config.metrics_host, self._metrics_port),
+        )
+        return "".join(
+            f" {name}={join_address(host, port.port)}" for name, host, port in ports if port
+        )
 
     def _tick(self) -> None:
         self._doors.kill_silent(engine_answers=self._watchdog.answers)

@@ -13,10 +13,12 @@ from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.tls import add_port
 
-#: Threads and calls at a time of the health checks, all that does not bring its own threads.
-_HEALTH_THREADS: Final = 4
-_HEALTH_CALLS: Final = 64
 _KEEPALIVE_MS: Final = 20_000
+#: Calls of one connection at a time. gRPC also refuses new ones while as many that were taken back
+#: wait to be noticed, so that one connection's resets do not fill its queue of new calls.
+_STREAMS: Final = 128
+#: Time that TLS and the first frames of a connection may take.
+_HANDSHAKE_MS: Final = 10_000
 
 
 class AtOnce(ThreadPoolExecutor):
@@ -49,13 +51,15 @@ def make_server(
 
     """
     return grpc.server(
-        ThreadPoolExecutor(_HEALTH_THREADS, "health"),
+        AtOnce(),
         handlers=[grpc.method_handlers_generic_handler(service, dict(handlers))],
-        maximum_concurrent_rpcs=_HEALTH_CALLS,
         options=[
-            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_receive_message_length", config.message_bytes),
+            ("grpc.max_concurrent_streams", _STREAMS),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shared)),
+            ("grpc.max_allowed_incoming_connections", config.connections),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             # A client that vanishes without a word must not keep its place for ever; and clients
             # may ask the same of the server, which gRPC would take for an attack.
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),

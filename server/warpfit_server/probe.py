@@ -63,7 +63,7 @@ class Probe:
         dataset = self._dataset
         # Limits for callers are not for the probe.
         upload = datasets.begin(dataset.layout, dataset.content_id, PROBE, Limits())
-        upload.add(dataset.matrix.data.cast("B"))
+        datasets.add(upload, dataset.matrix.data.cast("B"))
         datasets.commit(upload)
         resident = self._held.enter_context(datasets.lease(upload.key))
         supervisor.load(resident).result()

@@ -55,6 +55,10 @@ class Request:
     """That came with the call."""
     places: list[str] = field(default_factory=list)
     """The tenant whose place it has, while it has one."""
+    reserved: int = 0
+    """Bytes that are counted for its messages."""
+    is_over: bool = False
+    """Whether it was ended because its message did not come."""
     turnstile: Turnstile | None = None
     """In which it is while it is taken in."""
     programs: int = 0

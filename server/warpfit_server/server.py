@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 
+from warpfit_server.code_cache import usable
 from warpfit_server.config import Config
 from warpfit_server.datasets import DatasetStore, Sweeper
 from warpfit_server.doors import Doors
@@ -14,6 +16,7 @@ from warpfit_server.measurements import Recorder
 from warpfit_server.operations import Operations
 from warpfit_server.port import check_free, listen, make_server
 from warpfit_server.segments import SegmentPool, raise_descriptor_limit
+from warpfit_server.server_directory import ServerDirectory
 from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
 from warpfit_server.supervisor import EngineSupervisor
 from warpfit_server.tls import check_exposure
@@ -25,6 +28,20 @@ class Server:
     def __init__(self, config: Config) -> None:
         check_exposure(config)
         raise_descriptor_limit()
+        # Readable by this user alone: what the doors pass on comes in here.
+        self._directory = ServerDirectory()
+        self._places = ExitStack()
+        self._places.callback(self._directory.remove)
+        try:
+            cache = self._places.enter_context(
+                usable(config.cache_path, within=str(self._directory.path))
+            )
+            self._assemble(replace(config, cache_dir=str(cache)))
+        except BaseException:
+            self._places.close()
+            raise
+
+    def _assemble(self, config: Config) -> None:
         limits = config.limits()
         pool = SegmentPool(config.idle_bytes)
         self._config = config
@@ -33,8 +50,6 @@ class Server:
         leases = ResidentLeases(self._datasets, self.supervisor)
         self.ledger = Ledger.create(config.doors)
         recorder = Recorder()
-        # Readable by this user alone: what the doors pass on comes in here.
-        self._directory = tempfile.TemporaryDirectory(prefix="warpfit-")
         self._doors = Doors(config, self.supervisor, leases, self.ledger, recorder)
         admission, guard = make_guard(config, self.ledger, trusts_doors=True)
         service = EvaluatorService(
@@ -49,7 +64,7 @@ class Server:
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.doors > 1)
         self._operations.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
-        self._front_door = f"unix:{self._directory.name}/front-door"
+        self._front_door = f"unix:{self._directory.path}/front-door"
         self._grpc.add_insecure_port(self._front_door)
         self._sweeper = Sweeper(self._datasets, config.lease_seconds)
 
@@ -79,7 +94,7 @@ class Server:
         self._workers.close()
         self._operations.stop()
         self.supervisor.stop()
-        self._directory.cleanup()
+        self._places.close()
 
     def _engine_ready(self) -> None:
         self._doors.engine_ready()

@@ -91,8 +91,8 @@ class EvaluateService:
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
-            size = check_result(evaluation, layout, limits) + len(message)
-            work = self._admission.evaluation(tenant, evaluation, layout, size)
+            size = check_result(evaluation, layout, limits)
+            work = self._admission.evaluation(tenant, evaluation, layout, size, len(message))
             charge = held.enter_context(work)
             requests.asks_for(evaluation, layout)
             decode = time.monotonic_ns() - arrived
@@ -115,8 +115,9 @@ class EvaluateService:
             layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
             check_batch(request.problem.batch, limits)
             request.check(layout)
-            size = check_fit(request, limits) + len(message)
-            charge = held.enter_context(self._admission.fit(tenant, request, layout, size))
+            size = check_fit(request, layout, limits)
+            work = self._admission.fit(tenant, request, layout, size, len(message))
+            charge = held.enter_context(work)
             deadline = _stop_time(request, context.time_remaining())
             requests.asks_for(request.problem, layout)
             decode = time.monotonic_ns() - arrived
@@ -227,7 +228,7 @@ class EvaluatorService(EvaluateService):
     def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
         try:
             for message in messages:
-                upload.add(codec.upload_data(message))
+                self._datasets.add(upload, codec.upload_data(message))
             self._datasets.commit(upload)
         except BaseException:
             self._datasets.abandon(upload)

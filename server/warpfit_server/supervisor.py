@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -39,6 +40,8 @@ from warpfit_server.segments import SegmentPool
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
+#: Seconds that an engine has to log why it ends, after it has closed its channel.
+_LAST_WORDS_SECONDS: Final = 2.0
 #: What exit statuses of the engine process mean.
 _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
 #: Ends of an engine that its work has nothing to do with.
@@ -110,7 +113,8 @@ class EngineSupervisor:
             raise UnavailableError(
                 f"the {self._config.engine} engine did not start",
                 "ENGINE_FAILED",
-                "See the log lines above; --engine cpu runs everywhere",
+                "The log lines above say why"
+                + ("" if self._config.engine == "cpu" else "; --engine cpu runs everywhere"),
             )
 
     @property
@@ -301,6 +305,8 @@ class EngineSupervisor:
                 self._handle(channel, *channel.receive())
         except ChannelClosedError:
             loading = self._forget_engine()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_SECONDS)
         finally:
             channel.close()
             process.kill()

@@ -38,7 +38,8 @@ _LOG: Final = logging.getLogger("warpfit.tenants")
 ANONYMOUS: Final = "default"
 #: To whom the probe belongs: no caller's tenant has this name.
 PROBE: Final = ""
-#: Share of the server's places and queue that one of several tenants may take.
+#: Share of the server's places, bytes in flight, threads and resident data sets that one of
+#: several tenants may take.
 _SHARE: Final = 0.75
 _ATTRIBUTE: Final = "_warpfit_tenant"
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
@@ -122,8 +123,11 @@ class TenantBook:
                 f"tenant {tenant} is suspended", "TENANT_SUSPENDED", "Ask the server's operator"
             )
         asked = {**self._default.limits, **section.limits}
-        requests = max(1, int(self.server.requests * self._share))
-        limits = replace(self.server, requests=requests)
+        limits = replace(
+            self.server,
+            requests=max(1, int(self.share(self.server.requests))),
+            resident_bytes=int(self.share(self.server.resident_bytes)),
+        )
         for name, value in asked.items():
             limits = replace(limits, **{name: _narrower(name, value, self.server)})
         return limits

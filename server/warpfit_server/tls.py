@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.security import is_loopback
+from warpfit.security import check_secret, is_loopback
 from warpfit_server.config import Config
 from warpfit_server.watch import Watch
 
@@ -26,8 +26,9 @@ def check_exposure(config: Config) -> None:
     """Refuse settings that would put plain text, or nobody's control, on a network.
 
     Raises:
-        InvalidArgumentError: if TLS is half configured, or the port can be reached from other
-            machines in plain text without ``--insecure``.
+        InvalidArgumentError: if TLS is half configured, if the port can be reached from other
+            machines in plain text without ``--insecure``, or the metrics of several tenants
+            without ``--expose-tenants``.
 
     """
     if bool(config.tls_cert) != bool(config.tls_key) or (
@@ -38,13 +39,27 @@ def check_exposure(config: Config) -> None:
             "INCOMPLETE_CERTIFICATE",
             "Give --tls-cert and --tls-key together; --tls-client-ca needs both",
         )
-    if config.tls_cert or config.insecure or is_loopback(config.host):
-        return
-    raise InvalidArgumentError(
-        f"plain text on {config.host} can be read and changed by others on the network",
-        "INSECURE",
-        "Give --tls-cert and --tls-key, listen on 127.0.0.1, or accept it with --insecure",
-    )
+    if not (config.tls_cert or config.insecure or is_loopback(config.host)):
+        raise InvalidArgumentError(
+            f"plain text on {config.host} can be read and changed by others on the network",
+            "INSECURE",
+            "Give --tls-cert and --tls-key, listen on 127.0.0.1, or accept it with --insecure",
+        )
+    is_public = config.metrics_port is not None and not is_loopback(config.metrics_host)
+    has_tenants = bool(config.token_file or config.tls_client_ca)
+    if is_public and has_tenants and not config.expose_tenants:
+        raise InvalidArgumentError(
+            f"whoever can reach the metrics port on {config.metrics_host} can read the names of "
+            "the tenants and how much they compute",
+            "TENANTS_EXPOSED",
+            "Listen with --metrics-host 127.0.0.1, or keep others away by a firewall or network "
+            "policy and give --expose-tenants",
+        )
+
+
+def join_address(host: str, port: int) -> str:
+    """Write an address as ``HOST:PORT``; one of IPv6 gets brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Certificates:
@@ -79,11 +94,13 @@ class Certificates:
         """Read the files.
 
         Raises:
-            InvalidArgumentError: if they cannot be read or do not belong together.
+            InvalidArgumentError: if they cannot be read, do not belong together, or others can read
+                the key.
 
         """
         certificate, key, *authorities = self._paths
         try:
+            check_secret(key)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate, key)
             for authority in authorities:
@@ -108,10 +125,10 @@ def add_port(server: Any, config: Config, port: int) -> int:
         InvalidArgumentError: if the files of TLS cannot be used.
 
     """
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = join_address(config.host, port)
     if not config.tls_cert:
-        number = server.add_insecure_port(f"{host}:{port}")
+        number = server.add_insecure_port(address)
     else:
         certificates = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
-        number = server.add_secure_port(f"{host}:{port}", certificates.credentials())
+        number = server.add_secure_port(address, certificates.credentials())
     return int(number)

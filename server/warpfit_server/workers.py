@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
@@ -13,7 +14,7 @@ _LOG: Final = logging.getLogger("warpfit.workers")
 #: Longest time in seconds that a thread of a door waits for another one that runs Python: a tenth
 #: of Python's own, because a call waits for several, and what each has to do is shorter still.
 _SWITCH_SECONDS: Final = 0.0005
-_Task = tuple[Callable[..., None], tuple[Any, ...]]
+_Task = tuple[str, Callable[..., None], tuple[Any, ...]]
 
 
 class Workers:
@@ -24,31 +25,36 @@ class Workers:
 
     Args:
         most: threads at most.
+        most_each: of these, threads at most that work for the same owner.
 
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_each: int | None = None) -> None:
         self._most = most
+        self._most_each = most if most_each is None else most_each
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
         self._idle = 0
+        self._busy: Counter[str] = Counter()
 
-    @property
-    def all_busy(self) -> bool:
-        """Whether every thread serves a call; a further one would wait for one of them."""
-        return self._idle <= 0 and self._threads >= self._most
+    def has_room(self, owner: str) -> bool:
+        """Tell whether a task of an owner would begin at once, and the owner may have one more."""
+        if self._idle <= 0 and self._threads >= self._most:
+            return False
+        return self._busy[owner] < self._most_each
 
-    def start(self, task: Callable[..., None], *arguments: Any) -> None:
-        """Run a task on one of the threads."""
+    def start(self, owner: str, task: Callable[..., None], *arguments: Any) -> None:
+        """Run a task on one of the threads, for an owner whom `has_room` has been asked about."""
         with self._lock:
+            self._busy[owner] += 1
             grows = self._idle <= 0 and self._threads < self._most
             if grows:
                 self._threads += 1
                 name = f"call-{self._threads}"
             else:
                 self._idle -= 1  # below zero for tasks that wait
-        self._tasks.put((task, arguments))
+        self._tasks.put((owner, task, arguments))
         if grows:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
@@ -61,7 +67,7 @@ class Workers:
 
     def _work(self) -> None:
         while (found := self._tasks.get()) is not None:
-            task, arguments = found
+            owner, task, arguments = found
             try:
                 task(*arguments)
             except Exception:
@@ -69,6 +75,9 @@ class Workers:
             del found, task, arguments  # a thread without work holds nothing of the last call
             with self._lock:
                 self._idle += 1
+                self._busy[owner] -= 1
+                if not self._busy[owner]:
+                    del self._busy[owner]
 
 
 def take_short_turns() -> None:

@@ -41,6 +41,7 @@ from support.callers import (
     on_cores,
 )
 from support.results import write_result
+from support.secret_files import write_secret
 from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
@@ -371,7 +372,7 @@ def server(
     made = {name: new_token(name) for name in ("victim", "greedy")}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tokens"
-        path.write_text("\n".join(line for _, line in made.values()))
+        write_secret(path, "\n".join(line for _, line in made.values()))
         book = path.with_name("tenants.toml")
         book.write_text(limits)
         files = ("--token-file", str(path), "--tenants-file", str(book))

@@ -86,7 +86,7 @@ def failure(call, *arguments):
 
 
 ADD = ops.OPERATORS["add"].code
-TOO_LONG = 10_000_000
+TOO_LONG = 1_000_000
 
 EVALUATE_CASES = {
     "unknown operator": (request([1, 200]), "INVALID_ARGUMENT", "UNKNOWN_OPERATOR", (0, 1)),

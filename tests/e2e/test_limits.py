@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 
 import warpfit
 from support.rpcs import OWN_CONNECTION, SERVICE, Caller, X, bearer, evaluate_request
+from support.secret_files import write_secret
 from support.server import ServerProcess
 from warpfit import codec
 from warpfit.arguments import build_evaluation
@@ -41,9 +42,9 @@ def callers(server, count):
         ]
 
 
-def long_call(data):
+def long_call(data, programs=400):
     """Serialize a request that computes for many seconds."""
-    evaluation, _ = build_evaluation(data, [LONG] * 400, None, None, {"loss": "mse"})
+    evaluation, _ = build_evaluation(data, [LONG] * programs, None, None, {"loss": "mse"})
     return codec.evaluation_to_message(evaluation).SerializeToString()
 
 
@@ -228,14 +229,16 @@ def test_a_full_queue_refuses_at_once_and_the_client_comes_back():
     ):
         data = patient.upload(WIDE, WIDE[:, 0])
         with callers(server, 1) as (caller,):
-            call = start(caller, long_call(data))  # alone it may be as long as it likes
+            # However long they are, each has half of the queue.
+            calls = [start(caller, long_call(data)) for _ in range(2)]
             time.sleep(0.5)
             with pytest.raises(warpfit.ResourceExhaustedError) as caught:
                 impatient.evaluate(data, [LONG] * 100, loss="mse")
             assert caught.value.reason == "QUEUE_FULL"
             assert caught.value.retry_after > 0
             assert "--max-queue-seconds" in caught.value.remedy
-            threading.Timer(1.0, call.cancel).start()
+            for call in calls:
+                threading.Timer(1.0, call.cancel).start()
             assert patient.evaluate(data, [LONG], loss="mse").shape == (1,)
 
 
@@ -247,7 +250,7 @@ def test_memory_of_answers_in_flight():
         data = client.upload(WIDE)
         assert client.evaluate(data, ["x1"] * 4).nbytes > 1 << 20, "alone it may"
         with callers(server, 1) as (caller,):
-            call = start(caller, long_call(client.upload(WIDE, WIDE[:, 0])))
+            call = start(caller, long_call(client.upload(WIDE, WIDE[:, 0]), 200))
             time.sleep(0.5)
             with pytest.raises(warpfit.ResourceExhaustedError) as caught:
                 client.evaluate(data, ["x1"] * 4)
@@ -369,7 +372,7 @@ def test_limits_are_told(server):
 def test_a_greedy_tenant_does_not_keep_another_waiting(tmp_path):
     tokens = {name: new_token(name) for name in ("greedy", "modest")}
     path = tmp_path / "tokens"
-    path.write_text("\n".join(line for _, line in tokens.values()))
+    write_secret(path, "\n".join(line for _, line in tokens.values()))
     flags = ("--token-file", str(path), "--threads", "2", "--max-queue-seconds", "10000")
     with ServerProcess(*flags) as server, ExitStack() as stack:
         greedy, modest = (

@@ -116,7 +116,7 @@ def test_a_connection_lost_to_a_live_engine_comes_back(own_server):
 def test_a_new_engine_gets_any_number_of_data_sets():
     flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
     with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
-        sets = [client.upload(np.full((1, 1), float(n)), np.ones(1)) for n in range(1_500)]
+        sets = [client.upload(np.full((1, 1), float(n)), np.ones(1)) for n in range(1_100)]
         server.kill_engine()
         assert client.evaluate(sets[3], ["x1"], loss="mse", timeout=20)[0] == 4.0
         health.wait_for(server.facts["health"], "SERVING")

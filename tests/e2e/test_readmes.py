@@ -35,7 +35,7 @@ SHELL = [
 ]
 #: What is not run here, by a word of the command, and why; what the command names is checked.
 NOT_RUN = {
-    "docker": "needs a container engine: `tests/bench/image.py` runs the image's steps",
+    "docker": "needs a container engine: `tests/images` builds and runs the images with another",
     "helm": "needs a cluster: the chart is rendered, with what the command sets",
     "full": "takes minutes: `tests/bench/results/bench_gpu.json` is its result",
 }

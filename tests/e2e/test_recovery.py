@@ -83,7 +83,7 @@ def test_least_recently_used_data_set_is_evicted():
             with pytest.raises(grpc.RpcError) as caught:
                 get(pb.GetVariablesRequest(content_id=first.content_id).SerializeToString())
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        with pytest.raises(warpfit.errors.ResourceExhaustedError, match="needs 1600000 bytes"):
+        with pytest.raises(warpfit.errors.ResourceExhaustedError, match="1600000 more bytes"):
             client.upload(np.ones((100_000, 4)))
 
 

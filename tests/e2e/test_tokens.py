@@ -15,6 +15,7 @@ import pytest
 
 import warpfit
 from support.rpcs import DATA, METHODS, OWN_CONNECTION, SERVICE, Caller, X, bearer, explained
+from support.secret_files import write_secret
 from support.server import ServerProcess
 from warpfit import cli, codec
 from warpfit.dataset import Dataset
@@ -36,7 +37,7 @@ def tokens(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     made = {name: new_token(name) for name in ("alice", "bob", "carol", "mallory")}
     made["late"] = new_token("alice", days=-1)
-    path.write_text("# tenants\n\n" + "".join(f"{line}\n" for _, line in made.values()))
+    write_secret(path, "# tenants\n\n" + "".join(f"{line}\n" for _, line in made.values()))
     path.with_name("tenants.toml").write_text(
         "[tenants.mallory]\nsuspended = true\n[tenants.carol]\nprograms = 1\nrate = 5\n"
     )
@@ -205,7 +206,7 @@ def test_the_clients_carry_tokens(server, tokens, monkeypatch, tmp_path, capsys)
         client.info()
     assert asyncio.run(_async_values(server.address, token=token)) == 50
     file = tmp_path / "token"
-    file.write_text(f"{token}\n")
+    write_secret(file, f"{token}\n")
     assert cli.main(["info", server.address, "--token-file", str(file)]) == 0
     assert cli.main(["info", server.address]) == 2
     assert "no token" in capsys.readouterr().err
@@ -229,12 +230,22 @@ def test_there_is_no_reflection(as_tenant):
     [
         (["--host", "0.0.0.0"], "plain text on 0.0.0.0"),
         (["--host", "127.0.0.1", "--tls-cert", "x.crt"], "half configured"),
+        (["--port", "70000"], "0 to 65535"),
+        (["--metrics-port", "70000"], "0 to 65535"),
+        (["--health-port", "-1"], "0 to 65535"),
+        (["--token-file", "open-to-all"], "chmod 600"),
+        (
+            ["--token-file", "x", "--metrics-port", "0", "--metrics-host", "0.0.0.0"],
+            "--expose-tenants",
+        ),
         (["--tls-cert", "no-such.crt", "--tls-key", "no-such.key"], "cannot be used for TLS"),
         (["--token-file", "no-such-file"], "cannot be read"),
         (["--tenants-file", "no-such-file"], "cannot be used"),
     ],
 )
 def test_a_server_with_wrong_settings_does_not_start(flags, message, tmp_path):
+    (tmp_path / "open-to-all").touch()
+    (tmp_path / "open-to-all").chmod(0o644)
     command = [sys.executable, "-m", "warpfit_server", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2

@@ -7,7 +7,13 @@ import pytest
 
 from support import nist
 from support.derivative_suite import *  # noqa: F403
-from support.derivative_suite import assert_close, make_dataset, smooth_programs
+from support.derivative_suite import (
+    LossErrors,
+    assert_close,
+    evaluated,
+    make_dataset,
+    smooth_programs,
+)
 from support.derivatives import derive, linearise
 from support.evaluations import POISON
 from support.fits import fit
@@ -29,6 +35,40 @@ PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
 @pytest.fixture(scope="module", params=FLAVOURS, ids=lambda flavour: flavour[0])
 def flavour(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def loss_errors() -> LossErrors:
+    """As server/README.md says: losses of one's own are float32 for each row."""
+    return LossErrors(asked_otherwise=1e-14, own_single=1e-6)
+
+
+@pytest.mark.parametrize("loss", [Loss.SSE, Loss.MAE, Loss.NMSE])
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_fast_loss_is_the_same_however_it_is_asked_for(engine, loss, weights):
+    """The two interpreters compute values alike, and round the difference once."""
+    data = make_dataset(70_001, "float32", weights=weights)
+    batch = Batch.of([parse("p1 * x1 + x2"), parse("x1 * x2 - x3")], [[0.7], []])
+    alone, beside = (
+        evaluated(engine, data, batch, loss, gradient=gradient, precision=Precision.FAST)
+        for gradient in (False, True)
+    )
+    np.testing.assert_allclose(beside, alone, rtol=1e-14)
+    want = evaluated(engine, data, batch, loss)
+    np.testing.assert_allclose(alone, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [Loss.SSE, Loss.MAE, Loss.NMSE])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_compiled_loss_is_the_interpreters(engine, loss, weights, dtype):
+    """In precise mode, alone and beside its gradient."""
+    data = make_dataset(70_001, dtype, weights=weights)
+    batch = Batch.of([parse("p1 * x1 + x2"), parse("x1 * x2 - x3")], [[0.7], []])
+    alone = evaluated(engine, data, batch, loss)
+    for gradient in (False, True):
+        got = evaluated(engine, data, batch, loss, gradient=gradient, tier=Tier.COMPILED)
+        np.testing.assert_allclose(got, alone, rtol=1e-14)
 
 
 @pytest.mark.parametrize("rows", [31, 5000])
@@ -209,7 +249,8 @@ def test_compiled_gradients(engine, flavour, weights, rows):
 def test_compiled_gradients_of_vectors_and_row_ranges(engine):
     data = make_dataset(4000, weights=True)
     programs, _ = smooth_programs()
-    blocks = list(np.random.default_rng(4).uniform(0.3, 1.5, size=(len(programs), 3, 4)))
+    rng = np.random.default_rng(4)
+    blocks = [rng.uniform(0.3, 1.5, size=(3, program.parameters)) for program in programs]
     options = {"loss": Loss.MSE, "rows": (37, 3501)}
     got = compiled_gradients(engine, data, programs, blocks, **options)
     want = compiled_gradients(engine, data, programs, blocks, tier=Tier.INTERPRETER, **options)

@@ -1,4 +1,5 @@
-"""Precise mode's float32 functions on a device: all operands, or very many pairs."""
+"""Errors on a device: of every operator at hard operands, and of precise mode's own functions at
+all float32 operands, or very many pairs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from warpfit.request import Precision
+from support.accuracy import rounded_threshold
+from support.hard_cases import exact_values, hard_operands, near_multiples_of_half_pi
+from warpfit.bounds import BOUNDS, Bound, excess
+from warpfit.dataset import Dataset
+from warpfit.ir import Program
+from warpfit.ops import OPERATORS
+from warpfit.request import Precision, Tier
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.prelude import compiler_options, prelude
 
@@ -21,6 +28,67 @@ FUNCTIONS = {
     "pow": ("power(a, b)", "pow((double)a, (double)b)", True, 4.0),
 }
 BLOCKS, THREADS = 1024, 256
+TIERS = (Tier.INTERPRETER, Tier.COMPILED)
+
+
+def largest_share(evaluate, name: str, operands, bound: Bound, **options) -> float:
+    """Largest error of an operator on the device as a share of its bound; printed."""
+    operator = OPERATORS[name]
+    if name == "erf":  # whose truth takes long
+        operands = operands[:, ::20]
+    if name in ("pdiv", "plog", "pinv"):
+        operands = operands[:, ~rounded_threshold(list(operands), operands.dtype)]
+    program = Program.apply(name, *(Program.variable(k) for k in range(operator.arity)))
+    exact = exact_values(operator, operands)
+    if options["precision"] is Precision.FAST:
+        kept = _has_fast_bound(operands, exact)
+        operands, exact = operands[:, kept], exact[kept]
+    data = Dataset.of(operands.T, dtype=operands.dtype)
+    got = evaluate(data, [program], **options).values[0, 0]
+    share = excess(bound, list(operands), got, exact)
+    worst = int(share.argmax())
+    with np.errstate(all="ignore"):
+        limit = bound.limit(list(operands), exact.astype(got.dtype))[worst]
+    print(
+        f"{name}: {share[worst]:.3f} of the bound {limit:.3g} ({bound}) at "
+        f"{operands[:, worst].tolist()}: got {got[worst]!r}, exact {exact[worst]!r}"
+    )
+    return float(share[worst])
+
+
+def _has_fast_bound(operands, exact):
+    """Rows without subnormal or infinite numbers, for which fast mode promises nothing."""
+    with np.errstate(all="ignore"):
+        columns = np.concatenate([operands, exact[np.newaxis].astype(np.float32)])
+        vanishes = (columns[-1] == 0) & (exact != 0)
+    tiny = (columns != 0) & (np.abs(columns) < 2 * np.finfo(np.float32).tiny)
+    return ~(tiny | np.isinf(columns)).any(axis=0) & ~vanishes & ~np.isnan(operands).any(axis=0)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_precise_bounds_hold_at_hard_operands(evaluate, name, dtype, tier):
+    options = {"precision": Precision.PRECISE, "tier": tier}
+    operands = hard_operands(OPERATORS[name], dtype)
+    assert largest_share(evaluate, name, operands, BOUNDS[name].precise_cuda, **options) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["sin", "cos", "tan"])
+def test_circular_functions_next_to_all_multiples_of_half_pi(evaluate, name, dtype):
+    options = {"precision": Precision.PRECISE, "tier": Tier.INTERPRETER}
+    operands = near_multiples_of_half_pi(dtype, 1_000_000)[np.newaxis]
+    assert largest_share(evaluate, name, operands, BOUNDS[name].precise_cuda, **options) <= 1
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fast_bounds_hold_at_hard_operands(evaluate, name, tier):
+    """Run it with ``-s`` to see how much of each bound is used."""
+    options = {"precision": Precision.FAST, "tier": tier}
+    operands = hard_operands(OPERATORS[name], "float32")
+    assert largest_share(evaluate, name, operands, BOUNDS[name].fast_cuda, **options) <= 1
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

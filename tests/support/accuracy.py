@@ -22,7 +22,9 @@ def ulps(got: Array, truth: Array) -> NDArray[np.float64]:
     """
     with np.errstate(all="ignore"):
         rounded = truth.astype(got.dtype)
-        spacing = np.spacing(np.minimum(np.abs(rounded), np.finfo(got.dtype).max)).astype(_WIDE)
+        info = np.finfo(got.dtype)  # whose largest number NumPy gives an infinite ulp
+        below = info.max - np.spacing(info.max / 2)
+        spacing = np.spacing(np.minimum(np.abs(rounded), below)).astype(_WIDE)
         distance = np.abs(got.astype(_WIDE) - truth.astype(_WIDE)) / spacing
         limit = _WIDE(np.finfo(got.dtype).max)
         overflow = np.isinf(got) & (np.abs(truth) >= limit * (1 - _WIDE(np.finfo(got.dtype).eps)))

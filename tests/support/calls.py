@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -14,12 +14,16 @@ from warpfit import codec
 from warpfit.security import new_token
 from warpfit.v1 import evaluator_pb2 as pb
 
+#: Messages of a client that sends none, and goes on waiting.
+SILENT: Final[Sequence[None]] = (None,)
+
 
 class Call:
     """A call's context, its messages and what it has been answered.
 
     Args:
-        given: its messages; None if nothing may ask for them.
+        given: its messages; None if nothing may ask for them. From a None among them on the client
+            is silent, until it goes or the call ends.
         token: bearer token.
         metadata: further metadata.
         code: status that it has from the beginning.
@@ -32,7 +36,7 @@ class Call:
 
     def __init__(
         self,
-        given: Sequence[bytes] | None,
+        given: Sequence[bytes | None] | None,
         token: str = "",
         *,
         metadata: tuple[tuple[str, str], ...] = (),
@@ -51,6 +55,7 @@ class Call:
         self._pause = pause
         self._sent: list[bytes] = []
         self._ended = threading.Event()
+        self._over = threading.Event()  # ended, or the client has gone
         self._callbacks: list[Callable[[], None]] = []
         self.trailing: tuple[tuple[str, Any], ...] = ()
         self.details = ""
@@ -58,12 +63,20 @@ class Call:
     def messages(self) -> Iterator[bytes]:
         """What the client sends."""
         assert self._given is not None, "nobody may read this call's messages"
-        yield from self._given
+        for message in self._given:
+            if message is None:
+                self._over.wait(10)
+                if not self._active:
+                    raise grpc.RpcError
+                return
+            yield message
 
     def send(self, message: bytes | None) -> None:
         """Take a message of the answer; None ends it."""
         if message is None:
+            assert not self._ended.is_set(), "the call has ended already"
             self._ended.set()
+            self._over.set()
             return
         time.sleep(self._pause)
         self._sent.append(message)
@@ -73,6 +86,7 @@ class Call:
     def cancel(self) -> None:
         """Let the client go."""
         self._active = False
+        self._over.set()
         for callback in self._callbacks:
             callback()
 
@@ -125,6 +139,7 @@ def token_file(folder: Path, *tenants: str) -> tuple[str, dict[str, str]]:
     made = {tenant: new_token(tenant) for tenant in tenants}
     path = folder / "tokens"
     path.write_text("".join(f"{line}\n" for _, line in made.values()))
+    path.chmod(0o600)
     return str(path), {tenant: token for tenant, (token, _) in made.items()}
 
 

@@ -16,6 +16,8 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
+from support.secret_files import write_secret
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -48,7 +50,7 @@ class Authority:
         certificate = builder.sign(self._key, hashes.SHA256())
         stem = file or f"{self.file.stem}-{name or 'nameless'}"
         pair = Pair(self._directory / f"{stem}.crt", self._directory / f"{stem}.key")
-        pair.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        write_secret(pair.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         pair.certificate.write_bytes(certificate.public_bytes(Encoding.PEM))
         return pair
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.derivatives import _FUNCTIONS
+from warpfit.derivatives import FUNCTIONS
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode
@@ -40,7 +40,7 @@ def _partial(kernel: Any) -> Callable[..., Any]:
     def compute(*operands: Any) -> Any:
         reads = operands[1:] if kernel.scaled else operands
         names = dict(zip("abc", reads, strict=False))
-        partial = eval(kernel.source, {"__builtins__": {}, **_FUNCTIONS}, names)
+        partial = eval(kernel.source, {"__builtins__": {}, **FUNCTIONS}, names)
         return product(operands[0], partial) if kernel.scaled else partial
 
     return compute

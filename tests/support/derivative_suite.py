@@ -1,10 +1,13 @@
 """Tests of derivatives, row losses and statistics against NumPy's, for any engine.
 
-A test module imports all of it, and defines the fixtures ``engine`` and ``flavour``: data type,
-precision and relative tolerance.
+A test module imports all of it, and defines the fixtures ``engine``, ``flavour`` (data type,
+precision and relative tolerance) and ``loss_errors`` (`LossErrors` of the engine).
 """
 
 from __future__ import annotations
+
+import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,16 +18,29 @@ from support.derivatives import derive, linearise
 from support.evaluations import POISON
 from support.numpy_engine import NumpyEngine
 from support.strategies import edge_values, programs
+from warpfit import reference_engine
 from warpfit.dataset import Dataset
 from warpfit.derivatives import differentiate
 from warpfit.errors import CancelledError
 from warpfit.ir import Batch, Program
-from warpfit.losses import ABSOLUTE, SQUARES, huber, poisson
+from warpfit.losses import (
+    ABSOLUTE,
+    BY_NAME,
+    SQUARES,
+    Closing,
+    LossFunction,
+    TargetStatistics,
+    as_function,
+    close_losses,
+    huber,
+    poisson,
+)
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss
+from warpfit.request import Evaluation, Loss, Tier
 from warpfit.workload import thesis_mix
 from warpfit_server.engine.base import Outputs, run_to_end
+from warpfit_server.engine.closing import correlation, engine_share, finish
 
 LOSSES = {
     "squares": SQUARES,
@@ -63,8 +79,8 @@ def smooth_programs() -> tuple[list[Program], list[np.ndarray]]:
         "tanh(p1 * x1 + p2) + logistic(p3 * x2) + erf(p1 - x3)",
         "p1 * x1 + p1 * x2 + p1 * x1 * x2 + p1 * exp(p1)",
     ]
-    vectors = [np.array([0.7, 1.3, -0.4, 0.2])] * len(texts)
-    return [parse(text) for text in texts], vectors
+    found = [parse(text) for text in texts]
+    return found, [np.array([0.7, 1.3, -0.4, 0.2])[: program.parameters] for program in found]
 
 
 def assert_close(got, want, tolerance: float, scale=None) -> None:
@@ -144,6 +160,41 @@ def test_edge_values_are_special_where_the_reference_is(engine, name):
     np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
 
 
+#: Functions of |a| as operators and spelled out, and powers: derivatives at 0 are conventions.
+CONVENTIONS = (
+    "logabs(p1)",
+    "log(abs(p1))",
+    "sqrtabs(p1)",
+    "sqrt(abs(p1))",
+    "powabs(p1, p2)",
+    "abs(p1) ^ p2",
+    "p1 ^ p2",
+    "fma(p1, p2, p3)",
+)
+SPELLED_OUT = ((0, 1), (2, 3), (4, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_conventions_at_zero_are_the_references(engine, dtype):
+    """Programs of parameters alone and of rows, at all combinations of 0 and other numbers."""
+    points = np.array(list(np.ndindex(*[6] * 3))).T
+    columns = np.array([0.0, -0.0, 1.0, -1.0, 2.0, 0.5])[points]
+    data = Dataset.of(columns.T, dtype=dtype)
+    texts = [re.sub(r"p(\d)", r"(x\1 + p\1)", text) for text in CONVENTIONS]
+    written = [parse(text) for text in texts]
+    counts = [program.parameters for program in written]
+    zeros = [np.zeros(count) for count in counts]
+    jacobian = derive(engine, data, written, zeros).jacobian
+    got = np.split(jacobian, np.cumsum(counts)[:-1])
+    for program, zero, slopes in zip(written, zeros, got, strict=True):
+        _, want = differentiate(program, columns, zero)
+        np.testing.assert_allclose(slopes, want, rtol=1e-5)
+    for operator, spelled in SPELLED_OUT:
+        np.testing.assert_allclose(got[operator], got[spelled], rtol=1e-5)
+        at_zero = columns[0] == 0
+        assert not got[operator][:, at_zero].any()
+
+
 NICE = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "square", "aq", "logistic", "max", "fma")
 
 
@@ -153,14 +204,14 @@ def test_random_programs(engine, flavour, program):
     dtype, precision, tolerance = flavour
     rng = np.random.default_rng(2)
     columns = rng.uniform(-1, 1, size=(3, 40)).astype(dtype).astype(float)
-    vector = np.array([0.75, -0.5, 1.25])
+    vector = np.array([0.75, -0.5, 1.25])[: program.parameters]
     values, want = differentiate(program, columns, vector)
     _, by_variables = differentiate(program, columns, vector, by=VARIABLE)
-    assume(np.abs(values).max() < 1e3 and np.abs(want).max() < 1e3)
+    assume(np.abs(values).max() < 1e3 and np.abs(want).max(initial=0) < 1e3)
     data = Dataset.of(columns.T, np.zeros(40), dtype=dtype)
     loss = parse("x1 - x2")
     got = derive(engine, data, [program], [vector], row_loss=loss, precision=precision)
-    scale = 10 + np.abs(want).max()
+    scale = 10 + np.abs(want).max(initial=0)
     assert_close(got.jacobian, want, tolerance, scale)
     assert_close(got.gradients, want.sum(axis=1), tolerance, 40 * scale)
     sums = by_variables.sum(axis=1)
@@ -173,9 +224,8 @@ def test_any_program_gives_numbers_of_the_same_bits_again(engine, program, dtype
     columns = np.random.default_rng(3).normal(size=(20, 3))
     columns[0] = [0.0, np.inf, np.nan]
     data = Dataset.of(columns, np.zeros(20), dtype=dtype)
-    once, again = (
-        derive(engine, data, [program], [[0.5, -1.0, 2.0]], row_loss=SQUARES) for _ in range(2)
-    )
+    vector = [0.5, -1.0, 2.0][: program.parameters]
+    once, again = (derive(engine, data, [program], [vector], row_loss=SQUARES) for _ in range(2))
     for name in ("values", "losses", "gradients", "jacobian", "variable_gradients"):
         np.testing.assert_array_equal(getattr(once, name), getattr(again, name))
 
@@ -281,7 +331,8 @@ def test_row_ranges(engine, bounds):
 
 def test_parameter_vectors(engine):
     data = make_dataset(2000, weights=True)
-    given_programs, _ = smooth_programs()
+    nothing = Program.apply("mul", Program.constant(0.0), Program.parameter(3))
+    given_programs = [Program.apply("add", program, nothing) for program in smooth_programs()[0]]
     blocks = np.random.default_rng(4).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
     got = linearise(engine, data, given_programs, list(blocks), SQUARES)
     outputs = derive(engine, data, given_programs, list(blocks), row_loss=SQUARES)
@@ -348,6 +399,163 @@ def test_thesis_mix_in_one_batch_equals_one_by_one(engine):
         np.testing.assert_array_equal(part, alone.gradients)
 
 
+# ------------------------------------------------------------------------ precision of the losses
+
+
+@dataclass(frozen=True)
+class LossErrors:
+    """Relative errors of losses that an engine may have."""
+
+    asked_otherwise: float
+    """Between the losses of one program alone, in a batch, beside a gradient, and in a fit."""
+    own_single: float
+    """Of losses of one's own where they are computed for each row in float32."""
+
+
+def evaluated(engine, data, batch, loss, **options) -> np.ndarray:
+    """Losses [programs] by `Engine.evaluate`, of the interpreters."""
+    options = {"tier": Tier.INTERPRETER, **options}
+    kind = "loss" if isinstance(loss, Loss) else "custom_loss"
+    evaluation = Evaluation(data.content_id, batch, values=False, **{kind: loss}, **options)
+    losses = np.full((len(batch), 1), POISON)
+    gradients = np.full(len(batch.parameters), POISON) if evaluation.gradient else None
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    engine.evaluate(evaluation, Outputs(None, losses, flag, lambda _: None, gradients=gradients))
+    return losses[:, 0]
+
+
+ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
+    name: LossFunction(make().row, Closing.SUM) for name, make in BY_NAME.items()
+}
+
+
+OWN = LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("name", ALL_LOSSES)
+@pytest.mark.parametrize("rows", [3, 5_000, 70_001])
+def test_a_loss_is_the_same_however_it_is_asked_for(
+    engine, flavour, loss_errors, name, weights, rows
+):
+    dtype, precision, _ = flavour
+    loss = ALL_LOSSES[name]
+    data = make_dataset(rows, dtype, weights=weights)
+    texts = ["p1 * exp(-p2 * x1) + 2", "x1 + x2 + 0.5", "p1 * x3 + p2 / x4"]
+    vectors = [[0.7, 1.3], [], [0.3, 0.1]]
+    batch = Batch.of(list(map(parse, texts)), vectors)
+    asked = {"precision": precision}
+    alone = evaluated(engine, data, batch, loss, **asked)
+    others = [evaluated(engine, data, batch, loss, gradient=True, **asked)]
+    singles = [Batch.of([parse(t)], [v]) for t, v in zip(texts, vectors, strict=True)]
+    others.append(np.concatenate([evaluated(engine, data, one, loss, **asked) for one in singles]))
+    closed = as_function(loss)
+    statistics = TargetStatistics.of_rows(data, slice(None))
+    for curvature in (False, True):
+        got = engine.linearise(
+            Evaluation(data.content_id, batch, **asked),
+            closed.row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
+        )  # fmt: skip
+        others.append(close_losses(closed.closing, got.losses[:, 0], statistics))
+    assert np.isfinite(alone).all()
+    for other in others:
+        np.testing.assert_allclose(other, alone, rtol=loss_errors.asked_otherwise)
+
+
+@pytest.mark.parametrize("size", [1e-9, 2e-5, 0.01, 3.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", [*ALL_LOSSES, "own"])
+def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, size):
+    """Values are exact here, so that all errors are those of the loss."""
+    rng = np.random.default_rng(8)
+    f = rng.uniform(0.2, 2, size=3_000).astype(dtype)
+    if dtype == "float32" and size < 1e-7:
+        f *= np.float32(1e-3)
+    y = (f + size * rng.normal(size=3_000)).astype(dtype)
+    y = np.abs(y)
+    loss = ALL_LOSSES.get(name) or OWN
+    data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
+    batch, custom = Batch.of([parse("x1")]), as_function(loss)
+    asked = Evaluation(data.content_id, batch, values=False, custom_loss=custom)
+    want = reference_engine.evaluate(asked, data).losses[:, 0]
+    is_own = not isinstance(loss, Loss) and dtype == "float32"
+    tolerance = max(1e-12, is_own * loss_errors.own_single)
+    for gradient in (False, True):
+        got = evaluated(engine, data, batch, loss, gradient=gradient)
+        np.testing.assert_allclose(got, want, rtol=tolerance)
+
+
+def moments_of(f, y, w) -> np.ndarray:
+    """Moments in long double, by definition but for the first row as the origin of the means."""
+    f, y, w = (np.asarray(column, dtype=np.longdouble) for column in (f, y, w))
+    first_f, first_y = f[0], y[0]
+    f, y = f - first_f, y - first_y
+    mean_f, mean_y = (w * f).sum() / w.sum(), (w * y).sum() / w.sum()
+    df, dy = f - mean_f, y - mean_y
+    squares, products = (w * df * df).sum(), (w * df * dy).sum()
+    left = (w * (dy - products / squares * df) ** 2).sum()
+    found = [
+        w.sum(),
+        first_f + mean_f,
+        first_y + mean_y,
+        squares,
+        (w * dy * dy).sum(),
+        products,
+        left,
+    ]
+    return np.array(found, dtype=float)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e8, -3e12])
+@pytest.mark.parametrize("noise", [1e-9, 1e-4, 1.0])
+@pytest.mark.parametrize("rows", [5, 4_000, 70_001])
+@pytest.mark.parametrize("weights", [False, True])
+def test_moments_keep_their_digits(engine, mean, noise, rows, weights):
+    """Of values far from zero, and of programs whose best line is next to the target."""
+    rng = np.random.default_rng(9)
+    x = mean + np.sort(rng.normal(size=rows))
+    y = 3 * (x - mean) + noise * rng.normal(size=rows) + 2 * mean
+    w = rng.uniform(0.1, 2, size=rows) if weights else None
+    data = Dataset.of(x[:, None], y, w, dtype="float64")
+    outputs = derive(engine, data, [parse("x1")], statistics=True)
+    want = moments_of(x, y, np.ones(rows) if w is None else w)
+    got = outputs.moments[0, 0]
+    np.testing.assert_allclose(got[:6], want[:6], rtol=1e-12, atol=1e-13 * rows)
+    np.testing.assert_allclose(got[6], want[6], rtol=max(1e-12, 1e-14 / noise))
+    np.testing.assert_allclose(correlation(got), want[5] / np.sqrt(want[3] * want[4]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [100, 50_000])
+def test_the_scaled_loss_of_a_nearly_perfect_fit_is_not_zero(engine, rows):
+    x = np.random.default_rng(10).uniform(1, 2, size=rows)
+    y = 5 + 2 * np.exp(x) + 1e-9 * np.sin(1e3 * x)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    asked = Evaluation(
+        data.content_id, Batch.of([parse("exp(x1)")]), values=False, loss=Loss.SSE,
+        linear_scaling=True,
+    )  # fmt: skip
+    f = np.exp(x)
+    want = moments_of(f, y, np.ones(rows))[6]
+    outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
+    share, outputs_of_engine = engine_share(asked, outputs)
+    engine.load(data)
+    engine.evaluate(share, outputs_of_engine)
+    finish(asked, data, outputs, outputs_of_engine.moments, np.zeros((1, 1, 2)), None)
+    np.testing.assert_allclose(outputs.losses[0, 0], want, rtol=1e-5)
+    found = reference_engine.evaluate(asked, data).losses[0, 0]
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_nan_where_no_row_has_weight_is_not_lost(engine):
+    rows = 5_000
+    x, w = np.ones(rows), np.ones(rows)
+    x[100], w[:2_000] = np.nan, 0.0
+    data = Dataset.of(x[:, None], np.arange(rows), w, dtype="float64")
+    outputs = derive(engine, data, [parse("x1")], statistics=True)
+    assert np.isnan(outputs.moments[0, 0, [1, 3, 5, 6]]).all()
+
+
 # ------------------------------------------------------------------------- statistics of values
 
 
@@ -370,6 +578,8 @@ def test_reductions_and_moments(engine, weights, dtype, rows):
             np.full(len(f), (w * dy * dy).sum()),
             (w * df * dy).sum(1),
         ]
+        slopes = np.where(moments[3] == 0, 0, moments[5] / moments[3])
+        moments.append((w * (dy - slopes[:, None] * df) ** 2).sum(1))
     np.testing.assert_allclose(outputs.reductions[:, 0], np.stack(numbers, 1), rtol=1e-10)
     size = rows * 1e-10
     np.testing.assert_allclose(outputs.moments[:, 0], np.stack(moments, 1), rtol=1e-9, atol=size)

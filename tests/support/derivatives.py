@@ -13,6 +13,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.base import Engine, Linearisation, Outputs, run_to_end
+from warpfit_server.engine.closing import MOMENTS
 
 
 def derive(
@@ -45,7 +46,7 @@ def derive(
         jacobian=np.full((len(batch.parameters), shape[2]), POISON, dataset.layout.dtype),
         variable_gradients=np.full((*cells, dataset.layout.variables), POISON) if loss else None,
         reductions=np.full((*cells, 5), POISON) if statistics else None,
-        moments=np.full((*cells, 6), POISON) if statistics else None,
+        moments=np.full((*cells, MOMENTS), POISON) if statistics else None,
     )
     engine.load(dataset)
     run_to_end(engine.evaluate(evaluation, outputs))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,8 +116,6 @@ def _compiler() -> list[str] | None:
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name, *_TRAPS]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc", "-x", "c++", "-fno-sanitize=undefined"]
     return None
 
 

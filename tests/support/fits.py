@@ -11,7 +11,7 @@ from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.base import run_to_end
 from warpfit_server.fit.driver import Surroundings, optimize
 
@@ -27,6 +27,7 @@ def fit(
     deadline=None,
     report=None,
     cancelled=False,
+    precision=Precision.PRECISE,
     **settings,
 ) -> Fit:
     """Fit texts from starts, with the settings of `FitSettings`."""
@@ -38,6 +39,7 @@ def fit(
         loss=loss if isinstance(loss, Loss) else None,
         custom_loss=loss if isinstance(loss, LossFunction) else None,
         values=False,
+        precision=precision,
     )
     for name in ("lower", "upper", "fixed"):
         if name in settings:

@@ -39,7 +39,17 @@ _AVERAGE = {
     "ENSO": "p1 + p2*cos(2*pi*x1/12) + p3*sin(2*pi*x1/12) + p5*cos(2*pi*x1/p4)"
     " + p6*sin(2*pi*x1/p4) + p8*cos(2*pi*x1/p7) + p9*sin(2*pi*x1/p7)",
 }
-FORMULAS = _LOWER | _AVERAGE
+_HIGHER = {
+    "MGH09": "p1*(x1^2 + x1*p2)/(x1^2 + x1*p3 + p4)",
+    "Thurber": "(p1 + p2*x1 + p3*x1^2 + p4*x1^3)/(1 + p5*x1 + p6*x1^2 + p7*x1^3)",
+    "BoxBOD": "p1*(1 - exp(-p2*x1))",
+    "Rat42": "p1/(1 + exp(p2 - p3*x1))",
+    "MGH10": "p1*exp(p2/(x1 + p3))",
+    "Eckerle4": "p1/p2*exp(-0.5*((x1 - p3)/p2)^2)",
+    "Rat43": "p1/(1 + exp(p2 - p3*x1))^(1/p4)",
+    "Bennett5": "p1*(p2 + x1)^(-1/p3)",
+}
+FORMULAS = _LOWER | _AVERAGE | _HIGHER
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,14 @@ def digits(got: np.ndarray | float, certified: np.ndarray | float) -> np.ndarray
         return np.nan_to_num(np.clip(-np.log10(error), 0.0, 11.0), nan=0.0)
 
 
+def ordered_digits(problem: Problem, got: np.ndarray, certified: np.ndarray) -> np.ndarray:
+    """Digits of a number for each parameter; MGH17's exponentials may come in the other order."""
+    found = digits(got, certified)
+    if problem.name != "MGH17":
+        return found
+    return max(found, digits(np.asarray(got)[[0, 2, 1, 4, 3]], certified), key=np.min)
+
+
 #: As tight as float64 allows: only a step that changes nothing ends a search.
 TIGHT = {
     "gradient_tolerance": 0.0,
@@ -106,8 +124,8 @@ def outcome(engine, problem, start):
         **TIGHT,
     )
     return (
-        digits(found.parameters[0], problem.certified),
+        ordered_digits(problem, found.parameters[0], problem.certified),
         digits(found.loss[0], problem.squares),
         int(found.iterations[0]),
-        digits(found.standard_errors[0], problem.deviations),
+        ordered_digits(problem, found.standard_errors[0], problem.deviations),
     )

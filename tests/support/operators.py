@@ -6,26 +6,11 @@ import numpy as np
 
 from support.evaluations import ulps
 from support.strategies import edge_values
+from warpfit.bounds import BOUNDS
 from warpfit.ir import Program
 
-#: Bounds in ulp that CUDA documents for float32 functions above 2, and for what is built on them.
-BOUNDS = {"pow": 4, "powabs": 4, "tan": 4, "atan2": 3, "sinh": 3, "aq": 4, "logistic": 3, "plog": 3}
 #: NumPy's own float64 functions err by up to 4 ulp.
 REFERENCE_ULPS = {np.float32: 0.5, np.float64: 4.0}
-#: Fast mode: operands drawn from these ranges, and the relative error that is promised there.
-FAST_RANGES = {
-    "pow": ((0.1, 10.0), (-3.0, 3.0)),
-    "powabs": ((0.1, 10.0), (-3.0, 3.0)),
-    "log": ((2.0, 1e6),),
-    "logabs": ((2.0, 1e6),),
-    "log2": ((2.0, 1e6),),
-    "log10": ((2.0, 1e6),),
-    "asin": ((-1.0, 1.0),),
-    "acos": ((-1.0, 0.9),),
-    "sqrt": ((1e-6, 1e6),),
-    "log1p": ((-0.9, 1e6),),
-    "tan": ((-1.0, 1.0),),
-}
 
 
 def operand_rows(arity: int, dtype, seed: int = 0) -> np.ndarray:
@@ -45,19 +30,19 @@ def operand_rows(arity: int, dtype, seed: int = 0) -> np.ndarray:
 def expected_of(operator, operands: list[np.ndarray], dtype) -> np.ndarray:
     """NumPy's float64 result.
 
-    fma cancels, so that its roundings must be the data type's, and so must the thresholds of the
-    protected operators, which random operands meet only at that very value.
+    The thresholds of the protected operators are the data type's, which random operands meet only
+    at that very value.
     """
     at_threshold = np.any([np.abs(operand) == dtype(0.001) for operand in operands])
     guarded = operator.name in ("pdiv", "plog", "pinv") and at_threshold
-    kind = dtype if operator.name == "fma" or guarded else np.float64
+    kind = dtype if guarded else np.float64
     with np.errstate(all="ignore"):
         return np.asarray(operator.numpy(*[o.astype(kind) for o in operands]), dtype=np.float64)
 
 
 def assert_close(name: str, got: np.ndarray, expected: np.ndarray, operands) -> None:
     dtype = got.dtype.type
-    bound = BOUNDS.get(name, 2) + REFERENCE_ULPS[dtype]
+    bound = float(BOUNDS[name].precise_cuda.ulp) + REFERENCE_ULPS[dtype]
     distance = ulps(got, expected)
     worst = int(np.argmax(distance))
     assert distance[worst] <= bound, (

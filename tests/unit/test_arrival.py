@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from support.calls import Call, tenants_file, token_file
+from support.calls import SILENT, Call, tenants_file, token_file
 from warpfit import codec
 from warpfit.dataset import Layout
 from warpfit.errors import ProgramError, UnavailableError
@@ -40,7 +40,10 @@ class Door:
         self.ledger = Ledger.create(1)
         self.recorder = Recorder()
         self.admission, self.guard = make_guard(config, self.ledger)
-        streams = {"Evaluate": grpc.unary_stream_rpc_method_handler}
+        streams = {
+            "Evaluate": grpc.unary_stream_rpc_method_handler,
+            "UploadVariables": grpc.stream_unary_rpc_method_handler,
+        }
         handler = streams.get(name, grpc.unary_unary_rpc_method_handler)(behaviour)
         observer = Observer(self.recorder)
         protected = self.guard.protect({name: handler}, observer, passes_on=passes_on)
@@ -60,6 +63,13 @@ class Door:
 def echo(message, context):
     yield message
     yield tenant_of(context).encode()
+
+
+def answer_of(name):
+    """A method that answers with what it is sent, in the form of the method of this name."""
+    if name == "Evaluate":
+        return echo
+    return lambda sent, context: sent if isinstance(sent, bytes) else b"".join(sent)
 
 
 class TestArrival:
@@ -145,20 +155,94 @@ class TestArrival:
             ("Evaluate", "PERMISSION_DENIED", "mallory"): 1,
         }
 
-    def test_no_thread_left(self):
+    def test_threads_of_cancelled_calls_are_counted_by_tenant(self, tmp_path):
+        path, tokens = token_file(tmp_path, "greedy", "modest")
         go = threading.Event()
 
         def behaviour(message, context):
             go.wait(10)
             return message
 
-        door = Door(behaviour, name="GetServerInfo", max_requests=1)
-        running = [door.take(Call([b"x"])) for _ in range(2 + 16)]
-        crowded = door.take(Call(None))
+        door = Door(behaviour, name="GetServerInfo", token_file=path, max_requests=4)
+        running = []
+        for _ in range(6):  # three quarters of twice the places
+            running.append(door.take(Call([b"x"], tokens["greedy"])))
+            running[-1].cancel()
+        crowded = door.take(Call(None, tokens["greedy"]))
         assert crowded.answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
+        modest = door.take(Call([b"x"], tokens["modest"]))
         go.set()
-        assert {call.answer()[0] for call in running} == {"OK"}
-        until(lambda: door.take(Call([b"x"])).answer()[0] == "OK")
+        assert modest.answer()[0] == "OK"
+        for call in running:
+            call.wait()
+        until(lambda: not door.guard.workers._busy)
+        assert door.take(Call([b"x"], tokens["greedy"])).answer()[0] == "OK"
+        assert door.ledger.used() == Usage()
+
+    @pytest.mark.parametrize("name", ["Evaluate", "GetServerInfo", "UploadVariables"])
+    def test_every_method_needs_a_place(self, name, tmp_path):
+        """Also while its message has not come: one tenant never has all of them."""
+        path, tokens = token_file(tmp_path, "greedy", "modest")
+        door = Door(answer_of(name), name=name, token_file=path, max_requests=4)
+        silent = [door.take(Call(SILENT, tokens["greedy"])) for _ in range(4)]
+        assert silent[3].answer(wait=False)[0] == "RESOURCE_EXHAUSTED"
+        assert silent[3].detail().reason == "TOO_MANY_REQUESTS"
+        assert door.take(Call([b"x"], tokens["modest"])).answer()[0] == "OK"
+        for call in silent[:3]:
+            call.cancel()
+            call.wait()
+        assert door.ledger.used() == Usage()
+
+    @pytest.mark.parametrize("name", ["Evaluate", "GetServerInfo", "UploadVariables"])
+    def test_a_message_must_come_in_time(self, name):
+        door = Door(answer_of(name), name=name, message_seconds=0.3)
+        began = time.monotonic()
+        call = door.take(Call(SILENT))
+        assert door.ledger.used() == Usage(1, door.admission.message_bytes, 0)
+        assert call.answer()[0] == "DEADLINE_EXCEEDED"
+        assert 0.3 <= time.monotonic() - began < 3
+        assert call.detail().reason == "MESSAGE_TIMEOUT"
+        until(lambda: door.ledger.used() == Usage())
+        until(lambda: door.ended() == {(name, "DEADLINE_EXCEEDED", "default"): 1})
+        assert door.take(Call([b"x"])).answer()[0] == "OK"
+
+    def test_an_upload_that_stops_in_the_middle_is_ended(self):
+        door = Door(answer_of("UploadVariables"), name="UploadVariables", message_seconds=0.3)
+        call = door.take(Call([b"1", b"2", *SILENT]))
+        assert call.answer()[0] == "DEADLINE_EXCEEDED"
+        until(lambda: door.ledger.used() == Usage())
+
+    def test_a_message_that_came_is_not_timed_any_more(self):
+        def behaviour(message, context):
+            time.sleep(0.8)
+            yield message
+
+        assert Door(behaviour, message_seconds=0.1).take(Call([b"x"])).answer()[0] == "OK"
+
+    def test_only_methods_that_bring_much_may_send_much(self):
+        message = bytes((64 << 10) + 1)
+        call = Door(answer_of("GetVariables"), name="GetVariables").take(Call([message]))
+        assert call.answer()[0] == "RESOURCE_EXHAUSTED"
+        assert (call.detail().reason, call.detail().available) == ("MESSAGE_TOO_LARGE", 64 << 10)
+        assert Door(echo).take(Call([message])).answer()[0] == "OK"
+
+    def test_a_message_counts_while_its_call_lasts(self):
+        begun, go = threading.Event(), threading.Event()
+
+        def behaviour(message, context):
+            begun.set()
+            go.wait(10)
+            yield message
+
+        door = Door(behaviour)
+        call = door.take(Call([bytes(1000)]))
+        begun.wait(10)
+        assert door.ledger.used() == Usage(1, 1000, 0)
+        call.cancel()
+        assert door.ledger.used() == Usage(0, 1000, 0), "the message is still there"
+        go.set()
+        call.wait()
+        assert door.ledger.used() == Usage()
 
     def test_a_call_that_has_ended_leaves_its_place_before_its_work_has(self):
         begun, go = threading.Event(), threading.Event()
@@ -171,9 +255,9 @@ class TestArrival:
         door = Door(behaviour)
         call = door.take(Call([b"x"]))
         begun.wait(10)
-        assert door.ledger.used() == Usage(calls=1)
+        assert door.ledger.used() == Usage(1, 1)
         call.cancel()
-        assert door.ledger.used() == Usage(), "given back"
+        assert door.ledger.used() == Usage(0, 1), "given back, but for its message"
         go.set()
         call.wait()
         assert door.ledger.used() == Usage(), "and not twice"
@@ -298,11 +382,18 @@ class TestPassedOn:
 
     def test_only_what_is_refused_here_is_counted_here(self, tmp_path):
         path, tokens = token_file(tmp_path, "alice")
-        door = Door(echo, passes_on=True, token_file=path)
+        door = Door(echo, passes_on=True, token_file=path, max_requests=2)
+        silent = door.take(Call(SILENT, tokens["alice"]))
+        full = door.take(Call(None, tokens["alice"]))
+        assert full.answer(wait=False)[0] == "RESOURCE_EXHAUSTED", "it needs a place here"
+        silent.cancel()
+        silent.wait()
+        refused = {("Evaluate", "RESOURCE_EXHAUSTED", "alice"): 1}
+        assert door.ended() == refused
         assert door.take(Call([b"x"], tokens["alice"])).answer()[0] == "OK"
-        assert door.ended() == {}
+        assert door.ended() == refused
         door.take(Call(None))
-        assert door.ended() == {("Evaluate", "UNAUTHENTICATED", "default"): 1}
+        assert door.ended() == {**refused, ("Evaluate", "UNAUTHENTICATED", "default"): 1}
         assert door.ledger.used() == Usage()
 
 
@@ -390,13 +481,13 @@ class TestWorkers:
             done.release()
 
         for _ in range(5):
-            workers.start(task, False)
+            workers.start("a", task, False)
             assert done.acquire(timeout=10)
             time.sleep(0.01)
         assert len(threads) == 1
         for _ in range(7):
-            workers.start(task, True)
-        assert workers.all_busy
+            workers.start("a", task, True)
+        assert not workers.has_room("a")
         go.set()
         for _ in range(7):
             assert done.acquire(timeout=10)
@@ -404,15 +495,15 @@ class TestWorkers:
 
     def test_a_task_that_fails_does_not_take_its_thread_along(self, caplog):
         workers, done = Workers(1), threading.Event()
-        workers.start(lambda: 1 / 0)
-        workers.start(done.set)
+        workers.start("a", lambda: 1 / 0)
+        workers.start("a", done.set)
         assert done.wait(10)
         assert "not brought to its end" in caplog.text
 
     def test_threads_end(self):
         workers, found = Workers(2), []
         done = threading.Event()
-        workers.start(lambda: (found.append(threading.current_thread()), done.set()))
+        workers.start("a", lambda: (found.append(threading.current_thread()), done.set()))
         assert done.wait(10)
         workers.close()
         found[0].join(10)

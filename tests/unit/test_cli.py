@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib import metadata
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.loopback import serve
+from support.secret_files import write_secret
 from warpfit import cli, embedded, testing
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.ops import OPERATORS
@@ -87,7 +90,7 @@ def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
     [
         (["x1 +"], "x1 +"),
         (["x1 + z"], "z"),
-        (["p1"], "parameter index 0 is out of range"),
+        (["p1"], "p1 is used, and 0 parameters were given"),
         (["x1", "--target", "z"], "there is no column 'z'. The columns are: x1, x2, y"),
         (["x1", "--loss", "mse"], "needs a target"),
         (["x1", "--rows", "4:9"], "row range 4:4 does not fit"),
@@ -109,6 +112,59 @@ def test_a_server_that_is_not_there(capsys):
 
 
 # ------------------------------------------------------------------------------- other commands
+
+
+@pytest.mark.parametrize("name", ["bad name!", "", "a b", "#", "a#b", "x" * 64, "\n", "-a", "ü"])
+def test_a_token_is_for_a_name_that_can_stand_in_a_token_file(capsys, name):
+    status, out, err = run(capsys, "token", "--", name)
+    assert (status, out) == (2, "")
+    assert "no name of a tenant" in err
+
+
+@pytest.mark.parametrize("days", ["1e12", "nan"])
+def test_a_token_ends_at_a_date(capsys, days):
+    assert run(capsys, "token", "alice", "--days", days)[0] == 2
+
+
+def test_a_client_refuses_a_token_that_others_can_read(capsys, address, tmp_path):
+    path = write_secret(tmp_path / "token", "secret")
+    assert run(capsys, "info", address, "--token-file", path)[0] == 0
+    path.chmod(0o644)
+    status, _, err = run(capsys, "info", address, "--token-file", path)
+    assert status == 2
+    assert "chmod 600" in err
+
+
+def test_top_says_what_it_needs(capsys, address):
+    pytest.importorskip("rich")
+    for wrong in (address, "127.0.0.1:1"):
+        status, _, err = run(capsys, "top", wrong, "--once")
+        assert status == 2
+        assert "--metrics-port" in err
+
+
+@pytest.mark.parametrize("words", ["info ADDRESS", "token alice", "--help", "serve --help"])
+def test_a_reader_that_has_seen_enough_is_no_error(address, words):
+    """As in ``warpfit info HOST:PORT | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from warpfit.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *words.replace("ADDRESS", address).split()]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert ran.returncode == 141 or (ran.returncode == 0 and "--help" in words)
+    assert "Traceback" not in ran.stderr
+    assert "BrokenPipe" not in ran.stderr
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch):
+    def fail(words):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_reader_is_gone", lambda: False)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["info"])
 
 
 def test_token_prints_the_token_and_its_line_apart(capsys):

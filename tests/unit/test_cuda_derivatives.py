@@ -16,8 +16,11 @@ from warpfit.dataset import Layout
 from warpfit.derivatives import differentiate
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch, Program
-from warpfit.losses import DIFFERENCE, huber
+from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
+from warpfit.losses import SQUARES as SQUARES_LOSS
 from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.parse import parse
+from warpfit.reference import evaluate_program
 from warpfit.request import Evaluation, Precision
 from warpfit.workload import thesis_mix
 from warpfit_server.code_cache import default_cache_directory
@@ -28,6 +31,7 @@ from warpfit_server.engine.cuda.derivatives import derivative_cubin
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.differentiate import lower_with_derivatives, row_loss_tokens
 from warpfit_server.engine.sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
+from warpfit_server.engine.wanted import Wanted
 
 VARIABLES = 4
 COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 1, 30))
@@ -44,10 +48,10 @@ def compiled():
 
 def lower(compiled, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:
     tokens = row_loss_tokens(row_loss, VARIABLES, weighted=False)
-    wishes |= BY_PARAMETERS | LOSS | SLOPE
+    wishes |= BY_PARAMETERS | SLOPE | (0 if wishes & SQUARES else LOSS)
     lowered = lower_with_derivatives(compiled, batch, tokens, wishes)
     options = {"keeps_values": True, "products": True, **options}
-    return encode(lowered, batch, has_loss=True, **options)
+    return encode(lowered, batch, **options)
 
 
 def check(compiled, given_programs, vectors) -> None:
@@ -59,7 +63,7 @@ def check(compiled, given_programs, vectors) -> None:
         count = int(batch.parameter_counts[index])
         values, want = differentiate(program, COLUMNS[:VARIABLES], vectors[index])
         np.testing.assert_allclose(machine.place(int(machine.record["result"])), values, rtol=1e-9)
-        residual = machine.place(int(machine.record["loss"]))
+        residual = machine.place(int(machine.record["slope"]))
         np.testing.assert_allclose(residual, values - COLUMNS[VARIABLES], rtol=1e-9, atol=1e-9)
         got = machine.gradient(count)
         scale = 1 + np.abs(want).max(initial=0)
@@ -155,6 +159,33 @@ def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
     with pytest.raises(ResourceExhaustedError) as caught:
         derivative_launch._geometry(device, resident, evaluation, code)
     assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+@pytest.mark.parametrize("row_loss", [SQUARES_LOSS, ABSOLUTE, huber().row], ids=str)
+@pytest.mark.parametrize("slopes", [False, True])
+def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
+    compiled, row_loss, slopes
+):
+    """Its data type would round them: the kernel computes them of the value that is kept."""
+    batch = Batch.of([parse("x1 + 2 * x2"), parse("x3"), parse("p1")], [[], [], [1.0]])
+    losses = np.zeros((3, 1))
+    gradients = np.zeros(1) if slopes else None
+    wanted = Wanted(row_loss=row_loss, losses=losses, gradients=gradients)
+    program = DIFFERENCE if wanted.is_squares else row_loss
+    tokens = row_loss_tokens(program, VARIABLES, weighted=False)
+    lowered = lower_with_derivatives(compiled, batch, tokens, wanted.wishes)
+    code = encode(lowered, batch, keeps_values=bool(wanted.deviation), products=False)
+    machine = Machine(batch, code, COLUMNS)
+    x, y = COLUMNS[:VARIABLES], COLUMNS[VARIABLES]
+    for index, values in enumerate((x[0] + 2 * x[1], x[2], np.ones(30))):
+        machine.run(index)
+        if wanted.deviation:
+            np.testing.assert_allclose(machine.place(int(machine.record["result"])), values)
+            continue
+        terms = evaluate_program(row_loss, np.stack([values, y]))
+        np.testing.assert_allclose(machine.place(int(machine.record["loss"])), terms)
+    assert wanted.deviation == {SQUARES_LOSS: "squared", ABSOLUTE: "absolute"}.get(row_loss, "")
+    assert (LOSS & wanted.wishes != 0) == (not wanted.deviation)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ CAUSES = pytest.mark.parametrize(
     ("no_cupy", "remedy"),
     [
         (ImportError("No module named 'cupy'"), "pip install"),
-        (PermissionError(13, "Permission denied", "/.cupy"), "CUPY_CACHE_DIR"),
+        (PermissionError(13, "Permission denied", "/.cupy"), "--cache-dir"),
     ],
     indirect=["no_cupy"],
     ids=["missing", "no cache"],

@@ -44,7 +44,8 @@ def assert_runs_like_the_reference(batch: Batch) -> int:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(programs(max_tokens=60), min_size=1, max_size=4))
 def test_lowered_programs_compute_the_same(drawn):
-    assert_runs_like_the_reference(Batch.of(drawn, [[0.5, -1.25]] * len(drawn)))
+    vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
+    assert_runs_like_the_reference(Batch.of(drawn, vectors))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -88,8 +89,9 @@ def test_row_invariant_work_leaves_the_program():
 
 
 def test_parameters_of_each_program_are_found_with_several_vectors():
-    x, p = Program.variable(0), Program.parameter(0)
-    batch = Batch.of([Program.apply("add", x, p)] * 2, [np.ones((3, 2)), np.ones((3, 1))])
+    x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
+    drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
+    batch = Batch.of(drawn, [np.ones((3, 2)), np.ones((3, 1))])
     lowered = lower_on_host(batch)
     firsts = lowered.programs[:, 2]
     assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]

@@ -47,7 +47,8 @@ def assert_same(batch, **how):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(programs(max_tokens=60), min_size=1, max_size=5), st.integers(1, 8))
 def test_drawn_programs(drawn, share):
-    assert_same(Batch.of(drawn, [[0.5, -1.25]] * len(drawn)), share=share)
+    vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
+    assert_same(Batch.of(drawn, vectors), share=share)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -100,7 +101,7 @@ def test_row_invariant_subtrees_of_any_height(depth):
     for _ in range(depth):
         program = Program.apply("sub", p, program)
     either = [program, Program.apply("add", program, X), Program.apply("where", p, X, program)]
-    assert_same(Batch.of(either, [[1.0, 2.0]] * 3))
+    assert_same(Batch.of(either, [[1.0, 2.0][: p.parameters] for p in either]))
 
 
 def test_each_leaf_alone():
@@ -197,6 +198,11 @@ def test_parameters_are_those_of_the_program():
     with pytest.raises(ProgramError) as refused:
         lowering.refuse(short, 0, 1)
     assert refused.value.reason == "PARAMETER_OUT_OF_RANGE"
+    long = replace(batch, parameter_counts=np.array([2, 3], np.uint32), parameters=np.zeros(5))
+    assert lower_on_host(long).unsound.tolist() == [1]
+    with pytest.raises(ProgramError) as refused:
+        lowering.refuse(long, 1, 1)
+    assert refused.value.reason == "TOO_MANY_PARAMETERS"
 
 
 def test_variables_that_cannot_be_encoded_are_refused():
@@ -254,6 +260,16 @@ def test_order(group, levels):
         assert (np.diff(deep[part].astype(int)) <= 0).all()
         lengths = found.programs[programs[part], 1].astype(int)[~deep[part]]
         assert (np.diff(lengths) <= 0).all()
+
+
+def test_groups_with_an_unsound_program_are_skipped():
+    batch = Batch.of([X] * 6)
+    spoilt = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
+    found = lower_on_host(spoilt, group=2)
+    assert found.unsound.tolist() == [lowering.NONE, 3, lowering.NONE]
+    assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
+        False
+    ] * 2
 
 
 def test_long_programs_are_sorted_roughly():

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from support.accuracy import ulps
+from support.hard_cases import exact_values, hard_operands
 from support.operators import operand_rows
+from warpfit.bounds import BOUNDS as BOUNDS_TABLE
+from warpfit.bounds import excess
 from warpfit.ops import OPERATORS
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -66,6 +69,18 @@ def test_all_magnitudes(mode: Mode, name: str) -> None:
         with np.errstate(all="ignore"):
             operands[1] = (exponents[1] / np.log2(operands[0])).astype(mode.dtype)
     assert_within_bounds(mode, name, operands[: OPERATORS[name].arity])
+
+
+@pytest.mark.parametrize(("mode", "name"), [*CASES, (Mode.PRECISE, "fma"), (Mode.DOUBLE, "fma")])
+def test_published_bounds_hold_at_hard_operands(mode: Mode, name: str) -> None:
+    operator = OPERATORS[name]
+    operands = hard_operands(operator, mode.dtype)
+    got = machine(mode).run(operator.code, *operands)
+    share = excess(
+        BOUNDS_TABLE[name].precise_cuda, list(operands), got, exact_values(operator, operands)
+    )
+    worst = int(share.argmax())
+    assert share[worst] <= 1, (operands[:, worst], got[worst])
 
 
 @pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -14,9 +15,15 @@ from hypothesis.extra import numpy as hnp
 
 from warpfit.dataset import Dataset, PayloadDigest
 from warpfit.errors import InvalidArgumentError
+from warpfit.precision import PrecisionWarning
 
-MATRICES = hnp.arrays(
-    st.sampled_from([np.float32, np.float64, np.int16]), hnp.array_shapes(min_dims=2, max_dims=2)
+MATRICES = st.sampled_from([np.float32, np.float64, np.int16]).flatmap(
+    lambda dtype: hnp.arrays(
+        dtype,
+        hnp.array_shapes(min_dims=2, max_dims=2),
+        # What float32 cannot hold is an error.
+        elements=st.floats(width=32) if dtype is np.float64 else None,
+    )
 )
 X = np.arange(12.0).reshape(6, 2)
 Y = np.arange(6.0)
@@ -76,8 +83,7 @@ def test_memory_order_and_strides_do_not_matter(matrix, fortran):
     plain = Dataset.of(matrix)
     other = Dataset.of(np.repeat(np.array(matrix, order="F" if fortran else "C"), 2, axis=0)[::2])
     assert plain.content_id == other.content_id
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(plain.variables, matrix.T.astype(np.float32))
+    np.testing.assert_array_equal(plain.variables, matrix.T.astype(np.float32))
     assert plain.matrix.flags.c_contiguous
 
 
@@ -120,12 +126,96 @@ def test_chunks_are_the_payload(size):
     assert sum(map(len, chunks)) == dataset.layout.nbytes
 
 
-def test_special_values_and_overflow_keep_their_meaning():
-    dataset = Dataset.of(np.array([np.nan, np.inf, -0.0, 1e300, 1e-45]))
+def test_special_values_keep_their_meaning():
+    dataset = Dataset.of(np.array([np.nan, np.inf, -0.0, -np.inf, 1e-45]))
     np.testing.assert_array_equal(
-        dataset.variables[0], np.array([np.nan, np.inf, -0.0, np.inf, 1e-45], dtype=np.float32)
+        dataset.variables[0], np.array([np.nan, np.inf, -0.0, -np.inf, 1e-45], dtype=np.float32)
     )
     assert np.signbit(dataset.variables[0, 2])
+
+
+ROWS = 150_000
+
+
+@pytest.mark.parametrize("row", [0, 7, ROWS - 1])
+@pytest.mark.parametrize("number", [1e39, -1e300])
+@pytest.mark.parametrize(("place", "name"), [(0, "x1"), (18, "x19"), ("y", "y"), ("w", "weights")])
+def test_numbers_too_large_for_float32_are_refused(row, number, place, name):
+    columns = np.zeros((ROWS, 19))
+    y, w = np.zeros(ROWS), np.ones(ROWS)
+    if place == "w":
+        number = abs(number)
+    target = {"y": y, "w": w}.get(place, columns[:, place] if isinstance(place, int) else y)
+    target[row] = number
+    target[(row + 1) % ROWS] = np.nan if place != "w" else 1.0
+    with pytest.raises(InvalidArgumentError, match=f"row {row} ") as caught:
+        Dataset.of(columns, y, w)
+    assert (caught.value.reason, caught.value.field) == ("OVERFLOW", name)
+    assert "float64" in caught.value.remedy
+    Dataset.of(columns, y, w, dtype="float64")
+
+
+def digits_lost(*arguments, **options) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Dataset.of(*arguments, **options)
+    assert len(caught) <= 1
+    if caught:
+        assert caught[0].category is PrecisionWarning
+        assert caught[0].filename == __file__
+    return str(caught[0].message) if caught else ""
+
+
+SPREAD = np.linspace(0, 1, 1000)
+TIMES = 1.7e9 + 1000 * SPREAD
+
+
+@pytest.mark.parametrize(
+    ("column", "loses"),
+    [
+        (TIMES, True),
+        (TIMES.astype(np.int64), True),
+        (np.where(SPREAD < 0.5, np.nan, TIMES), True),
+        (np.where(SPREAD < 0.5, np.inf, TIMES), True),
+        (1e-47 * SPREAD, True),
+        (1e-33 * SPREAD, False),
+        (1.7e9 + 1e6 * SPREAD, False),
+        (np.arange(16_000_000, 16_001_000), False),
+        (np.arange(16_000_000, 16_001_000).astype(float), False),
+        (np.full(1000, 0.1), False),
+        (np.full(1000, np.nan), False),
+        (100 + SPREAD, False),
+        (1.7e9 + np.float32(SPREAD), False),
+        (TIMES.astype(np.float32), False),
+    ],
+)
+def test_what_float32_cannot_tell_apart_is_warned_of(column, loses):
+    for order in "CF":
+        X = np.asarray(np.stack([SPREAD, column, SPREAD + 1], axis=1), order=order)
+        X = X.astype(column.dtype) if column.dtype == np.float32 else X
+        found = digits_lost(X, names=["a", "time", "b"])
+        assert ("time" in found) == loses, found
+        assert ("float64" in found) == loses
+        assert "a (" not in found
+        assert "b (" not in found
+    assert digits_lost(X, names=["a", "time", "b"], dtype="float64") == ""
+    assert digits_lost(np.arange(1000), column).startswith("float32 loses digits of y") == loses
+
+
+def test_weights_are_not_compared_with_their_spread():
+    assert digits_lost(SPREAD, SPREAD, 1e6 + 1e-3 * SPREAD) == ""
+
+
+@pytest.mark.parametrize("weight", [-1e-30, -1.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("row", [0, 4, 5])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_must_be_finite_and_not_negative(weight, row, dtype, monkeypatch):
+    weights = np.arange(6.0)
+    weights[row] = weight
+    monkeypatch.setattr(np, "empty", None)  # no memory is taken before
+    with pytest.raises(InvalidArgumentError, match=f"row {row} ") as caught:
+        Dataset.of(X, Y, weights, dtype=dtype)
+    assert (caught.value.reason, caught.value.field) == ("BAD_WEIGHT", "weights")
 
 
 @pytest.mark.parametrize(

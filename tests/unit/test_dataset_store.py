@@ -17,6 +17,8 @@ from warpfit_server.datasets import DatasetStore
 from warpfit_server.segments import SegmentPool
 from warpfit_server.tenants import ANONYMOUS, key_of
 
+OTHERS = [Dataset.of(np.full((10, 4), k), np.arange(10.0)) for k in range(2)]
+
 
 def key(dataset, tenant=ANONYMOUS):
     return key_of(tenant, dataset.content_id)
@@ -28,10 +30,10 @@ class TestDatasetStore:
         limits = Limits(resident_bytes=resident_bytes)
         return DatasetStore(limits, SegmentPool(0), removed.append), removed
 
-    def _put(self, store, dataset, size=64):
-        upload = store.begin(dataset.layout, dataset.content_id)
+    def _put(self, store, dataset, size=64, tenant=ANONYMOUS):
+        upload = store.begin(dataset.layout, dataset.content_id, tenant)
         for chunk in dataset.chunks(size):
-            upload.add(chunk)
+            store.add(upload, chunk)
         return store.commit(upload)
 
     def test_round_trip(self):
@@ -44,15 +46,84 @@ class TestDatasetStore:
     def test_budget_counts_reservations_and_eviction_skips_what_is_in_use(self):
         size = DATA.layout.nbytes
         store, removed = self._store(2 * size)
-        others = [Dataset.of(np.full((10, 4), k), np.arange(10.0)) for k in range(2)]
         self._put(store, DATA)
-        self._put(store, others[0])
+        self._put(store, OTHERS[0])
         with store.lease(key(DATA)):
-            self._put(store, others[1])
-            assert removed == [key(others[0])]
-            with store.lease(key(others[1])), pytest.raises(ResourceExhaustedError) as caught:
-                store.begin(others[0].layout, others[0].content_id)
+            self._put(store, OTHERS[1])
+            assert removed == [key(OTHERS[0])]
+            with store.lease(key(OTHERS[1])), pytest.raises(ResourceExhaustedError) as caught:
+                store.begin(OTHERS[0].layout, OTHERS[0].content_id)
         assert (caught.value.needed, caught.value.available) == (size, 0)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+    def test_bad_weights_from_any_client_are_refused(self, dtype, weight):
+        good = Dataset.of(np.zeros((9, 2)), np.zeros(9), np.ones(9), dtype=dtype)
+        matrix = good.matrix.copy()
+        matrix[-1, 5] = weight
+        bad = Dataset(good.layout, matrix)
+        store, _ = self._store(1 << 20)
+        upload = store.begin(bad.layout, bad.content_id)
+        store.add(upload, next(bad.chunks(1 << 20)))
+        with pytest.raises(InvalidArgumentError, match="row 5") as caught:
+            store.commit(upload)
+        assert caught.value.reason == "BAD_WEIGHT"
+        store.abandon(upload)
+        assert store.usage().datasets == store.usage().nbytes == 0
+        self._put(store, good)
+
+    def test_what_an_upload_announces_pushes_nobody_out(self):
+        size = DATA.layout.nbytes
+        store, removed = self._store(2 * size)
+        self._put(store, DATA, tenant="a")
+        self._put(store, OTHERS[0], tenant="a")
+        upload = store.begin(OTHERS[1].layout, OTHERS[1].content_id, "b")
+        assert (removed, store.usage().nbytes) == ([], 2 * size)
+        for chunk in OTHERS[1].chunks(80):
+            store.add(upload, chunk)
+            assert removed == [key(DATA, "a")]
+            assert store.usage().nbytes <= 2 * size
+        store.commit(upload)
+        assert removed == [key(DATA, "a")]
+
+    def test_what_is_announced_counts_for_its_own_tenant_alone(self):
+        size = DATA.layout.nbytes
+        store, _ = self._store(2 * size)
+        announced = [store.begin(DATA.layout, DATA.content_id, "a") for _ in range(2)]
+        with pytest.raises(ResourceExhaustedError):
+            store.begin(OTHERS[0].layout, OTHERS[0].content_id, "a")
+        self._put(store, OTHERS[0], tenant="b")
+        self._put(store, OTHERS[1], tenant="b")
+        for upload in announced:
+            store.abandon(upload)
+        self._put(store, DATA, tenant="a")
+
+    def test_an_upload_that_finds_no_room_in_the_middle_gives_its_bytes_back(self):
+        size = DATA.layout.nbytes
+        store, _ = self._store(2 * size)
+        upload = store.begin(DATA.layout, DATA.content_id, "a")
+        chunks = list(DATA.chunks(size // 2))
+        store.add(upload, chunks[0])
+        other = store.begin(OTHERS[1].layout, OTHERS[1].content_id, "c")
+        store.add(other, next(OTHERS[1].chunks(size // 2)))
+        self._put(store, OTHERS[0], tenant="b")
+        with store.lease(key(OTHERS[0], "b")), pytest.raises(ResourceExhaustedError):
+            store.add(upload, chunks[1])
+        store.abandon(upload)
+        store.abandon(other)
+        assert store.usage().nbytes == size
+
+    def test_who_holds_more_than_a_share_pushes_out_none_that_holds_less(self):
+        size = DATA.layout.nbytes
+        store, removed = self._store(4 * size)
+        self._put(store, OTHERS[0], tenant="modest")
+        for tenant, dataset in (("b", DATA), ("b", OTHERS[1])):
+            self._put(store, dataset, tenant=tenant)
+        with store.lease(key(DATA, "b")), store.lease(key(OTHERS[1], "b")):
+            self._put(store, DATA, tenant="greedy")
+            upload = store.begin(OTHERS[0].layout, OTHERS[0].content_id, "greedy")
+            store.add(upload, OTHERS[0].matrix.data.cast("B"))
+        assert removed == [key(DATA, "greedy")], "its own"
 
     def test_abandoned_upload_gives_its_bytes_back(self):
         store, _ = self._store(DATA.layout.nbytes)
@@ -90,6 +161,6 @@ class TestDatasetStore:
         upload = store.begin(DATA.layout, DATA.content_id)
         with pytest.raises(InvalidArgumentError) as caught:
             for size in pieces:
-                upload.add(memoryview(bytes(size)))
+                store.add(upload, memoryview(bytes(size)))
             store.commit(upload)
         assert caught.value.reason == reason

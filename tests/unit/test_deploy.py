@@ -8,12 +8,15 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from support.deployments import (
     CHART,
@@ -32,6 +35,7 @@ from warpfit_server.gpu import GpuUsage
 from warpfit_server.health import Health
 from warpfit_server.measurements import COUNTERS, HISTOGRAMS, STAGES, Recorder, Sample
 from warpfit_server.metrics import ServerCollector, Sources
+from warpfit_server.tls import check_exposure
 
 #: Values under which the chart is rendered.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -156,7 +160,7 @@ def test_manifests_follow_the_schemas_of_kubernetes(manifests):
 
 
 def test_the_chart_has_what_a_service_needs(manifests):
-    expected = {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget"}
+    expected = {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     if manifests.variant == "everything":
         expected |= {"ServiceMonitor", "HorizontalPodAutoscaler"}
     assert set(manifests.kinds) == expected
@@ -175,20 +179,73 @@ def test_the_chart_has_what_a_service_needs(manifests):
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+def environment_of(manifests) -> dict[str, str]:
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    return {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+
+
+def test_the_chart_asks_for_tls_and_tokens_unless_told(manifests):
+    environment = environment_of(manifests)
+    assert "WARPFIT_INSECURE" not in environment
+    assert environment["WARPFIT_TLS_CERT"]
+    assert environment["WARPFIT_TOKEN_FILE"]
+    volumes = manifests.kinds["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    for name in ("tls", "tokens"):
+        (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
+        assert mode & 0o027 == 0  # as `warpfit.security.check_secret` demands
+    check_exposure(Config.from_arguments([], environment))
+
+
+def test_the_cache_is_a_folder_that_the_server_makes_itself(manifests):
+    """The volume's own root can be written by its group, which the server would refuse."""
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    (mount,) = (m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "cache")
+    cache = environment_of(manifests)["WARPFIT_CACHE_DIR"]
+    assert cache.startswith(mount["mountPath"] + "/")
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_the_network_policy_lets_in_clients_and_monitoring_alone(manifests):
+    policy = manifests.kinds["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert not policy.get("egress")
+    rules = {rule["ports"][0]["port"]: rule["from"] for rule in policy["ingress"]}
+    assert rules.keys() == {"grpc", "metrics"}
+    assert all(rules.values())  # an empty list would let in everybody
+
+
+@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tls.secretName": ""}, "insecure.plainText"),
+        ({"tokens.secretName": ""}, "insecure.anonymous"),
+    ],
+)
+def test_the_chart_refuses_what_is_open_by_accident(changes, message):
+    with pytest.raises(AssertionError, match=message):
+        render(changes)
+    choice = render({**changes, message: True})
+    (deployment,) = (m for m in choice if m["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert ("WARPFIT_INSECURE" in environment) is (message == "insecure.plainText")
+    check_exposure(Config.from_arguments([], environment))
+
+
 def test_selectors_select_the_pods(manifests):
     labels = manifests.kinds["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
     selectors = [
         manifests.kinds["Deployment"]["spec"]["selector"]["matchLabels"],
         manifests.kinds["Service"]["spec"]["selector"],
         manifests.kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        manifests.kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
     ]
     assert all(selector.items() <= labels for selector in selectors)
 
 
 def test_the_server_knows_every_setting_of_the_chart(manifests):
-    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
-    environment = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
-    check_environment(environment)
+    check_environment(environment_of(manifests))
 
 
 # ------------------------------------------------------------------------- compose, image, unit
@@ -202,7 +259,10 @@ def test_compose():
         assert service["profiles"] == [profile]
         assert service["read_only"]
         check_environment(service["environment"])
+        assert service["environment"]["WARPFIT_METRICS_HOST"] == "0.0.0.0"  # for Prometheus
     for service in services.values():
+        assert service["mem_limit"]
+        assert service["pids_limit"] <= 4096
         for volume in service["volumes"]:
             source = volume.partition(":")[0]
             inside = source in compose["volumes"]
@@ -227,6 +287,55 @@ def test_the_unit_sets_what_the_server_knows():
     check_environment(environment)
     grace = Config.from_arguments([], environment).grace
     assert float(re.search(r"TimeoutStopSec=(\d+)", text)[1]) > grace
+    assert re.search(r"^MemoryMax=\d+%$", text, re.MULTILINE)
+    assert re.search(r"^TasksMax=\d+$", text, re.MULTILINE)
+
+
+def test_the_base_is_named_by_its_digest():
+    bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(bases) == {"${PYTHON}"}
+    (base,) = re.findall(r"^ARG PYTHON=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"python:[\w.-]+@sha256:[0-9a-f]{64}", base)
+
+
+def requirements(variant: str) -> dict[str, str]:
+    """Locked versions; every one has hashes."""
+    text = (DEPLOY / f"requirements/{variant}.txt").read_text()
+    entries = re.findall(r"^([\w.-]+)==([^\s;]+)([^\n]*(?:\n    --hash=\S+(?: \\)?)+)?", text, re.M)
+    assert entries
+    for name, _, hashes in entries:
+        assert "--hash=sha256:" in hashes, name
+    return {name: version for name, version, _ in entries}
+
+
+@pytest.mark.parametrize("variant", ["server", "cuda12", "cuda13"])
+def test_the_lock_satisfies_the_project(variant):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {"server", "tracing", variant}
+    wanted = [*project["dependencies"], *(text for name in names for text in extras[name])]
+    locked = requirements(variant)
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "warpfit":
+            assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)])
+
+
+def test_the_lock_can_build_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    locked = requirements("build")
+    for requirement in map(Requirement, project["build-system"]["requires"]):
+        assert requirement.specifier.contains(locked[requirement.name])
+
+
+def test_the_image_installs_nothing_that_is_not_locked():
+    for command in re.findall(
+        r"pip .*? install (.*?)(?=&&|\nRUN|\nCOPY|\nFROM)", dockerfile(), re.S
+    ):
+        assert "--require-hashes" in command or "--no-index" in command, command
+
+
+def dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")

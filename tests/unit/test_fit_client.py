@@ -9,8 +9,11 @@ import pytest
 
 import warpfit
 from support.loopback import serve
-from warpfit import Reason, testing
+from warpfit import InvalidArgumentError, ProgramError, Reason, testing
 from warpfit.config import RetryPolicy
+from warpfit.data import Data
+from warpfit.dataset import Dataset
+from warpfit.fit_arguments import build_fit
 
 rng = np.random.default_rng(6)
 X = rng.uniform(0.5, 2.0, size=(50, 2))
@@ -171,3 +174,64 @@ def test_correlation_needs_a_target(client):
     with pytest.raises(warpfit.InvalidArgumentError) as caught:
         client.evaluate(client.upload(X), "x1", correlation=True)
     assert caught.value.reason == "TARGET_MISSING"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        ("float64", {}, (50, 1e-8, 1e-8, 1e-8)),
+        ("float32", {"accuracy": "screening"}, (50, 1e-6, 1e-6, 1e-6)),
+        ("float64", {"accuracy": "final"}, (2000, 1e-12, 1e-12, 1e-16)),
+        ("float32", {"accuracy": "final"}, (2000, 1e-7, 1e-7, 1e-10)),
+        (
+            "float64",
+            {"accuracy": "final", "max_iterations": 7, "step_tolerance": 0.0},
+            (7, 1e-12, 0.0, 1e-16),
+        ),
+    ],
+)
+def test_accuracy_chooses_what_is_not_given(dtype, options, expected):
+    request = build_fit(Data(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
+    settings = request.settings
+    found = (settings.max_iterations, settings.gradient_tolerance)
+    assert (*found, settings.step_tolerance, settings.loss_tolerance) == expected
+
+
+def test_an_unknown_accuracy_is_an_error(client, data):
+    with pytest.raises(InvalidArgumentError, match="accuracy"):
+        client.optimize(data, TEXTS, STARTS, accuracy="best")
+
+
+def test_a_final_fit_has_more_digits_than_one_for_screening(client):
+    x = np.linspace(0.1, 3.0, 40)[:, None]
+    data = client.upload(x, 2.0 * np.exp(-1.3 * x[:, 0]) + np.sin(9 * x[:, 0]), dtype="float64")
+    exact, final, quick = (
+        client.optimize(data, "p1*exp(-p2*x1)", [9.0, 0.1], **options).parameters[0]
+        for options in (
+            {
+                "max_iterations": 3000,
+                "gradient_tolerance": 0,
+                "step_tolerance": 0,
+                "loss_tolerance": 0,
+            },
+            {"accuracy": "final"},
+            {"accuracy": "screening", "loss_tolerance": 1e-4},
+        )
+    )
+    assert np.abs(final - exact).max() < 1e-10 * np.abs(exact).max()
+    assert np.abs(quick - exact).max() > np.abs(final - exact).max()
+
+
+def test_errors_name_parameters_as_they_are_written(client, data):
+    texts, starts = ["p1*x1", "p1*x1 + p2*x2"], [[1.0], [1.0, 1.0]]
+    with pytest.raises(InvalidArgumentError, match=r"p2 has a lower bound") as caught:
+        client.optimize(data, texts, starts, bounds=([None, [0.0, 5.0]], [None, [1.0, 4.0]]))
+    assert caught.value.expression == 1
+
+
+def test_parameters_that_an_expression_does_not_have_are_an_error(client, data):
+    with pytest.raises(ProgramError, match="3 parameters were given, and p2 is the last") as caught:
+        client.optimize(data, TEXTS, [[0.0, 0.0, 0.0], []])
+    assert (caught.value.reason, caught.value.expression) == ("TOO_MANY_PARAMETERS", 0)
+    with pytest.raises(ProgramError, match="1 parameter was given, and none is used"):
+        client.evaluate(data, TEXTS, parameters=[[0.0, 0.0], [1.0]], loss="mse")

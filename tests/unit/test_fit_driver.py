@@ -363,6 +363,43 @@ def test_each_tolerance_ends_a_search_with_its_reason(tolerance):
     assert found.reason[0] is Reason(tolerance)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", ["mse", "sse", "mae"])
+def test_a_fit_to_rows_without_weight_does_not_converge(method, loss):
+    if (method, loss) == ("lm", "mae"):
+        pytest.skip("not a loss of squares")
+    data = Dataset.of(X, NOISY, np.zeros(60), dtype="float64")
+    found = fit(data, [MODEL, "x1"], [START, []], method=method, loss=Loss(loss))
+    assert found.reason.tolist() == [Reason.NOT_FINITE] * 2
+    assert not found.success.any()
+    assert found.parameters[0].tolist() == START
+
+
+@pytest.mark.parametrize("loss", [Loss.R2, Loss.NMSE])
+def test_a_loss_without_a_value_does_not_converge(loss):
+    """The variation of a constant target is 0."""
+    data = Dataset.of(X, np.ones(60), dtype="float64")
+    found = fit(data, ["p1"], [[3.0]], loss=loss)
+    assert found.reason[0] is Reason.NOT_FINITE
+
+
+def test_rows_of_weight_0_give_no_degrees_of_freedom():
+    weights = np.where(np.arange(60) % 3 == 0, 0.0, WEIGHTS)
+    some = weights > 0
+    asked = {"standard_errors": True, **TIGHT}
+    found = fit(Dataset.of(X, NOISY, weights, dtype="float64"), [LINE], [[0.0] * 3], **asked)
+    only = Dataset.of(X[some], NOISY[some], weights[some], dtype="float64")
+    expected = fit(only, [LINE], [[0.0] * 3], **asked)
+    np.testing.assert_allclose(found.standard_errors[0], expected.standard_errors[0], rtol=1e-9)
+
+
+def test_a_linear_model_takes_one_pass_from_any_start():
+    found = fit(DATA, [LINE], [[1e3, -1e4, 1e2]], max_iterations=1)
+    expected, *_ = np.linalg.lstsq(design(), NOISY, rcond=None)
+    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
+    assert found.iterations[0] == 1
+
+
 # --------------------------------------------------------------------------- batches
 
 

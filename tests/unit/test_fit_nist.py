@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from support import nist
+from support.fits import fit
 from support.numpy_engine import NumpyEngine
 from warpfit import parse
 from warpfit.derivatives import differentiate
+from warpfit.fitting import Accuracy, Tolerances
 from warpfit_server.engine.cpu import CpuEngine
 
 least_squares = pytest.importorskip("scipy.optimize").least_squares
@@ -69,6 +71,30 @@ def test_six_certified_digits(outcomes, name, start):
     assert parameters.min() >= 6, parameters
     assert squares >= (2 if name in nist.ROUNDED_AWAY else 6)
     assert errors.min() >= (2 if name in nist.ROUNDED_AWAY else 6), errors
+
+
+def test_no_start_needs_many_iterations(outcomes):
+    """MINPACK needs 295 for MGH10 and 763 for Bennett5, and does not find BoxBOD from its first."""
+    assert max(iterations for _, _, iterations, _ in outcomes.values()) <= 300
+    assert outcomes["Bennett5", 1][2] <= 100
+    assert outcomes["BoxBOD", 1][2] <= 60
+
+
+@pytest.mark.parametrize(("name", "start"), CASES)
+def test_final_accuracy_is_enough(engine, name, start):
+    problem, final = PROBLEMS[name], Tolerances.of(np.dtype("float64"), Accuracy.FINAL)
+    found = fit(
+        problem.dataset,
+        [problem.formula],
+        [problem.starts[start - 1]],
+        engine=engine,
+        max_iterations=Accuracy.FINAL.max_iterations,
+        gradient_tolerance=final.gradient,
+        step_tolerance=final.step,
+        loss_tolerance=final.loss,
+    )
+    assert found.success[0]
+    assert nist.ordered_digits(problem, found.parameters[0], problem.certified).min() >= 6
 
 
 def test_at_least_as_good_as_scipy_in_total(outcomes, references):

@@ -24,7 +24,7 @@ from warpfit_server.channel import Channel
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.closing import correlation, engine_share, finish, scale_linearly
 from warpfit_server.frame import Frame
-from warpfit_server.limits import check_fit, check_result
+from warpfit_server.limits import check_fit, check_result, fit_memory
 from warpfit_server.messages import Evaluate, Optimize
 from warpfit_server.segments import Segment
 from warpfit_server.service import _stop_time
@@ -131,10 +131,11 @@ def test_limits_count_everything_that_is_answered():
 
 
 def test_searches_are_limited():
-    size = 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
-    check_fit(fit(), Limits(result_bytes=size))
+    size = fit_memory(fit(), DATA.layout)
+    assert size > 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
+    check_fit(fit(), DATA.layout, Limits(result_bytes=size))
     with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
-        check_fit(fit(), Limits(result_bytes=size - 1))
+        check_fit(fit(), DATA.layout, Limits(result_bytes=size - 1))
 
 
 def test_only_a_partial_fit_stops_before_its_deadline():
@@ -151,9 +152,10 @@ def moments(f, y, w):
     total = w.sum()
     mean_f, mean_y = (w * f).sum() / total, (w * y).sum() / total
     f, y = f - mean_f, y - mean_y
-    return np.array(
-        [total, mean_f, mean_y, (w * f * f).sum(), (w * y * y).sum(), (w * f * y).sum()]
-    )
+    squares, products = (w * f * f).sum(), (w * f * y).sum()
+    slope = products / squares if squares else 0.0
+    left = (w * (y - slope * f) ** 2).sum()
+    return np.array([total, mean_f, mean_y, squares, (w * y * y).sum(), products, left])
 
 
 @settings(max_examples=50, deadline=None)
@@ -211,4 +213,4 @@ def test_scaling_takes_the_loss_from_the_moments():
     share, given_out = engine_share(asked, outputs)
     assert share.loss_function is None
     assert given_out.losses is None
-    assert given_out.moments.shape == (7, 2, 6)
+    assert given_out.moments.shape == (7, 2, 7)

@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.secret_files import write_secret
 from warpfit.codec import error_to_detail
 from warpfit.errors import (
     InvalidArgumentError,
@@ -55,9 +56,7 @@ class Context:
 
 class TestTokens:
     def _file(self, tmp_path, text):
-        path = tmp_path / "tokens"
-        path.write_text(text)
-        return path
+        return write_secret(tmp_path / "tokens", text)
 
     def test_a_file_has_no_token(self):
         token, line = new_token("alice", days=30)
@@ -86,11 +85,36 @@ class TestTokens:
     )
     def test_a_wrong_file_is_refused_with_its_line(self, tmp_path, text):
         path = tmp_path / "tokens"
-        path.write_bytes(b"# comment\n" + text.encode("latin-1"))
+        write_secret(path, b"# comment\n" + text.encode("latin-1"))
         with pytest.raises(InvalidArgumentError) as caught:
             TokenFile(path)
         assert caught.value.reason == "BAD_TOKEN_FILE"
         assert "line 2" in str(caught.value) or text == "\xff"
+
+    @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620])
+    def test_a_file_that_is_open_to_others_is_refused(self, tmp_path, mode):
+        path = self._file(tmp_path, new_token("alice")[1])
+        path.chmod(mode)
+        with pytest.raises(InvalidArgumentError, match="chmod 600") as caught:
+            TokenFile(path)
+        assert caught.value.reason == "FILE_NOT_SECRET"
+
+    @pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
+    def test_a_file_may_be_open_to_its_group_as_kubernetes_mounts_it(self, tmp_path, mode):
+        token, line = new_token("alice")
+        path = self._file(tmp_path, line)
+        path.chmod(mode)
+        assert TokenFile(path).tenant(token) == "alice"
+
+    def test_opening_the_file_to_others_leaves_the_old_tokens_in_force(self, tmp_path, caplog):
+        made = [new_token("a"), new_token("b")]
+        path = self._file(tmp_path, made[0][1])
+        tokens = TokenFile(path)
+        path.write_text(made[1][1])
+        path.chmod(0o666)
+        time.sleep(1.05)
+        assert tokens.tenant(made[0][0]) == "a"
+        assert "chmod 600" in caplog.text
 
     def test_all_entries_are_compared(self, tmp_path, monkeypatch):
         made = [new_token(f"t{index}") for index in range(20)]
@@ -145,8 +169,7 @@ class TestAuthenticator:
 
     def test_a_token_wins_over_a_certificate(self, tmp_path):
         token, line = new_token("alice")
-        path = tmp_path / "tokens"
-        path.write_text(line)
+        path = write_secret(tmp_path / "tokens", line)
         authenticator = Authenticator(TokenFile(path), certificates=True)
         with pytest.raises(UnauthenticatedError):
             self._caller(authenticator, Context(names=[b"bob"]))

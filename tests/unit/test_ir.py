@@ -142,7 +142,7 @@ def test_structure_hash_tells_shared_parameters_from_distinct_ones():
 @given(st.lists(programs(), min_size=1, max_size=6), st.integers(1, 3))
 def test_batch_holds_programs_and_parameters(drawn, vectors):
     rng = np.random.default_rng(len(drawn))
-    parameters = [rng.normal(size=(vectors, program.parameters + 1)) for program in drawn]
+    parameters = [rng.normal(size=(vectors, program.parameters)) for program in drawn]
     batch = Batch.of(drawn, parameters)
     batch.check(variables=3)
     assert len(batch) == len(drawn)
@@ -181,10 +181,25 @@ def test_batches_that_cannot_be_built(given_programs, parameters, reason):
     ],
 )
 def test_indices_are_checked_against_data_and_parameters(program, parameters, reason, token):
-    batch = Batch.of([X1, TWO, program], [[], [1.0], parameters])
+    batch = Batch.of([X1, TWO, program], [[], [], parameters])
     with pytest.raises(ProgramError) as caught:
         batch.check(variables=3)
     assert (caught.value.reason, caught.value.expression, caught.value.token) == (reason, 2, token)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ([[], [1.0], [2.0]], "1 parameter was given, and none is used"),
+        ([[], [], [2.0, 3.0]], "2 parameters were given, and p1 is the last that is used"),
+    ],
+)
+def test_parameters_that_a_program_does_not_have_are_an_error(parameters, message):
+    batch = Batch.of([X1, TWO, P1], parameters)
+    with pytest.raises(ProgramError, match=message) as caught:
+        batch.check(variables=3)
+    assert caught.value.reason == "TOO_MANY_PARAMETERS"
+    assert caught.value.expression == [len(p) for p in parameters].index(max(map(len, parameters)))
 
 
 def test_neighbours_do_not_lend_operands():

@@ -67,6 +67,12 @@ class TestLedger:
         pair[0].give("a", large)
         assert pair[0].used("a") == Usage()
 
+    def test_what_a_call_has_counted_before_does_not_keep_it_from_being_alone(self, pair):
+        most = Usage(1, 10, 0)
+        assert pair[0].take("a", Usage(size=5), most, ENOUGH) is None
+        assert pair[0].take("a", Usage(size=100), most, ENOUGH).measure == "size"
+        assert pair[0].take("a", Usage(size=100), most, ENOUGH, held=5) is None
+
     def test_what_a_dead_door_held_comes_back(self, pair):
         pair[0].take("a", Usage(1, 10, 100), ENOUGH, ENOUGH)
         pair[1].take("a", Usage(2, 20, 200), ENOUGH, ENOUGH)
@@ -190,10 +196,54 @@ class TestAdmission:
         assert caught.value.reason == "TOO_MANY_REQUESTS"
         assert caught.value.retry_after > 0
         assert "--max-requests" in caught.value.remedy
+        assert (caught.value.needed, caught.value.available) == (1, 1)
         admission.leave("a")
+        admission.arrived("a", 0, admission.message_bytes)
         admission.enter("b", admission.limits("b"))
         admission.leave("b")
+        admission.arrived("b", 0, admission.message_bytes)
         assert admission.ledger.used() == Usage()
+
+    def test_a_message_counts_as_the_longest_until_its_length_is_known(self):
+        admission = self._admission(max_message_bytes=4 << 20, max_pending_bytes=12 << 20)
+        for _ in range(3):
+            admission.enter("a", admission.limits("a"))
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.enter("b", admission.limits("b"))
+        assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
+        assert "--max-pending-bytes" in caught.value.remedy
+        admission.arrived("a", 100, admission.message_bytes)
+        assert admission.ledger.used("a") == Usage(3, (8 << 20) + 100, 0)
+        with pytest.raises(ResourceExhaustedError):
+            admission.enter("b", admission.limits("b"))
+        admission.arrived("a", 0, 100)
+        admission.enter("b", admission.limits("b"))
+
+    def test_a_refusal_does_not_tell_what_others_have_in_flight(self):
+        admission = self._admission(max_requests=7)
+        for _ in range(7):
+            admission.enter("a", admission.limits("a"))
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.enter("b", replace(admission.limits("b"), requests=8))
+        assert caught.value.needed == 1
+        assert str(caught.value).count("7") == 1, "the limit alone"
+
+    def test_what_one_tenant_has_queued_keeps_no_other_out(self):
+        admission = self._admission(max_queue_seconds=1.0)
+        with ExitStack() as held:
+            for _ in range(2):  # each takes hours, and counts as half of the queue
+                held.enter_context(_charge(admission, rows=10**14))
+            assert admission.ledger.used("a").work == 10**9
+            with pytest.raises(ResourceExhaustedError) as caught:
+                held.enter_context(_charge(admission, rows=10**6))
+            assert "of this tenant" in str(caught.value)
+            for _ in range(2):
+                held.enter_context(_charge(admission, rows=10**14, tenant="b"))
+
+    def test_one_long_call_leaves_its_own_tenant_half_of_the_queue(self):
+        admission = self._admission(max_queue_seconds=1.0)
+        with _charge(admission, rows=10**14), _charge(admission, rows=10**9):
+            assert 0.5e9 < admission.ledger.used("a").work <= 1e9
 
     def test_calls_without_a_place_come_back_at_different_moments(self):
         admission = self._admission(max_requests=2)
@@ -238,8 +288,9 @@ class TestAdmission:
         admission = self._admission(max_requests=2)
         fit = FitRequest(_problem(), FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
-        with admission.fit("a", fit, layout, 1):
-            assert admission.ledger.used().work == 2**50
+        with admission.fit("a", fit, layout, 1, 0):
+            assert admission.ledger.used().work == 30 * 10**9
+        assert Pace().estimate("fit", 1e30) == 2**50
         assert admission.ledger.used() == Usage()
 
     def test_small_calls_say_nothing_of_large_ones(self):
@@ -255,6 +306,6 @@ def _problem():
     return Evaluation(bytes(32), batch, loss=Loss.MSE, values=False)
 
 
-def _charge(admission, rows=1):
+def _charge(admission, rows=1, tenant="a"):
     layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
-    return admission.evaluation("a", _problem(), layout, 1)
+    return admission.evaluation(tenant, _problem(), layout, 1, 0)

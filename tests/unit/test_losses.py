@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mpmath
 import numpy as np
 import pytest
 
@@ -70,6 +71,75 @@ def test_definitions(function, expected):
 def test_large_differences_do_not_overflow(function):
     far = evaluate_program(function.row, [[1e5], [0.0], [1.0]])
     np.testing.assert_allclose(far, 1e5, rtol=1e-4)
+
+
+def exact(formula, *columns) -> np.ndarray:
+    """A formula in 200 digits, row by row, rounded once."""
+    with mpmath.workdps(200):
+        return np.array(
+            [float(formula(*map(mpmath.mpf, row))) for row in zip(*columns, strict=True)]
+        )
+
+
+SIZES = np.concatenate([10.0 ** np.arange(-30, 2.5, 0.37), np.linspace(0.3, 1.1, 41)])
+DIFFERENCES = np.concatenate([SIZES, -SIZES])
+ALL_SIZES = np.concatenate([DIFFERENCES, [700.0, -1e6, 1e150]])
+
+
+def log_of_cosh(d):
+    return mpmath.log(mpmath.cosh(d)) if abs(d) < 1e4 else abs(d) - mpmath.log(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "formula", "slope"),
+    [
+        (log_cosh(), log_of_cosh, mpmath.tanh),
+        (
+            huber(0.3),
+            lambda d: d**2 / 2 if abs(d) <= 0.3 else mpmath.mpf(0.3) * (abs(d) - mpmath.mpf(0.15)),
+            lambda d: d if abs(d) <= 0.3 else mpmath.mpf(0.3) * mpmath.sign(d),
+        ),
+        (
+            quantile(0.3),
+            lambda d: -mpmath.mpf(0.3) * d if d <= 0 else mpmath.mpf(0.7) * d,
+            lambda d: -mpmath.mpf(0.3) if d <= 0 else mpmath.mpf(0.7),
+        ),
+        (
+            gaussian(1e-100),
+            lambda d: (
+                (d / mpmath.mpf(1e-100)) ** 2 / 2
+                + mpmath.log(mpmath.mpf(1e-100) * mpmath.sqrt(2 * mpmath.pi))
+            ),
+            lambda d: d / mpmath.mpf(1e-100) ** 2,
+        ),
+    ],
+    ids=["log_cosh", "huber", "quantile", "gaussian"],
+)
+def test_losses_of_differences_do_not_cancel(function, formula, slope):
+    d = DIFFERENCES if function == gaussian(1e-100) else ALL_SIZES
+    columns = np.stack([d, np.zeros_like(d), np.ones_like(d)])
+    found, slopes = differentiate(function.row, columns, by=VARIABLE)
+    np.testing.assert_allclose(found, exact(formula, d), rtol=2e-15)
+    np.testing.assert_allclose(slopes[PREDICTION], exact(slope, d), rtol=2e-15)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_poisson_is_as_exact_as_its_terms(log):
+    f, y = np.meshgrid(10.0 ** np.arange(-8, 2.5, 0.61), [0.0, 1e-3, 1.0, 7.0, 1e6])
+    f, y = f.ravel(), y.ravel()
+    found = evaluate_program(poisson(log=log).row, np.stack([f, y, y]))
+
+    def formula(f, y):
+        return mpmath.exp(f) - y * f if log else f - y * mpmath.log(f)
+
+    terms = np.maximum(np.exp(f), y * f) if log else np.maximum(f, np.abs(y * np.log(f)))
+    assert np.all(np.abs(found - exact(formula, f, y)) <= 4e-16 * terms)
+
+
+@pytest.mark.parametrize("sigma", [1e-200, 1e200])
+def test_any_positive_sigma_is_allowed(sigma):
+    found = evaluate_program(gaussian(sigma).row, [[sigma], [0.0], [1.0]])
+    np.testing.assert_allclose(found, 0.5 + np.log(sigma) + 0.5 * np.log(2 * np.pi), rtol=1e-14)
 
 
 @pytest.mark.parametrize("loss", [*Loss, *BY_NAME])

@@ -84,7 +84,7 @@ class TestStore:
         limits = Limits(resident_bytes=own_sets * self.SIZE)
         upload = store.begin(dataset.layout, dataset.content_id, tenant, limits)
         for chunk in dataset.chunks(64):
-            upload.add(chunk)
+            store.add(upload, chunk)
         store.commit(upload)
         return key_of(tenant, dataset.content_id)
 

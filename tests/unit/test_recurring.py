@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -101,17 +102,32 @@ def test_what_is_kept_is_limited_by_its_tokens(monkeypatch, made, make):
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:
         kept.of_arrays(batch, (), make)
-    assert 0 < sum(len(batch.codes) for batch, _ in kept._kept.values()) <= 1000
+    assert 0 < sum(tokens for tokens, _ in kept._kept.values()) <= 1000
     large = Batch.of(*thesis_mix(1, 100))
     assert kept.of_arrays(large, (), make) == make(large)
-    assert large not in [batch for batch, _ in kept._kept.values()]
+    assert len(large.codes) not in [tokens for tokens, _ in kept._kept.values()]
 
 
 def test_small_batches_count_for_more_than_their_tokens(make):
     kept = Recurring()
-    for _ in range(300):
-        kept.of_arrays(of("x1"), (), make)
+    batches = [of("x1") for _ in range(300)]
+    for batch in batches:
+        kept.of_arrays(batch, (), make)
     assert len(kept) == 200
+
+
+def test_what_was_made_of_arrays_goes_with_them():
+    """A fit's batches never come again, and what an engine makes of them is large."""
+    kept, batch = Recurring(), of("x1 + p1")
+    for need in "ab":
+        assert kept.of_arrays(batch, (need,), lambda one: len(one.codes)) == 3
+    assert len(kept) == 2
+    parameters = replace(batch, parameters=2.0 * batch.parameters)
+    del batch
+    assert len(kept) == 2, "its arrays live in another batch"
+    del parameters
+    gc.collect()
+    assert len(kept) == 0
 
 
 def test_threads(make):

@@ -33,7 +33,9 @@ class ParameterOptimizer(FormulaRegressor):
         What to minimise: a name or an expression, as in `warpfit.Client.optimize`.
     method : str
         ``"auto"``, ``"lm"`` or ``"bfgs"``.
-    max_iterations : int
+    accuracy : str
+        ``"final"`` or ``"screening"``: tolerances, and iterations where `max_iterations` is None.
+    max_iterations : int, optional
         Most iterations of each search.
     bounds : tuple, optional
         Least and greatest values, each one number or one for each parameter.
@@ -66,7 +68,8 @@ class ParameterOptimizer(FormulaRegressor):
         starts: int = 1,
         loss: str = "mse",
         method: str = "auto",
-        max_iterations: int = 200,
+        accuracy: str = "final",
+        max_iterations: int | None = None,
         bounds: tuple[Any, Any] | None = None,
         address: str | None = None,
         random_state: Any = None,
@@ -76,6 +79,7 @@ class ParameterOptimizer(FormulaRegressor):
         self.starts = starts
         self.loss = loss
         self.method = method
+        self.accuracy = accuracy
         self.max_iterations = max_iterations
         self.bounds = bounds
         self.address = address
@@ -110,6 +114,7 @@ class ParameterOptimizer(FormulaRegressor):
                 [self._starts(program)],
                 loss=loss,
                 method=self.method,
+                accuracy=self.accuracy,
                 max_iterations=self.max_iterations,
                 bounds=self.bounds,
                 standard_errors=as_function(loss).is_squares,

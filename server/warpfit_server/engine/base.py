@@ -59,8 +59,9 @@ class Outputs:
     """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]; not weighted;
     NaN in any row makes the first four NaN. None if not wanted."""
     moments: NDArray[np.float64] | None = None
-    """[programs, K, 6]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
-    w (y-my)^2 and w (f-mf)(y-my), computed stably. None if not wanted."""
+    """[programs, K, 7]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
+    w (y-my)^2 and w (f-mf)(y-my); what the best a + b f leaves of the sum of w (y-my)^2, added up
+    from residuals, so that it keeps its digits where it is small. None if not wanted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

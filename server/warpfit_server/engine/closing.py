@@ -6,6 +6,7 @@ Engines return the six losses of `warpfit.Loss` finished, everything else as sum
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from warpfit.request import Evaluation
 from warpfit_server.engine.base import Outputs
 
 Floats = NDArray[np.float64]
+#: Numbers of a cell's moments, see `Outputs.moments`.
+MOMENTS: Final = 7
 
 
 def engine_share(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, Outputs]:
@@ -30,7 +33,7 @@ def engine_share(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, 
     """
     if not evaluation.needs_moments:
         return evaluation, outputs
-    moments = np.empty((len(evaluation.batch), evaluation.batch.vectors, 6))
+    moments = np.empty((len(evaluation.batch), evaluation.batch.vectors, MOMENTS))
     outputs = replace(outputs, moments=moments)
     if not evaluation.linear_scaling:
         return evaluation, outputs
@@ -93,23 +96,22 @@ def scale_linearly(moments: Floats) -> tuple[Floats, Floats]:
     """Fit slope and intercept in closed form (Keijzer 2003, "Improving symbolic regression").
 
     Args:
-        moments: see `Outputs.moments`, [..., 6].
+        moments: see `Outputs.moments`, [..., MOMENTS].
 
     Returns:
         Slope and intercept, [..., 2], and the sum of squares of what they leave, [...]. A constant
         program has slope 0.
 
     """
-    mean_f, mean_y, squares_f, squares_y, products = np.moveaxis(moments[..., 1:], -1, 0)
+    mean_f, mean_y, squares_f, _, products, residual = np.moveaxis(moments[..., 1:], -1, 0)
     with np.errstate(all="ignore"):
         slope = np.where(squares_f == 0.0, 0.0, products / squares_f)
         intercept = mean_y - slope * mean_f
-        left = np.maximum(squares_y - slope * products, 0.0)
-    return np.stack([slope, intercept], axis=-1), left
+    return np.stack([slope, intercept], axis=-1), residual
 
 
 def correlation(moments: Floats) -> Floats:
-    """Pearson's correlation from moments [..., 6]; NaN where values or target do not vary."""
+    """Pearson's correlation from `Outputs.moments`; NaN where values or target do not vary."""
     with np.errstate(all="ignore"):
         scaled = moments[..., 5] / np.sqrt(moments[..., 3]) / np.sqrt(moments[..., 4])
         return np.clip(scaled, -1.0, 1.0)

@@ -31,10 +31,12 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
+from warpfit.losses import BUILT_IN, TargetStatistics, close_losses
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
 from warpfit_server.engine.base import Device, Linearisation, Outputs, Steps
+from warpfit_server.engine.cpu_lower import Lowered
 from warpfit_server.engine.cpu_threads import ParallelLoop
 from warpfit_server.engine.cpu_work import (
     Programs,
@@ -43,6 +45,7 @@ from warpfit_server.engine.cpu_work import (
     fill_job,
     flavour_of,
     lowering,
+    sum_spans,
 )
 from warpfit_server.engine.differentiate import Differentiated, RowLoss
 from warpfit_server.engine.recurring import Recurring
@@ -191,13 +194,16 @@ class CpuEngine:
             check_sound(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
 
-            def lower(programs: Batch, row_loss: RowLoss, wishes: int) -> Differentiated:
+            def both(programs: Batch, row_loss: RowLoss, wishes: int) -> Differentiated:
                 function = self._compiled.differentiate
                 work, lowered = differentiating(function, programs, row_loss, wishes, cancelled)
                 self._run_at_once(work)
                 return lowered
 
-            return cpu_derive.make_plan(lower, dataset, problem, wanted)
+            def lower(programs: Batch) -> Lowered:
+                return self._lower(programs, cancelled).lowered
+
+            return cpu_derive.make_plan(both, lower, dataset, problem, wanted)
 
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
@@ -212,16 +218,19 @@ class CpuEngine:
         derivation.finish()
         if outputs.losses is not None and evaluation.loss is not None:
             rows = evaluation.row_range(dataset.layout)
-            outputs.losses[...] = _finish(evaluation.loss, outputs.losses, dataset, rows)
+            outputs.losses[...] = _closed(evaluation.loss, outputs.losses, dataset, rows)
+
+    def _lower(self, programs: Batch, cancelled: NDArray[np.uint8]) -> Programs:
+        work, lowered = lowering(self._compiled.lower, programs, cancelled)
+        self._run_at_once(work)
+        return Programs(lowered)
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
         layout, batch = dataset.layout, evaluation.batch
 
         def lower(programs: Batch) -> Programs:
             check_sound(batch, layout.variables)
-            work, lowered = lowering(self._compiled.lower, programs, outputs.cancelled)
-            self._run_at_once(work)
-            return Programs(lowered)
+            return self._lower(programs, outputs.cancelled)
 
         programs = self._programs.of_programs(batch, (layout.variables,), lower)
         kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
@@ -241,7 +250,7 @@ class CpuEngine:
         yield from self._run(work, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
             flat = outputs.losses.reshape(-1)
-            flat[:] = _finish(evaluation.loss, sums.sum(axis=0), dataset, rows)
+            flat[:] = _closed(evaluation.loss, sum_spans(sums), dataset, rows)
 
 
 @contextmanager
@@ -268,23 +277,9 @@ def _loss_kernel(loss: Loss, dataset: Dataset) -> str:
     return term + ("_weighted" if dataset.layout.has_weights else "")
 
 
-def _finish(
+def _closed(
     loss: Loss, sums: NDArray[np.float64], dataset: Dataset, rows: tuple[int, int]
 ) -> NDArray[np.float64]:
     """Turn sums of terms into losses."""
-    if loss is Loss.SSE:
-        return sums
-    used = slice(*rows)
-    weights = None if dataset.weights is None else dataset.weights[used].astype(np.float64)
-    total = float(rows[1] - rows[0]) if weights is None else weights.sum()
-    with np.errstate(all="ignore"):
-        if loss in (Loss.MSE, Loss.MAE):
-            return np.asarray(sums / total)
-        if loss is Loss.RMSE:
-            return np.asarray(np.sqrt(sums / total))
-        assert dataset.target is not None  # `Evaluation.check` saw to it
-        target = dataset.target[used].astype(np.float64)
-        mean = (target if weights is None else weights * target).sum() / total
-        squares = np.square(target - mean)
-        ratio = sums / (squares if weights is None else weights * squares).sum()
-        return np.asarray(1.0 - ratio if loss is Loss.R2 else ratio)
+    statistics = TargetStatistics.of_rows(dataset, slice(*rows))
+    return close_losses(BUILT_IN[loss].closing, sums, statistics)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ctypes.util
 import logging
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit import ops
+from warpfit_server.code_cache import usable
 from warpfit_server.engine import cpu_build, cpu_code, cpu_dots, cpu_partials, rules, schedule
 from warpfit_server.engine.cpu_kernels import COPY, LOSS_KERNELS, Flavour, symbol
 from warpfit_server.engine.cpu_threads import ParallelCode
@@ -64,9 +61,13 @@ def load(directory: Path, processes: int = 1) -> Compiled:
         directory: where compiled code is kept.
         processes: that may compile at the first start.
 
+    Raises:
+        InvalidArgumentError: if others could have written to the directory.
+
     """
     start = time.perf_counter()
-    with writable(_place(directory)) as kept:
+    with usable(directory) as usable_directory:
+        kept = _place(usable_directory)
         cpu_code.compile_all(kept, processes)
         parts = (cpu_code.lower, cpu_code.derive, cpu_code.interpret, cpu_code.linearise)
         runners = tuple(part(kept) for part in parts)
@@ -80,28 +81,11 @@ def load(directory: Path, processes: int = 1) -> Compiled:
 
 def load_differentiate(directory: Path) -> Any:
     """Load `differentiate.differentiate_piece` alone, for an engine with kernels of its own."""
-    with writable(_place(directory)) as kept:
-        return cpu_code.derive(kept)
+    return cpu_code.derive(_place(directory))
 
 
 def _place(directory: Path) -> Path:
     return directory / f"cpu-{cpu_code.fingerprint()[:32]}"
-
-
-@contextlib.contextmanager
-def writable(place: Path) -> Iterator[Path]:
-    """Give ``place``, or a temporary copy of it where it cannot be written to."""
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        _log.warning("cannot keep compiled code in %s: %s", place, error)
-        with tempfile.TemporaryDirectory() as temporary:
-            if place.is_dir():
-                shutil.copytree(place, temporary, dirs_exist_ok=True)
-            yield Path(temporary)
-        return
-    yield place
 
 
 def _load_kernels(code: bytes) -> Kernels:

@@ -12,9 +12,9 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,9 +26,11 @@ import numba
 from numba import types
 
 from warpfit import ops
+from warpfit_server import cache_files
 from warpfit_server.engine import (
     calls,
     cpu_build,
+    cpu_circular,
     cpu_dots,
     cpu_interpret,
     cpu_kernels,
@@ -38,10 +40,13 @@ from warpfit_server.engine import (
     cpu_parallel,
     cpu_partials,
     cpu_pieces,
+    cpu_reduction,
+    cpu_row_loss,
     cpu_statistics,
     cpu_vector,
     differentiate,
     intrinsics,
+    numba_cache,
     rules,
     schedule,
     sweep,
@@ -50,12 +55,12 @@ from warpfit_server.engine.cpu_kernels import FLAVOURS, Flavour
 from warpfit_server.engine.cpu_threads import ParallelCode
 
 _log = logging.getLogger(__name__)
-_DIGEST_BYTES: Final = 32
 #: Modules that shape the code.
 _SOURCES: Final = (
-    *(ops, cpu_vector, cpu_math, cpu_kernels, rules, cpu_partials, cpu_dots, cpu_build),
+    *(ops, cpu_vector, cpu_reduction, cpu_circular, cpu_math, cpu_kernels, rules, cpu_partials),
+    *(cpu_dots, cpu_build),
     *(intrinsics, calls, schedule, cpu_pieces, cpu_lower, cpu_interpret, sweep, differentiate),
-    *(cpu_statistics, cpu_linearise, cpu_parallel),
+    *(cpu_statistics, cpu_row_loss, cpu_linearise, cpu_parallel, numba_cache, cache_files),
 )
 _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
@@ -92,7 +97,7 @@ def cached_in(place: Path) -> Iterator[_Jit]:
     """Give a compiler whose results Numba keeps below ``place``."""
 
     def jit(signature: Any, function: Any) -> Any:
-        return numba.njit(signature, cache=True, nogil=True, error_model="numpy")(function)
+        return numba_cache.njit(signature, nogil=True, error_model="numpy")(function)
 
     with _lock:
         before = numba.config.CACHE_DIR
@@ -122,7 +127,7 @@ def combine(place: Path) -> Any:
     differentiated = numba.typeof(differentiate.empty(1, 1, 1))
     signature = types.void(
         *(_WORDS, _WORDS, differentiated, _GIVEN_NUMBERS, _WORDS, _WORDS, _NUMBERS),
-        *(_NUMBERS, _NUMBERS, _MATRIX, _NUMBERS),
+        *(_NUMBERS, _MATRIX, _NUMBERS, types.Array(types.float64, 3, "C")),
     )
     with cached_in(place) as jit:
         return jit(signature, cpu_linearise.combine)
@@ -148,35 +153,12 @@ def kernels(place: Path) -> dict[Flavour, bytes]:
 
 
 def _object(path: Path, flavour: Flavour) -> bytes:
-    stored = _read(path)
+    stored = cache_files.find(path)
     if stored is not None:
         return stored
     code = cpu_build.build(flavour)
-    _write(path, code)
+    cache_files.write(path, code)
     return code
-
-
-def _read(path: Path) -> bytes | None:
-    """Read a stored object; None if it is absent or damaged."""
-    try:
-        stored = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() != digest:
-        _log.warning("compiled code in %s is damaged: compiling again", path)
-        return None
-    return code
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Store an object so that concurrent readers see all of it or nothing."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        Path(file.name).replace(path)
-    except OSError as error:
-        _log.debug("cannot write %s: %s", path, error)
 
 
 # ------------------------------------------------------------------------------ side by side
@@ -199,16 +181,19 @@ def compile_all(place: Path, processes: int) -> None:
     """Compile all parts into ``place`` by other processes, unless that has been done.
 
     This one would keep the memory that it took, some 160 MiB. One engine at a time does so, and
-    others wait for it. What a process fails to compile is left to whoever loads it.
+    others wait for it. What a process fails to compile is left to whoever loads it, and so is
+    everything where nothing can be kept.
 
     Args:
-        place: a directory that can be written to.
+        place: a directory, which need not be there yet.
         processes: so many at most.
 
     """
     done = place / "complete"
-    with _locked(place / "lock"):
-        if done.exists():
+    if done.exists():
+        return
+    with _locked(place / "lock") as is_locked:
+        if done.exists() or not is_locked:
             return
         _log.info("compiling the CPU engine into %s (first start only, 10 to 40 s)", place)
         found = shares(min(processes, _MOST_PROCESSES))
@@ -216,7 +201,7 @@ def compile_all(place: Path, processes: int) -> None:
         for child, names in zip(children, found, strict=True):
             if child.wait():
                 _log.warning("a process that compiled %s ended with %s", names, child.returncode)
-        done.touch()
+        cache_files.write_plain(done, b"")
 
 
 def shares(count: int) -> list[list[str]]:
@@ -238,13 +223,21 @@ def _compile(place: Path, names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+def _locked(path: Path) -> Iterator[bool]:
+    """Lock a file; give False if there can be none, as on a disk that is full or read-only."""
+    try:
+        cache_files.make_private(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        _log.warning("cannot compile by several processes: %s", error)
+        yield False
+        return
+    with os.fdopen(descriptor, "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # some network file systems; then two may compile the same
             _log.debug("cannot lock %s: %s", path, error)
-        yield
+        yield True
 
 
 if __name__ == "__main__":

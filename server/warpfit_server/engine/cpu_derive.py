@@ -13,17 +13,27 @@ from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
-from warpfit_server.engine import cpu_linearise, sweep
+from warpfit_server.engine import cpu_interpret, cpu_linearise, cpu_lower, sweep
 from warpfit_server.engine import differentiate as lowering
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cpu_cache import Compiled
+from warpfit_server.engine.cpu_cache import Compiled, Kernels
+from warpfit_server.engine.cpu_kernels import Flavour
+from warpfit_server.engine.cpu_row_loss import no_row_loss, row_loss_arrays
 from warpfit_server.engine.cpu_statistics import (
     MOMENTS,
     REDUCTIONS,
-    merge_moments,
+    from_zero,
     merge_reductions,
 )
-from warpfit_server.engine.cpu_work import Work, cut_cells, cut_rows, fill_job, flavour_of
+from warpfit_server.engine.cpu_work import (
+    Work,
+    cut_cells,
+    cut_rows,
+    fill_job,
+    flavour_of,
+    span_rows,
+    sum_spans,
+)
 from warpfit_server.engine.schedule import (
     INSTRUCTIONS_END,
     INSTRUCTIONS_START,
@@ -32,10 +42,13 @@ from warpfit_server.engine.schedule import (
 from warpfit_server.engine.wanted import Wanted
 
 Floats = NDArray[np.float64]
-#: Lowers a batch with a row loss, for some wishes.
-Lower = Callable[[Batch, lowering.RowLoss, int], lowering.Differentiated]
+#: Lowers a batch with a row loss, for some wishes; and lowers a batch alone.
+LowerBoth = Callable[[Batch, lowering.RowLoss, int], lowering.Differentiated]
+Lower = Callable[[Batch], cpu_lower.Lowered]
 #: Bytes of one intermediate result. More of them are alive at a time than in plain evaluation.
 _BLOCK_BYTES: Final = 4096
+#: What row losses are computed with.
+_WIDE: Final = Flavour(single=False, fast=False)
 #: Sums of all spans together above which fewer spans are cut: 256 MiB.
 _MOST_SUMS: Final = 2**25
 
@@ -61,6 +74,8 @@ class Plan:
     """What does not depend on the parameters."""
 
     lowered: lowering.Differentiated
+    row_loss: cpu_lower.Lowered
+    """What gives the row losses where loss kernels do not."""
     spans: NDArray[np.int64]
     """See `Work`, likewise the next."""
     cells: NDArray[np.int64]
@@ -71,21 +86,27 @@ class Plan:
     """Whether each row loss counts w times."""
 
 
-def make_plan(lower: Lower, dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> Plan:
+def make_plan(
+    lower_both: LowerBoth, lower: Lower, dataset: Dataset, evaluation: Evaluation, wanted: Wanted
+) -> Plan:
     """Lower a batch with its derivatives and cut the work."""
     batch, layout = evaluation.batch, dataset.layout
-    lowered = lower(batch, _row_loss(layout, wanted), wanted.wishes)
+    wishes = wanted.wishes & ~sweep.LOSS  # losses are computed apart, in float64
+    lowered = lower_both(batch, _row_loss(layout, wanted), wishes)
     rows = evaluation.row_range(layout)
     sizes = _sum_sizes(lowered, batch, products=wanted.curvatures is not None)
     block = _BLOCK_BYTES // layout.dtype.itemsize
-    spans = cut_rows(rows, block, max(1, _MOST_SUMS // int(sizes.sum())))
+    spans = cut_rows(rows, block, max(1, _MOST_SUMS // max(1, int(sizes.sum()))))
     summaries = lowered.summaries
     lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
     scalars = summaries[:, SCALARS]
     cells, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans)
     loss = wanted.row_loss
+    row_loss = no_row_loss()
+    if loss is not None and not wanted.deviation:
+        row_loss = lower(Batch.of([loss]))
     weighs_loss = loss is not None and not mentions_weight(loss)
-    return Plan(lowered, spans, cells, cost, sizes, weighs_loss)
+    return Plan(lowered, row_loss, spans, cells, cost, sizes, weighs_loss)
 
 
 def plan_needs(dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> tuple[Hashable, ...]:
@@ -106,18 +127,31 @@ def prepare(
     batch, layout, lowered, spans = evaluation.batch, dataset.layout, plan.lowered, plan.spans
     kernels = compiled.kernels[flavour_of(layout, evaluation.precision)]
     rows = evaluation.row_range(layout)
-    job = _job(dataset, evaluation, wanted, _BLOCK_BYTES // layout.dtype.itemsize)
+    block = _BLOCK_BYTES // layout.dtype.itemsize
+    job = _job(dataset, evaluation, wanted, block)
     job[cpu_linearise.WEIGHS_LOSS] = plan.weighs_loss
-    sums = _Sums.of(plan.sizes, len(spans), wanted)
+    job[cpu_linearise.LOSS_SPAN], job[cpu_linearise.LOSS_CELLS] = (
+        span_rows(rows, block),
+        len(plan.sizes),
+    )
+    is_weighted = layout.has_weights and plan.weighs_loss
+    if wanted.deviation:
+        job[cpu_interpret.LOSS_KERNEL] = _loss_kernel(kernels, wanted.deviation, is_weighted)
+    loss_spans = -(-(rows[1] - rows[0]) // span_rows(rows, block))
+    sums = _Sums.of(plan.sizes, len(spans), loss_spans, wanted)
     parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
 
     given = (job, kernels.addresses, plan.cells, spans, parameters, starts, cancelled)
     results = (kernels.dots, sums.starts, sums.sums, sums.reductions, sums.moments)
-    arrays = (*given, *lowered, *results)
+    wide = compiled.kernels[_WIDE]
+    has_program = len(plan.row_loss.summaries) > 0
+    adds_losses = _loss_kernel(wide, "given", is_weighted) if has_program else 0
+    row_loss = row_loss_arrays(wide.addresses, adds_losses, plan.row_loss)
+    arrays: tuple[NDArray[Any], ...] = (*given, *lowered, *results, *row_loss, sums.losses)
 
     def finish() -> None:
         with np.errstate(all="ignore"):
-            total = sums.sums.sum(axis=0)
+            total = sums.sums.sum(axis=0) if len(sums.sums) > 1 else sums.sums[0]
         combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
         _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
 
@@ -125,8 +159,12 @@ def prepare(
     return Derivation(work, finish)
 
 
+def _loss_kernel(kernels: Kernels, term: str, weighted: bool) -> int:
+    return kernels.losses[f"{term}_weighted" if weighted else term]
+
+
 def _row_loss(layout: Layout, wanted: Wanted) -> lowering.RowLoss:
-    if wanted.row_loss is None:
+    if wanted.row_loss is None or not wanted.wants_slopes:
         return lowering.no_row_loss()
     program = DIFFERENCE if wanted.is_squares else wanted.row_loss
     return lowering.row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
@@ -158,9 +196,11 @@ class _Sums:
     """[spans, cells, REDUCTIONS], or no cells."""
     moments: Floats
     """[spans, cells, MOMENTS], or no cells."""
+    losses: Floats
+    """[spans of the loss, cells], or no cells."""
 
     @classmethod
-    def of(cls, sizes: NDArray[np.int64], spans: int, wanted: Wanted) -> _Sums:
+    def of(cls, sizes: NDArray[np.int64], spans: int, loss_spans: int, wanted: Wanted) -> _Sums:
         starts = np.concatenate([[0], np.cumsum(sizes)])
         cells = len(sizes)
         return cls(
@@ -168,6 +208,7 @@ class _Sums:
             np.zeros((spans, int(starts[-1]))),
             np.zeros((spans, cells if wanted.reductions is not None else 0, REDUCTIONS)),
             np.zeros((spans, cells if wanted.moments is not None else 0, MOMENTS)),
+            np.zeros((loss_spans, cells if wanted.row_loss is not None else 0)),
         )
 
 
@@ -177,7 +218,7 @@ def _sum_sizes(
     """Count the sums of each cell."""
     summaries = lowered.summaries
     columns = summaries[:, lowering.COLUMNS_END] - summaries[:, sweep.COLUMNS_START]
-    return np.repeat(1 + columns + columns * columns * products, batch.vectors)
+    return np.repeat(columns + columns * columns * products, batch.vectors)
 
 
 def _finish(
@@ -185,7 +226,6 @@ def _finish(
 ) -> None:
     """Turn sums into what is wanted."""
     cells = len(sums.starts) - 1
-    losses = np.empty(cells)
     nothing, no_rows = np.empty(0), np.empty((0, 0))
     variables = wanted.variable_gradients
     for array in (wanted.gradients, variables, wanted.curvatures):
@@ -193,14 +233,14 @@ def _finish(
             array.fill(0.0)
     compiled.combine(
         *combine,
-        losses,
         nothing if wanted.gradients is None else wanted.gradients,
         no_rows if variables is None else variables.reshape(cells, -1),
         nothing if wanted.curvatures is None else wanted.curvatures,
+        sums.moments,
     )
     if wanted.losses is not None:
-        wanted.losses.reshape(-1)[:] = losses
+        wanted.losses.reshape(-1)[:] = sum_spans(sums.losses)
     if wanted.reductions is not None:
         wanted.reductions.reshape(cells, -1)[:] = merge_reductions(sums.reductions, rows)
     if wanted.moments is not None:
-        wanted.moments.reshape(cells, -1)[:] = merge_moments(sums.moments)
+        wanted.moments.reshape(cells, -1)[:] = from_zero(sums.moments[0])

@@ -83,7 +83,7 @@ def _call_kernel(
 
 
 @compiled_intrinsic
-def _call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: Any) -> Any:
+def call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: Any) -> Any:
     """Call the loss kernel at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -205,7 +205,7 @@ def _run_cells(
             )
             if job[LOSS_KERNEL]:
                 y, w = job[TARGET_ROWS] + offset, job[WEIGHT_ROWS] + offset
-                losses[cell] += _call_loss(job[LOSS_KERNEL], result, y, w, count)
+                losses[cell] += call_loss(job[LOSS_KERNEL], result, y, w, count)
     return True
 
 

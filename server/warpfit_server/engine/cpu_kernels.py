@@ -30,8 +30,8 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
-from warpfit_server.engine.cpu_math import absolute, functions, lifted, wide_functions
-from warpfit_server.engine.cpu_vector import Trace, Vector
+from warpfit_server.engine.cpu_math import functions, lifted, wide_functions
+from warpfit_server.engine.cpu_vector import Trace, Vector, absolute
 
 #: Bytes that a kernel handles in one step, and the width of a stored scalar.
 WIDTH: Final = 64
@@ -43,10 +43,12 @@ _Step = Callable[[list[Vector], Any], Vector | None]
 Body = Callable[[Trace, Sequence[Vector]], Vector]
 #: Name of the kernel that copies its operand.
 COPY: Final = "copy"
-#: Term of each loss kernel: of f, y and, for the weighted form, w.
+#: Term of each loss kernel: of f, y and, for the weighted form, w. The last one adds up row losses
+#: that are there already.
 _TERMS: Final[dict[str, Callable[[Vector, Vector], Vector]]] = {
     "squared": lambda f, y: (f - y) * (f - y),
     "absolute": lambda f, y: absolute(f - y),
+    "given": lambda f, y: f,
 }
 LOSS_KERNELS: Final = tuple(f"{kind}{w}" for kind in _TERMS for w in ("", "_weighted"))
 

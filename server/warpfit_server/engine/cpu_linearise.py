@@ -4,14 +4,16 @@ The simple form, for one cell (program and parameter vector):
 
     run the prologue once, on scalars
     for each block of rows:
-        run the instructions: result, row loss l, its slope s = dl/df, columns c1, c2, ...
-        sums[0] += sum(w l);  sums[k] += sum(w s ck);  products[i, j] += sum(w ci cj)
+        run the instructions: result, slope s = dl/df of the row loss, columns c1, c2, ...
+        loss += row losses of the result (`cpu_row_loss`)
+        sums[k] += sum(w s ck);  products[i, j] += sum(w ci cj)
     for each entry (column k, parameter p, factor d):
         gradient[p] += d sums[k]
     for each two entries:
         curvature[p, q] += d1 d2 products[k1, k2]
 
 All sums are float64: over the lanes of a block, then over the blocks of a span, then over spans.
+The loss has spans of its own, the same whatever else is summed, so that its bits are the same, too.
 """
 
 from __future__ import annotations
@@ -60,12 +62,25 @@ from warpfit_server.engine.cpu_pieces import (
     table,
     words,
 )
-from warpfit_server.engine.cpu_statistics import MOMENTS, REDUCTIONS, add_moments, add_reductions
+from warpfit_server.engine.cpu_row_loss import (
+    ROW_LOSS_ARRAYS,
+    begin_block,
+    begin_row_loss,
+    block_loss,
+    row_loss_bytes,
+    row_loss_of,
+)
+from warpfit_server.engine.cpu_statistics import (
+    MOMENTS,
+    REDUCTIONS,
+    add_moments,
+    add_reductions,
+    merge_spans,
+)
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
     ENTRIES_END,
     ENTRIES_START,
-    LOSS_PLACE,
     SLOPE_PLACE,
     Differentiated,
     differentiated_of,
@@ -88,13 +103,17 @@ WANTS_LOSS: Final = JOB_ENTRIES
 WANTS_SLOPES: Final = JOB_ENTRIES + 1
 WANTS_PRODUCTS: Final = JOB_ENTRIES + 2
 IS_SQUARES: Final = JOB_ENTRIES + 3
-"""The row loss is the square of what its place holds."""
+"""The slope's place holds half of the slope of a square."""
 WEIGHS_LOSS: Final = JOB_ENTRIES + 4
 """Each row loss counts w times."""
 JACOBIAN: Final = JOB_ENTRIES + 5
 WANTS_REDUCTIONS: Final = JOB_ENTRIES + 6
 WANTS_MOMENTS: Final = JOB_ENTRIES + 7
-LONG_JOB_ENTRIES: Final = JOB_ENTRIES + 8
+LOSS_SPAN: Final = JOB_ENTRIES + 8
+"""Rows of a span of the loss."""
+LOSS_CELLS: Final = JOB_ENTRIES + 9
+"""Cells of the batch."""
+LONG_JOB_ENTRIES: Final = JOB_ENTRIES + 10
 
 
 @compiled_intrinsic
@@ -114,6 +133,8 @@ def _call_dots(
 #: Arrays of a record after those of `Differentiated`, in order.
 _DOTS: Final = INSTRUCTION_TABLE + len(Differentiated._fields)
 _STARTS, _SUMS, _REDUCTIONS, _MOMENTS = _DOTS + 1, _DOTS + 2, _DOTS + 3, _DOTS + 4
+_ROW_LOSS: Final = _DOTS + 5
+_LOSSES: Final = _ROW_LOSS + ROW_LOSS_ARRAYS
 
 
 def linearise_piece(record: int, piece: int) -> int:
@@ -134,6 +155,7 @@ def linearise_piece(record: int, piece: int) -> int:
             _of_span(numbers(record, _SUMS), spans, span),
             _rows_of_span(numbers(record, _REDUCTIONS), spans, span, REDUCTIONS),
             _rows_of_span(numbers(record, _MOMENTS), spans, span, MOMENTS),
+            row_loss_of(record, _ROW_LOSS), numbers(record, _LOSSES),
         )  # fmt: skip
     except Exception:  # compiled code tells exceptions apart no further: there is no memory
         return FAILED
@@ -156,49 +178,44 @@ def _rows_of_span(values: Any, spans: int, span: int, columns: int) -> Any:
 def _linearise(
     job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any, parameter_starts: Any,
     cells: Any, rows: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
+    row_loss: Any, losses: Any,
 ) -> bool:  # fmt: skip
     """Run cells over rows; return whether they were finished.
 
     ``job``, ``parameters``, ``cells``, ``rows`` and ``cancelled`` are as for
     `cpu_interpret._interpret`, ``job`` with LONG_JOB_ENTRIES. ``kernels`` are addresses by code of
     instruction, ``dots`` by `DOT_SHAPES`. ``lowered`` is `Differentiated`. To ``sums``, from
-    ``starts[cell]``, are added the loss, a sum for each column and, if wanted, the products of all
-    columns, [columns, columns], of which the lower triangle is valid. ``reductions`` and
-    ``moments`` are [cells, 4] and [cells, 6].
+    ``starts[cell]``, are added a sum for each column and, if wanted, the products of all columns,
+    [columns, columns], of which the lower triangle is valid. ``reductions`` and ``moments`` are
+    [cells, REDUCTIONS] and [cells, MOMENTS]. ``row_loss`` is as `row_loss_of` gives it; to
+    ``losses``, [spans of the loss, cells], are added the losses.
     """
     scalar_starts, slots = measure(lowered.summaries, cells[0], cells[1], job[VECTORS])
     slot_bytes = job[BLOCK] * job[ITEMSIZE]
     scalar_bytes = (scalar_starts[-1] + 1) * SCALAR_WIDTH
-    memory = np.empty(scalar_bytes + (slots + 2) * slot_bytes, dtype=np.uint8)
+    loss_bytes = row_loss_bytes(job, row_loss) + SCALAR_WIDTH
+    memory = np.empty(scalar_bytes + (slots + 1) * slot_bytes + loss_bytes, dtype=np.uint8)
     scalars = (memory.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH
     slot_memory = scalars + scalar_starts[-1] * SCALAR_WIDTH
-    places = (scalars, slot_memory, slot_memory + slots * slot_bytes)
-    ones = places[2] + slot_bytes
-    _fill_ones(ones, job)
+    spare = slot_memory + slots * slot_bytes
+    places = (scalars, slot_memory, spare, spare + slot_bytes)
     finished = _run_cells(
         job, kernels, dots, lowered, parameters, parameter_starts, cells, rows, cancelled, starts,
-        sums, reductions, moments, scalar_starts, places, ones, slot_bytes,
+        sums, reductions, moments, row_loss, losses, scalar_starts, places, slot_bytes,
     )  # fmt: skip
     # Compiled code frees an array after its last use, and addresses do not count as one.
     return finished and memory.size > 0
 
 
 @inlined
-def _fill_ones(address: int, job: Any) -> None:
-    if job[ITEMSIZE] == 4:
-        carray(pointer32(address), job[BLOCK])[:] = np.float32(1.0)
-    else:
-        carray(pointer64(address), job[BLOCK])[:] = 1.0
-
-
-@inlined
 def _run_cells(
     job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any, parameter_starts: Any,
     cells: Any, rows: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
-    scalar_starts: Any, places: Any, ones: int, slot_bytes: int,
+    row_loss: Any, losses: Any, scalar_starts: Any, places: Any, slot_bytes: int,
 ) -> bool:  # fmt: skip
-    """Run cells over rows with working memory at ``places``: scalars, slots, a spare slot."""
-    scalars, slot_memory, spare = places
+    """Run cells over rows with memory at ``places``: scalars, slots, a spare slot, row losses."""
+    scalars, slot_memory, spare, loss_memory = places
+    begin_row_loss(job, row_loss, loss_memory)
     most = 1
     for cell in range(cells[0], cells[1]):
         base = scalars + scalar_starts[cell - cells[0]] * SCALAR_WIDTH
@@ -210,6 +227,8 @@ def _run_cells(
     for block_start in range(rows[0], rows[1], job[BLOCK]):
         count = min(job[BLOCK], rows[1] - block_start)
         offset = block_start * job[ITEMSIZE]
+        loss_start = (block_start - job[ROW_START]) // job[LOSS_SPAN] * job[LOSS_CELLS]
+        begin_block(job, row_loss, loss_memory, offset, count)
         for cell in range(cells[0], cells[1]):
             if cancelled[0]:
                 return False
@@ -228,13 +247,14 @@ def _run_cells(
                 addresses[k] = bases[place & 3] + (place >> 2) * pitches[place & 3]
             weight = job[WEIGHT_ROWS] + offset if job[WEIGHT_ROWS] else 0
             if job[WANTS_LOSS]:
-                place, slope = summary[LOSS_PLACE], summary[SLOPE_PLACE]
-                _add_sums(
-                    job, dots, sums[starts[cell] : starts[cell + 1]], addresses, columns,
-                    bases[place & 3] + (place >> 2) * pitches[place & 3],
-                    bases[slope & 3] + (slope >> 2) * pitches[slope & 3],
-                    weight, ones, count,
-                )  # fmt: skip
+                losses[loss_start + cell] += block_loss(
+                    job, row_loss, loss_memory, result, offset, count
+                )
+            slope = max(summary[SLOPE_PLACE], 0)
+            _add_sums(
+                job, dots, sums[starts[cell] : starts[cell + 1]], addresses, columns,
+                bases[slope & 3] + (slope >> 2) * pitches[slope & 3], weight, count,
+            )  # fmt: skip
             if job[JACOBIAN]:
                 _store_jacobian(
                     job, lowered, summary, parameter_starts, cell, base, addresses, block_start,
@@ -254,30 +274,27 @@ def _run_cells(
 
 @inlined
 def _add_sums(
-    job: Any, dots: Any, sums: Any, addresses: Any, columns: int, loss: int, slope: int,
-    weight: int, ones: int, count: int,
+    job: Any, dots: Any, sums: Any, addresses: Any, columns: int, slope: int, weight: int,
+    count: int,
 ) -> None:  # fmt: skip
-    """Add a block's loss, sums over columns and products of columns."""
-    own = weight if job[WEIGHS_LOSS] else 0
-    pair = np.empty(2, dtype=np.int64)
-    pair[0] = loss
-    pair[1] = loss if job[IS_SQUARES] else ones
-    _dot(dots, sums, 0, 1, pair, 0, 1, pair, 1, 1, own, count)
+    """Add a block's sums over columns and products of columns."""
+    left = np.empty(1, dtype=np.int64)
+    left[0] = slope
     if job[WANTS_SLOPES]:
-        pair[0] = slope
+        own = weight if job[WEIGHS_LOSS] else 0
         for k in range(0, columns, LARGEST_TILE):
             width = min(columns - k, LARGEST_TILE)
-            _dot(dots, sums, 1 + k, 1, pair, 0, 1, addresses, k, width, own, count)
+            _dot(dots, sums, k, 1, left, 0, 1, addresses, k, width, own, count)
     if job[WANTS_PRODUCTS]:
         for i in range(0, columns, LARGEST_TILE):
             height = min(columns - i, LARGEST_TILE)
             for j in range(0, i + 1, LARGEST_TILE):
                 width = min(columns - j, LARGEST_TILE)
                 _dot(
-                    dots, sums, 1 + columns + i * columns + j, columns, addresses, i, height,
+                    dots, sums, columns + i * columns + j, columns, addresses, i, height,
                     addresses, j, width, weight, count,
                 )  # fmt: skip
-    pair[0] = addresses[0]  # both arrays live until here
+    left[0] = addresses[0]  # both arrays live until here
 
 
 @inlined
@@ -346,13 +363,15 @@ def entry_factor(index: int, base: int, itemsize: int) -> float:
 
 def combine(
     job: Any, kernels: Any, lowered: Any, parameters: Any, parameter_starts: Any, starts: Any,
-    sums: Any, losses: Any, gradients: Any, variable_gradients: Any, curvatures: Any,
+    sums: Any, gradients: Any, variable_gradients: Any, curvatures: Any, moments: Any,
 ) -> None:  # fmt: skip
-    """Turn the sums of all rows into losses, gradients and curvatures.
+    """Turn the sums of all rows into gradients and curvatures; merge the moments of all spans.
 
-    ``losses`` is [cells]; ``gradients`` and ``curvatures`` are as in `base.Linearisation` or
-    empty, ``variable_gradients`` is [cells, variables] or [0, variables]. These are added to.
+    ``gradients`` and ``curvatures`` are as in `base.Linearisation` or empty,
+    ``variable_gradients`` is [cells, variables] or [0, variables]. All are added to. ``moments`` is
+    as in `cpu_statistics.merge_spans`.
     """
+    merge_spans(moments)
     cells = len(starts) - 1
     scalar_starts, _ = measure(lowered.summaries, 0, cells, job[VECTORS])
     most = 1
@@ -370,13 +389,12 @@ def combine(
         entries = lowered.entries[summary[ENTRIES_START] : summary[ENTRIES_END]]
         columns = summary[COLUMNS_END] - summary[COLUMNS_START]
         own = sums[starts[cell] : starts[cell + 1]]
-        losses[cell] = own[0]
         if job[WANTS_SLOPES]:
             _add_gradient(job, entries, base, own, first, cell, gradients, variable_gradients)
         if job[WANTS_PRODUCTS]:
             size = length * (length + 1) // 2
             _add_curvature(
-                job, entries, base, own[1 + columns :], columns,
+                job, entries, base, own[columns:], columns,
                 curvatures[triangle : triangle + size],
             )  # fmt: skip
             triangle += size
@@ -392,7 +410,7 @@ def _add_gradient(
     for index in range(len(entries)):
         leaf = entries[index, ENTRY_LEAF]
         factor = entry_factor(entries[index, ENTRY_FACTOR], base, job[ITEMSIZE])
-        total = own[1 + entries[index, ENTRY_COLUMN]]
+        total = own[entries[index, ENTRY_COLUMN]]
         if factor == 0.0 or total == 0.0:
             continue
         term = scale * factor * total

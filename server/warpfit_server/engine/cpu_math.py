@@ -6,7 +6,7 @@ so the functions that matter are written here with the textbook method and no br
 * exp: x = k ln 2 + r, exp(x) = 2^k exp(r), a polynomial for exp(r) on |r| <= ln(2) / 2;
 * log: x = 2^e m with m in [sqrt(1/2), sqrt(2)), log(x) = e ln 2 + log(m), a polynomial for log(m);
 * pow: exp2(b log2(a)), with more digits inside than the result has;
-* sin, cos: x = k pi/2 + r, a polynomial for the quarter that k names;
+* sin, cos: x = k pi/2 + r, a polynomial for the quarter that k names (`cpu_circular`);
 * tanh: expm1(2x) / (expm1(2x) + 2).
 
 (J.-M. Muller, Elementary Functions, 3rd edition, chapters 9 to 11.) The polynomials are Chebyshev
@@ -23,17 +23,25 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from warpfit.ops import KERNEL_FUNCTIONS
-from warpfit_server.engine.cpu_vector import BIAS, MANTISSA, Trace, Vector, polynomial
+from warpfit_server.engine.cpu_circular import cosine, sine, tangent
+from warpfit_server.engine.cpu_vector import (
+    BIAS,
+    MANTISSA,
+    Trace,
+    Vector,
+    absolute,
+    nearest,
+    polynomial,
+)
 
 Function = Callable[..., Vector]
 Functions = Mapping[str, Function]
 _INFINITY: Final = float("inf")
 _NAN: Final = float("nan")
 _LOG2_E: Final = 1.4426950408889634
-#: ln 2, 1 / ln 2 and pi / 2 as sums of numbers of the type, by bits.
+#: ln 2 as a sum of numbers of the type, by bits.
 _LN2: Final = {32: (0.6931471824645996, -1.9046542121259336e-09),
                64: (0.6931471805599453, 2.3190468138462996e-17)}  # fmt: skip
-_HALF_PI: Final = (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33)
 #: Arguments of exp and exp2 beyond which the result is 0 or infinite.
 _EXP_RANGE: Final = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
 _EXP2_RANGE: Final = {32: (-151.0, 129.0), 64: (-1080.0, 1030.0)}
@@ -75,17 +83,6 @@ _LOG2: Final = {
          0.15878356832510718, -0.14349039375280995, 0.14495052999815844, -0.1414478821058739,
          0.07553790398013412),
 }  # fmt: skip
-#: (sin(r) - r) / r^3 and (cos(r) - 1 + r^2 / 2) / r^4 as polynomials in r^2, |r| <= pi / 4.
-_SIN: Final = (
-    -0.16666666666666666, 0.008333333333330936, -0.00019841269836740532, 2.7557316093198404e-06,
-    -2.5051129896450185e-08, 1.5917988979397435e-10,
-)  # fmt: skip
-_COS: Final = (
-    0.041666666666666664, -0.0013888888888887389, 2.48015872987544e-05, -2.755731726587808e-07,
-    2.087614504941318e-09, -1.138254464534925e-11,
-)  # fmt: skip
-#: Largest |x| for which the reduction by pi / 2 keeps its digits.
-_TRIGONOMETRIC_LIMIT: Final = 1e5
 
 
 def functions(trace: Trace, *, fast: bool) -> Functions:
@@ -134,8 +131,9 @@ def _double_functions() -> dict[str, Function]:
         "cbrt": cube_root,
         "exp": exponential,
         "log": logarithm,
-        "sin": lambda x: _sine(x, 0),
-        "cos": lambda x: _sine(x, 1),
+        "sin": sine,
+        "cos": cosine,
+        "tan": tangent,
         "tanh": hyperbolic_tangent,
     }
 
@@ -150,11 +148,6 @@ def _through_double(function: Function) -> Function:
 
 def _rounding(name: str) -> Function:
     return lambda x: x.trace.intrinsic(name, x)
-
-
-def absolute(x: Vector) -> Vector:
-    """Clear the sign bit."""
-    return x.trace.intrinsic("fabs", x)
 
 
 def square_root(x: Vector) -> Vector:
@@ -183,16 +176,6 @@ def _clamp(x: Vector, low: float, high: float) -> Vector:
     return select(x < low, x.trace.constant(low, x.element), x)
 
 
-def _nearest(x: Vector) -> tuple[Vector, Vector]:
-    """Round a small number to the nearest integer, as float and as integer.
-
-    Adding 1.5 * 2^mantissa leaves the integer in the low bits of the sum; NaN needs no care.
-    """
-    shift = 1.5 * 2.0 ** MANTISSA[x.size]
-    shifted = x + shift
-    return shifted - shift, shifted.bits() - x.trace.constant(shift, x.element).bits()
-
-
 def _power_of_two(exponent: Vector) -> Vector:
     """2^k as a float, for k in the range of normal numbers."""
     return ((exponent + BIAS[exponent.size]) << MANTISSA[exponent.size]).real()
@@ -214,7 +197,7 @@ def exponential(x: Vector) -> Vector:
 def _reduced(x: Vector) -> tuple[Vector, Vector, Vector]:
     """Give r, what its rounding has lost, and k with x = k ln 2 + r."""
     high, low = _LN2[x.size]
-    k, exponent = _nearest(x * _LOG2_E)
+    k, exponent = nearest(x * _LOG2_E)
     near = k.fma(-high, x)
     r = k.fma(-low, near)
     return r, k.fma(-low, near - r), exponent
@@ -268,7 +251,7 @@ def _power_for_single(a: Vector, b: Vector) -> Vector:
     f, e = _split_normal(absolute(a))
     exponent = b * _power_log2(absolute(a), f.fma(polynomial(f, _LOG2[64]), e))
     exponent = _clamp(exponent, -200.0, 200.0)
-    k, scale = _nearest(exponent)
+    k, scale = nearest(exponent)
     return _power_signs(a, b, polynomial(exponent - k, _EXP2[64]) * _power_of_two(scale))
 
 
@@ -301,7 +284,7 @@ def _fast_power(a: Vector, b: Vector) -> Vector:
     product = b * log2
     rest = b.fma(low, b.fma(log2, -product))
     clamped = _clamp(product, *_EXP2_RANGE[32])
-    k, exponent = _nearest(clamped)
+    k, exponent = nearest(clamped)
     rest = trace.select(clamped == product, rest, 0.0)
     result = _scale(polynomial(clamped - k + rest, _EXP2[32]), exponent)
     return _power_signs(a, b, result)
@@ -320,28 +303,6 @@ def _power_signs(a: Vector, b: Vector, magnitude: Vector) -> Vector:
     result = select(undefined, _NAN, result)
     minus_one = (a == -1) & (absolute(b) == _INFINITY)
     return select((a == 1) | (b == 0) | minus_one, trace.constant(1.0, a.element), result)
-
-
-def _sine(x: Vector, quarter: int) -> Vector:
-    """Sine of x plus ``quarter`` quarter turns, in float64."""
-    trace = x.trace
-    k, count = _nearest(x * (2 / 3.141592653589793))
-    first, second, third = _HALF_PI
-    near = k.fma(-first, x)
-    r = k.fma(-second, near)
-    tail = k.fma(-third, k.fma(-second, near - r))
-    square = r * r
-    sine = r + (square * r).fma(polynomial(square, _SIN), square.fma(tail * -0.5, tail))
-    rest = square.fma(square * polynomial(square, _COS), -(r * tail))
-    half = square * 0.5
-    start = 1.0 - half
-    cosine = start + ((1.0 - start - half) + rest)
-    count = count + quarter
-    result = trace.select((count & 1) == 0, sine, cosine)
-    result = (result.bits() ^ ((count & 2) << 62)).real()
-    near_zero = absolute(x) < 1e-9
-    result = trace.select(near_zero, x if quarter == 0 else x * 0.0 + 1.0, result)
-    return trace.repair(result, absolute(x) > _TRIGONOMETRIC_LIMIT, ("sin", "cos")[quarter], x)
 
 
 def hyperbolic_tangent(x: Vector) -> Vector:

@@ -16,9 +16,14 @@ from warpfit_server.engine.schedule import (
 Floats = NDArray[np.float64]
 #: Sums that are added side by side, so that one addition need not wait for the other.
 _LANES: Final = 4
-#: Numbers of a cell's reductions (sum, least, greatest, not finite) and moments.
+#: Numbers of a cell's reductions (sum, least, greatest, not finite).
 REDUCTIONS: Final = 4
-MOMENTS: Final = 6
+#: Numbers of a cell's moments: sum of weights; means of values and target; sums of squares of both
+#: and of products; what the best line leaves of the target's squares; and the first row's value and
+#: target, from which the means are counted, so that a large mean costs no digits.
+MOMENTS: Final = 9
+_TOTAL, _MEAN_F, _MEAN_Y, _SQUARES_F, _SQUARES_Y, _PRODUCTS, _RESIDUAL = range(7)
+_FIRST_F, _FIRST_Y = 7, 8
 
 
 @inlined
@@ -87,58 +92,96 @@ def _copy(source: Any, target: Any) -> None:
 
 @inlined
 def _measure(f: Any, y: Any, w: Any, weighted: bool, block: Any) -> None:
-    """Compute the moments of a block in two passes."""
+    """Compute the moments of a block in three passes, counted from its first row."""
+    first_f, first_y = np.float64(f[0]), np.float64(y[0])
     total = sum_f = sum_y = 0.0
     for row in range(len(f)):
         weight = np.float64(w[row]) if weighted else 1.0
         total += weight
-        sum_f += weight * np.float64(f[row])
-        sum_y += weight * np.float64(y[row])
+        sum_f += weight * (np.float64(f[row]) - first_f)
+        sum_y += weight * (np.float64(y[row]) - first_y)
     if total == 0.0 and sum_f == 0.0:
         return
     mean_f, mean_y = sum_f / total, sum_y / total
     squares_f = squares_y = products = 0.0
     for row in range(len(f)):
         weight = np.float64(w[row]) if weighted else 1.0
-        df, dy = np.float64(f[row]) - mean_f, np.float64(y[row]) - mean_y
+        df, dy = np.float64(f[row]) - first_f - mean_f, np.float64(y[row]) - first_y - mean_y
         squares_f += weight * df * df
         squares_y += weight * dy * dy
         products += weight * df * dy
-    block[0], block[1], block[2] = total, mean_f, mean_y
-    block[3], block[4], block[5] = squares_f, squares_y, products
+    slope = products / squares_f if squares_f != 0.0 else 0.0
+    residual = 0.0
+    for row in range(len(f)):
+        weight = np.float64(w[row]) if weighted else 1.0
+        df, dy = np.float64(f[row]) - first_f - mean_f, np.float64(y[row]) - first_y - mean_y
+        left = dy - slope * df
+        residual += weight * left * left
+    block[_TOTAL], block[_MEAN_F], block[_MEAN_Y] = total, mean_f, mean_y
+    block[_SQUARES_F], block[_SQUARES_Y], block[_PRODUCTS] = squares_f, squares_y, products
+    block[_RESIDUAL], block[_FIRST_F], block[_FIRST_Y] = residual, first_f, first_y
+
+
+@inlined
+def _is_empty(moments: Any) -> bool:
+    """Whether no row has weight; a mean that is not a number must not be lost."""
+    return bool(moments[_TOTAL] == 0.0 and moments[_MEAN_F] == 0.0)
 
 
 @inlined
 def _merge(moments: Any, block: Any) -> None:
-    """Merge two sets of moments (Chan, Golub and LeVeque, American Statistician 37, 1983)."""
-    total = moments[0] + block[0]
-    if moments[0] == 0.0:
+    """Merge two sets of moments (Chan, Golub and LeVeque, American Statistician 37, 1983).
+
+    The sum of squares that the best line leaves is merged likewise: it grows by what the best line
+    through three points leaves, weighted by the squares and by ``common``; the points stand for the
+    two lines and for the step between the two means. By Lagrange's identity that is a sum of
+    squares, so that nothing cancels where all points are on one line.
+    """
+    if _is_empty(moments):
         _copy(block, moments)
         return
-    if block[0] == 0.0:
+    if _is_empty(block):
         return
-    df, dy = block[1] - moments[1], block[2] - moments[2]
-    share = block[0] / total
-    common = moments[0] * share
-    moments[0] = total
-    moments[1] += df * share
-    moments[2] += dy * share
-    moments[3] += block[3] + df * df * common
-    moments[4] += block[4] + dy * dy * common
-    moments[5] += block[5] + df * dy * common
+    total = moments[_TOTAL] + block[_TOTAL]
+    df = (block[_FIRST_F] - moments[_FIRST_F]) + (block[_MEAN_F] - moments[_MEAN_F])
+    dy = (block[_FIRST_Y] - moments[_FIRST_Y]) + (block[_MEAN_Y] - moments[_MEAN_Y])
+    share = block[_TOTAL] / total
+    common = moments[_TOTAL] * share
+    squares, other = moments[_SQUARES_F], block[_SQUARES_F]
+    slope = moments[_PRODUCTS] / squares if squares != 0.0 else 0.0
+    other_slope = block[_PRODUCTS] / other if other != 0.0 else 0.0
+    step = df * df * common
+    left, other_left = dy - slope * df, dy - other_slope * df
+    turn = slope - other_slope
+    whole = squares + other + step
+    moments[_RESIDUAL] += block[_RESIDUAL]
+    if whole != 0.0:
+        moments[_RESIDUAL] += (
+            other * (squares / whole) * turn * turn
+            + common * (squares / whole) * left * left
+            + common * (other / whole) * other_left * other_left
+        )
+    else:
+        moments[_RESIDUAL] += common * dy * dy
+    moments[_TOTAL] = total
+    moments[_MEAN_F] += df * share
+    moments[_MEAN_Y] += dy * share
+    moments[_SQUARES_F] = whole
+    moments[_SQUARES_Y] += block[_SQUARES_Y] + dy * dy * common
+    moments[_PRODUCTS] += block[_PRODUCTS] + df * dy * common
 
 
-def merge_moments(parts: Floats) -> Floats:
-    """Merge moments of spans, [spans, cells, 6], as `_merge` does."""
-    merged: Floats = parts[0].copy()
-    for part in parts[1:]:
-        with np.errstate(all="ignore"):
-            total = merged[:, 0] + part[:, 0]
-            share = np.where(total == 0.0, 0.0, part[:, 0] / total)
-            difference = part[:, 1:3] - merged[:, 1:3]
-            common = merged[:, 0] * share
-            merged[:, 1:3] += difference * share[:, None]
-            merged[:, 3:5] += part[:, 3:5] + np.square(difference) * common[:, None]
-            merged[:, 5] += part[:, 5] + difference[:, 0] * difference[:, 1] * common
-            merged[:, 0] = total
-    return merged
+@inlined
+def merge_spans(moments: Any) -> None:
+    """Merge the moments of all spans, [spans, cells, MOMENTS], into those of the first one."""
+    for span in range(1, moments.shape[0]):
+        for cell in range(moments.shape[1]):
+            _merge(moments[0, cell], moments[span, cell])
+
+
+def from_zero(moments: Floats) -> Floats:
+    """Turn moments [cells, MOMENTS] into those of `Outputs`, [cells, 7]."""
+    found = moments[:, : _RESIDUAL + 1].copy()
+    with np.errstate(all="ignore"):
+        found[:, [_MEAN_F, _MEAN_Y]] += moments[:, [_FIRST_F, _FIRST_Y]]
+    return found

@@ -19,10 +19,11 @@ from typing import Any, Final
 from llvmlite import ir
 
 Number = int | float
+Vectors = tuple["Vector", ...]
 #: Bits of mantissa stored, and of the exponent's bias, by size of the type in bits.
 MANTISSA: Final = {32: 23, 64: 52}
 BIAS: Final = {32: 127, 64: 1023}
-_INTEGER: Final = {32: ir.IntType(32), 64: ir.IntType(64)}
+INTEGER: Final = {32: ir.IntType(32), 64: ir.IntType(64)}
 
 
 class Trace:
@@ -88,16 +89,44 @@ class Trace:
         self._lanes(lane)
         return self.vector(self.builder.load(places[-1]))
 
-    def repair(self, result: Vector, bad: Vector, name: str, operand: Vector) -> Vector:
-        """Replace ``result`` in bad lanes by the C function's; a branch skips it if none is bad."""
+    def each_lane(
+        self, function: ir.Function, operand: Vector, kinds: Sequence[ir.Type]
+    ) -> Vectors:
+        """Call ``void (double, pointers to results)`` for one lane after the other.
+
+        Args:
+            function: of the module being built.
+            operand: float64.
+            kinds: element type of each result.
+
+        """
+        double, builder = ir.DoubleType(), self.builder
+        source = self._stack(operand.value.type)
+        builder.store(operand.value, source)
+        places = [self._stack(ir.VectorType(kind, self.lanes)) for kind in kinds]
+        arrays = [
+            builder.bitcast(place, kind.as_pointer())
+            for place, kind in zip((source, *places), (double, *kinds), strict=True)
+        ]
+
+        def lane(index: Any) -> None:
+            cells = [builder.gep(array, [index]) for array in arrays]
+            builder.call(function, [builder.load(cells[0]), *cells[1:]])
+
+        self._lanes(lane)
+        return tuple(self.vector(builder.load(place)) for place in places)
+
+    def repair(self, results: Vectors, bad: Vector, correct: Callable[[], Vectors]) -> Vectors:
+        """Replace results in bad lanes by the correct ones; a branch skips it if none is bad."""
         builder = self.builder
-        place = self._stack(result.value.type)
-        builder.store(result.value, place)
+        places = [self._stack(result.value.type) for result in results]
+        for place, result in zip(places, results, strict=True):
+            builder.store(result.value, place)
         bits = builder.bitcast(bad.value, ir.IntType(self.lanes))
         with builder.if_then(builder.icmp_signed("!=", bits, ir.Constant(bits.type, 0)), False):
-            correct = self.call(name, operand)
-            builder.store(self.select(bad, correct, result).value, place)
-        return self.vector(builder.load(place))
+            for place, right, result in zip(places, correct(), results, strict=True):
+                builder.store(self.select(bad, right, result).value, place)
+        return tuple(self.vector(builder.load(place)) for place in places)
 
     def _declare(self, name: str, kind: ir.FunctionType) -> ir.Function:
         known = self.builder.module.globals.get(name)
@@ -118,7 +147,7 @@ class Trace:
         before, loop, after = builder.block, *(builder.append_basic_block() for _ in range(2))
         builder.branch(loop)
         builder.position_at_end(loop)
-        index = builder.phi(_INTEGER[64])
+        index = builder.phi(INTEGER[64])
         index.add_incoming(_index(0), before)
         body(index)
         following = builder.add(index, _index(1))
@@ -242,7 +271,7 @@ class Vector:
 
     def bits(self) -> Vector:
         """The same bits as integers."""
-        return self._cast(_INTEGER[self.size])
+        return self._cast(INTEGER[self.size])
 
     def real(self) -> Vector:
         """The bits of integers as floats of the same size."""
@@ -273,6 +302,21 @@ class Vector:
         return self.trace.vector(self.trace.builder.fptrunc(self.value, kind))
 
 
+def absolute(x: Vector) -> Vector:
+    """Clear the sign bit."""
+    return x.trace.intrinsic("fabs", x)
+
+
+def nearest(x: Vector) -> tuple[Vector, Vector]:
+    """Round a small number to the nearest integer, as float and as integer.
+
+    Adding 1.5 * 2^mantissa leaves the integer in the low bits of the sum; NaN needs no care.
+    """
+    shift = 1.5 * 2.0 ** MANTISSA[x.size]
+    shifted = x + shift
+    return shifted - shift, shifted.bits() - x.trace.constant(shift, x.element).bits()
+
+
 def polynomial(x: Vector, coefficients: Sequence[float]) -> Vector:
     """Evaluate ``c0 + c1 x + c2 x^2 + ...`` by Horner's rule with fused multiply-add."""
     result: Vector | float = coefficients[-1]
@@ -284,4 +328,4 @@ def polynomial(x: Vector, coefficients: Sequence[float]) -> Vector:
 
 
 def _index(value: int) -> ir.Constant:
-    return ir.Constant(_INTEGER[64], value)
+    return ir.Constant(INTEGER[64], value)

@@ -75,11 +75,27 @@ class Work:
         return int(self.cells[groups - 1, 1]) // self.vectors if groups else 0
 
 
+def span_rows(rows: tuple[int, int], block: int) -> int:
+    """Rows of a span where the rows are cut into as many as there may be: the spans of losses."""
+    blocks = -(-(rows[1] - rows[0]) // block)
+    return max(_SPAN_BLOCKS, -(-blocks // _MOST_SPANS)) * block
+
+
+def sum_spans(parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add up sums of spans, [spans, sums], each in an order that the others do not change."""
+    with np.errstate(all="ignore"):
+        return np.asarray(np.ascontiguousarray(parts.T).sum(axis=1))
+
+
 def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.int64]:
-    """Cut the rows into at most ``most`` spans of whole blocks; return their edges, [spans, 2]."""
+    """Cut the rows into at most ``most`` spans of whole blocks; return their edges, [spans, 2].
+
+    Fewer spans than there may be are each made of several whole ones.
+    """
     start, stop = rows
     blocks = -(-(stop - start) // block)
-    length = max(_SPAN_BLOCKS, -(-blocks // min(most, _MOST_SPANS))) * block
+    shortest = span_rows(rows, block)
+    length = -(-blocks * block // (shortest * min(most, _MOST_SPANS))) * shortest
     edges = np.arange(start, stop + length, length, dtype=np.int64)
     edges[-1] = stop
     return _ranges(edges)

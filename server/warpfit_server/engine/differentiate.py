@@ -84,7 +84,7 @@ from warpfit_server.engine.sweep import (
 )
 
 # Columns of a program's summary, after COLUMNS_START: where columns and entries end, and the places
-# of the row loss and of its derivative by the result.
+# of the row loss and of its derivative by the result, NONE for what is not wanted.
 COLUMNS_END: Final = SUMMARY_COLUMNS + 1
 ENTRIES_START: Final = SUMMARY_COLUMNS + 2
 ENTRIES_END: Final = SUMMARY_COLUMNS + 3
@@ -267,7 +267,7 @@ def _differentiate(
         )  # fmt: skip
         root = stack[0]
         loss = np.int64(NONE)
-        if wishes[0] & LOSS:
+        if wishes[0] & (LOSS | SLOPE):
             count = number_tokens(
                 loss_codes, loss_values, loss_bits, given.arities, given.rewrites,
                 nodes, stack, known, mask, count, root,
@@ -349,6 +349,8 @@ def _emit_program(
     columns = lowered.columns[summary[COLUMNS_START] : ends[2]]
     for column in columns:
         nodes[column, USES] += 1
+    loss = loss if wishes & LOSS else np.int64(NONE)
+    slope = slope if wishes & SLOPE else np.int64(NONE)
     for kept in (loss, slope):
         if kept != NONE:
             nodes[kept, USES] += 1
@@ -375,6 +377,7 @@ def _emit_program(
             nodes[columns[index], PLACE], instructions, emitted, slots
         )
     for column, kept in ((LOSS_PLACE, loss), (SLOPE_PLACE, slope)):
+        summary[column] = NONE
         if kept != NONE:
             emitted, slots, summary[column] = _spread(
                 nodes[kept, PLACE], instructions, emitted, slots

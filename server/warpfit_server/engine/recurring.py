@@ -8,6 +8,7 @@ again and again, each time in other memory.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
@@ -28,14 +29,15 @@ class Recurring(Generic[Made]):
     """Keeps what was made of batches, those used least recently go; safe to use from threads."""
 
     def __init__(self) -> None:
-        self._kept: LRUCache[Hashable, tuple[Batch, Made]] = LRUCache(_MOST_TOKENS, _size)
+        self._kept: LRUCache[Hashable, tuple[int, Made]] = LRUCache(_MOST_TOKENS, _size)
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
-        self._lock = threading.Lock()
+        # Arrays may go, and `_forget` be called, whenever a thread that holds it allocates.
+        self._lock = threading.RLock()
 
     def of_arrays(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
     ) -> Made:
-        """Return what was made of the same arrays, or make it.
+        """Return what was made of the same arrays, or make it; kept as long as the arrays live.
 
         Args:
             batch: whose arrays are its own; its parameters do not matter.
@@ -43,11 +45,17 @@ class Recurring(Generic[Made]):
             make: makes it.
 
         """
-        # They live, and keep their identity, as long as what was made of them is kept.
-        key = (id(batch.codes), id(batch.values), id(batch.lengths), *needs)
+        arrays = (batch.codes, batch.values, batch.lengths)
+        key = (*map(id, arrays), *needs)
         with self._lock:
             known = self._kept.get(key)
-        return self._keep(key, batch, make) if known is None else known[1]
+        if known is not None:
+            return known[1]
+        made = self._keep(key, batch, make)
+        if key in self._kept:
+            for array in arrays:
+                weakref.finalize(array, self._forget, key).atexit = False
+        return made
 
     def of_programs(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
@@ -85,15 +93,19 @@ class Recurring(Generic[Made]):
         return len(self._kept)
 
     def _keep(self, key: Hashable, batch: Batch, make: Callable[[Batch], Made]) -> Made:
-        made = make(batch)
-        if _size((batch, made)) <= _MOST_TOKENS:
+        entry = len(batch.codes), make(batch)
+        if _size(entry) <= _MOST_TOKENS:
             with self._lock:
-                self._kept[key] = batch, made
-        return made
+                self._kept[key] = entry
+        return entry[1]
+
+    def _forget(self, key: Hashable) -> None:
+        with self._lock:
+            self._kept.pop(key, None)
 
 
-def _size(entry: tuple[Batch, object]) -> int:
-    return max(_LEAST_TOKENS, len(entry[0].codes))
+def _size(entry: tuple[int, object]) -> int:
+    return max(_LEAST_TOKENS, entry[0])
 
 
 def _text(batch: Batch) -> tuple[int, bytes]:

@@ -7,7 +7,6 @@ something wrong, the exact check says what.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +14,7 @@ from warpfit.errors import InternalError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit.tokens import INDEX_LIMIT
+from warpfit_server.engine import numba_cache
 
 
 def check_sound(batch: Batch, variables: int) -> None:
@@ -47,7 +47,7 @@ def is_sound(batch: Batch, variables: int) -> bool:
     )
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def sound_tokens(
     codes: NDArray[np.uint8],
     values: NDArray[np.float64],
@@ -60,7 +60,7 @@ def sound_tokens(
     for program in range(len(lengths)):
         stop = start + int(lengths[program])
         parameters = min(float(counts[program]), float(INDEX_LIMIT))
-        height, lowest, sound = 0, 1, True
+        height, lowest, sound, needed = 0, 1, True, 0.0
         for token in range(start, stop):  # without branches, which random tokens make dear
             code, value = codes[token], values[token]
             arity = ARITIES[code]
@@ -70,6 +70,8 @@ def sound_tokens(
             bound = variables if is_variable else parameters
             fits = (value >= 0.0) & (value < bound) & (np.floor(value) == value)
             sound &= (arity >= 0) & (fits | ~(is_variable | is_parameter))
+            needed = max(needed, value + 1.0 if is_parameter else 0.0)
+        sound &= needed == counts[program]
         if stop == start or height != 1 or lowest < 1 or not sound:
             return False
         start = stop

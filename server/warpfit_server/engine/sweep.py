@@ -38,6 +38,7 @@ ENTRY_COLUMNS: Final = 3
 BY_PARAMETERS: Final = 1
 BY_VARIABLES: Final = 2
 LOSS: Final = 4
+"""The row loss itself is wanted, in the data's type."""
 SLOPE: Final = 8
 SQUARES: Final = 16
 """The row loss given is f - y, and what is summed is its square."""

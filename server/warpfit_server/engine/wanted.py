@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
-from warpfit.losses import LossFunction
+from warpfit.losses import ABSOLUTE, LossFunction
 from warpfit.request import Evaluation
 from warpfit_server.engine import sweep
 from warpfit_server.engine.base import Outputs
@@ -39,7 +39,7 @@ class Wanted:
         return (
             sweep.BY_PARAMETERS * parameters
             | sweep.BY_VARIABLES * variables
-            | sweep.LOSS * (self.row_loss is not None)
+            | sweep.LOSS * (self.row_loss is not None and not self.deviation)
             | sweep.SLOPE * self.wants_slopes
             | sweep.SQUARES * self.is_squares
         )
@@ -53,6 +53,16 @@ class Wanted:
     def is_squares(self) -> bool:
         """Whether the row loss is (f - y)^2."""
         return self.row_loss is not None and LossFunction(self.row_loss).is_squares
+
+    @property
+    def deviation(self) -> str:
+        """``"squared"`` for (f - y)^2, ``"absolute"`` for |f - y|, else empty.
+
+        Engines compute these two of values and target by themselves, in float64 for each row.
+        """
+        if self.is_squares:
+            return "squared"
+        return "absolute" if self.row_loss == ABSOLUTE else ""
 
 
 def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:

@@ -10,9 +10,13 @@ Optimization", 2nd edition, 2006, section 6.1), the line search is the one that 
     else:                                    x = x + t p, update the inverse, new direction p = -H g
     t = (low + high) / 2 if high is known, else 2 low
 
-The first inverse is that of the slightly damped curvature J^T W J, which for losses that are nearly
-squares is nearly right. Parameters at a bound whose gradient points outwards take no part, and
-steps are cut off at the bounds.
+The first inverse is that of the slightly damped curvature J^T W J times the *stiffness*, the second
+derivative of the row loss, roughly: 2 for squares; for others the gradient of the loss divided by
+J^T W d, as if the row loss were a square with that factor. Parameters at a bound whose gradient
+points outwards take no part, and steps are cut off at the bounds.
+
+Every test compares numbers of the same unit: parameters are measured in the lengths of their
+columns of the Jacobian at the start (WIDTH), steps relative to the parameters.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from warpfit_server.fit.searches import (
     SLOPE,
     SQUARES,
     STEP,
+    STIFFNESS,
     TRIAL,
     TRIALS,
     UPDATES,
@@ -59,7 +64,7 @@ from warpfit_server.fit.searches import (
     Limits,
     X,
 )
-from warpfit_server.fit.triangles import all_finite, dot, factorise, solve
+from warpfit_server.fit.triangles import all_finite, are_usable, dot, factorise, solve
 
 #: Constants of the weak Wolfe conditions.
 _DECREASE: Final = 1e-4
@@ -90,7 +95,8 @@ def advance(
         vectors: row TRIAL is what was evaluated, and then what is to be evaluated.
         numbers: state.
         counters: state.
-        curvatures: at the first call, the curvature at the starts; not used after it.
+        curvatures: at the first call, the curvature at the starts; not used after it. Then the
+            column STIFFNESS of ``numbers`` must have been set, too.
         inverses: state.
         new_sums: sum of row losses at the trials, [S].
         new_gradients: its gradient, [P].
@@ -104,19 +110,18 @@ def advance(
         begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
         vector, gradient = vectors[:, begin:end], new_gradients[begin:end]
         inverse = inverses[edges[s, SQUARES] : edges[s + 1, SQUARES]]
-        finite = math.isfinite(new_sums[s]) and all_finite(gradient)
         counter[EVALUATIONS] += 1
-        turning = False
         if counter[EVALUATIONS] == 1:
             number[INITIAL] = number[LOSS] = new_sums[s]
             vector[SLOPE, :] = gradient
-            turning = finite
-            if finite:
-                curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
-                _begin_inverse(vector, counter, curvature, inverse)
+            curvature = curvatures[edges[s, PAIRS] : edges[s + 1, PAIRS]]
+            turning = are_usable(new_sums[s], gradient, curvature)
+            if turning:
+                _begin_inverse(vector, number, counter, curvature, inverse)
             else:
                 counter[REASON] = NOT_FINITE
         else:
+            finite = math.isfinite(new_sums[s]) and all_finite(gradient)
             turning = _judge(
                 vector, number, counter, inverse, gradient, new_sums[s], finite, limits
             )
@@ -157,7 +162,7 @@ def _judge(
     if number[BEST_LOSS] < math.inf:
         _accept(vector, number, counter, inverse, limits)
     elif counter[UPDATES] > 0:  # the inverse may be bad: start again without it
-        _reset_inverse(vector, counter, inverse)
+        _reset_inverse(vector, number, counter, inverse)
     else:
         counter[REASON] = STEP
     return bool(counter[REASON] == RUNNING)
@@ -182,13 +187,14 @@ def _accept(
     change = vector[BEST_SLOPE] - vector[SLOPE]
     decrease = number[LOSS] - number[BEST_LOSS]
     length, size = vector[WIDTH] * step, vector[WIDTH] * vector[X]
-    _update_inverse(counter, inverse, step, change)
+    _update_inverse(vector[WIDTH], counter, inverse, step, change)
     number[LOSS] = number[BEST_LOSS]
     vector[X, :] = vector[BEST]
     vector[SLOPE, :] = vector[BEST_SLOPE]
+    _add_columns(vector, number, inverse)
     if decrease <= limits.loss * abs(number[LOSS]):
         counter[REASON] = LOSS_CHANGE
-    elif math.sqrt(dot(length, length)) <= limits.step * (math.sqrt(dot(size, size)) + limits.step):
+    elif math.sqrt(dot(length, length)) <= limits.step * math.sqrt(dot(size, size)):
         counter[REASON] = STEP
 
 
@@ -197,10 +203,10 @@ def _turn(
     vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: Limits
 ) -> None:
     """Choose a direction and its first trial, or find that the search has ended."""
-    moving = find_moving(vector)
+    moving = find_moving(vector, X, vector[SLOPE])
     steepest = 0.0
     for i in range(len(moving)):
-        if moving[i]:
+        if moving[i] and vector[WIDTH, i] > 0.0:
             steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
     if counter[ITERATIONS] == 0:
         number[FIRST_STEEPNESS] = steepest
@@ -211,7 +217,7 @@ def _turn(
         counter[REASON] = ITERATIONS_USED
         return
     if not _direct(vector, inverse, moving):
-        _reset_inverse(vector, counter, inverse)
+        _reset_inverse(vector, number, counter, inverse)
         _direct(vector, inverse, moving)
     number[LENGTH], number[LOW], number[HIGH], number[BEST_LOSS] = 1.0, 0.0, math.inf, math.inf
     counter[TRIALS] = 0
@@ -247,21 +253,23 @@ def _place_trial(vector: Floats, length: float, limits: Limits) -> bool:
 
 
 @jitable
-def _begin_inverse(vector: Floats, counter: Integers, curvature: Floats, inverse: Floats) -> None:
+def _begin_inverse(
+    vector: Floats, number: Floats, counter: Integers, curvature: Floats, inverse: Floats
+) -> None:
     """Invert the damped curvature at the start, scaled to a unit diagonal."""
     n = vector.shape[1]
-    scale = vector[WIDTH]
-    for i in range(n):
-        diagonal = curvature[i * (i + 1) // 2 + i]
-        scale[i] = math.sqrt(diagonal) if diagonal > 0.0 and math.isfinite(diagonal) else 1.0
+    width, scale = vector[WIDTH], np.ones(n)
     system = np.empty(n * (n + 1) // 2)
     for i in range(n):
         row = i * (i + 1) // 2
+        width[i] = math.sqrt(curvature[row + i])
+        if width[i] > 0.0:
+            scale[i] = width[i]
         for j in range(i):
             system[row + j] = curvature[row + j] / (scale[i] * scale[j])
         system[row + i] = 1.0 + _RIDGE
-    if not factorise(system, n):
-        _reset_inverse(vector, counter, inverse)
+    if not factorise(system, 0, n, n):
+        _reset_inverse(vector, number, counter, inverse)
         return
     column = np.empty(n)
     for j in range(n):
@@ -269,28 +277,54 @@ def _begin_inverse(vector: Floats, counter: Integers, curvature: Floats, inverse
         column[j] = 1.0
         solve(system, column)
         for i in range(n):
-            inverse[i * n + j] = column[i] / (scale[i] * scale[j])
+            known = width[i] > 0.0 and width[j] > 0.0
+            element = column[i] / (scale[i] * scale[j]) / number[STIFFNESS]
+            inverse[i * n + j] = element if known else 0.0
     counter[UPDATES] = 1  # worth giving up for the steepest descent if it leads nowhere
 
 
 @jitable
-def _reset_inverse(vector: Floats, counter: Integers, inverse: Floats) -> None:
-    """Make the next direction that of steepest descent, with a cautious length."""
+def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
+    """Let parameters take part whose column was 0 so far.
+
+    The length of a column is at least that which a gradient needs if the row losses are squares.
+    """
     n = vector.shape[1]
-    steepness = math.sqrt(dot(vector[SLOPE], vector[SLOPE]))
-    reach = 0.1 * max(1.0, math.sqrt(dot(vector[X], vector[X])))
+    for i in range(n):
+        if vector[WIDTH, i] == 0.0 and vector[SLOPE, i] != 0.0 and number[LOSS] != 0.0:
+            squares = 2.0 * abs(number[LOSS]) / number[STIFFNESS]
+            width = abs(vector[SLOPE, i]) / number[STIFFNESS] / math.sqrt(squares)
+            vector[WIDTH, i] = width
+            inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
+
+
+@jitable
+def _reset_inverse(vector: Floats, number: Floats, counter: Integers, inverse: Floats) -> None:
+    """Make the next direction that of steepest descent, in units of the columns' lengths.
+
+    No eigenvalue of a curvature with a unit diagonal exceeds the number of parameters.
+    """
+    n = vector.shape[1]
     inverse[:] = 0.0
     for i in range(n):
-        inverse[i * n + i] = reach / steepness if steepness > 0.0 else 1.0
+        width = vector[WIDTH, i]
+        if width > 0.0:
+            inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
     counter[UPDATES] = 0
 
 
 @jitable
-def _update_inverse(counter: Integers, inverse: Floats, step: Floats, change: Floats) -> None:
+def _update_inverse(
+    width: Floats, counter: Integers, inverse: Floats, step: Floats, change: Floats
+) -> None:
     """Let the inverse map the change of the gradient to the step."""
     n = len(step)
-    curved = dot(step, change)
-    if not curved > _CURVED * math.sqrt(dot(step, step)) * math.sqrt(dot(change, change)):
+    curved, length, turned = dot(step, change), 0.0, 0.0
+    for i in range(n):
+        if width[i] > 0.0:
+            length += (width[i] * step[i]) ** 2
+            turned += (change[i] / width[i]) ** 2
+    if not curved > _CURVED * math.sqrt(length) * math.sqrt(turned):
         return
     mapped = np.zeros(n)
     for i in range(n):

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 
 from warpfit_server.fit.jit import jitable
-from warpfit_server.fit.searches import FREE, LOWER, SLOPE, UPPER, Floats, X
+from warpfit_server.fit.searches import FREE, LOWER, UPPER, Floats
 
 
 @jitable
-def find_moving(vector: Floats) -> Any:
+def find_moving(vector: Floats, point: int, slope: Floats) -> Any:
     """Tell which parameters take part in the next step: free, and not pushed out of a bound.
 
     Args:
         vector: `searches.Searches.vectors` of one search, [:, n].
+        point: row of ``vector`` with the parameters from which the step leads.
+        slope: gradient there, [n].
 
     Returns:
         bool [n].
@@ -23,9 +25,9 @@ def find_moving(vector: Floats) -> Any:
     """
     moving = np.empty(vector.shape[1], dtype=np.bool_)
     for i in range(vector.shape[1]):
-        x, slope = vector[X, i], vector[SLOPE, i]
-        below = x <= vector[LOWER, i] and slope > 0.0
-        above = x >= vector[UPPER, i] and slope < 0.0
+        x = vector[point, i]
+        below = x <= vector[LOWER, i] and slope[i] > 0.0
+        above = x >= vector[UPPER, i] and slope[i] < 0.0
         moving[i] = vector[FREE, i] != 0.0 and not below and not above
     return moving
 

@@ -11,7 +11,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -19,22 +19,42 @@ import numba
 from numba import types
 
 from warpfit.fitting import Method
-from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine.cpu_cache import writable
+from warpfit_server import cache_files
+from warpfit_server.code_cache import usable
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cpu_code import cached_in
 from warpfit_server.engine.cpu_threads import NICE
-from warpfit_server.fit import bfgs, bounds, levenberg_marquardt, searches, triangles
+from warpfit_server.fit import (
+    bfgs,
+    bounds,
+    levenberg_marquardt,
+    searches,
+    separable,
+    triangles,
+)
 from warpfit_server.fit.searches import Limits
 
 _LOG: Final = logging.getLogger("warpfit.fit")
-_MODULES: Final = (bfgs, bounds, levenberg_marquardt, searches, triangles)
+_MODULES: Final = (
+    *(bfgs, bounds, levenberg_marquardt, searches, separable, triangles),
+    *(numba_cache, cache_files),
+)
 _LOCK: Final = threading.Lock()
-_LOADED: Final[dict[tuple[Method, Path | None], Any]] = {}
+_LOADED: Final[dict[tuple[Method, Path | None], Steering]] = {}
 _LOADER: Final = ThreadPoolExecutor(2, "fit-loader")
 
 
-def load(method: Method, directory: Path | None = None) -> Any:
-    """Load a method's ``advance``, or compile it (some seconds) and try to store it.
+class Steering(NamedTuple):
+    """What steers the searches of a method."""
+
+    advance: Any
+    """`levenberg_marquardt.advance` or `bfgs.advance`."""
+    mark_linear: Any
+    """`separable.mark_linear`; None for BFGS, which does not use it."""
+
+
+def load(method: Method, directory: Path | None = None) -> Steering:
+    """Load the code of a method, or compile it (some seconds) and try to store it.
 
     Args:
         method: LM or BFGS.
@@ -48,24 +68,24 @@ def load(method: Method, directory: Path | None = None) -> Any:
         return _LOADED[key]
 
 
-def load_in_background(method: Method, directory: Path | None = None) -> Future[Any] | None:
-    """Load a method's ``advance`` in another thread, unless that has been done; see `load`."""
+def load_in_background(method: Method, directory: Path | None = None) -> Future[Steering] | None:
+    """Load a method's code in another thread, unless that has been done; see `load`."""
     if (method, directory) in _LOADED:
         return None
     return _LOADER.submit(load, method, directory)
 
 
-def _load(method: Method, directory: Path | None) -> Any:
+def _load(method: Method, directory: Path | None) -> Steering:
     started = time.perf_counter()
-    place = (directory or default_cache_directory()) / f"fit-{_fingerprint()[:32]}"
-    with writable(place) as kept:
+    with usable(directory) as usable_directory:
+        kept = usable_directory / f"fit-{_fingerprint()[:32]}"
         done = kept / f"{method}.complete"
         if not done.exists():
             _compile_elsewhere(method, kept)
-            done.touch()
-        advance = _compile(method, kept)
+            cache_files.write_plain(done, b"")
+        steering = _compile(method, kept)
     _LOG.info("steering code of %s ready after %.2f s", method, time.perf_counter() - started)
-    return advance
+    return steering
 
 
 def _compile_elsewhere(method: Method, place: Path) -> None:
@@ -78,14 +98,18 @@ def _compile_elsewhere(method: Method, place: Path) -> None:
         _LOG.warning("a process that compiled %s ended with %s", method, ended.returncode)
 
 
-def _compile(method: Method, place: Path) -> Any:
-    numbers = types.Array(types.float64, 1, "C")
+def _compile(method: Method, place: Path) -> Steering:
+    numbers, words = types.Array(types.float64, 1, "C"), types.Array(types.int64, 1, "C")
     rows, counts = types.Array(types.float64, 2, "C"), types.Array(types.int64, 2, "C")
     limits = numba.typeof(Limits(0.0, 0.0, 0.0, 0, False))
-    signature = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
+    advance = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
+    codes = types.Array(types.uint8, 1, "C", readonly=True)
+    values = types.Array(types.float64, 1, "C", readonly=True)
+    mark = types.void(codes, values, words, words, counts, numbers)
     module = levenberg_marquardt if method == Method.LM else bfgs
     with cached_in(place) as jit:
-        return jit(signature, module.advance)
+        marks = jit(mark, separable.mark_linear) if method == Method.LM else None
+        return Steering(jit(advance, module.advance), marks)
 
 
 def _fingerprint() -> str:

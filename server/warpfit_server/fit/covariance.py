@@ -20,12 +20,13 @@ def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
 
     It is s^2 times the pseudo-inverse of J^T W J over the free parameters, where s^2 is the sum of
     squares divided by rows minus rank. Fixed parameters have 0. A parameter that the data do not
-    determine has NaN, and so has every parameter if there are no more rows than the rank.
+    determine has NaN, and so has every parameter if there are no more rows than the rank. Bounds
+    are ignored: a parameter at one has the variance that it would have without.
 
     Args:
         searches: at their end; ``curvature`` is that of the final parameters.
         sums: final sums of squares, [S].
-        rows: number of rows.
+        rows: number of rows whose weight is not 0.
 
     Returns:
         For each search a matrix [n, n]; flat.

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, InternalError
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
-from warpfit.ir import Batch
-from warpfit.losses import TargetStatistics, close_losses
-from warpfit.request import Timings
+from warpfit.ir import Batch, Program
+from warpfit.losses import SQUARES, TargetStatistics, close_losses, mentions_weight
+from warpfit.request import Precision, Timings
 from warpfit_server.engine.base import Engine, Linearisation, Steps
 from warpfit_server.fit import compiled
 from warpfit_server.fit.covariance import covariances, standard_errors
@@ -35,19 +35,34 @@ from warpfit_server.fit.searches import (
     EVALUATIONS,
     INITIAL,
     ITERATIONS,
+    LINEAR,
     LOSS,
+    NOT_FINITE,
+    PARAMETERS,
     REASON,
+    STIFFNESS,
     TRIAL,
     Floats,
     Integers,
     Limits,
     Searches,
     X,
+    diagonals,
 )
+from warpfit_server.fit.separable import operator_table
+from warpfit_server.limits import fit_memory
+from warpfit_server.resources import give_back_memory
 
 #: The batch shrinks when at least this share of its searches has ended: each new batch costs the
 #: engine some preparation, each search that stays costs its evaluation.
 _SHRINK_SHARE: Final = 1 / 8
+#: Mean of squares below which fast mode is given up: float32 reaches to 1e-38, and a fit makes
+#: residuals smaller than they are at its start.
+_SMALL_IN_FLOAT32: Final = 1e-28
+#: Square of the largest target below which squares of residuals lose digits.
+_SMALL_IN_FLOAT64: Final = 1e-280
+#: Bytes of a fit after which the allocator is told to give free memory back.
+_LARGE_FIT: Final = 2**25
 #: What ``cancelled`` becomes when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
 
@@ -78,9 +93,11 @@ def optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult
     """
     started = time.perf_counter_ns()
     yield compiled.load_in_background(request.method, surroundings.cache_directory)
-    run = _Run(request, surroundings)
-    yield from run.advance_all()
-    result = yield from run.result()
+    try:
+        result = yield from _Run(request, surroundings).finish()
+    finally:
+        if fit_memory(request, surroundings.dataset.layout) > _LARGE_FIT:
+            give_back_memory()
     return replace(result, timings=Timings(compute=time.perf_counter_ns() - started))
 
 
@@ -101,7 +118,10 @@ class _Run:
             request.settings.max_iterations,
             dtype.itemsize == 4,
         )
-        self._advance = compiled.load(request.method, surroundings.cache_directory)
+        self._steering = compiled.load(request.method, surroundings.cache_directory)
+        self._rows = slice(*request.problem.row_range(surroundings.dataset.layout))
+        self._statistics = TargetStatistics.of_rows(surroundings.dataset, self._rows)
+        self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
         self._all = _begin(request, self._batch)
         self._active = self._all
@@ -109,8 +129,8 @@ class _Run:
         """Index in ``_all`` of each active search."""
         self._pass_seconds = 0.0
 
-    def advance_all(self) -> Steps[None]:
-        """Advance until every search has ended or the time is used up."""
+    def finish(self) -> Steps[FitResult]:
+        """Advance until every search has ended or the time is used up; collect the outcomes."""
         yield from self._advance_first()
         with self._cut_off():
             while self._drop_finished():
@@ -120,17 +140,77 @@ class _Run:
                     continue
                 yield None
                 self._steer((yield from self._linearise(curvature=self._marquardt)))
+        return (yield from self._result())
 
     def _advance_first(self) -> Steps[None]:
-        """Evaluate the starts; BFGS takes its first idea of the curvature from there."""
+        """Evaluate the starts, and prepare what each method needs to know of them."""
         first = yield from self._linearise(curvature=True)
-        if not self._marquardt:
-            self._active.make_room_for_inverse()
+        if self._problem.precision is Precision.FAST and self._leaves_float32(first):
+            self._problem = replace(self._problem, precision=Precision.PRECISE)
+            first = yield from self._linearise(curvature=True)
+        if self._marquardt:
+            self._mark_linear()
+        else:
+            self._all.make_room_for_inverse()
             assert first.curvatures is not None
-            np.copyto(self._active.curvature, first.curvatures)
+            np.copyto(self._all.curvature, first.curvatures)
+            self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
         self._steer(first)
+        if self._is_undefined(first):
+            self._all.counters[:, REASON] = NOT_FINITE
 
-    def result(self) -> Steps[FitResult]:
+    def _leaves_float32(self, first: Linearisation) -> bool:
+        """Whether squares may be beyond float32, in which fast mode multiplies on a GPU."""
+        finite = first.losses[np.isfinite(first.losses)]
+        assert first.curvatures is not None
+        columns = first.curvatures[diagonals(self._all.counts)][first.gradients != 0.0]
+        small = _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start)
+        return not len(finite) or bool((finite < small).any() or (columns < small).any())
+
+    def _is_undefined(self, first: Linearisation) -> bool:
+        """Whether the loss has no value for any parameters, or its squares vanish in float64."""
+        weightless = not self._weighed_rows() and not mentions_weight(self._loss.row)
+        if weightless or not np.isfinite(self._close(np.zeros(1))).all():
+            return True
+        if not self._loss.is_squares or not (first.losses < _SMALL_IN_FLOAT64).any():
+            return False
+        target = self._statistics.target
+        return bool(
+            target.any() and np.square(np.abs(target, dtype=np.float64).max()) < _SMALL_IN_FLOAT64
+        )
+
+    def _mark_linear(self) -> None:
+        """Find what programs are linear in; the engine has found their tokens sound."""
+        batch = self._batch
+        self._steering.mark_linear(
+            np.ascontiguousarray(batch.codes),
+            np.ascontiguousarray(batch.values),
+            batch.starts,
+            np.ascontiguousarray(self._all.edges[:, PARAMETERS]),
+            operator_table(),
+            self._all.vectors[LINEAR],
+        )
+
+    def _stiffness(self, first: Linearisation) -> Steps[Floats]:
+        """Second derivative of the row loss by its residual, roughly, for each search.
+
+        A row loss of s d^2 / 2 has the gradient s J^T W d, where d is prediction minus target.
+        """
+        if self._loss.is_squares:
+            return np.full(len(self._all), 2.0)
+        squares = yield from self._linearise(curvature=False, row_loss=SQUARES)
+        searches = self._all
+        diagonal = searches.curvature[diagonals(searches.counts)]
+        place = np.repeat(np.arange(len(searches)), searches.counts)
+        with np.errstate(all="ignore"):
+            lengths = [
+                np.sqrt(np.bincount(place, np.square(g) / diagonal, len(searches)))
+                for g in (first.gradients, squares.gradients)
+            ]
+            stiffness = 2.0 * lengths[0] / lengths[1]
+        return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
+
+    def _result(self) -> Steps[FitResult]:
         """Collect outcomes, the best start of each program unless all are wanted."""
         problem, settings = self._request.problem, self._request.settings
         chosen = self._chosen()
@@ -139,8 +219,7 @@ class _Run:
         if settings.covariance or settings.standard_errors:
             if not self._marquardt:
                 yield from self._curve(outcome, chosen)
-            start, stop = problem.row_range(self._surroundings.dataset.layout)
-            covariance = covariances(outcome, outcome.numbers[:, LOSS], stop - start)
+            covariance = covariances(outcome, outcome.numbers[:, LOSS], self._weighed_rows())
             errors = standard_errors(outcome, covariance) if settings.standard_errors else None
         shape = (len(problem.batch), self._request.vectors)
         losses, initial = self._close(outcome.numbers[:, (LOSS, INITIAL)].T)
@@ -157,14 +236,23 @@ class _Run:
             covariances=covariance if settings.covariance else None,
         )
 
-    def _linearise(self, *, curvature: bool) -> Steps[Linearisation]:
+    def _weighed_rows(self) -> int:
+        """Count the rows whose weight is not 0."""
+        weights = self._surroundings.dataset.weights
+        if weights is None:
+            return self._rows.stop - self._rows.start
+        return int(np.count_nonzero(weights[self._rows]))
+
+    def _linearise(
+        self, *, curvature: bool, row_loss: Program | None = None
+    ) -> Steps[Linearisation]:
         if self._surroundings.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
         started = time.monotonic()
         batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
         linearisation = yield from self._surroundings.engine.linearise(
-            replace(self._request.problem, batch=batch),
-            self._loss.row,
+            replace(self._problem, batch=batch),
+            row_loss or self._loss.row,
             curvature=curvature,
             cancelled=self._surroundings.cancelled,
         )
@@ -174,12 +262,12 @@ class _Run:
     def _steer(self, new: Linearisation) -> None:
         active = self._active
         state = (active.edges, active.vectors, active.numbers, active.counters, active.curvature)
-        sums = np.ascontiguousarray(new.losses).reshape(-1)
+        sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._steering.advance
         _check_sizes(active, sums, new)
         if self._marquardt:
-            self._advance(*state, sums, new.gradients, new.curvatures, self._limits)
+            advance(*state, sums, new.gradients, new.curvatures, self._limits)
         else:
-            self._advance(*state, active.inverse, sums, new.gradients, self._limits)
+            advance(*state, active.inverse, sums, new.gradients, self._limits)
 
     def _drop_finished(self) -> bool:
         """Keep outcomes of what has ended, shrink the batch if it pays; False if all has ended."""
@@ -268,9 +356,7 @@ class _Run:
         outcome.curvature = linearisation.curvatures
 
     def _close(self, sums: Floats) -> Floats:
-        dataset = self._surroundings.dataset
-        rows = slice(*self._request.problem.row_range(dataset.layout))
-        return close_losses(self._loss.closing, sums, TargetStatistics.of_rows(dataset, rows))
+        return close_losses(self._loss.closing, sums, self._statistics)
 
 
 def one_vector_each(batch: Batch) -> Batch:

@@ -33,11 +33,12 @@ LOWER: Final = 2
 UPPER: Final = 3
 FREE: Final = 4  # 1 where a parameter may move, else 0
 SLOPE: Final = 5  # gradient of the sum of row losses at X
-SCALE: Final = 6  # Levenberg-Marquardt: greatest diagonal of the curvature so far
+SCALE: Final = 6  # Levenberg-Marquardt: what Marquardt's factor damps each parameter by
 DIRECTION: Final = 6  # BFGS: along which is searched
+LINEAR: Final = 7  # Levenberg-Marquardt: 1 where the program is linear in the parameter, else 0
 BEST: Final = 7  # BFGS: best parameters along the direction that decrease the loss enough
 BEST_SLOPE: Final = 8  # BFGS: gradient there
-WIDTH: Final = 9  # BFGS: length of a column of the Jacobian at the start, 1 if it is 0
+WIDTH: Final = 9  # BFGS: length of a column of the Jacobian at the start, 0 if not known
 _VECTORS: Final = 10
 
 # Columns of ``Searches.numbers``.
@@ -45,17 +46,21 @@ LOSS: Final = 0  # sum of row losses at X
 INITIAL: Final = 1  # sum of row losses at the start
 DAMPING: Final = 2  # Levenberg-Marquardt: Marquardt's factor
 GROWTH: Final = 3  # Levenberg-Marquardt: by how much the next rejected step raises it
+BEFORE: Final = 4  # Levenberg-Marquardt: LOSS before the step that is judged
 LENGTH: Final = 2  # BFGS: of the trial step in units of the direction
 LOW: Final = 3  # BFGS: longest length known to be too short
 HIGH: Final = 4  # BFGS: shortest length known to be too long
 BEST_LOSS: Final = 5  # BFGS: sum of row losses at BEST, or infinity
+PREDICTED: Final = 6  # Levenberg-Marquardt: decrease that the step promised
 FIRST_STEEPNESS: Final = 6  # BFGS: greatest derivative at the start, in units of WIDTH
-_NUMBERS: Final = 7
+STIFFNESS: Final = 7  # BFGS: second derivative of the row loss by its residual, about
+_NUMBERS: Final = 8
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0
 ITERATIONS: Final = 1
 EVALUATIONS: Final = 2
+CORRECTING: Final = 3  # Levenberg-Marquardt: 1 where the trial corrects the one before it
 TRIALS: Final = 3  # BFGS: evaluations along this direction
 UPDATES: Final = 4  # BFGS: updates of the inverse since it was set up
 _COUNTERS: Final = 5
@@ -168,6 +173,14 @@ class Searches:
 def pairs(counts: Integers) -> Integers:
     """Numbers in the lower triangles of matrices of these sizes."""
     return counts * (counts + 1) // 2
+
+
+def diagonals(counts: Integers) -> Integers:
+    """Where the diagonals of lower triangles one after the other stand, [sum(counts)]."""
+    first = np.cumsum(pairs(counts)) - pairs(counts)
+    starts = np.cumsum(counts) - counts
+    index = np.arange(int(counts.sum())) - np.repeat(starts, counts)
+    return np.asarray(np.repeat(first, counts) + index * (index + 3) // 2)
 
 
 def _edges(counts: Integers) -> Integers:

@@ -16,21 +16,32 @@ Floats = NDArray[np.float64]
 
 
 @jitable
-def factorise(a: Floats, n: int) -> bool:
-    """Replace a symmetric matrix by its Cholesky factor; False if it is not positive definite."""
-    for i in range(n):
-        row = i * (i + 1) // 2
-        for j in range(i + 1):
-            column = j * (j + 1) // 2
-            rest = a[row + j]
-            for k in range(j):
-                rest -= a[row + k] * a[column + k]
-            if j < i:
-                a[row + j] = rest / a[column + j]
-            elif rest > 0.0 and math.isfinite(rest):
-                a[row + i] = math.sqrt(rest)
-            else:
-                return False
+def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
+    """Replace columns of a symmetric matrix by those of its Cholesky factor.
+
+    What is left below and right of them is the Schur complement of the columns before ``stop``.
+
+    Args:
+        a: [n (n + 1) / 2]; the columns before ``first`` have been replaced.
+        first: first column to replace.
+        stop: end of the columns to replace.
+        n: size of the matrix.
+
+    Returns:
+        False if the matrix is not positive definite; what ``a`` holds is then undefined.
+
+    """
+    for j in range(first, stop):
+        pivot = a[j * (j + 1) // 2 + j]
+        if not (pivot > 0.0 and math.isfinite(pivot)):
+            return False
+        root = math.sqrt(pivot)
+        a[j * (j + 1) // 2 + j] = root
+        for i in range(j + 1, n):
+            row = i * (i + 1) // 2
+            a[row + j] /= root
+            for k in range(j + 1, i + 1):
+                a[row + k] -= a[row + j] * a[k * (k + 1) // 2 + j]
     return True
 
 
@@ -69,6 +80,21 @@ def quadratic(a: Floats, h: Floats) -> float:
 def all_finite(values: Floats) -> bool:
     """Whether no element is NaN or infinite."""
     return bool(np.isfinite(values).all())
+
+
+@jitable
+def are_usable(loss: float, gradient: Floats, curvature: Floats) -> bool:
+    """Tell whether all numbers are finite, and no square has vanished by underflow.
+
+    A column whose sum of squares is 0 has no gradient, unless the squares were too small for the
+    number format.
+    """
+    if not (math.isfinite(loss) and all_finite(gradient) and all_finite(curvature)):
+        return False
+    for i in range(len(gradient)):
+        if curvature[i * (i + 1) // 2 + i] == 0.0 and gradient[i] != 0.0:
+            return False
+    return True
 
 
 @jitable

@@ -45,6 +45,7 @@ func functions(all *template.Template) template.FuncMap {
 			pad := "\n" + strings.Repeat(" ", width)
 			return pad + strings.ReplaceAll(text, "\n", pad)
 		},
+		"fail":       func(text string) (string, error) { return "", fmt.Errorf("%s", text) },
 		"toYaml":     func(value interface{}) string { return strings.TrimSuffix(toYaml(value, ""), "\n") },
 		"toString":   func(value interface{}) string { return fmt.Sprint(value) },
 		"quote":      func(value interface{}) string { return fmt.Sprintf("%q", fmt.Sprint(value)) },

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.tokens import Tokens
 
 _ALIGNMENT: Final = 64
@@ -17,7 +17,7 @@ READ_AHEAD: Final = 1
 #: Flags of an operator: whether it needs scratch levels, whether it has three operands.
 COSTLY: Final = 1
 TERNARY: Final = 2
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 class Parts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Layout of the interpreter's instructions: what lower.py writes and interpreter.cu reads."""
+"""Layout of the interpreter's instructions: what lowering.cu writes and interpreter.cu reads."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ NEED_MASK: Final = 31
 UNSOUND: Final = 1 << 31
 #: Flag in the order of programs: one needs more stack levels than a warp's share.
 DEEP: Final = 1 << 31
+#: Flag in the order of programs: one of the launch is no program, so that none is interpreted.
+SKIPPED: Final = 1 << 30
 
 _CASES: Final = {1: 1, 2: 6, 3: 1}
 

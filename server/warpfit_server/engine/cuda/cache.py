@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -14,10 +12,10 @@ from typing import Final, Generic, TypeVar
 
 from cachetools import LRUCache
 
+from warpfit_server import cache_files
+
 Value = TypeVar("Value")
 
-_MAGIC: Final = b"warpfit.kernel.1\n"
-_DIGEST_BYTES: Final = 32
 #: Share of the limit that is left after files were removed, so that not every write removes some.
 _LOW_WATER: Final = 0.8
 
@@ -159,9 +157,8 @@ class LeasedCache(Generic[Value]):
 class DiskCache:
     """Files named by key, shared by any number of processes, capped in bytes.
 
-    An entry is written to a temporary file and renamed, so that readers see all of it or nothing;
-    it carries a checksum, and one that does not fit is removed and counted. A directory that
-    cannot be used makes every look-up a miss: the cache saves time and is never needed.
+    An entry is a file of `warpfit_server.cache_files`; one that is damaged is removed and counted.
+    A directory that cannot be used makes every look-up a miss.
     """
 
     directory: Path
@@ -174,12 +171,11 @@ class DiskCache:
         """Read an entry, or None; a read makes it the youngest."""
         path = self._path(key)
         try:
-            stored = path.read_bytes()
+            content = cache_files.read(path)
         except OSError:
             self._missed()
             return None
-        content = stored[len(_MAGIC) + _DIGEST_BYTES :]
-        if stored != _sealed(content):
+        except cache_files.DamagedFileError:
             with suppress(OSError):
                 path.unlink()
             self._missed(damaged=1)
@@ -192,12 +188,10 @@ class DiskCache:
 
     def put(self, key: str, content: bytes) -> None:
         """Write an entry, then remove the oldest ones if the directory has grown over its cap."""
-        path = self._path(key)
-        sealed = _sealed(content)
-        replace_file(path, sealed)
+        written = cache_files.write(self._path(key), content)
         with self._lock:
             known = self._bytes
-            self._bytes = None if known is None else known + len(sealed)
+            self._bytes = None if known is None else known + written
             if self._bytes is None or self._bytes > self.max_bytes:
                 self._bytes = self._shrink()
 
@@ -227,16 +221,3 @@ class DiskCache:
             total -= size
             self.counters.evictions += 1
         return total
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that readers see all of it or nothing; do nothing where that is refused."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
-
-
-def _sealed(content: bytes) -> bytes:
-    return _MAGIC + hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content

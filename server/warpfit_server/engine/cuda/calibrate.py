@@ -17,8 +17,8 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.workload import thesis_mix
+from warpfit_server import cache_files
 from warpfit_server.engine.base import Outputs, run_to_end
-from warpfit_server.engine.cuda.cache import replace_file
 from warpfit_server.engine.cuda.compile import CompileCounters
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.plan import STARTING_COSTS, Cost, Costs
@@ -62,7 +62,7 @@ class Calibration:
         if known is None:
             started = time.perf_counter()
             known = self._measured()
-            replace_file(path, write(known))
+            cache_files.write_plain(path, write(known))
             _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
         return known
 

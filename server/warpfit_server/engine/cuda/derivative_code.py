@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.derivative_source import labels
 from warpfit_server.engine.differentiate import (
     COLUMNS_END,
@@ -40,7 +40,7 @@ from warpfit_server.engine.schedule import (
     SLOTS,
     TARGET,
 )
-from warpfit_server.engine.sweep import COLUMNS_START
+from warpfit_server.engine.sweep import COLUMNS_START, NONE
 
 #: Where an operand comes from, and kinds of a place.
 _LEVEL: Final = 1
@@ -96,7 +96,7 @@ class DerivativeCode:
 
 
 def encode(
-    lowered: Differentiated, batch: Batch, *, keeps_values: bool, has_loss: bool, products: bool
+    lowered: Differentiated, batch: Batch, *, keeps_values: bool, products: bool
 ) -> DerivativeCode:
     """Encode a batch.
 
@@ -104,7 +104,6 @@ def encode(
         lowered: the batch with its derivatives.
         batch: the programs; the parameters are not looked at.
         keeps_values: whether the values are looked for when a program has run.
-        has_loss: whether it was lowered with a row loss.
         products: whether products of columns are summed.
 
     Raises:
@@ -118,7 +117,7 @@ def encode(
     places = np.zeros(len(columns), dtype=np.uint32)
     programs = _records(summaries, batch, lowered.starts, products=products)
     largest = _encode(
-        lowered.instructions, summaries, columns, _arities(), labels(), keeps_values, has_loss,
+        lowered.instructions, summaries, columns, _arities(), labels(), keeps_values,
         instructions, places, programs["loss"], programs["slope"], programs["levels"],
         programs["result"],
     )  # fmt: skip
@@ -187,10 +186,10 @@ def _check_index(largest: int) -> None:
         )
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _encode(
     lowered: Any, summaries: Any, columns: Any, operands: Any, case_labels: Any,
-    keeps_values: bool, has_loss: bool, out: Any, places: Any, losses: Any, slopes: Any,
+    keeps_values: bool, out: Any, places: Any, losses: Any, slopes: Any,
     levels: Any, results: Any,
 ) -> int:  # fmt: skip
     """Fill the outputs; return the largest index that has to fit in 16 bits."""
@@ -207,8 +206,9 @@ def _encode(
         results[program] = slots << _PLACE_SHIFT | _LEVEL
         for k in range(summary[COLUMNS_START], summary[COLUMNS_END]):
             places[k] = _await(columns[k], slots, awaited)
-        if has_loss:
+        if summary[LOSS_PLACE] != NONE:
             losses[program] = _await(summary[LOSS_PLACE], slots, awaited)
+        if summary[SLOPE_PLACE] != NONE:
             slopes[program] = _await(summary[SLOPE_PLACE], slots, awaited)
         for number in range(summary[INSTRUCTIONS_START], summary[PROLOGUE_END]):
             _encode_scalar(lowered[number], operands, case_labels, out[number])
@@ -234,13 +234,13 @@ def _encode(
     return int(largest)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _level(place: int, slots: int) -> int:
     """Level of a place that holds rows; the result's comes after those of the slots."""
     return int(slots if place & 3 == RESULT else place >> 2)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _await(place: int, slots: int, awaited: Any) -> int:
     """Translate a place that is looked at when the program has run."""
     if place & 3 == ROWS:
@@ -250,7 +250,7 @@ def _await(place: int, slots: int, awaited: Any) -> int:
     return int(level << _PLACE_SHIFT | _LEVEL)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _encode_scalar(instruction: Any, operands: Any, case_labels: Any, out: Any) -> None:
     arity = operands[instruction[CODE]]
     out[0] = case_labels[instruction[CODE]]
@@ -260,7 +260,7 @@ def _encode_scalar(instruction: Any, operands: Any, case_labels: Any, out: Any) 
     out[3] = instruction[TARGET] >> 2 | third << 16
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _encode_rows(
     instruction: Any, operands: Any, case_labels: Any, level: int, stores: bool, before: int,
     slots: int, awaited: Any, out: Any,

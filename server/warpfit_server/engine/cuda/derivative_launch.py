@@ -45,6 +45,7 @@ _ARGUMENTS: Final = np.dtype(
         *((name, np.int32) for name in ("first_job", "vectors", "variable_count", "warp_bytes")),
         *((name, np.int32) for name in ("shared_bytes", "wants_loss", "wants_slopes")),
         *((name, np.int32) for name in ("wants_products", "is_squares", "weighs_loss")),
+        *((name, np.int32) for name in ("deviation", "target")),
     ]
 )
 STATISTICS_ARGUMENTS: Final = np.dtype(
@@ -247,4 +248,6 @@ def _arguments(
     arguments["wants_slopes"] = wanted.wants_slopes
     arguments["wants_products"] = wanted.curvatures is not None
     arguments["is_squares"] = wanted.is_squares
+    arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
+    arguments["target"] = layout.variables
     return arguments

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
 from warpfit_server.engine.base import Steps
+from warpfit_server.engine.closing import MOMENTS
 from warpfit_server.engine.cuda.derivative_launch import (
     STATISTICS_ARGUMENTS,
     Geometry,
@@ -148,7 +149,7 @@ def _measure(context: StreamContext, launch: Launch, piece: Piece, values: int) 
     arguments["values"] = values + geometry.first_row * itemsize
     arguments["pitch"] = geometry.pitch // itemsize
     arguments["rows"] = geometry.end_row - geometry.first_row
-    for name, numbers in (("reductions", 5), ("moments", 6)):
+    for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
         if name in launch.small:
             arguments[name] = launch.small[name][0] + 8 * numbers * piece.jobs[0]
     if "moments" in launch.small:

@@ -95,8 +95,10 @@ struct Arguments {
   int wants_loss;
   int wants_slopes;
   int wants_products;
-  int is_squares;             // the row loss is the square of what its place holds
+  int is_squares;             // the slope's place holds half of the slope of a square
   int weighs_loss;            // each row loss counts w times
+  int deviation;              // the row loss: 0 is at its place, 1 is (f - y)^2, 2 is |f - y|
+  int target;                 // column of the target
 };
 
 @OPERATORS@
@@ -345,20 +347,29 @@ __device__ __forceinline__ void add_square(const Tile& tile, const unsigned* pla
   if (lane % 2 == 0 && i < columns) products[i * (i + 1) / 2 + j] += sum;
 }
 
-// Sum of the row losses of this thread's rows, in float64.
-__device__ __forceinline__ double row_losses(const Tile& tile, unsigned place, bool squares,
-                                             bool weighs) {
+// Sum of the row losses of this thread's rows, in float64. Those of values and target alone are
+// computed from both, as the other interpreter does; the program has computed others.
+__device__ __forceinline__ double row_losses(const Tile& tile, const Arguments& arguments,
+                                             const Program& program) {
+  const bool weighs = arguments.weighs_loss && tile.weights;
+  const int deviation = arguments.deviation;
+  const unsigned place = deviation ? program.result : program.loss;
+  const char* const target = tile.column(arguments.target);
   double sum = 0.0;
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     const Pack l = tile.used(place, g);
-    Pack w;
-    if (weighs && tile.weights) w = load(tile.weights + g * GROUP_BYTES);
+    Pack y, w;
+    if (deviation) y = load(target + g * GROUP_BYTES);
+    if (weighs) w = load(tile.weights + g * GROUP_BYTES);
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
-      const double value = (double)l.lane[j];
-      const double term = squares ? value * value : value;
-      const double weight = weighs && tile.weights ? (double)w.lane[j] : 1.0;
+      double term = (double)l.lane[j];
+      if (deviation) {
+        const double d = difference(l.lane[j], y.lane[j]);
+        term = deviation == 1 ? d * d : fabs(d);
+      }
+      const double weight = weighs ? (double)w.lane[j] : 1.0;
       if (tile.full || tile.inside(g, j)) sum += weight * term;
     }
   }
@@ -465,7 +476,7 @@ linearise(const __grid_constant__ Arguments arguments) {
       tile.levels = place_of(memory + warp * need + sum_bytes + lane * 16);
       run(arguments.instructions + program.first, program.count, tile);
       if (arguments.wants_loss)
-        loss += row_losses(tile, program.loss, arguments.is_squares, arguments.weighs_loss);
+        loss += row_losses(tile, arguments, program);
       if (arguments.wants_slopes || arguments.wants_products)
         add_sums(tile, arguments, program, sums, lane);
       if (arguments.values) {
@@ -598,7 +609,7 @@ struct StatisticsArguments {
   const real* target;    // null: no moments
   const real* weights;   // null: 1 for every row
   double* reductions;    // [jobs, 5]; null: not wanted
-  double* moments;       // [jobs, 6]
+  double* moments;       // [jobs, 7]
   long long pitch;
   int rows;
 };
@@ -655,12 +666,14 @@ __device__ void reduce_values(const StatisticsArguments& arguments, const real* 
 
 __device__ void measure_moments(const StatisticsArguments& arguments, const real* f, double* shared,
                                 double* results) {
+  // Counted from the first row, so that a large mean costs no digits.
+  const double first_f = (double)f[0], first_y = (double)arguments.target[0];
   double total = 0.0, sum_f = 0.0, sum_y = 0.0;
   for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
     const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
     total += w;
-    sum_f += w * (double)f[row];
-    sum_y += w * (double)arguments.target[row];
+    sum_f += w * ((double)f[row] - first_f);
+    sum_y += w * ((double)arguments.target[row] - first_y);
   }
   total = block_sum(total, shared);
   sum_f = block_sum(sum_f, shared);
@@ -670,7 +683,8 @@ __device__ void measure_moments(const StatisticsArguments& arguments, const real
   double squares_f = 0.0, squares_y = 0.0, products = 0.0;
   for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
     const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
-    const double df = (double)f[row] - mean_f, dy = (double)arguments.target[row] - mean_y;
+    const double df = (double)f[row] - first_f - mean_f;
+    const double dy = (double)arguments.target[row] - first_y - mean_y;
     squares_f += w * df * df;
     squares_y += w * dy * dy;
     products += w * df * dy;
@@ -678,13 +692,23 @@ __device__ void measure_moments(const StatisticsArguments& arguments, const real
   squares_f = block_sum(squares_f, shared);
   squares_y = block_sum(squares_y, shared);
   products = block_sum(products, shared);
+  const double slope = squares_f == 0.0 ? 0.0 : products / squares_f;
+  double residual = 0.0;
+  for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
+    const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
+    const double df = (double)f[row] - first_f - mean_f;
+    const double left = (double)arguments.target[row] - first_y - mean_y - slope * df;
+    residual += w * left * left;
+  }
+  residual = block_sum(residual, shared);
   if (threadIdx.x) return;
   results[0] = total;
-  results[1] = mean_f;
-  results[2] = mean_y;
+  results[1] = mean_f + first_f;
+  results[2] = mean_y + first_y;
   results[3] = nothing ? 0.0 : squares_f;
   results[4] = nothing ? 0.0 : squares_y;
   results[5] = nothing ? 0.0 : products;
+  results[6] = nothing ? 0.0 : residual;
 }
 
 extern "C" __global__ void __launch_bounds__(STATISTICS_THREADS)
@@ -694,5 +718,5 @@ measure(const __grid_constant__ StatisticsArguments arguments) {
   if (arguments.reductions)
     reduce_values(arguments, f, shared, arguments.reductions + 5ll * blockIdx.x);
   if (arguments.moments)
-    measure_moments(arguments, f, shared, arguments.moments + 6ll * blockIdx.x);
+    measure_moments(arguments, f, shared, arguments.moments + 7ll * blockIdx.x);
 }

@@ -232,8 +232,7 @@ class DerivativeTier:
         code = encode(
             lowered,
             batch,
-            keeps_values=keeps_values(wanted),
-            has_loss=wanted.row_loss is not None,
+            keeps_values=keeps_values(wanted) or bool(wanted.deviation),
             products=wanted.curvatures is not None,
         )
         with self._device.stream() as context:

@@ -9,15 +9,15 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from numpy.typing import DTypeLike
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine.cuda.cache import replace_file
+from warpfit_server import cache_files
+from warpfit_server.code_cache import check_private, default_cache_directory
 from warpfit_server.engine.cuda.streams import StreamContext
 from warpfit_server.engine.cuda.submission import HELD, PAUSE, driver_functions
 
@@ -40,6 +40,7 @@ class CudaDevice:
 
     Raises:
         UnavailableError: if CuPy is not installed or no such device answers.
+        InvalidArgumentError: if others could have written to the cache directory.
 
     """
 
@@ -52,6 +53,7 @@ class CudaDevice:
         self.cupy = _import_cupy()
         self.index = index
         self.cache_directory = cache_directory or default_cache_directory()
+        check_private(self.cache_directory)
         runtime = self.cupy.cuda.runtime
         try:
             runtime.setDevice(index)
@@ -197,16 +199,15 @@ class CudaDevice:
 def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
     """Machine code from ``build``, kept on disk under a hash of all that shapes it.
 
-    A file that is damaged is built again; a directory that cannot be written is not used.
+    A file that cannot be used is built again.
     """
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
     path = directory / "cubin" / f"{name}.cubin"
-    with suppress(OSError):
-        stored = path.read_bytes()
-        if stored[:32] == hashlib.sha256(stored[32:]).digest():
-            return stored[32:]
+    stored = cache_files.find(path)
+    if stored is not None:
+        return stored
     cubin = build()
-    replace_file(path, hashlib.sha256(cubin).digest() + cubin)
+    cache_files.write(path, cubin)
     return cubin
 
 
@@ -228,7 +229,7 @@ def _import_cupy() -> Any:
         raise UnavailableError(
             f"CuPy cannot be loaded: {error}",
             "NO_CUPY",
-            "Let CUPY_CACHE_DIR name a directory that can be written, or run with --engine cpu",
+            "Let --cache-dir name a directory that can be written, or run with --engine cpu",
         ) from error
     return cupy
 

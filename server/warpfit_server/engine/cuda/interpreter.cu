@@ -27,7 +27,7 @@ struct Program {
 struct Arguments {
   const uint2* instructions;
   const Program* programs;
-  const unsigned* order;      // programs, longest first in each launch, and DEEP; [programs]
+  const unsigned* order;      // programs, longest first in each launch, and flags; [programs]
   const real* slots;          // [vectors, slots]
   const real* variables;      // [variables, stride], at the first row of the first tile
   const real* target;         // null: no losses; likewise at the first row of the first tile
@@ -189,14 +189,6 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     break;                                                                        \
   }
 
-__device__ __forceinline__ double difference(real f, real y) {
-#if FAST
-  return (double)(f - y);
-#else
-  return (double)f - (double)y;
-#endif
-}
-
 // Sum of the loss terms of this thread's rows, in float64.
 template <bool ABSOLUTE, bool PLAIN>
 __device__ __forceinline__ double terms(const real (&t)[ROWS], const Arguments& arguments,
@@ -259,8 +251,8 @@ interpret(const __grid_constant__ Arguments arguments) {
   if (threadIdx.x == 0) *next_job = first;
   __syncthreads();
   // Programs that need more levels than a warp's share come first, and have all of the block's.
-  const bool is_deep = __ldg(arguments.order + program_at(first)) & DEEP;
-  if (is_deep && threadIdx.x >= 32) return;
+  const unsigned flags = __ldg(arguments.order + program_at(first));
+  if ((flags & SKIPPED) || ((flags & DEEP) && threadIdx.x >= 32)) return;
   for (;;) {
     int position = 0;
     if (lane == 0) position = atomicAdd(next_job, 1);
@@ -268,7 +260,7 @@ interpret(const __grid_constant__ Arguments arguments) {
     if (position >= end) break;
     const int place = program_at(position);
     const int vector = position - place * arguments.vectors;
-    const int program = __ldg(arguments.order + place) & ~DEEP;
+    const int program = __ldg(arguments.order + place) & ~(DEEP | SKIPPED);
     const int job = program * arguments.vectors + vector;
     const uint4 record = __ldg((const uint4*)arguments.programs + program);
     const real* const slots = arguments.slots + vector * arguments.slot_count + record.z;

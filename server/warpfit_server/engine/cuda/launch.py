@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Loss
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.batch_memory import Extent, Parts
 from warpfit_server.engine.cuda.layout import token_rows_at_once
 from warpfit_server.engine.cuda.library import Mode
@@ -48,7 +48,7 @@ _RESIDENT_WARPS: Final = 32
 #: Threads of a block that adds partial sums up, and of one that computes row-invariant subtrees.
 SUM_THREADS: Final = 128
 SLOT_THREADS: Final = (32, 4)
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 @dataclass(frozen=True, slots=True)

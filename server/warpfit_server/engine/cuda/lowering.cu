@@ -117,15 +117,16 @@ __device__ __forceinline__ unsigned join_three(unsigned a, unsigned b, unsigned 
   return maximum(most, maximum(x + y + z - most - least + 1, least + 2));
 }
 
-// Pass one: sizes and kinds. Returns whether the tokens are a program.
+// Pass one: sizes and kinds. Returns whether the tokens are a program of so many parameters.
 __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned parameters) {
   Node last = {0, 0};  // the node before
+  unsigned needed = 0;
   for (unsigned place = 0; place < count; ++place) {
     Node node = nodes[place];
     const unsigned row = node.traits, arity = row >> ARITY_SHIFT & 3;
     if (!(row & IS_KNOWN)) return false;
     if (arity == 0) {
-      if ((row & IS_PARAMETER) && node.size >= parameters) return false;
+      if (row & IS_PARAMETER) needed = maximum(needed, node.size + 1);
       if (!(row & IS_VARIABLE)) node.size = 1;
       node.traits |= (row & IS_VARIABLE ? VARIABLE_KIND : INVARIANT_KIND | 1) << KIND_SHIFT;
     } else {
@@ -153,7 +154,7 @@ __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned pa
     nodes[place] = node;
     last = node;
   }
-  return count > 0 && size_of(last) == count;
+  return count > 0 && size_of(last) == count && needed == parameters;
 }
 
 // Where a program's code goes, and what of it is there.
@@ -322,7 +323,7 @@ __device__ __forceinline__ unsigned bucket_of(const Program& program, int levels
 
 // Sorts the programs of each group, the longest first, so that short ones fill the gaps in the
 // end; a block for each. It marks those that are too deep for a warp's share of shared memory, and
-// says which program is unsound. Its shared memory: ORDER_BYTES.
+// says which program is unsound; nothing of such a group will be run. Shared memory: ORDER_BYTES.
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
 order_programs(const __grid_constant__ OrderArguments arguments) {
   extern __shared__ Node shared_nodes[];
@@ -349,10 +350,12 @@ order_programs(const __grid_constant__ OrderArguments arguments) {
     sums = counts;
     counts = summed;
   }
+  const unsigned skipped = *unsound == NONE ? 0 : SKIPPED;
   for (unsigned program = first + threadIdx.x; program < end; program += blockDim.x) {
     const Program record = arguments.programs[program];
     const unsigned place = atomicSub(counts + bucket_of(record, arguments.levels), 1u) - 1;
-    arguments.order[first + place] = program | (is_deep(record, arguments.levels) ? DEEP : 0);
+    const unsigned flags = (is_deep(record, arguments.levels) ? DEEP : 0) | skipped;
+    arguments.order[first + place] = program | flags;
   }
   if (threadIdx.x == 0) arguments.unsound[blockIdx.x] = *unsound;
 }

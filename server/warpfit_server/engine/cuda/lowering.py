@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InternalError, ProgramError, ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda import bytecode, nvrtc
 from warpfit_server.engine.cuda.batch_memory import Parts
 from warpfit_server.engine.cuda.bytecode import INDEX_LIMIT, labels
@@ -65,9 +65,10 @@ _OPTIONS: Final = ("--std=c++17",)
 #: Numbers of bytecode.py that lowering.cu knows by the same names.
 _SHARED_NAMES: Final = (
     *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
-    *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK", "UNSOUND", "DEEP"),
+    *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
+    *("UNSOUND", "DEEP", "SKIPPED"),
 )
-_compiled = numba.njit(cache=True, nogil=True)
+_compiled = numba_cache.njit(nogil=True)
 
 
 @dataclass(frozen=True, slots=True)

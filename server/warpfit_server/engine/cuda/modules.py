@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.calls import call_2
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.submission import HELD, LOAD_MODULE
@@ -47,7 +47,7 @@ def load_together(device: CudaDevice, images: Sequence[bytes]) -> list[Any]:
     return modules
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _load(
     functions: NDArray[np.int64], images: NDArray[np.int64], handles: NDArray[np.uint64]
 ) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.batch_memory import Extent, Parts, pack, slots_at_most, survey
 from warpfit_server.engine.cuda.launch import (
@@ -211,7 +211,7 @@ def _addresses(
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def compute_losses(
     functions: NDArray[np.int64],
     handles: Handles,
@@ -276,7 +276,7 @@ def compute_losses(
     return status, -1
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _add_lowering(
     desk: Desk,
     count: int,
@@ -307,7 +307,7 @@ def _add_lowering(
     return count, groups
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _tell_piece(
     desk: Desk,
     number: int,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Tier, Timings
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Outputs
 from warpfit_server.engine.cuda.ptx import REQUEST
 from warpfit_server.engine.cuda.replay import Desk, Replay, request
@@ -144,7 +144,7 @@ def finish(
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def replay_losses(
     functions: NDArray[np.int64],
     handles: Handles,
@@ -170,7 +170,7 @@ def replay_losses(
     return int(status)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _launch(
     functions: NDArray[np.int64],
     handles: Handles,
@@ -206,7 +206,7 @@ def _launch(
     return int(status)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _write_steps(handles: Handles, desk: Desk) -> int:
     """Write the steps of a launch, and of the wait for its end; return how many there are."""
     steps, clock, stream = desk.steps, np.int64(desk.clock.ctypes.data), handles.stream

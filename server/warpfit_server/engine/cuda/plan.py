@@ -22,13 +22,13 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final
 
-import numba
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Tier
+from warpfit_server.engine import numba_cache
 
 #: Batches whose repetitions are counted.
 _REMEMBERED: Final = 4096
@@ -169,7 +169,7 @@ def fingerprint(batch: Batch) -> int:
     return int(mixed_tokens(batch.codes, batch.values.view(np.uint64)) >> np.uint64(1))
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit()  # type: ignore[untyped-decorator]
 def mixed_tokens(codes: NDArray[np.uint8], words: NDArray[np.uint64]) -> np.uint64:
     """Add a number for each token, which depends on its place too.
 

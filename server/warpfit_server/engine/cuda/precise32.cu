@@ -43,6 +43,11 @@ __device__ __forceinline__ float root(float a) {
   return first < INFINITY_32 ? second : fast_sqrt(a * 1.84467441e19f) * 2.32830644e-10f;
 }
 
+// What NumPy's float64 gives, in which the product of two float32 numbers is exact.
+__device__ __forceinline__ float product_sum(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
 __device__ __forceinline__ float exponential(float a) { return expf(a); }
 
 // a = 2^exponent * significand, the significand between a bound given by its bits and twice it.

@@ -81,6 +81,10 @@ __device__ __forceinline__ double root(double a) {
   return (high_word(x) == 0.0f) | (__double2hiint(a) == 0x7ff00000) ? a : second;
 }
 
+__device__ __forceinline__ double product_sum(double a, double b, double c) {
+  return __dadd_rn(__dmul_rn(a, b), c);
+}
+
 // x = exponent * ln 2 + rest, the rest in [-ln 2 / 2, ln 2 / 2].
 struct Reduced {
   int exponent;

@@ -16,10 +16,9 @@ from warpfit_server.engine.cuda.precise import precise_calls, precise_source
 #: CUDA C++ name of each data type.
 REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
-#: Helpers of fast mode that rows of the operator table call. Bounds hold for operands that are no
-#: subnormals: ``fast_sqrt`` 2 ulp; ``fast_tanh`` 2^-10.9 relative; ``fast_pow`` and
-#: ``fast_pow_positive`` a relative error of 2^-20 * (1 + |b * log2 |a||), and for a < 0 a sign that
-#: is right for every whole b in [-2^22, 2^22] and NaN for every other b in that range.
+#: Helpers of fast mode that rows of the operator table call; `warpfit.bounds` states their errors.
+#: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
+#: every other b in that range.
 _FAST_HELPERS: Final = r"""
 #define select(condition, x, y) ((condition) ? (x) : (y))
 

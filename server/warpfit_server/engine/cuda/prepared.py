@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
-import numba
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.kernels import KernelKey, KernelStore
 from warpfit_server.engine.cuda.layout import GridLayout, best_layout, shared_out
 from warpfit_server.engine.cuda.library import Mode
@@ -221,7 +221,7 @@ def _sum_kind(loss: Loss | None) -> str:
     return "absolute" if loss is Loss.MAE else "squares"
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit()  # type: ignore[untyped-decorator]
 def differ(ours: NDArray[Any], others: NDArray[Any]) -> bool:
     """Compare arrays of integers, as long as each other.
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
+from warpfit.losses import TargetStatistics
 from warpfit.request import Evaluation, Loss, Timings
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.base import Outputs, Steps
 from warpfit_server.engine.cuda.device import CudaDevice, device_array
 from warpfit_server.engine.cuda.streams import StreamContext
@@ -109,7 +110,7 @@ class ResidentDataset:
         return value
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float64]) -> None:
     """Turn sums into losses, as `ResidentDataset.losses` does; both may be the same array."""
     for job in range(len(sums)):
@@ -176,16 +177,9 @@ def _upload_column(context: StreamContext, column: Any, address: int) -> None:
 
 def _weight(dataset: Dataset, start: int, stop: int) -> np.float64:
     """Sum of the weights."""
-    if dataset.weights is None:
-        return np.float64(stop - start)
-    return np.float64(np.sum(dataset.weights[start:stop], dtype=np.float64))
+    return np.float64(TargetStatistics.of_rows(dataset, slice(start, stop)).weight)
 
 
 def _variation(dataset: Dataset, start: int, stop: int) -> np.float64:
     """Sum of w (y - m)^2 around the weighted mean m of the target."""
-    if dataset.target is None:
-        raise ValueError("the data set has no target")
-    y = dataset.target[start:stop].astype(np.float64)
-    w = np.float64(1.0) if dataset.weights is None else dataset.weights[start:stop].astype("f8")
-    mean = np.sum(w * y) / _weight(dataset, start, stop)
-    return np.float64(np.sum(w * np.square(y - mean)))
+    return np.float64(TargetStatistics.of_rows(dataset, slice(start, stop)).variation)

@@ -6,12 +6,12 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.cuda.tokens import Tokens
 
 _POW: Final = OPERATORS["pow"].code
@@ -106,7 +106,7 @@ class LiftedBatch:
         fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, self.sources, slots)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def fill_slots(
     values: NDArray[np.float64],
     parameter_counts: NDArray[np.uint32],

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from warpfit.ops import OPERATORS, Operator
 from warpfit.request import Precision
 from warpfit_server.engine.cuda.batch_memory import COSTLY, TERNARY
-from warpfit_server.engine.cuda.bytecode import DEEP, END, SLOT_LEVELS, SLOTS_MASK, labels
+from warpfit_server.engine.cuda.bytecode import DEEP, END, SKIPPED, SLOT_LEVELS, SLOTS_MASK, labels
 from warpfit_server.engine.cuda.prelude import (
     REAL_NAMES,
     compiler_options,
@@ -28,7 +28,7 @@ _CALL: Final = re.compile(r"\b(\w+)\(")
 _SHORT: Final = frozenset(
     {
         *("select", "float", "double", "abs", "floor", "ceil", "sqrt", "rsqrtf"),
-        *("quotient", "root", "exponential", "logarithm"),
+        *("quotient", "root", "exponential", "logarithm", "product_sum"),
         *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
         *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
     }
@@ -119,6 +119,7 @@ def _definitions(variant: Variant) -> str:
         f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
         f"#define SLOTS_MASK {SLOTS_MASK}u\n"
         f"#define DEEP {DEEP}u\n"
+        f"#define SKIPPED {SKIPPED}u\n"
         f"#define END_LABEL {END}\n"
         f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
     )

@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine import numba_cache
 from warpfit_server.engine.calls import call_1, call_2, call_3, call_4, call_launch
 
 #: Driver functions in the order of the kinds of step.
@@ -133,7 +133,7 @@ class Submission:
         self._steps.append((*numbers, *(0,) * (WIDTH - len(numbers))))
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def carry_out(functions: Any, steps: Any) -> int:
     """Do one step after the other; return the first status that is not 0.
 
@@ -183,7 +183,7 @@ def stage_times(
     return launched - started, computed, max(0, done - launched - computed)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def add_step(steps: NDArray[np.int64], count: int, numbers: tuple[int, ...]) -> int:
     """Write a step behind ``count`` others; return how many there are now."""
     for index in range(len(numbers)):

@@ -1,0 +1,138 @@
+"""Servers whose cache of compiled code is damaged, unsafe, read-only, or on a full disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.server import ServerProcess
+from warpfit_server.code_cache import default_cache_directory
+
+X = np.arange(6.0).reshape(3, 2)
+#: A part of the CPU engine that compiles in a second.
+SMALL_PART = "cpu_board.close"
+
+
+@contextmanager
+def mounted(place, options):
+    """A small disk at a place; skips where this user may not mount one."""
+    ran = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False)
+    if ran.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """What a server has kept."""
+    with ServerProcess() as server:
+        assert answers(server)
+    return default_cache_directory()
+
+
+@pytest.fixture
+def cache(warm, tmp_path):
+    """A copy of it."""
+    place = tmp_path / "cache"
+    place.mkdir(mode=0o700)
+    for newest in ("cpu-*", "numba-*"):
+        kept = max(warm.glob(newest), key=lambda path: path.stat().st_mtime)
+        shutil.copytree(kept, place / kept.name)
+    return place
+
+
+def answers(server) -> bool:
+    with warpfit.connect(server.address) as client:
+        got = client.evaluate(client.upload(X), ["x1 + x2"])
+    return got[:, 0].tolist() == [1.0, 5.0, 9.0]
+
+
+def serve(cache, log):
+    started = time.monotonic()
+    with ServerProcess("--cache-dir", str(cache), log=log) as server:
+        assert answers(server)
+    return log.read_text(), time.monotonic() - started
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_files_that_are_not_whole_are_made_again(cache, tmp_path, keep):
+    """Of each kind: Numba's index and data, an object file."""
+    damaged = [
+        *cache.glob("numba-*/*/*"),
+        *cache.glob(f"cpu-*/*/{SMALL_PART}*"),
+        *cache.glob("cpu-*/float64-precise.o"),
+    ]
+    assert {path.suffix for path in damaged} == {".nbi", ".nbc", ".o"}
+    for path in damaged:
+        os.truncate(path, int(keep * path.stat().st_size))
+    log, _ = serve(cache, tmp_path / "log")
+    assert log.count("compiled code is made again") >= 3
+    assert "Traceback" not in log
+    log, _ = serve(cache, tmp_path / "log")
+    assert "compiled code is made again" not in log
+
+
+@pytest.mark.parametrize("level", ["", "cpu-*", "cpu-*/*", "numba-*/*/*.nbi"])
+def test_a_cache_that_others_may_write_is_refused(cache, level):
+    place = next(cache.glob(level)) if level else cache
+    place.chmod(place.stat().st_mode | 0o002)
+    command = [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", "cpu"]
+    ran = subprocess.run([*command, "--cache-dir", cache], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert f"{place} can be written by its group or by others" in ran.stderr
+    assert "--cache-dir" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_full_disk(cache, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk, "size=12m,mode=0700"):
+        shutil.copytree(cache, disk / "cache")
+        with (disk / "filler").open("wb") as filler, pytest.raises(OSError, match="space"):
+            while True:
+                filler.write(bytes(1 << 16))
+                filler.flush()
+        log, seconds = serve(disk / "cache", tmp_path / "log")
+    assert log.count("compiled code is kept in a temporary directory") == 1
+    assert "No space left" in log
+    assert seconds < 30  # nothing was compiled again
+
+
+def test_a_read_only_disk(cache, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with mounted(disk, "size=64m,mode=0700"):
+        shutil.copytree(cache, disk / "cache")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        log, seconds = serve(disk / "cache", tmp_path / "log")
+    assert log.count("compiled code is kept in a temporary directory") == 1
+    assert "Read-only file system" in log
+    assert seconds < 30
+
+
+def test_the_folder_of_a_server_that_was_killed_goes_with_the_next(tmp_path, warm):
+    environment = {"TMPDIR": str(tmp_path)}
+    killed, lives = ServerProcess(**environment), ServerProcess(**environment)
+    with lives:
+        before = set(tmp_path.glob("warpfit-*"))
+        assert len(before) == 2
+        killed.kill()
+        with ServerProcess(**environment) as other:
+            assert answers(other)
+            now = set(tmp_path.glob("warpfit-*"))
+            assert len(now) == 2
+            assert len(before & now) == 1
+        assert answers(lives)
+    assert set(tmp_path.glob("warpfit-*")) == set()

@@ -1,0 +1,57 @@
+"""How many connections a front door takes."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+import warpfit
+from support import health
+from support.server import ServerProcess
+
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def server():
+    flags = ("--max-connections", str(MOST), "--front-doors", "1", "--health-port", "0")
+    with ServerProcess(*flags) as process:
+        yield process
+
+
+def connect(address):
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def closed(client) -> bool:
+    """Whether the server has closed a connection."""
+    client.settimeout(2)
+    try:
+        while True:
+            if client.recv(4096) == b"":
+                return True
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_further_connections_are_closed_and_places_come_back(server):
+    clients = [connect(server.address) for _ in range(2 * MOST)]
+    try:
+        assert sum(closed(client) for client in clients[MOST:]) == MOST
+        assert health.check(server.facts["health"]) == "SERVING"
+    finally:
+        for client in clients:
+            client.close()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with warpfit.connect(server.address) as client:
+                assert client.info().engine == "cpu"
+            return
+        except warpfit.WarpfitError:
+            assert time.monotonic() < deadline

@@ -1,0 +1,204 @@
+"""What one tenant, or a caller without credentials, does to another tenant's calls: nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+import warpfit
+from support.health import check
+from support.http2 import RawConnection, part_of_message
+from support.rpcs import OWN_CONNECTION, SERVICE, Caller, bearer
+from support.server import ServerProcess
+from warpfit import codec
+from warpfit.arguments import build_evaluation
+from warpfit.dataset import Dataset
+from warpfit.security import new_token
+
+NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
+PENDING, RESIDENT = 64 << 20, 32 << 20
+CHECK = "/grpc.health.v1.Health/Check"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    tokens = {name: new_token(name) for name in ("greedy", "modest")}
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    path.write_text("\n".join(line for _, line in tokens.values()))
+    path.chmod(0o600)
+    flags = ("--token-file", str(path), "--threads", "1", "--front-doors", "2")
+    flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
+    flags += ("--max-queue-seconds", "1", "--message-seconds", "4")
+    with ServerProcess(*flags) as process:
+        yield SimpleNamespace(
+            process=process,
+            address=process.address,
+            tokens={name: token for name, (token, _) in tokens.items()},
+        )
+
+
+@pytest.fixture
+def modest(server):
+    """The modest tenant's client, which repeats nothing."""
+    token = server.tokens["modest"]
+    with warpfit.connect(server.address, token=token, retry=NO_RETRY) as client:
+        yield client
+
+
+@pytest.fixture
+def greedy(server):
+    """Makes connections of the greedy tenant, closed at the end."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(RawConnection(server.address, server.tokens["greedy"]))
+
+
+def works(client):
+    """Make calls that go to either door; an error fails the test."""
+    X = np.arange(6.0)[:, None]
+    data = client.upload(X, X[:, 0])
+    assert client.evaluate(data, ["x1 + x1"], loss="mse", timeout=20).shape == (1,)
+    for _ in range(3):
+        client.info()
+
+
+@pytest.mark.parametrize("method", ["GetServerInfo", "GetVariables", "Evaluate", "UploadVariables"])
+def test_calls_without_a_message(server, modest, greedy, method):
+    connections = [greedy() for _ in range(8)]
+    streams = [(c, c.begin(SERVICE + method)) for c in connections for _ in range(40)]
+    time.sleep(0.5)
+    works(modest)
+    for connection, stream in streams:
+        assert connection.has_ended(stream, timeout=15), "refused, or ended after its time"
+    works(modest)
+
+
+def test_an_upload_that_stops(server, modest):
+    stopped = threading.Event()
+    dataset = Dataset.of(np.ones((50_000, 4), np.float32))
+    messages = [m if isinstance(m, bytes) else m.SerializeToString()
+                for m in codec.upload_messages(dataset, 100_000)]  # fmt: skip
+
+    def stopping():
+        yield from messages[:4]
+        stopped.wait(30)
+
+    with grpc.insecure_channel(server.address) as channel:
+        method = channel.stream_unary(SERVICE + "UploadVariables")
+        with pytest.raises(grpc.RpcError) as caught:
+            method(stopping(), timeout=30, metadata=bearer(server.tokens["greedy"]))
+        stopped.set()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "no complete message" in caught.value.details()
+
+
+def test_unfinished_messages_are_accounted(server, modest, greedy):
+    """As many as fit what may be in flight are received, of one tenant three quarters of it."""
+    doors = [psutil.Process(server.process.process.pid), *server.process.doors()]
+    most = PENDING // 8
+
+    def resident():
+        return sum(door.memory_info().rss for door in doors)
+
+    def send(connection):
+        for _ in range(10):
+            stream = connection.begin(SERVICE + "Evaluate")
+            connection.send(stream, part_of_message(most, most - 1000), 2)
+
+    before = resident()
+    threads = [threading.Thread(target=send, args=(greedy(),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    works(modest)
+    for thread in threads:
+        thread.join()
+    assert resident() - before < 2 * PENDING
+
+
+def test_what_a_header_announces_evicts_nothing(server, modest):
+    size = RESIDENT // 2
+    kept = modest.upload(np.ones((size // 4, 1), np.float32))
+    large = Dataset.of(np.zeros((int(0.7 * RESIDENT) // 4, 1), np.float32))
+    header = next(iter(codec.upload_messages(large, 1 << 20)))
+    begun = threading.Event()
+
+    def announcing():
+        yield header if isinstance(header, bytes) else header.SerializeToString()
+        begun.set()
+        time.sleep(3)
+
+    with grpc.insecure_channel(server.address) as channel:
+        method = channel.stream_unary(SERVICE + "UploadVariables")
+        call = method.future(announcing(), timeout=20, metadata=bearer(server.tokens["greedy"]))
+        assert begun.wait(10)
+        time.sleep(0.5)
+        assert not call.done(), "it is under way"
+        caller = Caller(channel, bearer(server.tokens["modest"]))
+        caller.call("GetVariables", kept.dataset)
+        works(modest)
+        call.cancel()
+
+
+def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
+    rows = np.random.default_rng(5).normal(size=(100_000, 1)).astype(np.float32)
+    programs = ["+".join(f"sin(x1*{k}.5)" for k in range(1, 300))] * 300
+    token = server.tokens["greedy"]
+    with (
+        warpfit.connect(server.address, token=token) as client,
+        grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
+    ):
+        data = client.upload(rows, rows[:, 0])
+        evaluation, _ = build_evaluation(data, programs, None, None, {"loss": "mse"})
+        request = codec.evaluation_to_message(evaluation).SerializeToString()
+        calls = [
+            channel.unary_stream(SERVICE + "Evaluate")(request, metadata=bearer(token))
+            for _ in range(3)
+        ]
+        time.sleep(1)
+        works(modest)
+        assert sum(not call.done() for call in calls) == 2, "one has half of its tenant's queue"
+        for call in calls:
+            call.cancel()
+
+
+def test_health_checks_that_say_nothing(server, modest):
+    with ExitStack() as stack:
+        for _ in range(4):
+            connection = RawConnection(server.address, source="127.0.0.2")
+            stack.enter_context(connection)
+            for _ in range(50):
+                connection.begin(CHECK)
+        for _ in range(5):
+            works(modest)
+        assert check(server.address) == "SERVING"
+
+
+def test_calls_that_are_taken_back_at_once(server, modest):
+    stop = threading.Event()
+
+    def reset():
+        while not stop.is_set():
+            with RawConnection(server.address) as connection:
+                while not stop.is_set() and connection.is_open:
+                    try:
+                        connection.begin_and_reset(SERVICE + "GetServerInfo", 200)
+                    except OSError:
+                        break
+
+    threads = [threading.Thread(target=reset) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            works(modest)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

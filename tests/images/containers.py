@@ -1,0 +1,165 @@
+"""Builds images with buildah and runs them as a container engine would, on a read-only root."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = "localhost/warpfit-base"
+PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
+#: Seconds for each step of a build; downloading CUDA's libraries takes most.
+STEP_SECONDS = 900
+#: What pip needs of this machine during a build, where it is there.
+FROM_MACHINE = ("/etc/pip.conf", "/etc/ssl/certs", "/etc/resolv.conf")
+#: Makes a container's view, then runs a command there as the image's user.
+ENTER = """
+set -e
+mount --make-rprivate /
+mount --bind "$root" "$root"
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+mount -t tmpfs -o mode=1777,size=64m tmpfs "$root/tmp"
+mount --bind "$volume" "$root$mounted_at"
+mount -o remount,bind,ro "$root"
+exec chroot "$root" setpriv --reuid "${user%%:*}" --regid "${user##*:}" --clear-groups \
+    --no-new-privs --bounding-set=-all env -i "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A built image: its files, and what it says about how it is run."""
+
+    root: Path
+    user: str
+    environment: Mapping[str, str]
+    command: Sequence[str]
+    health: Sequence[str]
+    volume: str
+
+    def with_health(self, address: str) -> Image:
+        """The same image, asked for its health at another address than its default one."""
+        return replace(self, health=[*self.health[:-1], address])
+
+    def start(
+        self, volume: Path, command: Sequence[str], changes: Mapping[str, str], **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Run a command in a container of the image.
+
+        Args:
+            volume: folder of this machine for the image's volume.
+            command: with its arguments.
+            changes: variables that differ from the image's.
+            **options: of `subprocess.Popen`.
+
+        """
+        outside = {
+            **{"root": str(self.root), "user": self.user, "volume": str(volume)},
+            **{"mounted_at": self.volume, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        }
+        inside = {**self.environment, **changes}
+        assignments = [f"{name}={value}" for name, value in inside.items()]
+        words = ["unshare", "--mount", "sh", "-c", ENTER, "sh", *assignments, *command]
+        return subprocess.Popen(words, env=outside, **options)
+
+    def run(
+        self, volume: Path, command: Sequence[str], **changes: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with self.start(volume, command, changes, **pipes) as process:
+            try:
+                out, err = process.communicate(timeout=STEP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    @contextmanager
+    def serve(self, volume: Path, log: IO[str], seconds: float, **changes: str):
+        """Start the image's own command; give the process once its health check succeeds."""
+        with self.start(volume, self.command, changes, stderr=log) as server:
+            try:
+                deadline = time.monotonic() + seconds
+                while self.run(volume, self.health, **changes).returncode:
+                    assert server.poll() is None, Path(log.name).read_text()
+                    assert time.monotonic() < deadline, "the server does not become healthy"
+                    time.sleep(0.5)
+                yield server
+            finally:
+                server.terminate()
+                try:
+                    server.wait(60)
+                except subprocess.TimeoutExpired:
+                    server.kill()
+
+
+class Builder:
+    """Makes a base and images on it, in a storage of its own.
+
+    Args:
+        work: folder for all of it.
+
+    """
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+
+    def make_base(self) -> None:
+        """Make what stands for the official image of Python: the same Debian, its Python."""
+        base = self._work / "base"
+        command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", base]
+        self._checked([*command])
+        (base / "usr/local/bin/python").symlink_to("/usr/bin/python3")
+        for mark in base.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
+            mark.unlink()
+        container = self._buildah("from", "scratch")
+        self._buildah("add", "--quiet", container, str(base), "/")
+        self._buildah("commit", "--quiet", "--rm", container, BASE)
+        shutil.rmtree(base)
+
+    def build(self, variant: str) -> Image:
+        """Build the Dockerfile."""
+        name = f"localhost/warpfit-{variant}"
+        there = [place for place in FROM_MACHINE if Path(place).exists()]
+        volumes = [f"--volume={place}:{place}:ro" for place in there]
+        arguments = [f"--build-arg=PYTHON={BASE}", f"--build-arg=VARIANT={variant}"]
+        # Docker's format: that of OCI knows no health checks.
+        kind = ("--format=docker", "--network=host", "--pull-never")
+        self._buildah("build", *kind, *volumes, *arguments, f"--tag={name}", str(ROOT))
+        container = self._buildah("from", "--pull-never", name)
+        config = json.loads(self._buildah("inspect", container))["Docker"]["config"]
+        return Image(
+            Path(self._buildah("mount", container)),
+            config["User"],
+            dict(entry.split("=", 1) for entry in config["Env"]),
+            [*config["Entrypoint"], *config["Cmd"]],
+            config["Healthcheck"]["Test"][1:],
+            next(iter(config["Volumes"])),
+        )
+
+    def remove(self) -> None:
+        """Remove all containers and images."""
+        self._buildah("rm", "--all")
+        self._buildah("rmi", "--all", "--force")
+
+    def _buildah(self, *words: str) -> str:
+        places = [f"--root={self._work / 'storage'}", f"--runroot={self._work / 'run'}"]
+        return self._checked(["buildah", *places, *words]).strip()
+
+    def _checked(self, command: Sequence[str | Path]) -> str:
+        environment = {**os.environ, "BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"}
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=STEP_SECONDS
+        )
+        assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+        return ran.stdout

@@ -1,0 +1,92 @@
+"""Whether a formula that a search has found is the one it looked for, by SRBench's rule.
+
+La Cava et al., "Contemporary symbolic regression methods and their relative performance" (NeurIPS
+Datasets and Benchmarks, 2021): a formula is a solution if, after its numbers have been rounded to
+three decimals and it has been simplified, it is no constant, and its difference from the true one
+is a constant or its ratio to it is a constant that is not 0.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Sequence
+from typing import Any, Final
+
+import sympy
+
+from warpfit.frontends.sympy import to_sympy
+from warpfit.parse import parse
+
+_DECIMALS: Final = 3
+#: Variables of both formulas are positive there, so that sqrt(x^2) is x.
+_POSITIVE: Final = {"positive": True}
+
+
+def is_solution(found: str, true: str, names: Sequence[str], seconds: float = 60.0) -> bool:
+    """Judge a formula; one that SymPy cannot judge in time counts as none.
+
+    Args:
+        found: text over x1, x2, ..., or over the names.
+        true: text over the names.
+        names: of the variables.
+        seconds: how long SymPy may take.
+
+    """
+    context = mp.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_judge, args=(sender, found, true, tuple(names)))
+    process.start()
+    sender.close()
+    try:
+        return bool(receiver.recv()) if receiver.poll(seconds) else False
+    except EOFError:
+        return False
+    finally:
+        process.kill()
+        process.join()
+
+
+def _judge(sender: Any, found: str, true: str, names: tuple[str, ...]) -> None:
+    sender.send(_agree(_expression(found, names), _expression(true, names)))
+
+
+def _expression(text: str, names: tuple[str, ...]) -> Any:
+    variables = [sympy.Symbol(f"v{place}", **_POSITIVE) for place in range(len(names))]
+    expression = to_sympy(parse(text, names))
+    known: dict[str, Any] = {f"x{place + 1}": v for place, v in enumerate(variables)}
+    known |= dict(zip(names, variables, strict=True))
+    return expression.subs({s: known[s.name] for s in expression.free_symbols})
+
+
+def _agree(found: Any, true: Any) -> bool:
+    """Compare with numbers as they are rounded before, and after products are multiplied out.
+
+    Multiplied out, 0.6629870^2 * 1.1375223 is 0.5 and not 0.663^2 * 1.138.
+    """
+    return any(_solves(_rounded(shape(found)), true) for shape in _SHAPES)
+
+
+def _as_powers(expression: Any) -> Any:
+    return sympy.powsimp(sympy.powdenest(sympy.expand_log(sympy.expand(expression)), force=True))
+
+
+_SHAPES: Final = (lambda e: e, sympy.expand, sympy.simplify, _as_powers)
+
+
+def _rounded(expression: Any) -> Any:
+    """Round numbers to three decimals, as rationals, and leave out those that become 0."""
+    numbers = {
+        n: sympy.Rational(str(round(float(n), _DECIMALS))) for n in expression.atoms(sympy.Float)
+    }
+    return expression.xreplace(numbers)
+
+
+def _solves(found: Any, true: Any) -> bool:
+    found, true = sympy.simplify(found), _rounded(sympy.simplify(sympy.N(true)))
+    if found.is_constant():
+        return False
+    difference = sympy.simplify(_rounded(sympy.N(sympy.expand(found - true))))
+    if difference.is_constant():
+        return True
+    ratio = sympy.simplify(found / true)
+    return bool(ratio.is_constant() and ratio != 0)
