@@ -40,7 +40,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.workload import random_program, thesis_mix
-from warpfit_server.engine.base import Outputs
+from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cpu import CpuEngine
 from warpfit_server.fit.driver import Surroundings, optimize
 
@@ -163,7 +163,7 @@ class Ours:
         )
         settings = FitSettings(method=Method.LM, max_iterations=iterations)
         surroundings = Surroundings(self.engine, self._data, np.zeros(1, np.uint8))
-        found = optimize(FitRequest(evaluation, settings), surroundings).parameters
+        found = run_to_end(optimize(FitRequest(evaluation, settings), surroundings)).parameters
         edges = self._batch.parameter_starts
         return [found[a:b] for a, b in itertools.pairwise(edges)]
 
@@ -237,7 +237,7 @@ def _medians(cases: dict[str, Callable[[], Any]]) -> dict[str, float]:
     for repetition in range(REPETITIONS + 1):
         for name, run in cases.items():
             start = time.perf_counter()
-            run()
+            run_to_end(run())
             if repetition:
                 times[name].append(time.perf_counter() - start)
     return {name: float(np.median(series)) for name, series in times.items()}

@@ -421,7 +421,8 @@ def evaluated(engine, data, batch, loss, **options) -> np.ndarray:
     gradients = np.full(len(batch.parameters), POISON) if evaluation.gradient else None
     flag = np.zeros(1, np.uint8)
     engine.load(data)
-    engine.evaluate(evaluation, Outputs(None, losses, flag, lambda _: None, gradients=gradients))
+    outputs = Outputs(None, losses, flag, lambda _: None, gradients=gradients)
+    run_to_end(engine.evaluate(evaluation, outputs))
     return losses[:, 0]
 
 
@@ -453,10 +454,11 @@ def test_a_loss_is_the_same_however_it_is_asked_for(
     closed = as_function(loss)
     statistics = TargetStatistics.of_rows(data, slice(None))
     for curvature in (False, True):
-        got = engine.linearise(
+        steps = engine.linearise(
             Evaluation(data.content_id, batch, **asked),
             closed.row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
         )  # fmt: skip
+        got = run_to_end(steps)
         others.append(close_losses(closed.closing, got.losses[:, 0], statistics))
     assert np.isfinite(alone).all()
     for other in others:
@@ -540,7 +542,7 @@ def test_the_scaled_loss_of_a_nearly_perfect_fit_is_not_zero(engine, rows):
     outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
     share, outputs_of_engine = engine_share(asked, outputs)
     engine.load(data)
-    engine.evaluate(share, outputs_of_engine)
+    run_to_end(engine.evaluate(share, outputs_of_engine))
     finish(asked, data, outputs, outputs_of_engine.moments, np.zeros((1, 1, 2)), None)
     np.testing.assert_allclose(outputs.losses[0, 0], want, rtol=1e-5)
     found = reference_engine.evaluate(asked, data).losses[0, 0]

@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("numba")
 
-from warpfit_server.code_cache import default_cache_directory
+from warpfit_server.code_cache import usable
 from warpfit_server.engine import cpu_code, cpu_parallel
-from warpfit_server.engine.cpu_cache import writable
 from warpfit_server.engine.cpu_pieces import CANCELLED, FAILED, FINISHED
 from warpfit_server.engine.cpu_threads import ParallelLoop
 from warpfit_server.engine.cpu_work import Work
@@ -25,9 +24,8 @@ _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 @pytest.fixture(scope="module")
 def code():
-    place = default_cache_directory() / f"cpu-{cpu_code.fingerprint()[:32]}"
-    with writable(place) as kept:
-        return cpu_code.parallel(kept)
+    with usable(None) as kept:
+        return cpu_code.parallel(kept / f"cpu-{cpu_code.fingerprint()[:32]}")
 
 
 @pytest.fixture(params=[1, 2, 5])
