@@ -89,7 +89,7 @@ def engine_case(
     values = None if outputs.values is None else outputs.values[:, 0]
 
     def evaluate() -> object:
-        engine._lowered.clear()  # as if the programs were new, as those of genetic programming are
+        engine._programs.clear()  # as if the programs were new, as those of genetic programming are
         return run_to_end(engine.evaluate(evaluation, outputs))
 
     return Case(evaluate, values)

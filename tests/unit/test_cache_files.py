@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import logging
 import os
 import subprocess
@@ -144,6 +145,22 @@ def test_numba_does_not_unpickle_what_others_may_write(numba_place, suffix):
     again = njit("int64(int64)")(add_one)
     assert again(1) == 2
     assert not again.stats.cache_hits
+
+
+def test_code_of_a_copy_of_the_sources_is_current(numba_place, tmp_path):
+    """Another checkout, or the same package installed again, compiles nothing."""
+    copies = []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "sources.py"
+        path.write_text("def double(number):\n    return 2 * number\n")
+        os.utime(path, (len(copies), len(copies)))
+        spec = importlib.util.spec_from_file_location("sources", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        copies.append(njit("int64(int64)")(module.double))
+    assert [sum(copy.stats.cache_hits.values()) for copy in copies] == [0, 1]
+    assert [copy(21) for copy in copies] == [42, 42]
 
 
 def test_numba_works_on_a_full_disk(numba_place, full_disk, caplog):

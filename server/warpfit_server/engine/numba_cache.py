@@ -42,12 +42,19 @@ def njit(signature: Any = None, **options: Any) -> Any:
 
 
 class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
-    """Names the directory of a function's code, which need not be there."""
+    """Names the directory of a function's code, which need not be there.
+
+    It depends on the function's module, and not on where and when that was installed.
+    """
 
     def __init__(self, function: Any, source: str) -> None:
         super().__init__(function, source)
         place = Path(numba.config.CACHE_DIR or _default_directory())
-        self._cache_path = str(place / self.get_suitable_cache_subpath(source))
+        self._cache_path = str(place / function.__module__)
+
+    def get_source_stamp(self) -> str:
+        """Return the same for all: the directory is one for exactly these sources."""
+        return ""
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> _Locator:
