@@ -211,7 +211,7 @@ class _Method:
             self._observer.ended(request, status_of(context))
             send(None)
             return
-        # A call that has ended leaves its place at once, its lane when the engine has stopped.
+        # A call that has ended leaves its place at once, its segment when the engine has stopped.
         context.add_callback(lambda: self._guard.leave(request))
         if not self._passes_on:
             self._observer.begun(request)

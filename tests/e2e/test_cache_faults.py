@@ -18,7 +18,7 @@ from warpfit_server.code_cache import default_cache_directory
 
 X = np.arange(6.0).reshape(3, 2)
 #: A part of the CPU engine that compiles in a second.
-SMALL_PART = "cpu_board.close"
+SMALL_PART = "cpu_parallel.close"
 
 
 @contextmanager

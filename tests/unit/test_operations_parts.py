@@ -309,8 +309,8 @@ class TestOverseer:
         del flags[1]
         assert not overseer.overdue(1e9 + 100)
 
-    def test_the_next_evaluation_of_a_lane_has_its_own_time(self):
-        flag = np.ones(1, np.uint8)  # of the lane, and so of both
+    def test_the_next_request_in_a_segment_has_its_own_time(self):
+        flag = np.ones(1, np.uint8)  # of the segment, and so of both
         flags = {1: flag}
         overseer = Overseer(30.0, flags.items)
         assert not overseer.overdue(1e9)
