@@ -229,7 +229,7 @@ def test_evaluations_do_not_wait_for_fits_of_the_same_tenant(client):
         if enough.is_set():
             raise InterruptedError
 
-    with client.upload(np.repeat(X, 200, axis=0), np.repeat(Y, 200)) as data:
+    with client.upload(np.repeat(X, 1000, axis=0), np.repeat(Y, 1000)) as data:
 
         def fit():
             with suppress(InterruptedError):
