@@ -24,12 +24,12 @@ from warpfit.reference import evaluate_program
 from warpfit.request import Evaluation, Precision
 from warpfit.workload import thesis_mix
 from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine import cpu_cache
 from warpfit_server.engine.cuda import derivative_launch
-from warpfit_server.engine.cuda.derivative_code import DerivativeCode, encode
+from warpfit_server.engine.cuda.derivative_code import DerivativeCode
+from warpfit_server.engine.cuda.derivative_lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives import derivative_cubin
 from warpfit_server.engine.cuda.source import Variant
-from warpfit_server.engine.differentiate import lower_with_derivatives, row_loss_tokens
+from warpfit_server.engine.differentiate import row_loss_tokens
 from warpfit_server.engine.sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
 from warpfit_server.engine.wanted import Wanted
 
@@ -42,21 +42,20 @@ ROBUST = ("add", "sub", "mul", "neg", "abs", "aq", "sin", "tanh", "min", "where"
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return cpu_cache.load_differentiate(default_cache_directory())
+def lowering():
+    return DerivativeLowering(default_cache_directory(), threads=1)
 
 
-def lower(compiled, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:
+def lower(lowering, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:
     tokens = row_loss_tokens(row_loss, VARIABLES, weighted=False)
     wishes |= BY_PARAMETERS | SLOPE | (0 if wishes & SQUARES else LOSS)
-    lowered = lower_with_derivatives(compiled, batch, tokens, wishes)
     options = {"keeps_values": True, "products": True, **options}
-    return encode(lowered, batch, **options)
+    return lowering.lower(batch, tokens, wishes, **options)
 
 
-def check(compiled, given_programs, vectors) -> None:
+def check(lowering, given_programs, vectors) -> None:
     batch = Batch.of(given_programs, vectors)
-    code = lower(compiled, batch)
+    code = lower(lowering, batch)
     machine = Machine(batch, code, COLUMNS)
     for index, program in enumerate(given_programs):
         machine.run(index)
@@ -70,29 +69,29 @@ def check(compiled, given_programs, vectors) -> None:
         np.testing.assert_allclose(got[: len(want)], want, rtol=1e-9, atol=1e-9 * scale)
 
 
-def test_smooth_programs(compiled):
-    check(compiled, *smooth_programs())
+def test_smooth_programs(lowering):
+    check(lowering, *smooth_programs())
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_thesis_mix(compiled, seed):
+def test_thesis_mix(lowering, seed):
     given_programs, vectors = thesis_mix(seed, 60, variables=VARIABLES, operators=ROBUST)
-    check(compiled, given_programs, vectors)
+    check(lowering, given_programs, vectors)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     programs(30, variables=VARIABLES, parameters=3, operators=ROBUST, constants=st.floats(-2, 2))
 )
-def test_random_programs(compiled, program):
-    check(compiled, [program], [np.array([0.5, -1.25, 0.75])])
+def test_random_programs(lowering, program):
+    check(lowering, [program], [np.array([0.5, -1.25, 0.75])])
 
 
-def test_a_loss_of_ones_own_has_a_slope(compiled):
+def test_a_loss_of_ones_own_has_a_slope(lowering):
     row_loss = huber(0.5).row
     given_programs, vectors = smooth_programs()
     batch = Batch.of(given_programs, vectors)
-    code = lower(compiled, batch, row_loss, wishes=0, products=False)
+    code = lower(lowering, batch, row_loss, wishes=0, products=False)
     machine = Machine(batch, code, COLUMNS)
     for index, program in enumerate(given_programs):
         machine.run(index)
@@ -103,11 +102,11 @@ def test_a_loss_of_ones_own_has_a_slope(compiled):
         np.testing.assert_allclose(slope, slopes[0], rtol=1e-9, atol=1e-12)
 
 
-def test_vectors_have_places_of_their_own(compiled):
+def test_vectors_have_places_of_their_own(lowering):
     given_programs, _ = smooth_programs()
     blocks = np.random.default_rng(2).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
     batch = Batch.of(given_programs, list(blocks))
-    code = lower(compiled, batch)
+    code = lower(lowering, batch)
     machine = Machine(batch, code, COLUMNS)
     for vector in range(3):
         machine.run(0, vector)
@@ -117,7 +116,7 @@ def test_vectors_have_places_of_their_own(compiled):
     np.testing.assert_array_equal(code.programs["sum"], np.cumsum(sizes) - sizes)
 
 
-def test_results_that_are_used_at_once_are_not_stored(compiled):
+def test_results_that_are_used_at_once_are_not_stored(lowering):
     """x1 * p1 + 2 needs a level for nothing but the residual."""
     program = Program.apply(
         "add",
@@ -125,12 +124,12 @@ def test_results_that_are_used_at_once_are_not_stored(compiled):
         Program.constant(2.0),
     )
     batch = Batch.of([program], [[3.0]])
-    code = lower(compiled, batch, keeps_values=False)
+    code = lower(lowering, batch, keeps_values=False)
     assert int(code.programs["levels"][0]) == 1
     assert int((code.instructions[:, 0] >> 19 & 1).sum()) == 1
 
 
-def test_too_many_levels_are_refused(compiled):
+def test_too_many_levels_are_refused(lowering):
     """Each factor of a product of sums is looked at again by the sweep."""
     count = 70_000
     codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
@@ -140,7 +139,7 @@ def test_too_many_levels_are_refused(compiled):
     values[1 : 4 * count : 4] = np.arange(count)
     batch = Batch.of([Program(codes, values)], [np.ones(count)])
     with pytest.raises(ResourceExhaustedError) as caught:
-        lower(compiled, batch)
+        lower(lowering, batch)
     assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 
@@ -164,7 +163,7 @@ def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
 @pytest.mark.parametrize("row_loss", [SQUARES_LOSS, ABSOLUTE, huber().row], ids=str)
 @pytest.mark.parametrize("slopes", [False, True])
 def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
-    compiled, row_loss, slopes
+    lowering, row_loss, slopes
 ):
     """Its data type would round them: the kernel computes them of the value that is kept."""
     batch = Batch.of([parse("x1 + 2 * x2"), parse("x3"), parse("p1")], [[], [], [1.0]])
@@ -173,8 +172,8 @@ def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
     wanted = Wanted(row_loss=row_loss, losses=losses, gradients=gradients)
     program = DIFFERENCE if wanted.is_squares else row_loss
     tokens = row_loss_tokens(program, VARIABLES, weighted=False)
-    lowered = lower_with_derivatives(compiled, batch, tokens, wanted.wishes)
-    code = encode(lowered, batch, keeps_values=bool(wanted.deviation), products=False)
+    options = {"keeps_values": bool(wanted.deviation), "products": False}
+    code = lowering.lower(batch, tokens, wanted.wishes, **options)
     machine = Machine(batch, code, COLUMNS)
     x, y = COLUMNS[:VARIABLES], COLUMNS[VARIABLES]
     for index, values in enumerate((x[0] + 2 * x[1], x[2], np.ones(30))):

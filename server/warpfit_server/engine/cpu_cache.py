@@ -84,11 +84,6 @@ def load_board(directory: Path) -> BoardCode:
     return cpu_code.board(_place(directory))
 
 
-def load_differentiate(directory: Path) -> Any:
-    """Load `differentiate.differentiate_piece` alone, for an engine with kernels of its own."""
-    return cpu_code.derive(_place(directory))
-
-
 def _place(directory: Path) -> Path:
     return directory / f"cpu-{cpu_code.fingerprint()[:32]}"
 
