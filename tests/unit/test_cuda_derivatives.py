@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.derivative_machine import Machine
 from support.derivative_suite import smooth_programs
 from support.strategies import programs
-from warpfit.dataset import Layout
+from warpfit.dataset import Dataset, Layout
 from warpfit.derivatives import differentiate
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch, Program
@@ -27,9 +28,10 @@ from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine.cuda import derivative_launch
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode
 from warpfit_server.engine.cuda.derivative_lowering import DerivativeLowering
-from warpfit_server.engine.cuda.derivatives import derivative_cubin
+from warpfit_server.engine.cuda.derivatives import DerivativeTier, derivative_cubin
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.differentiate import row_loss_tokens
+from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
 from warpfit_server.engine.wanted import Wanted
 
@@ -158,6 +160,73 @@ def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
     with pytest.raises(ResourceExhaustedError) as caught:
         derivative_launch._geometry(device, resident, evaluation, code)
     assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+class FakeStream:
+    """Stands for a stream: remembers what is uploaded and launched."""
+
+    def __init__(self) -> None:
+        self.uploads: dict[int, bytes] = {}
+        self.launched: list[np.ndarray] = []
+        self._next = 1 << 20
+
+    def buffer(self, name: str, size: int) -> int:
+        self._next += 1 << 20
+        return self._next
+
+    def pinned(self, name: str, size: int) -> np.ndarray:
+        return np.zeros(size, dtype=np.uint8)
+
+    def upload(self, address: int, staging: np.ndarray) -> None:
+        self.uploads[address] = staging.tobytes()
+
+    def launch(self, kernel: object, grid: object, block: object, given: list, *_: int) -> None:
+        self.launched += [each.copy() for each in given]
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def read(self, address: int, size: int) -> bytes:
+        """Bytes that were uploaded there."""
+        base = max(start for start in self.uploads if start <= address)
+        return self.uploads[base][address - base :][:size]
+
+
+def fake_tier(stream: FakeStream, lowering: DerivativeLowering) -> DerivativeTier:
+    tier = DerivativeTier.__new__(DerivativeTier)
+    tier._lowering = lowering
+    tier._device = SimpleNamespace(
+        shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16,
+        stream=lambda: nullcontext(stream),
+        allocate=lambda size: SimpleNamespace(ptr=1 << 40),
+    )
+    tier._plans = Recurring()
+    tier._prepare = lambda *_, **__: SimpleNamespace(evaluate_scalars=None)  # type: ignore[method-assign]
+    return tier
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_code_reaches_the_device_alone_or_with_the_parameters(lowering, keep):
+    """Fresh programs cost one copy; what a fit uses again is copied once."""
+    data = Dataset.of(COLUMNS[:VARIABLES].T, COLUMNS[VARIABLES], dtype="float64")
+    resident = SimpleNamespace(
+        dataset=data, stride=64, address=lambda *_: 0, weights_address=lambda _: 0
+    )
+    batch = Batch.of(*smooth_programs())
+    evaluation = Evaluation(data.content_id, batch)
+    gradients = np.empty(len(batch.parameters))
+    wanted = Wanted(row_loss=SQUARES_LOSS, losses=np.empty(len(batch)), gradients=gradients)
+    stream = FakeStream()
+    tier = fake_tier(stream, lowering)
+    for passes in (1, 2):
+        plan = tier._plan(resident, evaluation, wanted, keep=keep)
+        tier._begin(stream, resident, evaluation, wanted, plan)
+        assert len(stream.launched) == passes
+    assert len(stream.uploads) == (3 if keep else 2)
+    code = lower(lowering, batch, products=False)
+    given = stream.launched[-1]
+    for name, array in {**code.arrays, "parameters": batch.parameters}.items():
+        assert stream.read(int(given[name]), array.nbytes) == array.tobytes(), name
 
 
 @pytest.mark.parametrize("row_loss", [SQUARES_LOSS, ABSOLUTE, huber().row], ids=str)

@@ -215,6 +215,9 @@ def _pieces(code: DeviceCode, geometry: Geometry, wanted: Wanted) -> Iterator[Pi
     sizes += geometry.pitch * (keeps_values(wanted) + counts * (wanted.jacobian is not None))
     if geometry.far:
         sizes += geometry.spans * WARPS * geometry.warp_bytes
+    if code.jobs <= _MOST_JOBS and sizes.sum() <= _CHUNK_BYTES:
+        yield Piece((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
+        return
     parameter_edges, sum_edges, used = (
         np.concatenate([[0], np.cumsum(each)]).tolist() for each in (counts, sums, sizes)
     )

@@ -191,9 +191,9 @@ class DerivativeTier:
         offsets, size = _places(arrays)
         staging = context.pinned("inputs", size)
         base = context.buffer("inputs", size)
-        for name, array in arrays.items():
-            staging[offsets[name] :][: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-            arguments[name] = base + offsets[name]
+        _stage(arrays, offsets, staging)
+        for name, offset in offsets.items():
+            arguments[name] = base + offset
         context.upload(base, staging)
         arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
         small = room_for_small(context, wanted)
@@ -291,14 +291,22 @@ def _places(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
     return offsets, size
 
 
+def _stage(
+    arrays: dict[str, NDArray[Any]], offsets: dict[str, int], staging: NDArray[np.uint8]
+) -> None:
+    """Copy arrays to where they lie in memory from which the device copies."""
+    for name, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1)
+        staging[offsets[name] :][: array.nbytes] = flat.view(np.uint8)
+
+
 def _upload(
     device: CudaDevice, context: StreamContext, arrays: dict[str, NDArray[Any]]
 ) -> tuple[Any, dict[str, int]]:
     """Copy arrays to memory of their own on the device; return it and their addresses."""
     offsets, size = _places(arrays)
     staging = context.pinned("code", size)
-    for name, array in arrays.items():
-        staging[offsets[name] :][: array.nbytes] = array.reshape(-1).view(np.uint8)
+    _stage(arrays, offsets, staging)
     memory = device.allocate(size)
     context.upload(memory.ptr, staging)
     return memory, {name: int(memory.ptr) + offset for name, offset in offsets.items()}
