@@ -104,8 +104,22 @@ def test_what_is_kept_is_limited_by_its_tokens(monkeypatch, made, make):
         kept.of_arrays(batch, (), make)
     assert 0 < sum(tokens for tokens, _ in kept._kept.values()) <= 1000
     large = Batch.of(*thesis_mix(1, 100))
-    assert kept.of_arrays(large, (), make) == make(large)
+    for _ in range(3):
+        assert kept.of_programs(large, (), make) == make(large)
     assert len(large.codes) not in [tokens for tokens, _ in kept._kept.values()]
+
+
+def test_a_fit_of_any_size_is_prepared_once(monkeypatch, made, make):
+    """Lowering a large batch anew for every pass takes longer than to run it."""
+    monkeypatch.setattr(recurring, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(recurring, "_LEAST_TOKENS", 1)
+    kept, large = Recurring(), Batch.of(*thesis_mix(1, 100))
+    assert len(large.codes) > 1000
+    for scale in (1.0, 2.0, 3.0):
+        kept.of_arrays(replace(large, parameters=scale * large.parameters), (), make)
+    assert len(made) == 1
+    kept.of_arrays(of("x1"), (), make)
+    assert len(kept) == 1, "it takes all the room there is"
 
 
 def test_small_batches_count_for_more_than_their_tokens(make):

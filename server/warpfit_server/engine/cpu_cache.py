@@ -79,11 +79,6 @@ def load(directory: Path, processes: int = 1) -> Compiled:
     return Compiled(combine, lower, derive, interpret, linearise, parallel, kernels, runners)
 
 
-def load_differentiate(directory: Path) -> Any:
-    """Load `differentiate.differentiate_piece` alone, for an engine with kernels of its own."""
-    return cpu_code.derive(_place(directory))
-
-
 def _place(directory: Path) -> Path:
     return directory / f"cpu-{cpu_code.fingerprint()[:32]}"
 

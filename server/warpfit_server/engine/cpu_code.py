@@ -70,7 +70,7 @@ _GIVEN_NUMBERS: Final = types.Array(types.float64, 1, "C", readonly=True)
 _PIECE: Final = types.int64(_WORD, _WORD)
 _lock = threading.Lock()
 
-_Jit = Callable[[Any, Any], Any]
+_Jit = Callable[..., Any]
 
 
 def fingerprint() -> str:
@@ -96,8 +96,9 @@ def fingerprint() -> str:
 def cached_in(place: Path) -> Iterator[_Jit]:
     """Give a compiler whose results Numba keeps below ``place``."""
 
-    def jit(signature: Any, function: Any) -> Any:
-        return numba_cache.njit(signature, nogil=True, error_model="numpy")(function)
+    def jit(signature: Any, function: Any, **options: Any) -> Any:
+        options = {"nogil": True, "error_model": "numpy", **options}
+        return numba_cache.njit(signature, **options)(function)
 
     with _lock:
         before = numba.config.CACHE_DIR

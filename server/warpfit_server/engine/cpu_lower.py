@@ -46,6 +46,7 @@ from warpfit_server.engine.schedule import (
     inlined,
     place_scalars,
     schedule,
+    uncounted,
 )
 
 
@@ -156,7 +157,7 @@ def _lower(
             summaries[program, column] += first
 
 
-@inlined
+@uncounted
 def table_size(tokens: int) -> int:
     size = 4
     while size < 2 * tokens:
@@ -164,7 +165,7 @@ def table_size(tokens: int) -> int:
     return size
 
 
-@inlined
+@uncounted
 def number_tokens(
     codes: Any,
     values: Any,
@@ -208,7 +209,7 @@ def number_tokens(
     return count
 
 
-@inlined
+@uncounted
 def _rewrite(code: Any, operands: Any, nodes: Any, rewrites: Any) -> Any:
     """Replace a power whose exponent is one of the constants of ``rewrites``."""
     exponent = operands[1]
@@ -220,7 +221,7 @@ def _rewrite(code: Any, operands: Any, nodes: Any, rewrites: Any) -> Any:
     return code, operands
 
 
-@inlined
+@uncounted
 def find_node(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count: int) -> Any:
     """Find the node with this code and these operands, or make it as number ``count``."""
     a, b, c = operands
@@ -246,7 +247,7 @@ def find_node(code: Any, operands: Any, nodes: Any, table: Any, mask: int, count
     return count
 
 
-@inlined
+@uncounted
 def _place(
     nodes: Any,
     arities: Any,

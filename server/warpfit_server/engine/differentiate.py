@@ -39,7 +39,6 @@ from warpfit_server.engine.cpu_pieces import (
     numbers,
     octets,
     part,
-    record_of,
     table,
     words,
 )
@@ -64,6 +63,7 @@ from warpfit_server.engine.schedule import (
     inlined,
     place_scalars,
     schedule,
+    uncounted,
 )
 from warpfit_server.engine.sweep import (
     BY_PARAMETERS,
@@ -116,6 +116,11 @@ class Differentiated(NamedTuple):
     """[2 tokens, ENTRY_COLUMNS]."""
 
 
+def room_for_nodes(tokens: int, programs: int, loss_tokens: int) -> int:
+    """Return how many nodes, instructions or loads there are at most."""
+    return _NODES_A_TOKEN * (tokens + programs * loss_tokens) + _MORE_NODES * programs
+
+
 class RowLoss(NamedTuple):
     """Tokens of a row loss, in which GIVEN is the result and variables are the data's columns."""
 
@@ -125,7 +130,7 @@ class RowLoss(NamedTuple):
 
 def empty(tokens: int, programs: int, loss_tokens: int) -> Differentiated:
     """Make room for a batch."""
-    capacity = _NODES_A_TOKEN * (tokens + programs * loss_tokens) + _MORE_NODES * programs
+    capacity = room_for_nodes(tokens, programs, loss_tokens)
     return Differentiated(
         np.empty((capacity, INSTRUCTION_COLUMNS), dtype=np.int64),
         np.empty((programs, LONG_SUMMARY), dtype=np.int64),
@@ -154,25 +159,6 @@ def no_row_loss() -> RowLoss:
     return RowLoss(np.empty(0, dtype=np.uint8), np.empty(0))
 
 
-def lower_with_derivatives(
-    function: Any, batch: Batch, row_loss: RowLoss, wishes: int
-) -> Differentiated:
-    """Lower a checked batch in one piece, with the compiled `differentiate_piece`.
-
-    What is made of the programs lies in their order then.
-
-    Raises:
-        MemoryError: if there was none.
-
-    """
-    lowered = empty(len(batch.codes), len(batch), len(row_loss.codes))
-    cells = np.array([[0, len(batch)]])
-    arrays = arrays_of(batch, row_loss, wishes, cells, lowered)
-    if function(record_of(arrays).ctypes.data, 0) == FAILED:
-        raise MemoryError("no memory to lower a batch with its derivatives")
-    return lowered
-
-
 def arrays_of(
     batch: Batch,
     row_loss: RowLoss,
@@ -181,16 +167,52 @@ def arrays_of(
     lowered: Differentiated,
 ) -> tuple[NDArray[Any], ...]:
     """Arrays of a record for `differentiate_piece`; ``cells`` are ranges of programs."""
-    given = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts
-    wishes_and_ends = np.array([wishes, 0, 0, 0, 0])
-    return (cells, _ONE_SPAN, *given, *row_loss, *tables(), wishes_and_ends, *lowered)
+    return (cells, _ONE_SPAN, *given_arrays(batch, row_loss, wishes), *lowered)
+
+
+def given_arrays(batch: Batch, row_loss: RowLoss, wishes: int) -> tuple[NDArray[Any], ...]:
+    """Arrays of a record from GIVEN_ARRAYS on, for `given_of`."""
+    tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts
+    return (*tokens, *row_loss, *tables(), np.array([wishes, 0, 0, 0, 0]))
 
 
 #: Arrays of a record, in order; those of `Differentiated` begin with _LOWERED. Behind the wishes
 #: are the ends of instructions, loads, columns and entries so far.
 _CELLS, _SPANS, _CODES, _VALUES, _STARTS, _LOSS_CODES, _LOSS_VALUES = range(7)
 _ARITIES, _REWRITES, _RULES, _WISHES, _LOWERED = range(7, 12)
+GIVEN_ARRAYS: Final = _CODES
+AFTER_GIVEN: Final = _LOWERED
 _ONE_SPAN: Final = np.array([[0, 1]])
+_ONE_BITS: Final = int(np.ones(1).view(np.int64)[0])
+
+
+class Given(NamedTuple):
+    """What is lowered, in compiled code; bits are those of the values."""
+
+    codes: Any
+    values: Any
+    bits: Any
+    starts: Any
+    loss_codes: Any
+    loss_values: Any
+    loss_bits: Any
+    tables: Tables
+    wishes: Any
+    """See _WISHES."""
+
+
+class Scratch(NamedTuple):
+    """Memory of a thread for one program at a time, in compiled code."""
+
+    nodes: Any
+    marks: Any
+    stack: Any
+    known: Any
+    work: Any
+    ends: Any
+    """Instructions, loads, columns and entries of the program, int64 [4]."""
+    made: Differentiated
+    """Of the program alone."""
 
 
 @inlined
@@ -207,113 +229,140 @@ def differentiated_of(record: int, index: int) -> Differentiated:
     )
 
 
+@inlined
+def given_of(record: int) -> Given:
+    """Arrays of a record that `given_arrays` has listed."""
+    return Given(
+        octets(record, _CODES), numbers(record, _VALUES), words(record, _VALUES),
+        words(record, _STARTS),
+        octets(record, _LOSS_CODES), numbers(record, _LOSS_VALUES), words(record, _LOSS_VALUES),
+        Tables(
+            words(record, _ARITIES),
+            numbers(record, _REWRITES).reshape((-1, 2)),
+            table(record, _RULES, RULE_COLUMNS),
+        ),
+        words(record, _WISHES),
+    )  # fmt: skip
+
+
+@inlined
+def scratch_for(given: Given, first: int, stop: int) -> Scratch:
+    """Allocate the memory to lower each program of a range."""
+    longest = 1
+    for program in range(first, stop):
+        longest = max(longest, given.starts[program + 1] - given.starts[program])
+    longest_both = longest + len(given.loss_codes)
+    capacity = _NODES_A_TOKEN * longest_both + _MORE_NODES
+    return Scratch(
+        np.empty((capacity, NODE_COLUMNS), dtype=np.int64),
+        np.empty((capacity, MARKS), dtype=np.int64),
+        np.empty(longest_both, dtype=np.int64),
+        np.empty(table_size(capacity), dtype=np.int64),
+        np.empty(6 * capacity + 8, dtype=np.int64),
+        np.empty(4, dtype=np.int64),
+        Differentiated(
+            np.empty((capacity, INSTRUCTION_COLUMNS), dtype=np.int64),
+            np.empty((1, LONG_SUMMARY), dtype=np.int64),
+            np.empty((capacity, 2), dtype=np.int64), np.empty(capacity),
+            np.empty(0, dtype=np.int64), np.empty(longest, dtype=np.int64),
+            np.empty((2 * longest, ENTRY_COLUMNS), dtype=np.int64),
+        ),
+    )  # fmt: skip
+
+
 def differentiate_piece(record: int, piece: int) -> int:
     """Lower a range of programs with their derivatives; see `cpu_pieces` and `arrays_of`."""
     programs, _, _ = part(table(record, _CELLS, 2), table(record, _SPANS, 2), piece)
-    given = Tables(
-        words(record, _ARITIES),
-        numbers(record, _REWRITES).reshape((-1, 2)),
-        table(record, _RULES, RULE_COLUMNS),
-    )
+    given, lowered = given_of(record), differentiated_of(record, _LOWERED)
     try:
-        _differentiate(
-            (octets(record, _CODES), numbers(record, _VALUES), words(record, _VALUES)),
-            (
-                octets(record, _LOSS_CODES), numbers(record, _LOSS_VALUES),
-                words(record, _LOSS_VALUES),
-            ),
-            words(record, _STARTS), programs, given, words(record, _WISHES),
-            differentiated_of(record, _LOWERED),
-        )  # fmt: skip
+        scratch = scratch_for(given, programs[0], programs[1])
+        for program in range(programs[0], programs[1]):
+            differentiate_program(given, scratch, program)
+            _append(given, scratch.made, scratch.ends, lowered, program)
     except Exception:  # compiled code tells exceptions apart no further: there is no memory
         return FAILED
     return FINISHED
 
 
-@inlined
-def _differentiate(
-    tokens: Any, row_loss: Any, starts: Any, programs: Any, given: Any, wishes: Any, lowered: Any
-) -> None:
-    """Lower programs, a half-open range, one after the other.
-
-    ``tokens`` and ``row_loss`` are codes, values, and the bits of the values; ``wishes`` is as in a
-    record.
-    """
-    codes, values, bits = tokens
-    loss_codes, loss_values, loss_bits = row_loss
-    longest = 1
-    for program in range(programs[0], programs[1]):
-        longest = max(longest, starts[program + 1] - starts[program])
-    capacity = _NODES_A_TOKEN * (longest + len(loss_codes)) + _MORE_NODES
-    nodes = np.empty((capacity, NODE_COLUMNS), dtype=np.int64)
-    marks = np.empty((capacity, MARKS), dtype=np.int64)
-    stack = np.empty(longest + len(loss_codes), dtype=np.int64)
-    known = np.empty(table_size(capacity), dtype=np.int64)
-    work = np.empty(6 * capacity + 8, dtype=np.int64)
-    own = Differentiated(
-        np.empty((capacity, INSTRUCTION_COLUMNS), dtype=np.int64), lowered.summaries,
-        np.empty((capacity, 2), dtype=np.int64), np.empty(capacity), lowered.starts,
-        np.empty(longest, dtype=np.int64), np.empty((2 * longest, ENTRY_COLUMNS), dtype=np.int64),
+@uncounted
+def differentiate_program(given: Given, scratch: Scratch, program: int) -> None:
+    """Lower one program into ``scratch.made``, from the beginning of each of its arrays."""
+    start, stop = given.starts[program], given.starts[program + 1]
+    needed = _NODES_A_TOKEN * (stop - start + len(given.loss_codes)) + _MORE_NODES
+    mask = table_size(needed) - 1
+    nodes, stack, known = scratch.nodes, scratch.stack, scratch.known
+    for index in range(mask + 1):
+        known[index] = -1
+    count = number_tokens(
+        given.codes[start:stop], given.values[start:stop], given.bits[start:stop],
+        given.tables.arities, given.tables.rewrites, nodes, stack, known, mask,
+        np.int64(0), np.int64(-1),
     )  # fmt: skip
-    ends = np.empty(4, dtype=np.int64)
-    for program in range(programs[0], programs[1]):
-        start, stop = starts[program], starts[program + 1]
-        needed = _NODES_A_TOKEN * (stop - start + len(loss_codes)) + _MORE_NODES
-        mask = table_size(needed) - 1
-        known[: mask + 1] = -1
+    root = stack[0]
+    loss = np.int64(NONE)
+    if given.wishes[0] & (LOSS | SLOPE):
         count = number_tokens(
-            codes[start:stop], values[start:stop], bits[start:stop], given.arities,
-            given.rewrites, nodes, stack, known, mask, np.int64(0), np.int64(-1),
+            given.loss_codes, given.loss_values, given.loss_bits, given.tables.arities,
+            given.tables.rewrites, nodes, stack, known, mask, count, root,
         )  # fmt: skip
-        root = stack[0]
-        loss = np.int64(NONE)
-        if wishes[0] & (LOSS | SLOPE):
-            count = number_tokens(
-                loss_codes, loss_values, loss_bits, given.arities, given.rewrites,
-                nodes, stack, known, mask, count, root,
-            )  # fmt: skip
-            loss = stack[0]
-        ends[:] = 0
-        _lower_program(
-            nodes, marks, known, mask, count, root, loss, wishes[0], given, own,
-            own.summaries[program], ends, work,
-        )  # fmt: skip
-        _append(own, ends, lowered, program, wishes)
-
-
-@inlined
-def _append(own: Any, ends: Any, lowered: Any, program: int, wishes: Any) -> None:
-    """Put what was made of a program behind all that is there."""
-    at = np.empty(4, dtype=np.int64)
+        loss = stack[0]
     for kind in range(4):
-        at[kind] = add_atomically(np.int64(wishes.ctypes.data + 8 * (1 + kind)), ends[kind])
-    lowered.instructions[at[0] : at[0] + ends[0]] = own.instructions[: ends[0]]
-    lowered.loads[at[1] : at[1] + ends[1]] = own.loads[: ends[1]]
-    lowered.constants[at[1] : at[1] + ends[1]] = own.constants[: ends[1]]
-    lowered.columns[at[2] : at[2] + ends[2]] = own.columns[: ends[2]]
-    lowered.entries[at[3] : at[3] + ends[3]] = own.entries[: ends[3]]
-    lowered.starts[program] = at[1]
+        scratch.ends[kind] = 0
+    _lower_program(
+        nodes, scratch.marks, known, mask, count, root, loss, given.wishes[0], given.tables,
+        scratch.made, scratch.made.summaries[0], scratch.ends, scratch.work,
+    )  # fmt: skip
+
+
+@uncounted
+def room_behind(given: Given, kind: int, count: int) -> Any:
+    """Take room behind what all threads have made of a kind, see `Scratch.ends`."""
+    return add_atomically(np.int64(given.wishes.ctypes.data + 8 * (1 + kind)), np.int64(count))
+
+
+@uncounted
+def _append(
+    given: Given, made: Differentiated, ends: Any, lowered: Differentiated, program: int
+) -> None:
+    """Put what was made of a program behind all that is there."""
+    first, load = room_behind(given, 0, ends[0]), room_behind(given, 1, ends[1])
+    column, entry = room_behind(given, 2, ends[2]), room_behind(given, 3, ends[3])
+    for index in range(ends[0]):
+        for k in range(INSTRUCTION_COLUMNS):
+            lowered.instructions[first + index, k] = made.instructions[index, k]
+    for index in range(ends[1]):
+        lowered.loads[load + index, 0] = made.loads[index, 0]
+        lowered.loads[load + index, 1] = made.loads[index, 1]
+        lowered.constants[load + index] = made.constants[index]
+    for index in range(ends[2]):
+        lowered.columns[column + index] = made.columns[index]
+    for index in range(ends[3]):
+        for k in range(ENTRY_COLUMNS):
+            lowered.entries[entry + index, k] = made.entries[index, k]
+    lowered.starts[program] = load
     if program + 1 == len(lowered.summaries):
-        lowered.starts[program + 1] = at[1] + ends[1]
+        lowered.starts[program + 1] = load + ends[1]
     summary = lowered.summaries[program]
-    for column in (INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END):
-        summary[column] += at[0]
-    for column in (COLUMNS_START, COLUMNS_END):
-        summary[column] += at[2]
-    for column in (ENTRIES_START, ENTRIES_END):
-        summary[column] += at[3]
+    for k in range(LONG_SUMMARY):
+        summary[k] = made.summaries[0, k]
+    for k in (INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END):
+        summary[k] += first
+    for k in (COLUMNS_START, COLUMNS_END):
+        summary[k] += column
+    for k in (ENTRIES_START, ENTRIES_END):
+        summary[k] += entry
 
 
-@inlined
+@uncounted
 def _lower_program(
     nodes: Any, marks: Any, table: Any, mask: int, count: int, root: Any, loss: Any, wishes: int,
     given: Any, lowered: Any, summary: Any, ends: Any, work: Any,
 ) -> None:  # fmt: skip
     """Add the nodes of the derivatives, then place and emit all nodes; ``ends`` are ends so far."""
-    one_bits = np.ones(1).view(np.int64)[0]
     one = find_node(
-        np.int64(CONSTANT), (one_bits, np.int64(-1), np.int64(-1)), nodes, table, mask, count
-    )
+        np.int64(CONSTANT), (np.int64(_ONE_BITS), np.int64(-1), np.int64(-1)),
+        nodes, table, mask, count,
+    )  # fmt: skip
     count = max(count, one + 1)
     forward = count
     slope = loss
@@ -334,7 +383,7 @@ def _lower_program(
     ends[0] += emitted
 
 
-@inlined
+@uncounted
 def _emit_program(
     nodes: Any, arities: Any, root: Any, loss: Any, slope: Any, wishes: int, lowered: Any,
     summary: Any, ends: Any, work: Any,
@@ -389,7 +438,7 @@ def _emit_program(
     return emitted
 
 
-@inlined
+@uncounted
 def _spread(place: Any, instructions: Any, emitted: Any, slots: Any) -> Any:
     """Copy a scalar to rows of its own, for sums that read rows; return ends and the place."""
     if place & 3 != SCALAR:
@@ -399,7 +448,7 @@ def _spread(place: Any, instructions: Any, emitted: Any, slots: Any) -> Any:
     return emitted + 1, slots + 1, target
 
 
-@inlined
+@uncounted
 def _name_factors(nodes: Any, one: Any, entries: Any) -> None:
     """Replace the node of each entry's factor by its scalar's index, or -1 for the node 1."""
     for index in range(len(entries)):

@@ -39,6 +39,9 @@ class Recurring(Generic[Made]):
     ) -> Made:
         """Return what was made of the same arrays, or make it; kept as long as the arrays live.
 
+        Of a batch that is larger than all that is kept otherwise it is kept, too, and alone: every
+        pass of a fit needs it, and the limit on the memory of fits has allowed for it.
+
         Args:
             batch: whose arrays are its own; its parameters do not matter.
             needs: what it depends on beside the programs.
@@ -51,7 +54,9 @@ class Recurring(Generic[Made]):
             known = self._kept.get(key)
         if known is not None:
             return known[1]
-        made = self._keep(key, batch, make)
+        made = make(batch)
+        with self._lock:
+            self._kept[key] = min(len(batch.codes), _MOST_TOKENS), made
         if key in self._kept:
             for array in arrays:
                 weakref.finalize(array, self._forget, key).atexit = False

@@ -50,7 +50,16 @@ def inlined(function: _Function) -> _Function:
     return cast(_Function, njit(function, error_model="numpy"))
 
 
-@inlined
+def uncounted(function: _Function) -> _Function:
+    """Do as `inlined` for a function that allocates nothing.
+
+    Such code need not count references to arrays, which takes a third of the time otherwise. It
+    must not assign to slices, for which compiled code may need a copy.
+    """
+    return cast(_Function, njit(function, error_model="numpy", _nrt=False))
+
+
+@uncounted
 def place_scalars(
     nodes: Any,
     arities: Any,
@@ -93,7 +102,7 @@ def place_scalars(
     return emitted
 
 
-@inlined
+@uncounted
 def is_scalar(nodes: Any, number: int, arity: int) -> bool:
     for k in range(arity):
         place = nodes[nodes[number, OPERAND + k], PLACE]
@@ -102,7 +111,7 @@ def is_scalar(nodes: Any, number: int, arity: int) -> bool:
     return True
 
 
-@inlined
+@uncounted
 def count_uses(nodes: Any, number: int, arity: int, order: Any) -> None:
     """Count the uses of the operands, and the slots that the node needs."""
     for k in range(arity):
@@ -114,7 +123,7 @@ def count_uses(nodes: Any, number: int, arity: int, order: Any) -> None:
     nodes[number, NEED] = need
 
 
-@inlined
+@uncounted
 def _sorted_operands(nodes: Any, number: int, arity: int, order: Any) -> int:
     """List the operands that are results, the one that needs fewest slots first."""
     count = 0
@@ -132,7 +141,7 @@ def _sorted_operands(nodes: Any, number: int, arity: int, order: Any) -> int:
     return count
 
 
-@inlined
+@uncounted
 def emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) -> None:
     instructions[index, CODE] = nodes[number, CODE]
     instructions[index, TARGET] = nodes[number, PLACE]
@@ -145,7 +154,7 @@ def emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) -> 
     instructions[index, BROADCAST] = broadcast
 
 
-@inlined
+@uncounted
 def schedule(
     nodes: Any,
     arities: Any,
@@ -187,16 +196,17 @@ def schedule(
     return emitted, freed, slots
 
 
-@inlined
+@uncounted
 def emit_copy(place: Any, target: Any, instructions: Any, index: int) -> None:
     """Emit the copy of a leaf or a scalar to the place ``target``."""
     instructions[index, CODE] = COPY_CODE
     instructions[index, TARGET] = target
-    instructions[index, FIRST : FIRST + 3] = place
+    for k in range(3):
+        instructions[index, FIRST + k] = place
     instructions[index, BROADCAST] = 1 if place & 3 == SCALAR else 0
 
 
-@inlined
+@uncounted
 def _assign(nodes: Any, number: int, root: int, free: Any, freed: int, slots: int) -> Any:
     """Give a result its place; return how many slots are free, and how many there are."""
     if number == root:
@@ -210,7 +220,7 @@ def _assign(nodes: Any, number: int, root: int, free: Any, freed: int, slots: in
     return freed, slots
 
 
-@inlined
+@uncounted
 def _release(nodes: Any, number: int, arity: int, free: Any, freed: int) -> int:
     """Free the slots of the operands that are used for the last time."""
     for k in range(arity):

@@ -24,7 +24,7 @@ from warpfit_server.engine.rules import (
     arities,
     rules,
 )
-from warpfit_server.engine.schedule import CODE, OPERAND, SUMMARY_COLUMNS, inlined
+from warpfit_server.engine.schedule import CODE, OPERAND, SUMMARY_COLUMNS, uncounted
 
 #: Column of a program's summary: the first of its columns.
 COLUMNS_START: Final = SUMMARY_COLUMNS
@@ -64,7 +64,7 @@ def tables() -> Tables:
     return Tables(arities().astype(np.int64), power_rewrites(), rules())
 
 
-@inlined
+@uncounted
 def loss_slope(
     nodes: Any, marks: Any, table: Any, mask: int, count: int, root: Any, loss: Any, one: Any,
     given: Any,
@@ -94,7 +94,7 @@ def loss_slope(
     return count, slope
 
 
-@inlined
+@uncounted
 def mark_nodes(nodes: Any, marks: Any, count: int, arities: Any, wishes: int) -> None:
     """Mark what is the same for all rows, and what the derivative is wanted by."""
     for number in range(count):
@@ -113,7 +113,7 @@ def mark_nodes(nodes: Any, marks: Any, count: int, arities: Any, wishes: int) ->
         marks[number, _INNER] = NONE
 
 
-@inlined
+@uncounted
 def sweep(
     nodes: Any, marks: Any, table: Any, mask: int, count: int, root: Any, one: Any, given: Any,
     columns: Any, entries: Any, ends: Any, summary: Any,
@@ -143,7 +143,7 @@ def sweep(
     return count
 
 
-@inlined
+@uncounted
 def _sweep_scalar(
     nodes: Any, marks: Any, table: Any, mask: int, count: int, top: int, one: Any, given: Any,
     entries: Any, ends: Any, column: int,
@@ -171,7 +171,7 @@ def _sweep_scalar(
     return count
 
 
-@inlined
+@uncounted
 def _wait(marks: Any, waiting: int, number: Any) -> int:
     """Insert a node into the ascending list of those that wait; return how many there are."""
     position = waiting
@@ -182,7 +182,7 @@ def _wait(marks: Any, waiting: int, number: Any) -> int:
     return waiting + 1
 
 
-@inlined
+@uncounted
 def _add_entry(entries: Any, ends: Any, column: int, leaf: int, factor: Any) -> None:
     entries[ends[3], ENTRY_COLUMN] = column
     entries[ends[3], ENTRY_LEAF] = leaf
@@ -190,7 +190,7 @@ def _add_entry(entries: Any, ends: Any, column: int, leaf: int, factor: Any) -> 
     ends[3] += 1
 
 
-@inlined
+@uncounted
 def _pass_on(
     nodes: Any, marks: Any, which: Any, number: int, table: Any, mask: int, count: int, one: Any,
     given: Any,
@@ -202,7 +202,7 @@ def _pass_on(
     return count
 
 
-@inlined
+@uncounted
 def _pass_to(
     nodes: Any, marks: Any, which: Any, number: int, k: int, table: Any, mask: int, count: int,
     one: Any, given: Any,
@@ -228,7 +228,7 @@ def _pass_to(
     return count
 
 
-@inlined
+@uncounted
 def _product(
     nodes: Any, number: int, slope: Any, rule: Any, table: Any, mask: int, count: int, one: Any
 ) -> Any:
@@ -251,7 +251,7 @@ def _product(
     ), count
 
 
-@inlined
+@uncounted
 def _read(nodes: Any, number: int, rule: Any, index: int) -> Any:
     """Node that the partial of a node reads as its operand ``index``; -1 if it reads fewer."""
     if index >= rule[READS]:

@@ -203,7 +203,8 @@ def _turn(
     vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: Limits
 ) -> None:
     """Choose a direction and its first trial, or find that the search has ended."""
-    moving = find_moving(vector, X, vector[SLOPE])
+    moving = np.empty(vector.shape[1], dtype=np.bool_)
+    find_moving(vector, X, vector[SLOPE], moving)
     steepest = 0.0
     for i in range(len(moving)):
         if moving[i] and vector[WIDTH, i] > 0.0:

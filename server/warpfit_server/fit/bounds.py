@@ -11,25 +11,21 @@ from warpfit_server.fit.searches import FREE, LOWER, UPPER, Floats
 
 
 @jitable
-def find_moving(vector: Floats, point: int, slope: Floats) -> Any:
+def find_moving(vector: Floats, point: int, slope: Floats, moving: Any) -> None:
     """Tell which parameters take part in the next step: free, and not pushed out of a bound.
 
     Args:
         vector: `searches.Searches.vectors` of one search, [:, n].
         point: row of ``vector`` with the parameters from which the step leads.
         slope: gradient there, [n].
-
-    Returns:
-        bool [n].
+        moving: is filled, bool [n].
 
     """
-    moving = np.empty(vector.shape[1], dtype=np.bool_)
     for i in range(vector.shape[1]):
         x = vector[point, i]
         below = x <= vector[LOWER, i] and slope[i] > 0.0
         above = x >= vector[UPPER, i] and slope[i] < 0.0
         moving[i] = vector[FREE, i] != 0.0 and not below and not above
-    return moving
 
 
 @jitable

@@ -102,14 +102,18 @@ def _compile(method: Method, place: Path) -> Steering:
     numbers, words = types.Array(types.float64, 1, "C"), types.Array(types.int64, 1, "C")
     rows, counts = types.Array(types.float64, 2, "C"), types.Array(types.int64, 2, "C")
     limits = numba.typeof(Limits(0.0, 0.0, 0.0, 0, False))
+    space = numba.typeof(levenberg_marquardt.workspace(1))
     advance = types.void(counts, rows, rows, counts, *[numbers] * 4, limits)
+    advance_in = types.void(*advance.args, space)
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
     mark = types.void(codes, values, words, words, counts, numbers)
-    module = levenberg_marquardt if method == Method.LM else bfgs
     with cached_in(place) as jit:
-        marks = jit(mark, separable.mark_linear) if method == Method.LM else None
-        return Steering(jit(advance, module.advance), marks)
+        if method != Method.LM:
+            return Steering(jit(advance, bfgs.advance), None)
+        # It allocates nothing, so that no references need to be counted.
+        run = jit(advance_in, levenberg_marquardt.advance, _nrt=False)
+        return Steering(run, jit(mark, separable.mark_linear))
 
 
 def _fingerprint() -> str:

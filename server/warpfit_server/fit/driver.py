@@ -31,6 +31,7 @@ from warpfit.request import Precision, Timings
 from warpfit_server.engine.base import Engine, Linearisation, Steps
 from warpfit_server.fit import compiled
 from warpfit_server.fit.covariance import covariances, standard_errors
+from warpfit_server.fit.levenberg_marquardt import workspace
 from warpfit_server.fit.searches import (
     EVALUATIONS,
     INITIAL,
@@ -125,6 +126,7 @@ class _Run:
         self._batch = one_vector_each(request.problem.batch)
         self._all = _begin(request, self._batch)
         self._active = self._all
+        self._space = workspace(int(self._all.counts.max(initial=0)))
         self._places = np.arange(len(self._all))
         """Index in ``_all`` of each active search."""
         self._pass_seconds = 0.0
@@ -265,7 +267,7 @@ class _Run:
         sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._steering.advance
         _check_sizes(active, sums, new)
         if self._marquardt:
-            advance(*state, sums, new.gradients, new.curvatures, self._limits)
+            advance(*state, sums, new.gradients, new.curvatures, self._limits, self._space)
         else:
             advance(*state, active.inverse, sums, new.gradients, self._limits)
 

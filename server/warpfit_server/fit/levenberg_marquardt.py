@@ -32,9 +32,10 @@ numbers of the same unit, so that neither the units of the data nor those of par
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit_server.fit.bounds import find_moving, within
 from warpfit_server.fit.jit import jitable
@@ -66,7 +67,15 @@ from warpfit_server.fit.searches import (
     Limits,
     X,
 )
-from warpfit_server.fit.triangles import are_usable, dot, factorise, quadratic, solve
+from warpfit_server.fit.triangles import (
+    are_usable,
+    copy,
+    difference,
+    dot,
+    factorise,
+    quadratic,
+    solve,
+)
 
 #: First damping, relative to the diagonal of the curvature.
 _FIRST_DAMPING: Final = 0.1
@@ -88,6 +97,38 @@ _INDEPENDENT: Final = 1e-13
 _ATTEMPTS: Final = 100
 
 
+class Workspace(NamedTuple):
+    """Memory for one search at a time; `advance` allocates none, which would take a third of it."""
+
+    moving: NDArray[np.bool_]
+    """Which parameters take part, [n]."""
+    order: Integers
+    """These parameters, the linear ones first, [n]."""
+    step: Floats
+    """[n]."""
+    best: Floats
+    """Parameters, [n]."""
+    unit: Floats
+    """Square roots of the curvature's diagonal, [n]."""
+    right: Floats
+    """Right-hand side of the normal equations, then their solution, [n]."""
+    system: Floats
+    """Matrix of the normal equations, then its factor, [n (n + 1) / 2]."""
+
+
+def workspace(longest: int) -> Workspace:
+    """Allocate the memory for searches of at most so many parameters."""
+    return Workspace(
+        np.empty(longest, dtype=np.bool_),
+        np.empty(longest, dtype=np.int64),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest),
+        np.empty(longest * (longest + 1) // 2),
+    )
+
+
 def advance(
     edges: Integers,
     vectors: Floats,
@@ -98,6 +139,7 @@ def advance(
     new_gradients: Floats,
     new_curvatures: Floats,
     limits: Limits,
+    space: Workspace,
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones.
 
@@ -111,6 +153,7 @@ def advance(
         new_gradients: its gradient, [P].
         new_curvatures: J^T W J, [T].
         limits: when to stop.
+        space: memory for the search with most parameters.
 
     """
     for s in range(len(numbers)):
@@ -131,23 +174,26 @@ def advance(
                 counter[REASON] = NOT_FINITE
                 continue
         if not counter[CORRECTING]:
-            h = vector[TRIAL] - vector[X]
+            h = space.step[: vector.shape[1]]
+            difference(vector[TRIAL], vector[X], h)
             # Twice the decreases of F, because the loss is twice F.
             number[PREDICTED] = -dot(vector[SLOPE], h) - quadratic(old, h)
             number[BEFORE] = number[LOSS]
         if usable and new_sums[s] < number[LOSS]:
             number[LOSS] = new_sums[s]
-            vector[X, :] = vector[TRIAL]
-            vector[SLOPE, :] = gradient
-            old[:] = new
+            copy(vector[TRIAL], vector[X])
+            copy(gradient, vector[SLOPE])
+            copy(new, old)
         corrects = usable and not counter[CORRECTING]
         counter[CORRECTING] = 0
-        if corrects and _correct(vector, number, counter, gradient, new, new_sums[s], limits):
+        if corrects and _correct(
+            vector, number, counter, gradient, new, new_sums[s], limits, space
+        ):
             continue
         if number[BEFORE] < math.inf:
             _judge(number, counter, new_sums[s], usable, limits)
         if counter[REASON] == RUNNING:
-            _propose(vector, number, counter, old, limits)
+            _propose(vector, number, counter, old, limits, space)
 
 
 @jitable
@@ -159,17 +205,22 @@ def _correct(
     curvature: Floats,
     loss: float,
     limits: Limits,
+    space: Workspace,
 ) -> bool:
     """Make the trial with the best linear parameters the next one; False if it is not worth it."""
-    moving = find_moving(vector, TRIAL, gradient)
-    for i in range(len(moving)):
+    n, some = vector.shape[1], False
+    moving, best, h = space.moving[:n], space.best[:n], space.step[:n]
+    find_moving(vector, TRIAL, gradient, moving)
+    for i in range(n):
         moving[i] = moving[i] and vector[LINEAR, i] != 0.0
-    if counter[ITERATIONS] >= limits.iterations or not moving.any():
+        some = some or moving[i]
+    if counter[ITERATIONS] >= limits.iterations or not some:
         return False
-    best = vector[TRIAL] + _step(curvature, gradient, vector, moving, number)
-    for i in range(len(best)):
-        best[i] = within(vector, i, best[i], limits.single) if moving[i] else vector[TRIAL, i]
-    h = best - vector[TRIAL]
+    _step(curvature, gradient, vector, number, space)
+    for i in range(n):
+        trial = vector[TRIAL, i]
+        best[i] = within(vector, i, trial + h[i], limits.single) if moving[i] else trial
+    difference(best, vector[TRIAL], h)
     decrease = -dot(gradient, h) - quadratic(curvature, h)
     reached, before = loss - decrease, number[BEFORE]
     if not (decrease > _LEAST_CORRECTION * loss and reached < number[LOSS]):
@@ -178,7 +229,7 @@ def _correct(
         promises = loss < before or before - reached > _LEAST_GAIN * number[PREDICTED]
         if not (promises and decrease > _WORTH_CORRECTING * (before - reached)):
             return False
-    vector[TRIAL, :] = best
+    copy(best, vector[TRIAL])
     counter[CORRECTING] = 1
     counter[ITERATIONS] += 1
     return True
@@ -209,21 +260,28 @@ def _damp(number: Floats) -> None:
 
 @jitable
 def _propose(
-    vector: Floats, number: Floats, counter: Integers, curvature: Floats, limits: Limits
+    vector: Floats,
+    number: Floats,
+    counter: Integers,
+    curvature: Floats,
+    limits: Limits,
+    space: Workspace,
 ) -> None:
     """Compute the next trial, or find that the search has ended."""
-    moving = find_moving(vector, X, vector[SLOPE])
+    n = vector.shape[1]
+    moving, h = space.moving[:n], space.step[:n]
+    find_moving(vector, X, vector[SLOPE], moving)
     if _steepest(vector, curvature, moving, number[LOSS]) <= limits.gradient:
         counter[REASON] = GRADIENT
         return
     if counter[ITERATIONS] >= limits.iterations:
         counter[REASON] = ITERATIONS_USED
         return
-    for i in range(len(moving)):
+    for i in range(n):
         vector[SCALE, i] *= _SCALE_DECAY
-    h = _step(curvature, vector[SLOPE], vector, moving, number)
+    _step(curvature, vector[SLOPE], vector, number, space)
     length, size, is_new = 0.0, 0.0, False
-    for i in range(len(h)):
+    for i in range(n):
         trial = within(vector, i, vector[X, i] + h[i], limits.single) if moving[i] else vector[X, i]
         is_new = is_new or trial != vector[TRIAL, i]
         vector[TRIAL, i] = trial
@@ -252,17 +310,20 @@ def _steepest(vector: Floats, curvature: Floats, moving: Any, loss: float) -> fl
 
 @jitable
 def _step(
-    curvature: Floats, gradient: Floats, vector: Floats, moving: Any, number: Floats
-) -> Floats:
-    """Solve the normal equations, damped but for linear parameters; 0 for what does not move."""
-    order, linear = _order(curvature, vector[LINEAR], moving)
-    n = len(order)
-    unit, b = np.empty(n), np.empty(n)
+    curvature: Floats, gradient: Floats, vector: Floats, number: Floats, space: Workspace
+) -> None:
+    """Solve the normal equations, damped but for linear parameters; 0 for what does not move.
+
+    It reads ``space.moving`` and writes ``space.step``.
+    """
+    parameters = vector.shape[1]
+    n, linear = _order(curvature, vector[LINEAR], space.moving[:parameters], space.order)
+    order, unit, b = space.order[:n], space.unit[:n], space.right[:n]
     for i in range(n):
         place = order[i]
         unit[i] = math.sqrt(curvature[place * (place + 1) // 2 + place])
         b[i] = -0.5 * gradient[place] / unit[i]
-    system = np.empty(n * (n + 1) // 2)
+    system = space.system[: n * (n + 1) // 2]
     ridge = _RIDGE
     for _ in range(_ATTEMPTS):
         _fill(system, curvature, order, unit, ridge)
@@ -278,16 +339,18 @@ def _step(
             break
         _damp(number)
     solve(system, b)
-    h = np.zeros(len(moving))
+    for i in range(parameters):
+        space.step[i] = 0.0
     for i in range(n):
-        h[order[i]] = b[i] / unit[i]
-    return h
+        space.step[order[i]] = b[i] / unit[i]
 
 
 @jitable
-def _order(curvature: Floats, linear: Floats, moving: Any) -> Any:
-    """List the parameters that move and matter, the linear ones first; and count these."""
-    order = np.empty(len(moving), dtype=np.int64)
+def _order(curvature: Floats, linear: Floats, moving: Any, order: Integers) -> Any:
+    """List the parameters that move and matter, the linear ones first.
+
+    Return how many they are, and how many of them are linear.
+    """
     n = count = 0
     for wanted in range(2):
         for i in range(len(moving)):
@@ -297,7 +360,7 @@ def _order(curvature: Floats, linear: Floats, moving: Any) -> Any:
                 n += 1
         if wanted == 0:
             count = n
-    return order[:n], count
+    return n, count
 
 
 @jitable

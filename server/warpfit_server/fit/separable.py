@@ -27,11 +27,13 @@ _READS: Final = 1
 _EVERYTHING: Final = 7
 #: Columns of a node: tokens of its subtree; parameters below it that it is linear in, if it is in
 #: all the operands that were chosen; a bit for whether there are any parameters, then one for each
-#: operand that was chosen; whether the program is linear in the node.
+#: operand that was chosen; whether the program is linear in the node; the operands' own nodes.
 _SIZE: Final = 0
 _LINEAR: Final = 1
 _CHOSEN: Final = 2
 _PASSES: Final = 3
+_ROOTS: Final = 4
+_COLUMNS: Final = 7
 
 
 @cache
@@ -74,7 +76,7 @@ def mark_linear(
     longest = 1
     for program in range(len(starts) - 1):
         longest = max(longest, starts[program + 1] - starts[program])
-    nodes = np.empty((longest, 4), dtype=np.int64)
+    nodes = np.empty((longest, _COLUMNS), dtype=np.int64)
     linear[:] = 1.0
     for program in range(len(starts) - 1):
         first, last = starts[program], starts[program + 1] - 1
@@ -98,7 +100,7 @@ def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
         node[_CHOSEN] = code == PARAMETER
         return
     arity, place = table[code, _ARITY], token - first - 1
-    roots = np.zeros(3, dtype=np.int64)
+    roots = node[_ROOTS:_COLUMNS]
     node[_SIZE], node[_LINEAR], node[_CHOSEN] = 1, 0, 0
     parametric = 0
     for operand in range(arity - 1, -1, -1):

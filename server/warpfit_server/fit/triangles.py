@@ -79,7 +79,10 @@ def quadratic(a: Floats, h: Floats) -> float:
 @jitable
 def all_finite(values: Floats) -> bool:
     """Whether no element is NaN or infinite."""
-    return bool(np.isfinite(values).all())
+    finite = True
+    for i in range(len(values)):
+        finite = finite and math.isfinite(values[i])
+    return finite
 
 
 @jitable
@@ -104,3 +107,17 @@ def dot(a: Floats, b: Floats) -> float:
     for i in range(len(a)):
         total += a[i] * b[i]
     return total
+
+
+@jitable
+def difference(a: Floats, b: Floats, out: Floats) -> None:
+    """Fill ``out`` with a - b."""
+    for i in range(len(out)):
+        out[i] = a[i] - b[i]
+
+
+@jitable
+def copy(source: Floats, target: Floats) -> None:
+    """Copy all numbers, without the memory that an assignment to a slice may need."""
+    for i in range(len(source)):
+        target[i] = source[i]

@@ -8,30 +8,23 @@ still in registers, and whether anybody will look for its own result in a level.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import ResourceExhaustedError
-from warpfit.ir import Batch
-from warpfit_server.engine import numba_cache
-from warpfit_server.engine.cuda.derivative_source import labels
 from warpfit_server.engine.differentiate import (
-    COLUMNS_END,
-    ENTRIES_END,
-    ENTRIES_START,
     LOSS_PLACE,
     SLOPE_PLACE,
-    Differentiated,
+    Given,
+    Scratch,
+    room_behind,
 )
-from warpfit_server.engine.rules import arities
 from warpfit_server.engine.schedule import (
     CODE,
     COPY_CODE,
     FIRST,
     INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
     PROLOGUE_END,
     RESULT,
     ROWS,
@@ -39,8 +32,9 @@ from warpfit_server.engine.schedule import (
     SCALARS,
     SLOTS,
     TARGET,
+    uncounted,
 )
-from warpfit_server.engine.sweep import COLUMNS_START, NONE
+from warpfit_server.engine.sweep import NONE
 
 #: Where an operand comes from, and kinds of a place.
 _LEVEL: Final = 1
@@ -49,29 +43,44 @@ _SCALAR: Final = 3
 _BEFORE: Final = 4
 _STORE: Final = 1 << 19
 _PLACE_SHIFT: Final = 3
-#: Largest index in 16 bits.
-_INDEX_LIMIT: Final = 1 << 16
-#: Field by field the struct Program of derivatives.cu.
-_PROGRAM: Final = np.dtype(
-    [
-        *((name, np.uint32) for name in ("first", "count", "prologue", "prologue_count")),
-        *((name, np.uint32) for name in ("load", "loads", "scalar", "scalars")),
-        *((name, np.uint32) for name in ("column", "columns", "entry", "entries")),
-        *((name, np.uint32) for name in ("loss", "slope", "levels", "parameter")),
-        *((name, np.uint32) for name in ("parameters", "result")),
-        *((name, np.uint64) for name in ("sum", "triangle")),
-    ]
+#: Field by field the struct Program of derivatives.cu; the compiled code knows them by number.
+_FIELDS: Final = (
+    *("first", "count", "prologue", "prologue_count", "load", "loads", "scalar", "scalars"),
+    *("column", "columns", "entry", "entries", "loss", "slope", "levels", "parameter"),
+    *("parameters", "result"),
 )
+_WIDE_FIELDS: Final = ("sum", "triangle")
+PROGRAM: Final = np.dtype(
+    [*((name, np.uint32) for name in _FIELDS), *((name, np.uint64) for name in _WIDE_FIELDS)]
+)
+_FIRST, _COUNT, _PROLOGUE, _PROLOGUE_COUNT, _LOAD, _LOADS, _, _SCALARS = range(8)
+_COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS, _, _, _RESULT = range(8, 18)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DerivativeCode:
-    """What the kernels of derivatives.cu read of a batch, whatever its parameters."""
+class ProgramRecords:
+    """What the host has to know of a batch in code, to launch it."""
+
+    programs: NDArray[np.void]
+    """Records of the struct Program, [programs]."""
+    sums: NDArray[np.int64]
+    """Sums of each job of a program, [programs]."""
+
+    @property
+    def work(self) -> NDArray[np.int64]:
+        """Instructions of each program, and a fourth of its sums, [programs]."""
+        return self.programs["count"].astype(np.int64) + self.sums // 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DerivativeCode(ProgramRecords):
+    """What the kernels of derivatives.cu read of a batch, whatever its parameters.
+
+    The parts of a program lie together; programs lie in any order.
+    """
 
     instructions: NDArray[np.uint32]
     """[instructions + 1, 4]; the last one pads the kernel's read ahead."""
-    programs: NDArray[np.void]
-    """Records of the struct Program, [programs]."""
     columns: NDArray[np.uint32]
     """Place of each column."""
     entries: NDArray[np.int32]
@@ -80,8 +89,6 @@ class DerivativeCode:
     """Scalar, and parameter or -1, [loads, 2]."""
     constants: NDArray[np.float64]
     """Value of each load of a constant."""
-    sums: NDArray[np.int64]
-    """Sums of each job of a program, [programs]."""
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -89,196 +96,153 @@ class DerivativeCode:
         names = ("instructions", "programs", "columns", "entries", "loads", "constants")
         return {name: getattr(self, name) for name in names}
 
-    @property
-    def work(self) -> NDArray[np.int64]:
-        """Instructions of each program, and a fourth of its sums, [programs]."""
-        return self.programs["count"].astype(np.int64) + self.sums // 4
+
+# ------------------------------------------------------------------------------ compiled by Numba
 
 
-def encode(
-    lowered: Differentiated, batch: Batch, *, keeps_values: bool, products: bool
-) -> DerivativeCode:
-    """Encode a batch.
+class Encoded(NamedTuple):
+    """Where the code of all programs goes, in compiled code; see `DerivativeCode`."""
+
+    instructions: Any
+    programs: Any
+    """Words of the records, uint32 [programs, words]."""
+    columns: Any
+    entries: Any
+    loads: Any
+    constants: Any
+
+
+@uncounted
+def encode_program(
+    given: Given, scratch: Scratch, program: int, labels: Any, keeps_values: bool, awaited: Any,
+    out: Encoded,
+) -> Any:  # fmt: skip
+    """Encode what `differentiate_program` has made, behind all that is there.
 
     Args:
-        lowered: the batch with its derivatives.
-        batch: the programs; the parameters are not looked at.
-        keeps_values: whether the values are looked for when a program has run.
-        products: whether products of columns are summed.
+        given: with how much is there.
+        scratch: with what was made.
+        program: its number in the batch.
+        labels: case label of each instruction by code.
+        keeps_values: whether the values are looked for when the program has run.
+        awaited: memory, bool [slots + 1].
+        out: is filled; but for fields of the record that depend on programs before this one.
 
-    Raises:
-        ResourceExhaustedError: if a program is too large to encode.
+    Returns:
+        The largest index that has to fit in 16 bits.
 
     """
-    summaries = lowered.summaries
-    total = int(summaries[-1, INSTRUCTIONS_END])
-    columns = lowered.columns[: summaries[-1, COLUMNS_END]]
-    instructions = np.zeros((total + 1, 4), dtype=np.uint32)
-    places = np.zeros(len(columns), dtype=np.uint32)
-    programs = _records(summaries, batch, lowered.starts, products=products)
-    largest = _encode(
-        lowered.instructions, summaries, columns, _arities(), labels(), keeps_values,
-        instructions, places, programs["loss"], programs["slope"], programs["levels"],
-        programs["result"],
-    )  # fmt: skip
-    _check_index(max(int(largest), int(summaries[:, SCALARS].max())))
-    loads = int(lowered.starts[-1])
-    return DerivativeCode(
-        instructions,
-        programs,
-        places,
-        lowered.entries[: summaries[-1, ENTRIES_END]].astype(np.int32),
-        lowered.loads[:loads].astype(np.int32),
-        lowered.constants[:loads].copy(),
-        _sum_counts(summaries, products=products),
-    )
+    record = out.programs[program]
+    _copy_lists(given, scratch, record, out)
+    summary, made = scratch.made.summaries[0], scratch.made.instructions
+    slots = summary[SLOTS]
+    for level in range(slots):
+        awaited[level] = False
+    awaited[slots] = keeps_values
+    record[_RESULT] = slots << _PLACE_SHIFT | _LEVEL
+    for k in range(scratch.ends[2]):
+        place = _await(scratch.made.columns[k], slots, awaited)
+        out.columns[np.int64(record[_COLUMNS_FIRST]) + k] = place
+    record[_LOSS] = record[_SLOPE] = 0
+    if summary[LOSS_PLACE] != NONE:
+        record[_LOSS] = _await(summary[LOSS_PLACE], slots, awaited)
+    if summary[SLOPE_PLACE] != NONE:
+        record[_SLOPE] = _await(summary[SLOPE_PLACE], slots, awaited)
+    first, prologue_end = np.int64(record[_PROLOGUE]), summary[PROLOGUE_END]
+    arities = given.tables.arities
+    for number in range(prologue_end):
+        _encode_scalar(made[number], arities, labels, out.instructions[first + number])
+    largest: Any = summary[SCALARS]
+    used: Any = np.int64(0)
+    for number in range(summary[INSTRUCTIONS_END] - 1, prologue_end - 1, -1):
+        before: Any = np.int64(-1)
+        if number > prologue_end:
+            before = _level(made[number - 1, TARGET], slots)
+        level = _level(made[number, TARGET], slots)
+        stores = awaited[level]
+        awaited[level] = False
+        if stores:
+            used = max(used, level + 1)
+        third = _encode_rows(
+            made[number], arities, labels, level, stores, before, slots, awaited,
+            out.instructions[first + number],
+        )  # fmt: skip
+        largest = max(largest, third)
+    record[_LEVELS] = used
+    return max(largest, used)
 
 
-def _records(
-    summaries: NDArray[np.int64], batch: Batch, loads: NDArray[np.int64], *, products: bool
-) -> NDArray[np.void]:
-    """Records of all programs, but for what `_encode` finds out."""
-    records = np.zeros(len(summaries), dtype=_PROGRAM)
-    ranges = {
-        ("first", "count"): (summaries[:, PROLOGUE_END], summaries[:, INSTRUCTIONS_END]),
-        ("prologue", "prologue_count"): (
-            summaries[:, INSTRUCTIONS_START],
-            summaries[:, PROLOGUE_END],
-        ),
-        ("load", "loads"): (loads[:-1], loads[1:]),
-        ("column", "columns"): (summaries[:, COLUMNS_START], summaries[:, COLUMNS_END]),
-        ("entry", "entries"): (summaries[:, ENTRIES_START], summaries[:, ENTRIES_END]),
-    }
-    for (first, count), (start, end) in ranges.items():
-        records[first], records[count] = start, end - start
-    counts = batch.parameter_counts.astype(np.int64)
-    sizes = {
-        "scalar": summaries[:, SCALARS],
-        "parameter": counts,
-        "sum": _sum_counts(summaries, products=products),
-        "triangle": counts * (counts + 1) // 2,
-    }
-    for name, size in sizes.items():
-        records[name] = (np.cumsum(size) - size) * batch.vectors
-    records["scalars"], records["parameters"] = summaries[:, SCALARS], counts
-    return records
+@uncounted
+def _copy_lists(given: Given, scratch: Scratch, record: Any, out: Encoded) -> None:
+    """Take room for a program's code, note where it is, and copy what stays as it is."""
+    ends, made = scratch.ends, scratch.made
+    summary = made.summaries[0]
+    first, load = room_behind(given, 0, ends[0]), room_behind(given, 1, ends[1])
+    column, entry = room_behind(given, 2, ends[2]), room_behind(given, 3, ends[3])
+    record[_PROLOGUE], record[_PROLOGUE_COUNT] = first, summary[PROLOGUE_END]
+    record[_FIRST], record[_COUNT] = first + summary[PROLOGUE_END], ends[0] - summary[PROLOGUE_END]
+    record[_LOAD], record[_LOADS], record[_SCALARS] = load, ends[1], summary[SCALARS]
+    record[_COLUMNS_FIRST], record[_COLUMNS] = column, ends[2]
+    record[_ENTRY], record[_ENTRIES] = entry, ends[3]
+    for index in range(ends[1]):
+        out.loads[load + index, 0] = made.loads[index, 0]
+        out.loads[load + index, 1] = made.loads[index, 1]
+        out.constants[load + index] = made.constants[index]
+    for index in range(ends[3]):
+        for k in range(3):
+            out.entries[entry + index, k] = made.entries[index, k]
 
 
-def _sum_counts(summaries: NDArray[np.int64], *, products: bool) -> NDArray[np.int64]:
-    columns = summaries[:, COLUMNS_END] - summaries[:, COLUMNS_START]
-    return 1 + columns + (columns * (columns + 1) // 2 if products else 0)
-
-
-def _arities() -> NDArray[np.int8]:
-    table = arities()
-    table[COPY_CODE] = 1
-    return table
-
-
-def _check_index(largest: int) -> None:
-    if largest >= _INDEX_LIMIT:
-        raise ResourceExhaustedError(
-            f"derivatives of a program need index {largest}, more than the interpreter encodes",
-            "PROGRAM_TOO_LONG",
-            "Split the program, or ask for values and losses only",
-            needed=largest,
-            available=_INDEX_LIMIT - 1,
-        )
-
-
-@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _encode(
-    lowered: Any, summaries: Any, columns: Any, operands: Any, case_labels: Any,
-    keeps_values: bool, out: Any, places: Any, losses: Any, slopes: Any,
-    levels: Any, results: Any,
-) -> int:  # fmt: skip
-    """Fill the outputs; return the largest index that has to fit in 16 bits."""
-    most = 1
-    for program in range(len(summaries)):
-        most = max(most, summaries[program, SLOTS] + 1)
-    awaited = np.zeros(most, dtype=np.bool_)
-    largest = 0
-    for program in range(len(summaries)):
-        summary = summaries[program]
-        slots = summary[SLOTS]
-        awaited[: slots + 1] = False
-        awaited[slots] = keeps_values
-        results[program] = slots << _PLACE_SHIFT | _LEVEL
-        for k in range(summary[COLUMNS_START], summary[COLUMNS_END]):
-            places[k] = _await(columns[k], slots, awaited)
-        if summary[LOSS_PLACE] != NONE:
-            losses[program] = _await(summary[LOSS_PLACE], slots, awaited)
-        if summary[SLOPE_PLACE] != NONE:
-            slopes[program] = _await(summary[SLOPE_PLACE], slots, awaited)
-        for number in range(summary[INSTRUCTIONS_START], summary[PROLOGUE_END]):
-            _encode_scalar(lowered[number], operands, case_labels, out[number])
-        used = 0
-        for number in range(summary[INSTRUCTIONS_END] - 1, summary[PROLOGUE_END] - 1, -1):
-            before = -1
-            if number > summary[PROLOGUE_END]:
-                before = _level(lowered[number - 1, TARGET], slots)
-            level = _level(lowered[number, TARGET], slots)
-            stores = awaited[level]
-            awaited[level] = False
-            if stores:
-                used = max(used, level + 1)
-            largest = max(
-                largest,
-                _encode_rows(
-                    lowered[number], operands, case_labels, level, stores, before, slots, awaited,
-                    out[number],
-                ),
-            )  # fmt: skip
-        levels[program] = used
-        largest = max(largest, used)
-    return int(largest)
-
-
-@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _level(place: int, slots: int) -> int:
+@uncounted
+def _level(place: int, slots: int) -> Any:
     """Level of a place that holds rows; the result's comes after those of the slots."""
-    return int(slots if place & 3 == RESULT else place >> 2)
+    return slots if place & 3 == RESULT else place >> 2
 
 
-@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _await(place: int, slots: int, awaited: Any) -> int:
+@uncounted
+def _await(place: int, slots: int, awaited: Any) -> Any:
     """Translate a place that is looked at when the program has run."""
     if place & 3 == ROWS:
-        return int(place >> 2 << _PLACE_SHIFT | _COLUMN)
+        return place >> 2 << _PLACE_SHIFT | _COLUMN
     level = _level(place, slots)
     awaited[level] = True
-    return int(level << _PLACE_SHIFT | _LEVEL)
+    return level << _PLACE_SHIFT | _LEVEL
 
 
-@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _encode_scalar(instruction: Any, operands: Any, case_labels: Any, out: Any) -> None:
-    arity = operands[instruction[CODE]]
-    out[0] = case_labels[instruction[CODE]]
+@uncounted
+def _operands(code: int, arities: Any) -> Any:
+    return 1 if code == COPY_CODE else arities[code]
+
+
+@uncounted
+def _encode_scalar(instruction: Any, arities: Any, labels: Any, out: Any) -> None:
+    arity = _operands(instruction[CODE], arities)
+    out[0] = labels[instruction[CODE]]
     out[1] = instruction[FIRST] >> 2
     out[2] = instruction[FIRST + 1] >> 2 if arity > 1 else 0
     third = instruction[FIRST + 2] >> 2 if arity > 2 else 0
     out[3] = instruction[TARGET] >> 2 | third << 16
 
 
-@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+@uncounted
 def _encode_rows(
-    instruction: Any, operands: Any, case_labels: Any, level: int, stores: bool, before: int,
+    instruction: Any, arities: Any, labels: Any, level: int, stores: bool, before: int,
     slots: int, awaited: Any, out: Any,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Encode an instruction on rows; return the index of a third operand."""
-    word = case_labels[instruction[CODE]] | (_STORE if stores else 0)
-    third = 0
-    for k in range(operands[instruction[CODE]]):
+    code = instruction[CODE]
+    word, third = labels[code] | (_STORE if stores else 0), np.int64(0)
+    out[1] = out[2] = 0
+    for k in range(_operands(code, arities)):
         place = instruction[FIRST + k]
         kind = place & 3
         index, source = place >> 2, _COLUMN
         if kind == SCALAR:
             source = _SCALAR
         elif kind != ROWS:
-            index = _level(place, slots)
-            source = _LEVEL
+            index, source = _level(place, slots), _LEVEL
             if index == before:
-                index, source = 0, _BEFORE
+                index, source = np.int64(0), _BEFORE
             else:
                 awaited[index] = True
         word |= source << (10 + 3 * k)
@@ -288,4 +252,4 @@ def _encode_rows(
             third = index
     out[0] = word
     out[3] = level | third << 16
-    return int(third)
+    return third

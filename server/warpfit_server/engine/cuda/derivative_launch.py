@@ -13,7 +13,7 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.cuda.derivative_code import DerivativeCode
+from warpfit_server.engine.cuda.derivative_code import ProgramRecords
 from warpfit_server.engine.cuda.derivative_source import BLOCKS, WARPS
 from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.launch import tiles_of
@@ -59,13 +59,17 @@ STATISTICS_ARGUMENTS: Final = np.dtype(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceCode:
-    """A batch's code on the device."""
+    """A batch's code, on the device or on its way."""
 
     batch: Batch
     """Keeps the arrays alive by whose identity the code is found again."""
-    code: DerivativeCode
+    code: ProgramRecords
     memory: Any
+    """Device memory of the code; None if it is uploaded with the parameters."""
     addresses: dict[str, int]
+    """Of the arrays in it, by the name of the kernel's argument."""
+    arrays: dict[str, NDArray[Any]]
+    """Arrays that are uploaded with the parameters."""
 
     @property
     def jobs(self) -> int:
@@ -211,6 +215,9 @@ def _pieces(code: DeviceCode, geometry: Geometry, wanted: Wanted) -> Iterator[Pi
     sizes += geometry.pitch * (keeps_values(wanted) + counts * (wanted.jacobian is not None))
     if geometry.far:
         sizes += geometry.spans * WARPS * geometry.warp_bytes
+    if code.jobs <= _MOST_JOBS and sizes.sum() <= _CHUNK_BYTES:
+        yield Piece((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
+        return
     parameter_edges, sum_edges, used = (
         np.concatenate([[0], np.cumsum(each)]).tolist() for each in (counts, sums, sizes)
     )

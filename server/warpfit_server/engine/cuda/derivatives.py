@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine import cpu_cache
 from warpfit_server.engine.base import Linearisation, Outputs, Steps
 from warpfit_server.engine.cuda import nvrtc
 from warpfit_server.engine.cuda.compile import link
 from warpfit_server.engine.cuda.compile import version as link_version
-from warpfit_server.engine.cuda.derivative_code import encode
+from warpfit_server.engine.cuda.derivative_code import DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivative_launch import (
     ROW_BYTES,
     DeviceCode,
@@ -34,6 +33,7 @@ from warpfit_server.engine.cuda.derivative_launch import (
     keeps_values,
     make_plan,
 )
+from warpfit_server.engine.cuda.derivative_lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivative_source import case_count, derivative_source
 from warpfit_server.engine.cuda.derivative_steps import (
     SUMS,
@@ -51,11 +51,7 @@ from warpfit_server.engine.cuda.jump_table import with_jump_table
 from warpfit_server.engine.cuda.resident import ResidentDataset
 from warpfit_server.engine.cuda.source import Variant
 from warpfit_server.engine.cuda.streams import Elapsed, StreamContext
-from warpfit_server.engine.differentiate import (
-    lower_with_derivatives,
-    no_row_loss,
-    row_loss_tokens,
-)
+from warpfit_server.engine.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.recurring import Recurring
 from warpfit_server.engine.sound import check_sound
 from warpfit_server.engine.wanted import Wanted, room_for_curvatures, wanted_by
@@ -64,15 +60,21 @@ _ALIGNMENT: Final = 256
 
 
 class DerivativeTier:
-    """Evaluates batches with derivatives, losses of one's own and statistics."""
+    """Evaluates batches with derivatives, losses of one's own and statistics.
 
-    def __init__(self, device: CudaDevice) -> None:
+    Args:
+        device: to evaluate on.
+        threads: that lower one batch.
+
+    """
+
+    def __init__(self, device: CudaDevice, threads: int) -> None:
         self._device = device
         self._kernels: dict[tuple[Variant, bool], Kernels] = {}
         self._plans: Recurring[Plan] = Recurring()
         """Of passes of fits; their code stays on the device."""
         self._lock = threading.Lock()
-        self._differentiate = cpu_cache.load_differentiate(device.cache_directory)
+        self._lowering = DerivativeLowering(device.cache_directory, threads)
 
     def prepare_all(self) -> None:
         """Load every variant but those for huge programs; the first start compiles them."""
@@ -185,13 +187,13 @@ class DerivativeTier:
         kernels = self._prepare(plan.geometry.variant, far=plan.geometry.far)
         arguments = plan.arguments.copy()
         parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
-        arrays: dict[str, NDArray[Any]] = {"order": plan.order, "parameters": parameters}
+        arrays = {**plan.code.arrays, "order": plan.order, "parameters": parameters}
         offsets, size = _places(arrays)
         staging = context.pinned("inputs", size)
         base = context.buffer("inputs", size)
-        for name, array in arrays.items():
-            staging[offsets[name] :][: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-            arguments[name] = base + offsets[name]
+        _stage(arrays, offsets, staging)
+        for name, offset in offsets.items():
+            arguments[name] = base + offset
         context.upload(base, staging)
         arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
         small = room_for_small(context, wanted)
@@ -214,7 +216,8 @@ class DerivativeTier:
 
         def make(batch: Batch) -> Plan:
             code = self._lower(resident, batch, wanted)
-            return make_plan(self._device, resident, evaluation, wanted, code)
+            placed = self._keep(batch, code) if keep else _uploaded_later(batch, code)
+            return make_plan(self._device, resident, evaluation, wanted, placed)
 
         batch = evaluation.batch
         wishes = (wanted.row_loss, wanted.curvatures is not None)
@@ -222,22 +225,25 @@ class DerivativeTier:
         needs = (batch.vectors, evaluation.rows, evaluation.precision, *wishes, *place)
         return self._plans.of_arrays(batch, needs, make) if keep else make(batch)
 
-    def _lower(self, resident: ResidentDataset, batch: Batch, wanted: Wanted) -> DeviceCode:
+    def _lower(self, resident: ResidentDataset, batch: Batch, wanted: Wanted) -> DerivativeCode:
         row_loss = no_row_loss()
         if wanted.row_loss is not None:
             layout = resident.dataset.layout
             program = DIFFERENCE if wanted.is_squares else wanted.row_loss
             row_loss = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
-        lowered = lower_with_derivatives(self._differentiate, batch, row_loss, wanted.wishes)
-        code = encode(
-            lowered,
+        return self._lowering.lower(
             batch,
+            row_loss,
+            wanted.wishes,
             keeps_values=keeps_values(wanted) or bool(wanted.deviation),
             products=wanted.curvatures is not None,
         )
+
+    def _keep(self, batch: Batch, code: DerivativeCode) -> DeviceCode:
+        """Copy code to memory of its own on the device."""
         with self._device.stream() as context:
             memory, addresses = _upload(self._device, context, code.arrays)
-        return DeviceCode(batch, code, memory, addresses)
+        return DeviceCode(batch, ProgramRecords(code.programs, code.sums), memory, addresses, {})
 
     def _prepare(self, variant: Variant, *, far: bool) -> Kernels:
         with self._lock:
@@ -267,6 +273,11 @@ def derivative_cubin(variant: Variant, architecture: int, *, far: bool) -> bytes
     return link(with_jump_table(ptx, case_count()), architecture)
 
 
+def _uploaded_later(batch: Batch, code: DerivativeCode) -> DeviceCode:
+    """Have code uploaded together with the parameters."""
+    return DeviceCode(batch, code, None, {}, code.arrays)
+
+
 def _nobody(_: int) -> None:
     """Nobody waits for values."""
 
@@ -280,14 +291,22 @@ def _places(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
     return offsets, size
 
 
+def _stage(
+    arrays: dict[str, NDArray[Any]], offsets: dict[str, int], staging: NDArray[np.uint8]
+) -> None:
+    """Copy arrays to where they lie in memory from which the device copies."""
+    for name, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1)
+        staging[offsets[name] :][: array.nbytes] = flat.view(np.uint8)
+
+
 def _upload(
     device: CudaDevice, context: StreamContext, arrays: dict[str, NDArray[Any]]
 ) -> tuple[Any, dict[str, int]]:
     """Copy arrays to memory of their own on the device; return it and their addresses."""
     offsets, size = _places(arrays)
     staging = context.pinned("code", size)
-    for name, array in arrays.items():
-        staging[offsets[name] :][: array.nbytes] = array.reshape(-1).view(np.uint8)
+    _stage(arrays, offsets, staging)
     memory = device.allocate(size)
     context.upload(memory.ptr, staging)
     return memory, {name: int(memory.ptr) + offset for name, offset in offsets.items()}

@@ -91,7 +91,7 @@ class CudaEngine:
         self._interpreter = Interpreter(self._device, tuning)
         started = time.perf_counter()
         self._interpreter.prepare_all()
-        self._derivatives = DerivativeTier(self._device)
+        self._derivatives = DerivativeTier(self._device, available_cores())
         self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         kernels = KernelStore(self._device, threads or available_cores())
