@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,8 +16,7 @@ from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS
 from warpfit.workload import thesis_mix
 from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine import differentiate
-from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.engine import cpu_cache, cpu_code, differentiate
 from warpfit_server.engine.cpu_pieces import FINISHED, record_of
 from warpfit_server.engine.cuda import derivative_lowering
 from warpfit_server.engine.cuda.derivative_code import DerivativeCode
@@ -42,9 +40,8 @@ WORK = {
 
 @pytest.fixture(scope="module")
 def compiled():
-    engine = CpuEngine(threads=1)
-    yield engine._compiled
-    engine.close()
+    """What lowers for the CPU engine."""
+    return cpu_code.derive(cpu_cache._place(default_cache_directory()))
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +65,11 @@ def check(compiled, lowering: DerivativeLowering, batch: Batch, work: str) -> No
     tokens = len(batch.codes), len(batch), len(row_loss.codes)
     lowered, cells = differentiate.empty(*tokens), np.array([[0, len(batch)]])
     arrays = differentiate.arrays_of(batch, row_loss, wishes, cells, lowered)
-    assert run_piece_at(compiled.differentiate, record_of(arrays)) == FINISHED
+    assert compiled(record_of(arrays).ctypes.data, 0) == FINISHED
     code = lower(lowering, batch, work)
     for program in range(len(batch)):
         expected = reference_parts(lowered, program, keeps_values=work != "loss")
         assert parts_of(code, program) == expected
-
-
-def run_piece_at(address: int, record) -> int:
-    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)
-    return function(record.ctypes.data, 0)
 
 
 @pytest.mark.parametrize("work", WORK)
