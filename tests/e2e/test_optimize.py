@@ -229,15 +229,15 @@ def test_evaluations_do_not_wait_for_fits_of_the_same_tenant(client):
         if enough.is_set():
             raise InterruptedError
 
-    with client.upload(np.repeat(X, 1000, axis=0), np.repeat(Y, 1000)) as data:
+    with client.upload(np.repeat(X, 200, axis=0), np.repeat(Y, 200)) as data:
 
         def fit():
             with suppress(InterruptedError):
                 client.optimize(data, programs, starts, progress=progress, **ENDLESS)
 
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
-        with ThreadPoolExecutor(8) as pool:
-            fits = [pool.submit(fit) for _ in range(8)]
+        with ThreadPoolExecutor(4) as pool:
+            fits = [pool.submit(fit) for _ in range(4)]  # more would fill the tenant's queue
             assert begun.wait(60)
             for _ in range(10):
                 client.evaluate(data, TEXTS, STARTS, loss="mse")
