@@ -204,12 +204,11 @@ ENDLESS = {
 
 def test_progress_partial_results_and_deadlines(client):
     programs, starts = thesis_mix(5, 200, variables=2)
-    big = np.repeat(X, 20, axis=0)
     seen = []
-    with client.upload(big, np.repeat(Y, 20)) as data:
+    with client.upload(np.repeat(X, 100, axis=0), np.repeat(Y, 100)) as data:
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
         fit = client.optimize(
-            data, programs, starts, partial=True, timeout=10.0, progress=seen.append, **ENDLESS
+            data, programs, starts, partial=True, timeout=3.0, progress=seen.append, **ENDLESS
         )
         with pytest.raises(warpfit.DeadlineExceededError):
             client.optimize(data, programs, starts, timeout=1.0, **ENDLESS)

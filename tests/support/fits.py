@@ -16,7 +16,14 @@ from warpfit_server.engine.base import run_to_end
 from warpfit_server.fit.driver import Surroundings, optimize
 
 
-def fit(
+def fit(dataset: Dataset, texts, starts, **options) -> Fit:
+    """Fit texts from starts, with the options of `prepared`."""
+    request, surroundings = prepared(dataset, texts, starts, **options)
+    result = run_to_end(optimize(request, surroundings))
+    return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+
+
+def prepared(
     dataset: Dataset,
     texts,
     starts,
@@ -29,8 +36,8 @@ def fit(
     cancelled=False,
     precision=Precision.PRECISE,
     **settings,
-) -> Fit:
-    """Fit texts from starts, with the settings of `FitSettings`."""
+) -> tuple[FitRequest, Surroundings]:
+    """Make a request of texts and starts, with the settings of `FitSettings`."""
     batch = Batch.of([parse(text) for text in texts], starts)
     problem = Evaluation(
         dataset.content_id,
@@ -54,5 +61,4 @@ def fit(
         deadline=deadline,
         report=report,
     )
-    result = run_to_end(optimize(request, surroundings))
-    return Fit.of(result, batch, all_starts=request.settings.all_starts)
+    return request, surroundings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,6 +32,22 @@ def run_to_end(steps: Steps[Result]) -> Result:
             return result
         if waits_for is not None:
             waits_for.result()
+
+
+def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
+    """Run steps; return the result and the nanoseconds that they took, without those in between."""
+    taken = 0
+    try:
+        while True:
+            started = time.perf_counter_ns()
+            try:
+                waits_for = next(steps)
+            except StopIteration as end:
+                return end.value, taken + time.perf_counter_ns() - started
+            taken += time.perf_counter_ns() - started
+            yield waits_for
+    finally:
+        steps.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,4 +207,5 @@ __all__ = [
     "Outputs",
     "Steps",
     "run_to_end",
+    "timed",
 ]

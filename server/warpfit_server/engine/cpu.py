@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -35,7 +34,7 @@ from warpfit.losses import BUILT_IN, TargetStatistics, close_losses
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
-from warpfit_server.engine.base import Device, Linearisation, Outputs, Steps
+from warpfit_server.engine.base import Device, Linearisation, Outputs, Steps, timed
 from warpfit_server.engine.cpu_lower import Lowered
 from warpfit_server.engine.cpu_threads import ParallelLoop
 from warpfit_server.engine.cpu_work import (
@@ -116,13 +115,11 @@ class CpuEngine:
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `base.Engine`."""
         dataset = self._dataset(evaluation)
-        start = time.perf_counter_ns()
+        derives = cpu_derive.needs_derivatives(evaluation, outputs)
+        way = self._derive if derives else self._evaluate
         with _memory_errors():
-            if cpu_derive.needs_derivatives(evaluation, outputs):
-                yield from self._derive(dataset, evaluation, outputs)
-            else:
-                yield from self._evaluate(dataset, evaluation, outputs)
-        return Timings(compute=time.perf_counter_ns() - start)
+            _, compute = yield from timed(way(dataset, evaluation, outputs))
+        return Timings(compute=compute)
 
     def linearise(
         self,

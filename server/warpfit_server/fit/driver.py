@@ -28,7 +28,7 @@ from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES, TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
-from warpfit_server.engine.base import Engine, Linearisation, Steps
+from warpfit_server.engine.base import Engine, Linearisation, Steps, timed
 from warpfit_server.fit import compiled
 from warpfit_server.fit.covariance import covariances, standard_errors
 from warpfit_server.fit.levenberg_marquardt import workspace
@@ -92,14 +92,17 @@ def optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult
         WarpfitError: as the engine's `linearise`.
 
     """
-    started = time.perf_counter_ns()
+    result, compute = yield from timed(_optimize(request, surroundings))
+    return replace(result, timings=Timings(compute=compute))
+
+
+def _optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult]:
     yield compiled.load_in_background(request.method, surroundings.cache_directory)
     try:
-        result = yield from _Run(request, surroundings).finish()
+        return (yield from _Run(request, surroundings).finish())
     finally:
         if fit_memory(request, surroundings.dataset.layout) > _LARGE_FIT:
             give_back_memory()
-    return replace(result, timings=Timings(compute=time.perf_counter_ns() - started))
 
 
 class _Run:
