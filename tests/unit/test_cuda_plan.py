@@ -183,8 +183,8 @@ def test_a_tier_found_slow_is_no_longer_chosen():
 
 def test_fingerprints_tell_tokens_apart_and_ignore_parameters():
     programs, parameters = thesis_mix(1, 50)
-    seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(200)}
-    assert len(seen) == 200
+    seen = {fingerprint(Batch.of(*thesis_mix(seed, 50))) for seed in range(40)}
+    assert len(seen) == 40
     batch = Batch.of(programs, parameters)
     moved = Batch.of(programs, [vector + 1.0 for vector in parameters])
     assert fingerprint(batch) == fingerprint(moved)
