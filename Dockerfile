@@ -31,7 +31,7 @@ FROM ${PYTHON}
 LABEL org.opencontainers.image.title="warpfit" \
       org.opencontainers.image.description="Expression evaluation for symbolic regression, as a gRPC service" \
       org.opencontainers.image.licenses="BSD-3-Clause"
-# Compiled code depends on the machine's processor, so it is made there, and kept in a volume.
+# Compiled code is kept in a volume.
 RUN install -d -o 10001 -g 10001 -m 0700 /var/cache/warpfit
 COPY --from=build /opt/warpfit /opt/warpfit
 ENV PATH=/opt/warpfit/bin:${PATH} \
@@ -44,6 +44,10 @@ ENV PATH=/opt/warpfit/bin:${PATH} \
     WARPFIT_METRICS_PORT=9464 \
     WARPFIT_LOG_FORMAT=json
 USER 10001:10001
+# What a new volume holds already; another processor compiles its own at its first start. The CUDA
+# engine compiles on the machine with the GPU.
+ARG VARIANT=server
+RUN if [ "${VARIANT}" = server ]; then warpfit precompile; fi
 VOLUME /var/cache/warpfit
 EXPOSE 50551 50552 9464
 STOPSIGNAL SIGTERM

@@ -6,7 +6,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from warpfit_server.code_cache import engine_environment
+from warpfit_server.code_cache import default_cache_directory, engine_environment
 
 pytest.register_assert_rewrite("support.derivative_suite")
 
@@ -33,12 +33,16 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_sessionstart() -> None:
-    """Let one of several processes compile the CPU engine, with help, while the others wait.
+    """Let one of several processes have everything compiled, while the others wait.
 
     All at once they would take longer than a test may.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    from warpfit_server.engine.cpu import CpuEngine
+    from warpfit_server.engine import cpu_cache
+    from warpfit_server.fit import compiled
+    from warpfit_server.resources import available_cores
 
-    CpuEngine().close()
+    directory = default_cache_directory()
+    cpu_cache.precompile(directory, available_cores())
+    compiled.precompile(directory)

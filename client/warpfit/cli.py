@@ -1,4 +1,4 @@
-"""The ``warpfit`` command: serve, eval, fit, info, health, top."""
+"""The ``warpfit`` command: serve, precompile, eval, fit, info, health, top."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def _run(words: list[str]) -> int:
     try:
         if words[:1] == ["serve"]:
             return _serve(words[1:])
+        if words[:1] == ["precompile"]:
+            return _precompile(words[1:])
         if words[:1] == ["bench"]:
             return _bench(words[1:])
         options = _parser().parse_args(words)
@@ -81,8 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # serve, bench: only for the list. `main` hands what is behind them to parsers of their own.
+    # serve, precompile, bench: only for the list. `main` hands what is behind them to parsers of
+    # their own.
     commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
+    commands.add_parser("precompile", help="compile what a server's first start would compile")
     commands.add_parser("bench", help="measure this machine, or load a running server")
     _add_eval(commands)
     _add_fit(commands)
@@ -205,6 +209,15 @@ def _serve(arguments: list[str]) -> int:
     from warpfit_server.__main__ import main as serve
 
     return serve(arguments)
+
+
+def _precompile(arguments: list[str]) -> int:
+    from warpfit.embedded import require_server
+
+    require_server()
+    from warpfit_server.precompile import main as precompile
+
+    return precompile(arguments)
 
 
 def _bench(arguments: list[str]) -> int:

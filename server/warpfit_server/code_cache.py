@@ -32,7 +32,7 @@ _LEAST_BYTES: Final = 32 << 20
 _PROBE_BYTES: Final = 1 << 16
 #: What is not copied from a directory that cannot be written: it may be a gigabyte, and kernels are
 #: made again one by one.
-_NOT_COPIED: Final = shutil.ignore_patterns("kernels", "cupy", ".*", "lock")
+_NOT_COPIED: Final = shutil.ignore_patterns("kernels", "cupy", ".*", "*.lock")
 
 
 def default_cache_directory() -> Path:

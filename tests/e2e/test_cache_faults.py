@@ -100,10 +100,10 @@ def test_a_full_disk(cache, tmp_path):
     disk.mkdir()
     with mounted(disk, "size=12m,mode=0700"):
         shutil.copytree(cache, disk / "cache")
-        with (disk / "filler").open("wb") as filler, pytest.raises(OSError, match="space"):
+        filler = (disk / "filler").open("wb", buffering=0)
+        with filler, pytest.raises(OSError, match="space"):
             while True:
                 filler.write(bytes(1 << 16))
-                filler.flush()
         log, seconds = serve(disk / "cache", tmp_path / "log")
     assert log.count("compiled code is kept in a temporary directory") == 1
     assert "No space left" in log

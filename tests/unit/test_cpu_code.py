@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from warpfit_server.engine import cpu_code
+from warpfit_server.engine import apart, cpu_code
 
 
+@pytest.mark.parametrize("group", cpu_code.GROUPS)
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_parts_are_shared_out_evenly(count):
-    shares = cpu_code.shares(count)
-    assert sorted(itertools.chain(*shares)) == sorted(cpu_code.PARTS)
-    seconds = [sum(cpu_code.PARTS[name][0] for name in names) for names in shares]
-    longest = max(seconds for seconds, _ in cpu_code.PARTS.values())
-    assert max(seconds) <= max(longest, 1.1 * sum(seconds) / count)
+def test_parts_are_shared_out_evenly(count, group):
+    seconds = {name: cpu_code.PARTS[name].seconds for name in cpu_code.GROUPS[group]}
+    shares = apart.share_out(seconds, count)
+    assert sorted(itertools.chain(*shares)) == sorted(seconds)
+    loads = [sum(seconds[name] for name in names) for names in shares]
+    assert max(loads) <= max(*seconds.values(), 1.25 * sum(loads) / count)
 
 
-def test_another_process_compiles_into_the_directory(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(cpu_code, "shares", lambda count: [["parallel"]][:count])
-    cpu_code.compile_all(tmp_path, 2)
+def test_every_part_is_compiled_with_those_that_are_needed_at_the_same_time():
+    groups = [set(cpu_code.GROUPS[name]) for name in ("values", "derivatives")]
+    assert groups[0] | groups[1] == set(cpu_code.PARTS)
+    assert not groups[0] & groups[1]
+
+
+@pytest.fixture
+def group_of_one(monkeypatch):
+    """A group that takes a second."""
+    monkeypatch.setitem(cpu_code.GROUPS, "values", ("parallel",))
+
+
+def test_another_process_compiles_into_the_directory(group_of_one, tmp_path, caplog):
+    cpu_code.compile_group(tmp_path, "values", 2)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
     functions = ("run", "help_others", "close")
     assert names == {f"cpu_parallel.{name}" for name in functions}
@@ -32,31 +46,53 @@ def test_another_process_compiles_into_the_directory(monkeypatch, tmp_path, capl
     assert max(path.stat().st_mtime for path in tmp_path.rglob("*.nb?")) < begun, "only loaded"
 
 
-def test_a_process_that_fails_is_told_and_does_no_harm(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(cpu_code, "shares", lambda count: [["no such part"]])
-    cpu_code.compile_all(tmp_path, 2)
+def test_a_process_that_fails_is_told_and_does_no_harm(tmp_path, caplog):
+    apart.compile_once(tmp_path, "all", cpu_code.__name__, [["no such part"]])
     assert "no such part" in caplog.text
-    assert (tmp_path / "complete").exists()
+    assert (tmp_path / "all.complete").exists()
+
+
+class Slow:
+    """A process that takes a while."""
+
+    started: list[list[str]]
+    ended: list[list[str]]
+
+    def __init__(self, place, module, names, lock, *, urgent):
+        self.names = names
+        self.started.append(names)
+
+    def wait(self):
+        time.sleep(0.2)
+        self.ended.append(self.names)
+        return 0
 
 
 def test_one_at_a_time_compiles_and_the_others_wait(monkeypatch, tmp_path):
-    calls, ended = [], []
-
-    class Slow:
-        def __init__(self, place, names):
-            calls.append(names)
-
-        def wait(self):
-            time.sleep(0.2)
-            ended.append(0)
-            return 0
+    Slow.started, Slow.ended = [], []
 
     def compile_all(number):
-        cpu_code.compile_all(tmp_path, 1)
-        return len(ended)
+        apart.compile_once(tmp_path, "all", "module", [["part"]])
+        return len(Slow.ended)
 
-    monkeypatch.setattr(cpu_code, "_start", Slow)
+    monkeypatch.setattr(apart, "_start", Slow)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(compile_all, range(4)))
     assert found == [1] * 4
-    assert len(calls) == 1
+    assert Slow.started == [["part"]]
+
+
+def test_processes_whose_engine_has_ended_are_waited_for(tmp_path):
+    """An engine that is started again and again must not have the same compiled side by side."""
+    script = (
+        "import os, pathlib, sys\n"
+        "from warpfit_server.engine import apart\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(1.5)']\n"
+        "with apart._locked(pathlib.Path(sys.argv[1])) as lock:\n"
+        "    apart.subprocess.Popen(command, pass_fds=[lock])\n"
+        "    os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "lock"], check=True)
+    begun = time.monotonic()
+    with apart._locked(tmp_path / "lock"):
+        assert time.monotonic() - begun > 0.5

@@ -79,6 +79,11 @@ def compiled() -> cpu_cache.Compiled:
     return cpu_cache.load(default_cache_directory())
 
 
+@cache
+def derivatives() -> cpu_cache.Derivatives:
+    return cpu_cache.load_derivatives(default_cache_directory(), compiled())
+
+
 def lowered_batch(batch: Batch, cores: int):
     return done(*lowering(compiled().lower, batch, np.zeros(1, np.uint8)), cores)
 
@@ -369,29 +374,68 @@ def test_read_only_data_is_used_in_place(evaluate):
     np.testing.assert_array_equal(evaluate(data, [X1]).values[0, 0], data.variables[0])
 
 
-def test_compiled_code_survives_damage_and_is_stored(tmp_path):
-    compiled()
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of all that the engine has compiled."""
+    derivatives()
     kept = cpu_cache._place(default_cache_directory())
     shutil.copytree(kept, tmp_path / kept.name)
-    objects = sorted(tmp_path.glob("cpu-*/*.o"))
-    assert len(objects) == 3
-    whole = objects[0].read_bytes()
-    objects[0].write_bytes(whole[:-7] + b"garbage")
-    damaged = CpuEngine(1, tmp_path)
+    return tmp_path
+
+
+def test_compiled_code_survives_damage_and_is_stored(copied):
+    objects = sorted(copied.glob("cpu-*/*.o"))
+    assert len(objects) == 3 + 3  # of values and of derivatives
+    whole = [path.read_bytes() for path in objects[:2]]
+    for path in objects[:2]:
+        path.write_bytes(path.read_bytes()[:-7] + b"garbage")
+    damaged = CpuEngine(1, copied)
     data = make_dataset(10)
     assert np.isfinite(Evaluate(damaged)(data, [X1]).values).all()
+    damaged._derivatives.result()
     damaged.close()
-    assert objects[0].read_bytes() == whole
-    assert sorted(p.name for p in objects[0].parent.glob("*.o")) == [p.name for p in objects]
+    assert [path.read_bytes() for path in objects[:2]] == whole
+    assert sorted(copied.glob("cpu-*/*.o")) == objects
+
+
+def test_only_derivatives_wait_for_their_code(copied, monkeypatch):
+    """At a first start it is compiled when the engine serves already."""
+    compiled_at_last = threading.Event()
+
+    def compile_group(place, group, processes, *, urgent=True):
+        assert group == "values" or compiled_at_last.wait(60)
+
+    monkeypatch.setattr(cpu_code, "compile_group", compile_group)
+    engine = CpuEngine(1, copied)
+    data = make_dataset(100)
+    engine.load(data)
+    batch = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
+    evaluation = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False, gradient=True)
+    losses, gradients = np.empty((1, 1)), np.empty(1)
+    flag = np.zeros(1, np.uint8)
+    with_gradients = Outputs(None, losses, flag, lambda _: None, gradients=gradients)
+    steps = engine.evaluate(evaluation, with_gradients)
+    waits_for = next(steps)
+    assert not waits_for.done()
+    alone = np.empty((1, 1))
+    plain = replace(evaluation, gradient=False)
+    run_to_end(engine.evaluate(plain, Outputs(None, alone, flag, lambda _: None)))
+    compiled_at_last.set()
+    waits_for.result(60)
+    run_to_end(steps)
+    x, y = data.variables[0], data.target
+    np.testing.assert_allclose(losses, alone, rtol=1e-12)
+    np.testing.assert_allclose(gradients, [np.sum(2 * (2 * x - y) * x)], rtol=1e-12)
+    engine.close()
 
 
 def test_directory_that_cannot_be_written(tmp_path, caplog, monkeypatch):
     CpuEngine(1).close()  # its compiled code is copied, which takes less than to compile again
 
-    def copy(place, processes):
+    def copy(place, group, processes, *, urgent=True):
         shutil.copytree(default_cache_directory() / place.name, place, dirs_exist_ok=True)
 
-    monkeypatch.setattr(cpu_code, "compile_all", copy)
+    monkeypatch.setattr(cpu_code, "compile_group", copy)
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
     engine = CpuEngine(2, occupied / "cache")
@@ -430,7 +474,7 @@ def differentiated_batch(batch: Batch, cores: int):
     row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
     flag = np.zeros(1, np.uint8)
     given = (batch, row_loss, wishes, flag)
-    return done(*differentiating(compiled().differentiate, *given), cores)
+    return done(*differentiating(derivatives().differentiate, *given), cores)
 
 
 def part_of(found: Differentiated, program: int) -> list:

@@ -86,8 +86,8 @@ def test_code_of_any_program(compiled, alone, program, work):
 
 def test_threads_make_the_same_code_wherever_they_put_it(alone, shared):
     """Four callers at a time, each with the same four helpers."""
-    works = list(WORK) * 4
-    batches = [Batch.of(*thesis_mix(seed, 700)) for seed in range(len(works))]
+    works = list(WORK) * 2
+    batches = [Batch.of(*thesis_mix(seed, 300)) for seed in range(len(works))]
     with ThreadPoolExecutor(4) as callers:
         found = list(callers.map(lower, [shared] * len(works), batches, works))
     for batch, work, code in zip(batches, works, found, strict=True):

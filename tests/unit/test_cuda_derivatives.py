@@ -258,8 +258,9 @@ def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
 
 @pytest.mark.parametrize(
     ("variant", "far", "architecture"),
-    [(PRECISE, False, architecture) for architecture in (75, 80, 86, 89, 90, 100, 120)]
-    + [(FAST, False, 90), (DOUBLE, False, 75), (PRECISE, True, 90)],
+    [(PRECISE, False, architecture) for architecture in (75, 90, 120)]
+    + [(FAST, False, architecture) for architecture in (80, 86, 89, 100)]  # in half the time
+    + [(DOUBLE, False, 75), (PRECISE, True, 90)],
     ids=str,
 )
 def test_kernels_assemble(variant, far, architecture):

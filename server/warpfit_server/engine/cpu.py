@@ -34,6 +34,7 @@ from warpfit.losses import BUILT_IN, TargetStatistics, close_losses
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.code_cache import default_cache_directory
 from warpfit_server.engine import cpu_cache, cpu_derive, cpu_interpret
+from warpfit_server.engine.apart import BACKGROUND
 from warpfit_server.engine.base import Device, Linearisation, Outputs, Steps, timed
 from warpfit_server.engine.cpu_lower import Lowered
 from warpfit_server.engine.cpu_threads import ParallelLoop
@@ -67,6 +68,8 @@ class CpuEngine:
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.
 
+        The code of derivatives is loaded, or compiled, while the engine serves.
+
         Args:
             threads: how many threads one evaluation may use; None for `available_cores`.
             cache_directory: where compiled code is kept; None for WARPFIT_CACHE_DIR or the user's
@@ -77,6 +80,9 @@ class CpuEngine:
         self.step_size = _STEP_SIZE * self.threads
         directory = cache_directory or default_cache_directory()
         self._compiled = cpu_cache.load(directory, processes=self.threads)
+        self._derivatives = BACKGROUND.submit(
+            cpu_cache.load_derivatives, directory, self._compiled, self.threads
+        )
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, self._compiled.parallel)
         self._programs: Recurring[Programs] = Recurring()
@@ -97,7 +103,7 @@ class CpuEngine:
         self._datasets.pop(content_id, None)
 
     def counters(self) -> Mapping[str, float]:
-        """Return nothing: all code is compiled before the engine starts."""
+        """Return nothing: no code is compiled for a batch."""
         return {}
 
     def close(self) -> None:
@@ -137,11 +143,10 @@ class CpuEngine:
         if curvature:
             wanted = replace(wanted, curvatures=room_for_curvatures(batch))
         with _memory_errors():
-            planned = self._planned(dataset, evaluation, wanted, cancelled)
+            compiled = yield from self._for_derivatives()
+            planned = self._planned(compiled, dataset, evaluation, wanted, cancelled)
             plan = self._plans.of_arrays(batch, *planned)
-            derivation = cpu_derive.prepare(
-                self._compiled, plan, dataset, evaluation, wanted, cancelled
-            )
+            derivation = cpu_derive.prepare(compiled, plan, dataset, evaluation, wanted, cancelled)
             yield from self._run(derivation.work)
             derivation.finish()
         return Linearisation(losses, gradients, wanted.curvatures)
@@ -178,8 +183,15 @@ class CpuEngine:
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
+    def _for_derivatives(self) -> Steps[cpu_cache.Derivatives]:
+        """Wait for the code of derivatives, which is loaded after the engine has begun to serve."""
+        if not self._derivatives.done():
+            yield self._derivatives
+        return self._derivatives.result()
+
     def _planned(
         self,
+        compiled: cpu_cache.Derivatives,
         dataset: Dataset,
         evaluation: Evaluation,
         wanted: Wanted,
@@ -192,8 +204,9 @@ class CpuEngine:
             problem = replace(evaluation, batch=batch)
 
             def both(programs: Batch, row_loss: RowLoss, wishes: int) -> Differentiated:
-                function = self._compiled.differentiate
-                work, lowered = differentiating(function, programs, row_loss, wishes, cancelled)
+                work, lowered = differentiating(
+                    compiled.differentiate, programs, row_loss, wishes, cancelled
+                )
                 self._run_at_once(work)
                 return lowered
 
@@ -205,12 +218,11 @@ class CpuEngine:
         return cpu_derive.plan_needs(dataset, evaluation, wanted), make
 
     def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
+        compiled, cancelled = (yield from self._for_derivatives()), outputs.cancelled
         wanted = wanted_by(evaluation, outputs)
-        planned = self._planned(dataset, evaluation, wanted, outputs.cancelled)
+        planned = self._planned(compiled, dataset, evaluation, wanted, cancelled)
         plan = self._plans.of_programs(evaluation.batch, *planned)
-        derivation = cpu_derive.prepare(
-            self._compiled, plan, dataset, evaluation, wanted, outputs.cancelled
-        )
+        derivation = cpu_derive.prepare(compiled, plan, dataset, evaluation, wanted, cancelled)
         yield from self._run(derivation.work, outputs)
         derivation.finish()
         if outputs.losses is not None and evaluation.loss is not None:

@@ -20,19 +20,29 @@ from warpfit_server.engine.rules import partial_kernels
 
 
 def build(flavour: Flavour) -> bytes:
-    """Compile all kernels of a flavour; return an object file for this CPU."""
+    """Compile the kernels of operators and losses; return an object file for this CPU."""
     module = ir.Module(flavour.name)
     for name, row in OPERATORS.items():
         operator_kernel(module, name, row.arity, flavour, compile_kernel(row.kernel, flavour))
     operator_kernel(module, COPY, 1, flavour, compile_kernel("a", flavour))
+    for name in LOSS_KERNELS:
+        loss_kernel(module, name, flavour)
+    return _compiled(module)
+
+
+def build_derivatives(flavour: Flavour) -> bytes:
+    """Compile the kernels that derivatives take beside these; return an object file."""
+    module = ir.Module(f"{flavour.name}-derivatives")
     operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: product(*operands))
     for partial in partial_kernels():
         arity = partial.arity + partial.scaled
         operator_kernel(module, partial.name, arity, flavour, partial_body(partial, flavour))
-    for name in LOSS_KERNELS:
-        loss_kernel(module, name, flavour)
     for shape in DOT_SHAPES:
         dots_kernel(module, shape, flavour)
+    return _compiled(module)
+
+
+def _compiled(module: ir.Module) -> bytes:
     machine = target_machine()
     module.triple = machine.triple
     compiled = llvm.parse_assembly(str(module))

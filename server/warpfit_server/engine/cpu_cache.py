@@ -32,26 +32,36 @@ class Kernels:
     losses: dict[str, int]
     """By name of the loss kernel."""
     dots: NDArray[np.int64]
-    """Kernels of sums of products, in the order of `cpu_dots.DOT_SHAPES`, int64."""
-    owner: Any
-    """LLVM execution engine that owns the code."""
+    """Kernels of sums of products, in the order of `cpu_dots.DOT_SHAPES`, int64; empty where there
+    are no derivatives."""
+    owners: tuple[Any, ...]
+    """LLVM execution engines that own the code."""
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """All compiled code of the engine."""
+    """The compiled code that a start needs: for values and the six losses."""
 
-    combine: Any
     lower: int
-    """Address of what runs a piece of lowering; the next ones of lowering with derivatives, of an
-    evaluation, and of one with derivatives."""
-    differentiate: int
+    """Address of what runs a piece of lowering; the next one of an evaluation."""
     interpret: int
-    linearise: int
     parallel: ParallelCode
     kernels: dict[Flavour, Kernels]
     owners: tuple[Any, ...]
     """What has to live as long as these addresses are used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Derivatives:
+    """What evaluations with derivatives take beside that."""
+
+    combine: Any
+    differentiate: int
+    """Address of what runs a piece of lowering; the next one of an evaluation."""
+    linearise: int
+    kernels: dict[Flavour, Kernels]
+    """All that there are."""
+    owners: tuple[Any, ...]
 
 
 def load(directory: Path, processes: int = 1) -> Compiled:
@@ -68,15 +78,37 @@ def load(directory: Path, processes: int = 1) -> Compiled:
     start = time.perf_counter()
     with usable(directory) as usable_directory:
         kept = _place(usable_directory)
-        cpu_code.compile_all(kept, processes)
-        parts = (cpu_code.lower, cpu_code.derive, cpu_code.interpret, cpu_code.linearise)
-        runners = tuple(part(kept) for part in parts)
-        combine, parallel = cpu_code.combine(kept), cpu_code.parallel(kept)
-        objects = cpu_code.kernels(kept)
+        cpu_code.compile_group(kept, "values", processes)
+        runners = cpu_code.lower(kept), cpu_code.interpret(kept)
+        parallel, objects = cpu_code.parallel(kept), cpu_code.kernels(kept)
+        cpu_code.check(kept)
     kernels = {flavour: _load_kernels(code) for flavour, code in objects.items()}
     _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    lower, derive, interpret, linearise = (_address_of(runner) for runner in runners)
-    return Compiled(combine, lower, derive, interpret, linearise, parallel, kernels, runners)
+    lower, interpret = (_address_of(runner) for runner in runners)
+    return Compiled(lower, interpret, parallel, kernels, runners)
+
+
+def load_derivatives(directory: Path, compiled: Compiled, processes: int = 1) -> Derivatives:
+    """Load the code for derivatives; otherwise as `load`."""
+    start = time.perf_counter()
+    with usable(directory) as usable_directory:
+        kept = _place(usable_directory)
+        cpu_code.compile_group(kept, "derivatives", processes, urgent=False)
+        runners = cpu_code.derive(kept), cpu_code.linearise(kept)
+        combine, objects = cpu_code.combine(kept), cpu_code.derivative_kernels(kept)
+    kernels = {
+        flavour: _add_derivatives(compiled.kernels[flavour], code)
+        for flavour, code in objects.items()
+    }
+    _log.info("derivatives ready after %.2f s", time.perf_counter() - start)
+    differentiate, linearise = (_address_of(runner) for runner in runners)
+    return Derivatives(combine, differentiate, linearise, kernels, runners)
+
+
+def precompile(directory: Path, processes: int) -> None:
+    """Compile everything that `load` and `load_derivatives` would, and load nothing."""
+    for group in ("values", "derivatives"):
+        cpu_code.compile_group(_place(directory), group, processes)
 
 
 def _place(directory: Path) -> Path:
@@ -84,20 +116,33 @@ def _place(directory: Path) -> Path:
 
 
 def _load_kernels(code: bytes) -> Kernels:
-    _make_library_visible()
-    machine = cpu_build.target_machine()
-    owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    owner.add_object_file(llvm.ObjectFileRef.from_data(code))
-    owner.finalize_object()
-    names: dict[int, str] = {row.code: name for name, row in ops.OPERATORS.items()}
-    names |= {kernel.code: kernel.name for kernel in rules.partial_kernels()}
-    names |= {schedule.COPY_CODE: COPY, rules.PRODUCT_CODE: cpu_partials.PRODUCT}
+    owner = _linked(code)
+    names = {row.code: name for name, row in ops.OPERATORS.items()} | {schedule.COPY_CODE: COPY}
     addresses = np.zeros(rules.CODES, dtype=np.int64)
     for index, name in names.items():
         addresses[index] = owner.get_function_address(symbol(name))
     losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
+    return Kernels(addresses, losses, np.zeros(0, dtype=np.int64), (owner,))
+
+
+def _add_derivatives(kernels: Kernels, code: bytes) -> Kernels:
+    owner = _linked(code)
+    names = {kernel.code: kernel.name for kernel in rules.partial_kernels()}
+    addresses = kernels.addresses.copy()
+    for index, name in (names | {rules.PRODUCT_CODE: cpu_partials.PRODUCT}).items():
+        addresses[index] = owner.get_function_address(symbol(name))
     dots = [owner.get_function_address(symbol(shape.name)) for shape in cpu_dots.DOT_SHAPES]
-    return Kernels(addresses, losses, np.array(dots, dtype=np.int64), owner)
+    owners = (*kernels.owners, owner)
+    return Kernels(addresses, kernels.losses, np.array(dots, dtype=np.int64), owners)
+
+
+def _linked(code: bytes) -> Any:
+    """Load an object file; return the execution engine that owns its code."""
+    _make_library_visible()
+    owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), cpu_build.target_machine())
+    owner.add_object_file(llvm.ObjectFileRef.from_data(code))
+    owner.finalize_object()
+    return owner
 
 
 def _make_library_visible() -> None:

@@ -1,33 +1,28 @@
 """Parts of the CPU engine's compiled code: what each is made of, and how it is kept on disk.
 
-Numba and LLVM compile on one core, whatever the number of threads. So at the first start several
-processes compile parts of the code into one directory::
+`GROUPS` says what is needed when. At the first start several processes compile the parts of a group
+into one directory (`apart`)::
 
-    python -m warpfit_server.engine.cpu_code DIRECTORY PART...
+    python -m warpfit_server.engine.cpu_code DIRECTORY URGENT PART...
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import logging
-import os
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import llvmlite
-import llvmlite.binding as llvm
 import numba
 from numba import types
 
 from warpfit import ops
 from warpfit_server import cache_files
 from warpfit_server.engine import (
+    apart,
     calls,
     cpu_build,
     cpu_circular,
@@ -49,12 +44,12 @@ from warpfit_server.engine import (
     numba_cache,
     rules,
     schedule,
+    sound,
     sweep,
 )
 from warpfit_server.engine.cpu_kernels import FLAVOURS, Flavour
 from warpfit_server.engine.cpu_threads import ParallelCode
 
-_log = logging.getLogger(__name__)
 #: Modules that shape the code.
 _SOURCES: Final = (
     *(ops, cpu_vector, cpu_reduction, cpu_circular, cpu_math, cpu_kernels, rules, cpu_partials),
@@ -78,13 +73,7 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     for module in _SOURCES:
         digest.update(Path(str(module.__file__)).read_bytes())
-    for part in (
-        llvmlite.__version__,
-        numba.__version__,
-        llvm.get_process_triple(),
-        llvm.get_host_cpu_name(),
-        llvm.get_host_cpu_features().flatten(),
-    ):
+    for part in numba_cache.compiler():
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
@@ -134,6 +123,11 @@ def combine(place: Path) -> Any:
         return jit(signature, cpu_linearise.combine)
 
 
+def check(_: Path) -> None:
+    """Load the check of tokens, which Numba keeps in a directory of its own."""
+    sound.load()
+
+
 def parallel(place: Path) -> ParallelCode:
     """Load the functions of `cpu_parallel`."""
     one = types.void(_WORDS)
@@ -149,97 +143,79 @@ def parallel(place: Path) -> ParallelCode:
 
 
 def kernels(place: Path) -> dict[Flavour, bytes]:
-    """Load the object code of all kernels."""
-    return {flavour: _object(place / f"{flavour.name}.o", flavour) for flavour in FLAVOURS}
+    """Load the object code of the kernels of all operators and losses."""
+    return {
+        flavour: _object(place / f"{flavour.name}.o", flavour, cpu_build.build)
+        for flavour in FLAVOURS
+    }
 
 
-def _object(path: Path, flavour: Flavour) -> bytes:
+def derivative_kernels(place: Path) -> dict[Flavour, bytes]:
+    """Load the object code of the kernels that derivatives take beside these."""
+    return {
+        flavour: _object(
+            place / f"{flavour.name}-derivatives.o", flavour, cpu_build.build_derivatives
+        )
+        for flavour in FLAVOURS
+    }
+
+
+def _object(path: Path, flavour: Flavour, build: Callable[[Flavour], bytes]) -> bytes:
     stored = cache_files.find(path)
     if stored is not None:
         return stored
-    code = cpu_build.build(flavour)
+    code = build(flavour)
     cache_files.write(path, code)
     return code
 
 
 # ------------------------------------------------------------------------------ side by side
 
-#: What is compiled apart from the rest, and about how many seconds it takes.
-PARTS: Final[dict[str, tuple[float, Callable[[Path], object]]]] = {
-    "derive": (11.6, derive),
-    "linearise": (6.4, linearise),
-    "lower": (5.2, lower),
-    "kernels": (4.8, kernels),
-    "parallel": (2.0, parallel),
-    "interpret": (3.0, interpret),
-    "combine": (2.1, combine),
+
+class Part(NamedTuple):
+    """What is compiled apart from the rest."""
+
+    seconds: float
+    """About how long it takes."""
+    load: Callable[[Path], object]
+
+
+PARTS: Final = {
+    "lower": Part(5.4, lower),
+    "kernels": Part(3.4, kernels),
+    "interpret": Part(3.1, interpret),
+    "parallel": Part(0.8, parallel),
+    "check": Part(0.8, check),
+    "derive": Part(12.0, derive),
+    "linearise": Part(10.0, linearise),
+    "derivative_kernels": Part(4.6, derivative_kernels),
+    "combine": Part(2.5, combine),
+}
+#: What is needed at the same time, and is compiled side by side: a start needs "values".
+GROUPS: Final = {
+    "values": ("lower", "kernels", "interpret", "parallel", "check"),
+    "derivatives": ("derive", "linearise", "derivative_kernels", "combine"),
 }
 #: More would wait for the longest part, and each takes some 300 MiB.
 _MOST_PROCESSES: Final = 4
 
 
-def compile_all(place: Path, processes: int) -> None:
-    """Compile all parts into ``place`` by other processes, unless that has been done.
-
-    This one would keep the memory that it took, some 160 MiB. One engine at a time does so, and
-    others wait for it. What a process fails to compile is left to whoever loads it, and so is
-    everything where nothing can be kept.
+def compile_group(place: Path, group: str, processes: int, *, urgent: bool = True) -> None:
+    """Compile a group of parts into ``place`` by other processes, unless that has been done.
 
     Args:
         place: a directory, which need not be there yet.
+        group: of `GROUPS`.
         processes: so many at most.
+        urgent: whether somebody waits.
 
     """
-    done = place / "complete"
-    if done.exists():
-        return
-    with _locked(place / "lock") as is_locked:
-        if done.exists() or not is_locked:
-            return
-        _log.info("compiling the CPU engine into %s (first start only, 10 to 40 s)", place)
-        found = shares(min(processes, _MOST_PROCESSES))
-        children = [_start(place, names) for names in found]
-        for child, names in zip(children, found, strict=True):
-            if child.wait():
-                _log.warning("a process that compiled %s ended with %s", names, child.returncode)
-        cache_files.write_plain(done, b"")
-
-
-def shares(count: int) -> list[list[str]]:
-    """Share the parts out to processes, the next longest one to who has least to do."""
-    found: list[list[str]] = [[] for _ in range(count)]
-    for name in sorted(PARTS, key=lambda name: -PARTS[name][0]):
-        min(found, key=lambda names: sum(PARTS[other][0] for other in names)).append(name)
-    return found
-
-
-def _start(place: Path, names: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = (sys.executable, "-m", __name__, str(place), *names)
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-
-def _compile(place: Path, names: Sequence[str]) -> None:
-    for name in names:
-        PARTS[name][1](place)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Lock a file; give False if there can be none, as on a disk that is full or read-only."""
-    try:
-        cache_files.make_private(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        _log.warning("cannot compile by several processes: %s", error)
-        yield False
-        return
-    with os.fdopen(descriptor, "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems; then two may compile the same
-            _log.debug("cannot lock %s: %s", path, error)
-        yield True
+    seconds = {name: PARTS[name].seconds for name in GROUPS[group]}
+    shares = apart.share_out(seconds, min(processes, _MOST_PROCESSES))
+    # `check` is kept apart, with whatever else Numba compiles of exactly these sources.
+    name = f"{group}-{numba_cache.directory().name}"
+    apart.compile_once(place, name, __name__, shares, urgent=urgent)
 
 
 if __name__ == "__main__":
-    _compile(Path(sys.argv[1]), sys.argv[2:])
+    apart.run_parts({name: part.load for name, part in PARTS.items()}, sys.argv[1:])

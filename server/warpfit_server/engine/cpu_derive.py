@@ -16,7 +16,7 @@ from warpfit.request import Evaluation
 from warpfit_server.engine import cpu_interpret, cpu_linearise, cpu_lower, sweep
 from warpfit_server.engine import differentiate as lowering
 from warpfit_server.engine.base import Outputs
-from warpfit_server.engine.cpu_cache import Compiled, Kernels
+from warpfit_server.engine.cpu_cache import Derivatives, Kernels
 from warpfit_server.engine.cpu_kernels import Flavour
 from warpfit_server.engine.cpu_row_loss import no_row_loss, row_loss_arrays
 from warpfit_server.engine.cpu_statistics import (
@@ -116,7 +116,7 @@ def plan_needs(dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> tupl
 
 
 def prepare(
-    compiled: Compiled,
+    compiled: Derivatives,
     plan: Plan,
     dataset: Dataset,
     evaluation: Evaluation,
@@ -222,7 +222,7 @@ def _sum_sizes(
 
 
 def _finish(
-    compiled: Compiled, combine: tuple[Any, ...], wanted: Wanted, sums: _Sums, rows: int
+    compiled: Derivatives, combine: tuple[Any, ...], wanted: Wanted, sums: _Sums, rows: int
 ) -> None:
     """Turn sums into what is wanted."""
     cells = len(sums.starts) - 1

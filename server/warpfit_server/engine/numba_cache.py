@@ -8,10 +8,13 @@ disk does too, and what anybody may have written is executed. Here the same pick
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import llvmlite
+import llvmlite.binding as llvm
 import numba
 from numba.core import caching
 
@@ -105,6 +108,18 @@ class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
         self._cache_file = _SealedFiles(
             locator.get_cache_path(), self._impl.filename_base, locator.get_source_stamp()
         )
+
+
+def compiler() -> tuple[str, ...]:
+    """What compiled code depends on beside its sources: compilers, and this very processor."""
+    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return llvmlite.__version__, numba.__version__, llvm.get_process_triple(), *host
+
+
+def directory() -> Path:
+    """Where the code is kept of functions that are decorated without a place of their own."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    return Path(named) if named else _default_directory()
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from warpfit_server import messages
 from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
+from warpfit_server.engine.apart import BACKGROUND
 from warpfit_server.engine.base import Engine
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import Connection
@@ -47,6 +48,7 @@ class EngineProcess:
         self._engine = engine
         self._channel = channel
         self._datasets: dict[bytes, Dataset] = {}
+        self._cache_directory = cache_directory
         worker = Worker(engine, self._datasets, chunk_bytes, cache_directory)
         self._loop = Loop(engine, worker.begin)
         self._overseer = Overseer(stuck_seconds, self._loop.flags)
@@ -56,6 +58,7 @@ class EngineProcess:
         self._loop.start()
         self._overseer.start()
         self._channel.send(messages.Ready(self._engine.name, tuple(self._engine.devices())))
+        BACKGROUND.submit(_prepare_fits, self._cache_directory)
         while True:
             message, descriptors = self._channel.receive()
             match message:
@@ -92,6 +95,15 @@ class EngineProcess:
             if error is None:
                 raise
         self._channel.send(messages.Loaded(message.content_id, error))
+
+
+def _prepare_fits(cache_directory: Path | None) -> None:
+    """Have what fits need before somebody asks for the first one."""
+    # Imported here, because importing it costs a start of the server some time.
+    from warpfit_server.fit import compiled
+
+    for method in compiled.METHODS:
+        compiled.load_in_background(method, cache_directory)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 from numba import njit
+from numba.extending import register_jitable
 
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE
 
@@ -47,7 +48,7 @@ SUMMARY_COLUMNS: Final = 6
 
 def inlined(function: _Function) -> _Function:
     """Make a function callable from compiled code; its code becomes part of the caller's."""
-    return cast(_Function, njit(function, error_model="numpy"))
+    return cast(_Function, register_jitable(error_model="numpy", no_cfunc_wrapper=True)(function))
 
 
 def uncounted(function: _Function) -> _Function:

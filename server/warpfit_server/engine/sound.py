@@ -8,6 +8,7 @@ something wrong, the exact check says what.
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from warpfit.errors import InternalError
@@ -45,6 +46,13 @@ def is_sound(batch: Batch, variables: int) -> bool:
             float(min(variables, INDEX_LIMIT)),
         )
     )
+
+
+def load() -> None:
+    """Load the compiled check, or compile it, for the arrays of requests."""
+    counts = types.Array(types.uint32, 1, "C")
+    codes, values = types.Array(types.uint8, 1, "C"), types.Array(types.float64, 1, "C")
+    sound_tokens.compile((codes, values, counts, counts, types.float64))
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import llvmlite
-import llvmlite.binding as llvm
 import numba
 from numba import types
 
@@ -22,8 +19,8 @@ from warpfit.fitting import Method
 from warpfit_server import cache_files
 from warpfit_server.code_cache import usable
 from warpfit_server.engine import numba_cache
+from warpfit_server.engine.apart import BACKGROUND, compile_once, run_parts
 from warpfit_server.engine.cpu_code import cached_in
-from warpfit_server.engine.cpu_threads import NICE
 from warpfit_server.fit import (
     bfgs,
     bounds,
@@ -35,13 +32,14 @@ from warpfit_server.fit import (
 from warpfit_server.fit.searches import Limits
 
 _LOG: Final = logging.getLogger("warpfit.fit")
+#: Methods with code of their own, that of which most fits need first.
+METHODS: Final = (Method.LM, Method.BFGS)
 _MODULES: Final = (
     *(bfgs, bounds, levenberg_marquardt, searches, separable, triangles),
     *(numba_cache, cache_files),
 )
 _LOCK: Final = threading.Lock()
 _LOADED: Final[dict[tuple[Method, Path | None], Steering]] = {}
-_LOADER: Final = ThreadPoolExecutor(2, "fit-loader")
 
 
 class Steering(NamedTuple):
@@ -72,30 +70,32 @@ def load_in_background(method: Method, directory: Path | None = None) -> Future[
     """Load a method's code in another thread, unless that has been done; see `load`."""
     if (method, directory) in _LOADED:
         return None
-    return _LOADER.submit(load, method, directory)
+    return BACKGROUND.submit(load, method, directory)
+
+
+def precompile(directory: Path) -> None:
+    """Compile the code of all methods, and load nothing."""
+    with ThreadPoolExecutor(len(METHODS)) as pool:
+        list(pool.map(lambda m: _compile_elsewhere(m, _place(directory), urgent=True), METHODS))
+
+
+def _place(directory: Path) -> Path:
+    return directory / f"fit-{_fingerprint()[:32]}"
+
+
+def _compile_elsewhere(method: Method, place: Path, *, urgent: bool) -> None:
+    """Compile in a process of its own: here Numba would keep all other calls from Python's lock."""
+    compile_once(place, str(method), __name__, [[method]], urgent=urgent)
 
 
 def _load(method: Method, directory: Path | None) -> Steering:
     started = time.perf_counter()
     with usable(directory) as usable_directory:
-        kept = usable_directory / f"fit-{_fingerprint()[:32]}"
-        done = kept / f"{method}.complete"
-        if not done.exists():
-            _compile_elsewhere(method, kept)
-            cache_files.write_plain(done, b"")
+        kept = _place(usable_directory)
+        _compile_elsewhere(method, kept, urgent=False)
         steering = _compile(method, kept)
     _LOG.info("steering code of %s ready after %.2f s", method, time.perf_counter() - started)
     return steering
-
-
-def _compile_elsewhere(method: Method, place: Path) -> None:
-    """Compile in a process of its own: here Numba would keep all other calls from Python's lock."""
-    command = (sys.executable, "-m", __name__, method, str(place))
-    ended = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False
-    )
-    if ended.returncode:
-        _LOG.warning("a process that compiled %s ended with %s", method, ended.returncode)
 
 
 def _compile(method: Method, place: Path) -> Steering:
@@ -121,12 +121,10 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for module in _MODULES:
         digest.update(Path(str(module.__file__)).read_bytes())
-    host = (llvm.get_process_triple(), llvm.get_host_cpu_name())
-    for part in (llvmlite.__version__, numba.__version__, *host):
+    for part in numba_cache.compiler():
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
 
 if __name__ == "__main__":
-    os.nice(NICE)
-    _compile(Method(sys.argv[1]), Path(sys.argv[2]))
+    run_parts({method: partial(_compile, method) for method in METHODS}, sys.argv[1:])

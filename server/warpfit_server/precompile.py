@@ -1,0 +1,53 @@
+"""``warpfit precompile``: fills the cache with what the CPU engine's first start and fits compile.
+
+The code is for the processor of this machine; another one compiles its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from warpfit_server.cache_files import make_private
+from warpfit_server.code_cache import check_private, default_cache_directory, engine_environment
+from warpfit_server.resources import available_cores
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit status.
+
+    Raises:
+        InvalidArgumentError: if others could have written to the cache.
+
+    """
+    options = _parser().parse_args(arguments)
+    directory = options.cache_dir or default_cache_directory()
+    directory = directory.absolute()
+    make_private(directory)
+    check_private(directory)
+    os.environ.update(engine_environment(directory))  # before Numba is imported
+    from warpfit_server.engine import cpu_cache
+    from warpfit_server.fit import compiled
+
+    started = time.perf_counter()
+    cpu_cache.precompile(directory, available_cores())
+    engine_ready = time.perf_counter()
+    print(f"the CPU engine: {engine_ready - started:.1f} s", flush=True)
+    compiled.precompile(directory)
+    print(f"fits: {time.perf_counter() - engine_ready:.1f} s", flush=True)
+    print(f"warpfit: the code is in {directory}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="warpfit precompile",
+        description="Compile what the CPU engine and its fits need, so that servers start at once.",
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
+    )
+    return parser
