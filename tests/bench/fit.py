@@ -224,11 +224,15 @@ def costs(rows: int, seed: int) -> dict[str, Any]:
                 engine.linearise, evaluation, SQUARES, curvature=True, cancelled=flag
             ),
         }
-        medians = _medians(cases)
+        medians = _medians({name: partial(_whole, steps) for name, steps in cases.items()})
         ratios = {name: round(value / medians["loss"], 2) for name, value in medians.items()}
         found[precision.value] = {"loss_ms": round(medians["loss"] * 1e3, 2), "times_loss": ratios}
     engine.close()
     return found
+
+
+def _whole(steps: Callable[[], Any]) -> None:
+    run_to_end(steps())
 
 
 def _medians(cases: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -237,7 +241,7 @@ def _medians(cases: dict[str, Callable[[], Any]]) -> dict[str, float]:
     for repetition in range(REPETITIONS + 1):
         for name, run in cases.items():
             start = time.perf_counter()
-            run_to_end(run())
+            run()
             if repetition:
                 times[name].append(time.perf_counter() - start)
     return {name: float(np.median(series)) for name, series in times.items()}
