@@ -81,14 +81,14 @@ class Tolerances:
     """
 
     gradient: float
-    """Of the largest cosine between the residuals and a column of their Jacobian (LM), or of the
-    largest derivative, each over the length of its column of the Jacobian at the start, relative to
-    what it is at the start (BFGS)."""
+    """Limit of the largest cosine between the residuals and a column of their Jacobian (LM), or of
+    the largest derivative, each over the length of its column of the Jacobian at the start,
+    relative to what it is at the start (BFGS)."""
     step: float
-    """Of the length of a step relative to the length of the parameter vector, where each parameter
-    counts as much as it moves the values."""
+    """Limit of the length of a step relative to the length of the parameter vector, where each
+    parameter counts as much as it moves the values."""
     loss: float
-    """Of the change of the loss in one step relative to the loss."""
+    """Limit of the change of the loss in one step relative to the loss."""
 
     @classmethod
     def of(cls, dtype: np.dtype[Any], accuracy: Accuracy = Accuracy.SCREENING) -> Tolerances:

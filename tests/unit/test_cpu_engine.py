@@ -429,6 +429,23 @@ def test_only_derivatives_wait_for_their_code(copied, monkeypatch):
     engine.close()
 
 
+def test_code_of_derivatives_that_failed_to_load_is_loaded_again(copied, monkeypatch):
+    """A lack of memory that passes does not end all gradients of the engine."""
+    load, failures = cpu_cache.load_derivatives, [MemoryError()]
+
+    def fails_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return load(*arguments)
+
+    monkeypatch.setattr(cpu_cache, "load_derivatives", fails_once)
+    engine = CpuEngine(1, copied)
+    with pytest.raises(MemoryError):
+        run_to_end(engine._for_derivatives())
+    assert run_to_end(engine._for_derivatives()).kernels
+    engine.close()
+
+
 def test_directory_that_cannot_be_written(tmp_path, caplog, monkeypatch):
     CpuEngine(1).close()  # its compiled code is copied, which takes less than to compile again
 

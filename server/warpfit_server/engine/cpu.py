@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -80,9 +81,8 @@ class CpuEngine:
         self.step_size = _STEP_SIZE * self.threads
         directory = cache_directory or default_cache_directory()
         self._compiled = cpu_cache.load(directory, processes=self.threads)
-        self._derivatives = BACKGROUND.submit(
-            cpu_cache.load_derivatives, directory, self._compiled, self.threads
-        )
+        self._directory = directory
+        self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, self._compiled.parallel)
         self._programs: Recurring[Programs] = Recurring()
@@ -185,9 +185,17 @@ class CpuEngine:
 
     def _for_derivatives(self) -> Steps[cpu_cache.Derivatives]:
         """Wait for the code of derivatives, which is loaded after the engine has begun to serve."""
-        if not self._derivatives.done():
-            yield self._derivatives
-        return self._derivatives.result()
+        loading = self._derivatives
+        if loading.done() and loading.exception() is not None:  # what was lacking may be there now
+            loading = self._derivatives = self._load_derivatives()
+        if not loading.done():
+            yield loading
+        return loading.result()
+
+    def _load_derivatives(self) -> Future[cpu_cache.Derivatives]:
+        return BACKGROUND.submit(
+            cpu_cache.load_derivatives, self._directory, self._compiled, self.threads
+        )
 
     def _planned(
         self,

@@ -53,14 +53,14 @@ class Compiled:
 
 @dataclass(frozen=True, eq=False)
 class Derivatives:
-    """What evaluations with derivatives take beside that."""
+    """The compiled code that evaluations with derivatives need besides `Compiled`."""
 
     combine: Any
     differentiate: int
     """Address of what runs a piece of lowering; the next one of an evaluation."""
     linearise: int
     kernels: dict[Flavour, Kernels]
-    """All that there are."""
+    """Kernels of operators, losses and derivatives."""
     owners: tuple[Any, ...]
 
 

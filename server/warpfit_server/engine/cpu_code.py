@@ -173,10 +173,10 @@ def _object(path: Path, flavour: Flavour, build: Callable[[Flavour], bytes]) -> 
 
 
 class Part(NamedTuple):
-    """What is compiled apart from the rest."""
+    """A part of the compiled code that a process can compile alone."""
 
     seconds: float
-    """About how long it takes."""
+    """About how long compiling takes."""
     load: Callable[[Path], object]
 
 

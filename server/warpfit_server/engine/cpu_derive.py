@@ -75,7 +75,7 @@ class Plan:
 
     lowered: lowering.Differentiated
     row_loss: cpu_lower.Lowered
-    """What gives the row losses where loss kernels do not."""
+    """Instructions of the row loss, for losses that have no kernel of their own."""
     spans: NDArray[np.int64]
     """See `Work`, likewise the next."""
     cells: NDArray[np.int64]

@@ -187,7 +187,7 @@ _ONE_BITS: Final = int(np.ones(1).view(np.int64)[0])
 
 
 class Given(NamedTuple):
-    """What is lowered, in compiled code; bits are those of the values."""
+    """The programs to lower, as arrays for compiled code; ``bits`` are the bits of the values."""
 
     codes: Any
     values: Any

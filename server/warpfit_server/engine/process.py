@@ -102,8 +102,11 @@ def _prepare_fits(cache_directory: Path | None) -> None:
     # Imported here, because importing it costs a start of the server some time.
     from warpfit_server.fit import compiled
 
-    for method in compiled.METHODS:
-        compiled.load_in_background(method, cache_directory)
+    try:
+        for method in compiled.METHODS:
+            compiled.load(method, cache_directory)
+    except Exception:  # the first fit tries again, and tells its caller
+        _LOG.exception("the code of fits was not loaded")
 
 
 def main(arguments: Sequence[str]) -> None:

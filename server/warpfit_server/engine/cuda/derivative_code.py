@@ -59,7 +59,7 @@ _COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS, _, _, _RESUL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramRecords:
-    """What the host has to know of a batch in code, to launch it."""
+    """Sizes and places of a lowered batch, which the host needs to launch it."""
 
     programs: NDArray[np.void]
     """Records of the struct Program, [programs]."""
@@ -74,7 +74,7 @@ class ProgramRecords:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DerivativeCode(ProgramRecords):
-    """What the kernels of derivatives.cu read of a batch, whatever its parameters.
+    """A lowered batch without its parameters, as the kernels of derivatives.cu read it.
 
     The parts of a program lie together; programs lie in any order.
     """

@@ -67,7 +67,7 @@ class DeviceCode:
     memory: Any
     """Device memory of the code; None if it is uploaded with the parameters."""
     addresses: dict[str, int]
-    """Of the arrays in it, by the name of the kernel's argument."""
+    """Addresses of the arrays in ``memory``, by the name of the kernel's argument."""
     arrays: dict[str, NDArray[Any]]
     """Arrays that are uploaded with the parameters."""
 
