@@ -432,16 +432,21 @@ def test_only_derivatives_wait_for_their_code(copied, monkeypatch):
 def test_code_of_derivatives_that_failed_to_load_is_loaded_again(copied, monkeypatch):
     """A lack of memory that passes does not end all gradients of the engine."""
     load, failures = cpu_cache.load_derivatives, [MemoryError()]
+    somebody_waits = threading.Event()
 
     def fails_once(*arguments):
         if failures:
+            assert somebody_waits.wait(30)
             raise failures.pop()
         return load(*arguments)
 
     monkeypatch.setattr(cpu_cache, "load_derivatives", fails_once)
     engine = CpuEngine(1, copied)
+    waiting = engine._for_derivatives()
+    next(waiting)
+    somebody_waits.set()
     with pytest.raises(MemoryError):
-        run_to_end(engine._for_derivatives())
+        run_to_end(waiting)
     assert run_to_end(engine._for_derivatives()).kernels
     engine.close()
 
