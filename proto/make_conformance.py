@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from warpfit import codec, parse, reference_engine
+from warpfit import codec, parse
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
+from warpfit.expressions import reference_engine
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE

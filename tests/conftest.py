@@ -6,9 +6,9 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from warpfit_server.code_cache import default_cache_directory, engine_environment
+from warpfit_server.system.cache_directory import default_cache_directory, engine_environment
 
-pytest.register_assert_rewrite("support.derivative_suite")
+pytest.register_assert_rewrite("support.engines.derivative_suite")
 
 # As in an engine process: code that was compiled from other sources is no longer current.
 os.environ.update(engine_environment(None))
@@ -39,10 +39,10 @@ def pytest_sessionstart() -> None:
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    from warpfit_server.engine import cpu_cache
-    from warpfit_server.fit import compiled
-    from warpfit_server.resources import available_cores
+    from warpfit_server.engine.cpu.codegen import kernel_cache
+    from warpfit_server.engine.fit import compiled
+    from warpfit_server.system.resources import available_cores
 
     directory = default_cache_directory()
-    cpu_cache.precompile(directory, available_cores())
+    kernel_cache.precompile(directory, available_cores())
     compiled.precompile(directory)

@@ -31,9 +31,9 @@ from tqdm import tqdm
 import warpfit
 import warpfit.ops
 from warpfit.embedded import server_at
+from warpfit.expressions.printing import to_latex, to_text
 from warpfit.frontends import as_program
 from warpfit.frontends.deap import Evaluator
-from warpfit.printing import to_latex, to_text
 
 MIGRATE_EVERY = 5
 MIGRANTS = 5

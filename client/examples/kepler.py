@@ -128,7 +128,7 @@ def to_program(tree: Tree) -> warpfit.Program:
 
 def to_text(found: Scored) -> str:
     """Write a formula with its fitted parameters."""
-    from warpfit.printing import to_text as program_text
+    from warpfit.expressions.printing import to_text as program_text
 
     text = program_text(to_program(found.tree), NAMES)
     for index, value in reversed(list(enumerate(found.parameters, start=1))):

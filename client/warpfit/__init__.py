@@ -46,16 +46,16 @@ prepare()
 if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async
     from warpfit.client import Client, connect
-    from warpfit.config import RetryPolicy, TransportConfig
-    from warpfit.security import TlsConfig
+    from warpfit.transport.security import TlsConfig
+    from warpfit.transport.settings import RetryPolicy, TransportConfig
 
     __version__: str
 
 _LAZY: Final = {
     "warpfit.aio": ("AsyncClient", "connect_async"),
     "warpfit.client": ("Client", "connect"),
-    "warpfit.config": ("RetryPolicy", "TransportConfig"),
-    "warpfit.security": ("TlsConfig",),
+    "warpfit.transport.settings": ("RetryPolicy", "TransportConfig"),
+    "warpfit.transport.security": ("TlsConfig",),
 }
 
 __all__ = [

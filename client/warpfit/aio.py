@@ -7,16 +7,16 @@ from typing import Any, Protocol, Self, TypeVar, Unpack
 
 import grpc
 
-from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
-from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
-from warpfit.core import Call, Operation, Operations, Sleep, Step
-from warpfit.data import Answer, Data, Fit
+from warpfit.calls.arguments import EvaluateOptions, Parameters, UploadOptions
+from warpfit.calls.core import Call, Operation, Operations, Sleep, Step
+from warpfit.calls.data import Answer, Data, Fit
+from warpfit.calls.fit_arguments import FitOptions
+from warpfit.calls.info import ServerInfo
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
-from warpfit.fit_arguments import FitOptions
-from warpfit.info import ServerInfo
-from warpfit.security import Security, TlsConfig
-from warpfit.transport import Methods, check_address, client_closed, failure
+from warpfit.transport.channel import Methods, check_address, client_closed, failure
+from warpfit.transport.security import Security, TlsConfig
+from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
 
 T = TypeVar("T")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any, Self, TypeVar, Unpack
 
-from warpfit.arguments import EvaluateOptions, Parameters, UploadOptions
-from warpfit.config import ClientConfig, RetryPolicy, TransportConfig
-from warpfit.core import Call, Operation, Operations, Sleep, Step
-from warpfit.data import Answer, Data, Fit
+from warpfit.calls.arguments import EvaluateOptions, Parameters, UploadOptions
+from warpfit.calls.core import Call, Operation, Operations, Sleep, Step
+from warpfit.calls.data import Answer, Data, Fit
+from warpfit.calls.fit_arguments import FitOptions
+from warpfit.calls.info import ServerInfo
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
-from warpfit.fit_arguments import FitOptions
-from warpfit.info import ServerInfo
-from warpfit.security import Security, TlsConfig
-from warpfit.transport import GrpcTransport, Transport
+from warpfit.transport.channel import GrpcTransport, Transport
+from warpfit.transport.security import Security, TlsConfig
+from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ class Client:
             **options: ``loss`` ("mse" by default), ``method`` ("auto", "lm", "bfgs"),
                 ``max_iterations``, tolerances, ``bounds``, ``fixed``, ``all_starts``,
                 ``standard_errors``, ``covariance``, ``rows``, ``partial``, ``progress``,
-                ``timeout``; see `warpfit.fit_arguments.FitOptions`.
+                ``timeout``; see `warpfit.calls.fit_arguments.FitOptions`.
 
         Returns:
             Parameters, losses before and after, iterations, and why each search ended. No loss is

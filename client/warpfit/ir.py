@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.expressions.tokens import check_indices, check_structure, is_sound
+from warpfit.expressions.vectors import Vectors
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
-from warpfit.tokens import check_indices, check_structure, is_sound
-from warpfit.vectors import Vectors
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ class Program:
 
     def __str__(self) -> str:
         """Text that `warpfit.parse` reads back, with variables x1... and parameters p1...."""
-        from warpfit.printing import to_text
+        from warpfit.expressions.printing import to_text
 
         return to_text(self)
 
@@ -202,7 +202,7 @@ class Program:
         return f"Program({str(self)!r})"
 
     def _repr_latex_(self) -> str:
-        from warpfit.printing import to_latex
+        from warpfit.expressions.printing import to_latex
 
         return f"${to_latex(self)}$"
 

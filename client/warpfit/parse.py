@@ -38,7 +38,7 @@ from typing import Final, Generic, NoReturn, TypeVar
 import numpy as np
 
 from warpfit.errors import ParseError
-from warpfit.grammar import (
+from warpfit.expressions.grammar import (
     ALIASES,
     CHAINED,
     COMPARISONS,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.calls.display import TextTable
 from warpfit.dataset import Layout
-from warpfit.display import TextTable
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch
 from warpfit.losses import BUILT_IN, LossFunction

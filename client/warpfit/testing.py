@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 import warpfit
-from warpfit import codec, reference_engine
+from warpfit import codec
 from warpfit.aio import AsyncClient
+from warpfit.calls.core import Call, Outgoing
+from warpfit.calls.info import Device, Limits, ServerInfo
 from warpfit.client import Client
-from warpfit.config import ClientConfig, RetryPolicy
-from warpfit.core import Call, Outgoing
 from warpfit.dataset import Dataset, Layout
 from warpfit.embedded import require_server
 from warpfit.errors import (
@@ -37,10 +37,11 @@ from warpfit.errors import (
     UnavailableError,
     WarpfitError,
 )
+from warpfit.expressions import reference_engine
 from warpfit.fitting import FitProgress
-from warpfit.info import Device, Limits, ServerInfo
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
+from warpfit.transport.settings import ClientConfig, RetryPolicy
 
 #: Repeats at once: a test should not wait.
 FAST_RETRIES = RetryPolicy(total_seconds=5.0, initial_backoff=0.001, maximum_backoff=0.01)
@@ -138,8 +139,8 @@ class InProcessServer:
 
     def _optimize(self, message: Any) -> Iterator[Any]:
         require_server()
-        from warpfit_server.engine.base import run_to_end
-        from warpfit_server.fit.driver import Surroundings, optimize
+        from warpfit_server.engine.fit.driver import Surroundings, optimize
+        from warpfit_server.engine.interface import run_to_end
 
         request = codec.fit_from_message(message)
         dataset = self._dataset(request.problem.dataset_id)
@@ -235,7 +236,7 @@ class _ReferenceEngine:
     def linearise(
         self, evaluation: Evaluation, row_loss: Program, *, curvature: bool, cancelled: Any
     ) -> Any:
-        from warpfit_server.engine.base import Linearisation
+        from warpfit_server.engine.interface import Linearisation
 
         yield None
         batch, rows = evaluation.batch, reference_engine.Rows.of(self._dataset, evaluation)

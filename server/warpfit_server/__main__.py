@@ -11,9 +11,9 @@ from typing import Final
 
 from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.logs import configure_logging
+from warpfit_server.observability.logs import configure_logging
 from warpfit_server.server import Server
-from warpfit_server.workers import take_short_turns
+from warpfit_server.system.worker_threads import take_short_turns
 
 #: Pause between two looks whether the server should stop.
 _LOOK_SECONDS: Final = 0.1

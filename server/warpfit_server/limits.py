@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
+from warpfit.calls.info import Limits
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitRequest, Method
-from warpfit.info import Limits
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 

@@ -6,19 +6,19 @@ import os
 import time
 
 from warpfit_server.config import Config
-from warpfit_server.datasets import DatasetStore
-from warpfit_server.doors import Doors
-from warpfit_server.gpu import GpuMonitor
-from warpfit_server.health import Health, HealthPort
-from warpfit_server.measurements import Recorder
-from warpfit_server.metrics import MetricsPage, Sources
-from warpfit_server.metrics_port import MetricsPort
-from warpfit_server.probe import Probe
-from warpfit_server.requests import Observer
-from warpfit_server.supervisor import EngineSupervisor
-from warpfit_server.tls import join_address
-from warpfit_server.tracing import make_tracer
-from warpfit_server.watchdog import Watchdog
+from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.observability.calls import Observer
+from warpfit_server.observability.gpu_monitor import GpuMonitor
+from warpfit_server.observability.measurements import Recorder
+from warpfit_server.observability.metrics import MetricsPage, Sources
+from warpfit_server.observability.metrics_port import MetricsPort
+from warpfit_server.observability.tracing import make_tracer
+from warpfit_server.processes.front_ends import Doors
+from warpfit_server.processes.probe import Probe
+from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.processes.watchdog import Watchdog
+from warpfit_server.rpc.health import Health, HealthPort
+from warpfit_server.rpc.tls import join_address
 
 
 class Operations:

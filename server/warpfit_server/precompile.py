@@ -11,9 +11,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpfit_server.cache_files import make_private
-from warpfit_server.code_cache import check_private, default_cache_directory, engine_environment
-from warpfit_server.resources import available_cores
+from warpfit_server.system.cache_directory import (
+    check_private,
+    default_cache_directory,
+    engine_environment,
+)
+from warpfit_server.system.cache_files import make_private
+from warpfit_server.system.resources import available_cores
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,11 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     make_private(directory)
     check_private(directory)
     os.environ.update(engine_environment(directory))  # before Numba is imported
-    from warpfit_server.engine import cpu_cache
-    from warpfit_server.fit import compiled
+    from warpfit_server.engine.cpu.codegen import kernel_cache
+    from warpfit_server.engine.fit import compiled
 
     started = time.perf_counter()
-    cpu_cache.precompile(directory, available_cores())
+    kernel_cache.precompile(directory, available_cores())
     engine_ready = time.perf_counter()
     print(f"the CPU engine: {engine_ready - started:.1f} s", flush=True)
     compiled.precompile(directory)

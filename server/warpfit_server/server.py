@@ -6,20 +6,20 @@ from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 
-from warpfit_server.code_cache import usable
 from warpfit_server.config import Config
-from warpfit_server.datasets import DatasetStore, Sweeper
-from warpfit_server.doors import Doors
-from warpfit_server.guard import make_guard
-from warpfit_server.ledger import Ledger
-from warpfit_server.measurements import Recorder
+from warpfit_server.data.dataset_store import DatasetStore, Sweeper
+from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
+from warpfit_server.observability.measurements import Recorder
 from warpfit_server.operations import Operations
-from warpfit_server.port import check_free, listen, make_server
-from warpfit_server.segments import SegmentPool, raise_descriptor_limit
-from warpfit_server.server_directory import ServerDirectory
-from warpfit_server.service import SERVICE_NAME, EvaluatorService, ResidentLeases
-from warpfit_server.supervisor import EngineSupervisor
-from warpfit_server.tls import check_exposure
+from warpfit_server.processes.front_ends import Doors
+from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.rpc.interceptor import make_guard
+from warpfit_server.rpc.port import check_free, listen, make_server
+from warpfit_server.rpc.servicer import SERVICE_NAME, EvaluatorService, ResidentLeases
+from warpfit_server.rpc.tls import check_exposure
+from warpfit_server.system.cache_directory import usable
+from warpfit_server.system.server_directory import ServerDirectory
+from warpfit_server.tenancy.quotas import Ledger
 
 
 class Server:

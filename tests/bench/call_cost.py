@@ -23,18 +23,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
-from support.bare import bare_server, serve
-from support.results import write_result
+from support.repository.results import write_result
+from support.servers.bare import bare_server, serve
 from warpfit import codec
-from warpfit.arguments import build_evaluation
-from warpfit.data import Answer, Data
+from warpfit.bench.workload import thesis_mix
+from warpfit.calls.arguments import build_evaluation
+from warpfit.calls.data import Answer, Data
+from warpfit.calls.info import Limits
+from warpfit.calls.token_cache import RecentTokens
 from warpfit.dataset import Dataset
-from warpfit.info import Limits
-from warpfit.recent import RecentTokens
 from warpfit.request import Evaluation, Timings
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit.workload import thesis_mix
-from warpfit_server.engine import sound
+from warpfit_server.engine import validate
 from warpfit_server.limits import check_batch
 
 SEED = 20261121
@@ -104,14 +104,14 @@ def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
         request = codec.parse_message(pb.EvaluateRequest, messages[turn])
         check(codec.evaluation_from_message(request))
 
-    sound.is_sound(evaluations[0].batch, variables)  # compiles
+    validate.is_sound(evaluations[0].batch, variables)  # compiles
     return microseconds(
         {
             "parse": lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn]),
             "unpack": lambda turn: codec.evaluation_from_message(requests[turn]),
             "limits": lambda turn: check(evaluations[turn]),
             "door": door,
-            "tokens_compiled": lambda turn: sound.is_sound(evaluations[turn].batch, variables),
+            "tokens_compiled": lambda turn: validate.is_sound(evaluations[turn].batch, variables),
             "tokens_numpy": lambda turn: evaluations[turn].batch.check(variables),
         }
     )

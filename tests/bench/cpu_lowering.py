@@ -17,14 +17,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.results import write_result
+from support.repository.results import write_result
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit.workload import thesis_mix
-from warpfit_server.engine import cpu_work
-from warpfit_server.engine.base import Outputs, run_to_end
-from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.engine.cpu import evaluation as cpu_work
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 SEED, ROWS, VARIABLES = 20261121, 1000, 10
 #: Programs of a batch, and how many batches.

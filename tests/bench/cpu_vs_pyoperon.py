@@ -27,17 +27,17 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.results import write_result
-from warpfit import reference
+from support.repository.results import write_result
 from warpfit.bench.measure import AGREEMENT, agreement
 from warpfit.bench.peers.processors import infix
+from warpfit.bench.workload import THESIS_OPERATORS, thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions import reference
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit.workload import THESIS_OPERATORS, thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
-from warpfit_server.engine.cpu import CpuEngine
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 VARIABLES = 10
 SECONDS_A_CASE = 1.5

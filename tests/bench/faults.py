@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support import faults
-from support.killed import is_clean, killed_uploads
-from support.results import RESULTS, write_result
+from support.load import faults
+from support.load.killed import is_clean, killed_uploads
+from support.repository.results import RESULTS, write_result
 
 #: Seconds in which a killed CPU engine has to answer again.
 BACK = 2.0

@@ -8,10 +8,10 @@ without noise, on 1,000 rows for training and as many for testing. gplearn runs 
 defaults. Its wall time is then the time of warpfit's `SymbolicRegressor`, with its own defaults but
 for the number of generations, on a CPU engine with one thread, as gplearn uses one. An equation is
 *recovered* if SymPy finds the formula equivalent to the true one by SRBench's rule, whatever shape
-it is written in (`support.symbolic`: numbers are rounded to three decimals, difference or ratio is
-a constant; what SymPy cannot decide in a minute is not recovered), and *accurate* if the error on
-the test rows is below 1e-16 of the target's variance, which an approximation may reach, too. The
-server runs for the whole benchmark; its start is not counted and is reported apart.
+it is written in (`support.repository.symbolic`: numbers are rounded to three decimals, difference
+or ratio is a constant; what SymPy cannot decide in a minute is not recovered), and *accurate* if
+the error on the test rows is below 1e-16 of the target's variance, which an approximation may
+reach, too. The server runs for the whole benchmark; its start is not counted and is reported apart.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.results import write_result
-from support.symbolic import is_solution
-from warpfit import parse, reference
+from support.repository.results import write_result
+from support.repository.symbolic import is_solution
+from warpfit import parse
 from warpfit.embedded import embedded_server
+from warpfit.expressions import reference
+from warpfit.expressions.printing import to_text
 from warpfit.frontends.gplearn import from_gplearn
-from warpfit.printing import to_text
 from warpfit.sklearn import SymbolicRegressor
 
 EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"

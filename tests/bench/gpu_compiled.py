@@ -21,22 +21,22 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.results import write_result
+from support.repository.results import write_result
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
-from warpfit_server.engine.cuda.compiled import CompiledTier
-from warpfit_server.engine.cuda.device import CudaDevice
-from warpfit_server.engine.cuda.kernels import KernelStore
-from warpfit_server.engine.cuda.layout import GridLayout
-from warpfit_server.engine.cuda.library import Mode
-from warpfit_server.engine.cuda.prepared import CompiledTuning
-from warpfit_server.engine.cuda.resident import ResidentDataset, upload
-from warpfit_server.engine.cuda.shapes import lift
-from warpfit_server.resources import available_cores
+from warpfit_server.engine.cuda.jit.device_library import Mode
+from warpfit_server.engine.cuda.jit.grid_layout import GridLayout
+from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
+from warpfit_server.engine.cuda.jit.prepare import CompiledTuning
+from warpfit_server.engine.cuda.jit.shapes import lift
+from warpfit_server.engine.cuda.jit.tier import CompiledTier
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
+from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.system.resources import available_cores
 
 MODES = {
     "float32 fast": (np.float32, Precision.FAST),

@@ -31,15 +31,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
-from support.results import write_result
-from support.server import ServerProcess
+from support.repository.results import write_result
+from support.servers.server import ServerProcess
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 SEED = 20261121
 ITERATIONS = 50

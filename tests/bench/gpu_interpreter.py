@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.results import write_result
+from support.repository.results import write_result
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
-from warpfit_server.engine.cuda.device import CudaDevice
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter import Interpreter, interpret
-from warpfit_server.engine.cuda.launch import Piece
-from warpfit_server.engine.cuda.resident import upload
-from warpfit_server.engine.cuda.streams import StreamContext
+from warpfit_server.engine.cuda.interpreter.launch_arguments import Piece
+from warpfit_server.engine.cuda.interpreter.tier import Interpreter, interpret
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.resident_data import upload
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 MODES = {
     "float32 fast": (np.float32, Precision.FAST),

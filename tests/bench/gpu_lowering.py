@@ -24,13 +24,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_interpreter import device_time
 
-from support.results import write_result
+from support.repository.results import write_result
+from warpfit.bench.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.cuda import lowering
-from warpfit_server.engine.cuda.batch_memory import Parts, most_levels, pack
-from warpfit_server.engine.cuda.device import CudaDevice
-from warpfit_server.engine.cuda.tokens import Tokens
+from warpfit_server.engine.cuda.interpreter import lowering
+from warpfit_server.engine.cuda.runtime.batch_layout import Parts, most_levels, pack
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.tokens import Tokens
 
 #: Most programs that are drawn; larger batches repeat them.
 DRAWN = 5000

@@ -23,10 +23,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
-from support.results import write_result
-from support.server import ServerProcess
+from support.repository.results import write_result
+from support.servers.server import ServerProcess
+from warpfit.bench.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit.workload import thesis_mix
 
 SEED = 20261121
 ROWS = 100_000

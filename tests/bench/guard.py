@@ -29,7 +29,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
-from support.callers import (
+from support.load.callers import (
     OPTIMIZE,
     TURN_SECONDS,
     Caller,
@@ -40,14 +40,14 @@ from support.callers import (
     closed_loop,
     on_cores,
 )
-from support.results import write_result
-from support.secret_files import write_secret
-from support.server import ServerProcess
+from support.repository.results import write_result
+from support.servers.secret_files import write_secret
+from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.arguments import build_evaluation
-from warpfit.fit_arguments import build_fit
-from warpfit.security import new_token
-from warpfit.workload import thesis_mix
+from warpfit.bench.workload import thesis_mix
+from warpfit.calls.arguments import build_evaluation
+from warpfit.calls.fit_arguments import build_fit
+from warpfit.transport.security import new_token
 
 SEED = 20261121
 VARIABLES = 10

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.install import required_packages
-from support.results import write_result
+from support.repository.install import required_packages
+from support.repository.results import write_result
 
 STATEMENTS = {
     "numpy": "import numpy",

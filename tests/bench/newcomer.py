@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.fresh import FreshMachine
-from support.readmes import installs, programs, snippets
-from support.results import write_result
+from support.repository.fresh import FreshMachine
+from support.repository.readmes import installs, programs, snippets
+from support.repository.results import write_result
 
 
 @contextmanager

@@ -19,14 +19,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit
-from support.bare import NO_LIMIT, bare_server, serve
-from support.results import write_result
-from support.server import ServerProcess
+from support.repository.results import write_result
+from support.servers.bare import NO_LIMIT, bare_server, serve
+from support.servers.server import ServerProcess
 from warpfit import codec
+from warpfit.bench.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit.workload import thesis_mix
 
 SEED = 20261121
 ROUNDS = 5

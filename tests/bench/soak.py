@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.results import write_result
-from support.soak import soak
+from support.load.soak import soak
+from support.repository.results import write_result
 
 LEAK = 32 << 10
 

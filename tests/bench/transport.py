@@ -28,13 +28,13 @@ import grpc
 import numpy as np
 import psutil
 
-from support.bare import NO_LIMIT, bare_server, serve
-from support.faults import injected
-from support.results import write_result
-from support.server import ServerProcess
-from warpfit.core import Deadline
+from support.load.faults import injected
+from support.repository.results import write_result
+from support.servers.bare import NO_LIMIT, bare_server, serve
+from support.servers.server import ServerProcess
+from warpfit.calls.core import Deadline
+from warpfit.calls.progress import silent
 from warpfit.dataset import Dataset
-from warpfit.progress import silent
 
 SEED = 20261121
 ROUNDS = 9
@@ -177,7 +177,7 @@ def uploads(client: warpfit.Client, door: psutil.Process) -> dict[str, Any]:
         client._drive(client._operations._send(dataset, Deadline(None), silent))
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(door) - cpu)
-        client.release(warpfit.data.Data(dataset))
+        client.release(warpfit.calls.data.Data(dataset))
     size = X.nbytes
     found = {"bytes": size, "ready": rates(size, ready), **described(size, seconds, work)}
     for figure, choose in (("gb_s", statistics.median), ("best_gb_s", min)):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import warpfit
-from support.server import ServerProcess
+from support.servers.server import ServerProcess
 
 
 @pytest.fixture(scope="session")

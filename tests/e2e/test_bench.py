@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from support.server import ServerProcess
+from support.servers.server import ServerProcess
 
 #: The fixture runs the command twice, and starts two servers, which may have to compile.
 pytestmark = pytest.mark.timeout(400)
 
 
 def bench(*words, **options):
-    command = [sys.executable, "-c", "import sys; from warpfit.cli import main; sys.exit(main())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from warpfit.cli.main import main; sys.exit(main())",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*command, "bench", *map(str, words)], **pipes, **options)
 

@@ -12,16 +12,16 @@ import psutil
 import pytest
 
 import warpfit
-from support.rpcs import OWN_CONNECTION, SERVICE, Caller
-from support.server import runs
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller
+from support.servers.server import runs
 from warpfit import codec
-from warpfit.arguments import build_evaluation
+from warpfit.calls.arguments import build_evaluation
+from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
-from warpfit.fit_arguments import build_fit
 from warpfit_server.config import Config
-from warpfit_server.ledger import Usage
 from warpfit_server.limits import check_batch
 from warpfit_server.server import Server
+from warpfit_server.tenancy.quotas import Usage
 
 WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
 LONG = "+".join(f"sin(x1*{k})" for k in range(1, 300))
@@ -195,7 +195,7 @@ def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
         time.sleep(0.1)
         return check_batch(*arguments)
 
-    monkeypatch.setattr("warpfit_server.service.check_batch", slow)
+    monkeypatch.setattr("warpfit_server.rpc.servicer.check_batch", slow)
     connection = server.supervisor.connection
     started = []
     original = connection._start

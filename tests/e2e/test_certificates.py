@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.certificates import Authority
-from support.rpcs import METHODS, OWN_CONNECTION, Caller, X
-from support.server import ServerProcess
-from warpfit import cli
+from support.servers.certificates import Authority
+from support.servers.rpcs import METHODS, OWN_CONNECTION, Caller, X
+from support.servers.server import ServerProcess
+from warpfit.cli import main as cli
 from warpfit.dataset import Dataset
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)

@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
-from support.conformance import DATASETS, VECTORS, array, assert_met
-from support.server import ServerProcess
+from support.repository.conformance import DATASETS, VECTORS, array, assert_met
+from support.servers.server import ServerProcess
 from warpfit.v1 import evaluator_pb2 as pb
 
 SERVICE = "/warpfit.v1.Evaluator/"

@@ -8,8 +8,8 @@ import time
 import pytest
 
 import warpfit
-from support import health
-from support.server import ServerProcess
+from support.servers import health
+from support.servers.server import ServerProcess
 
 MOST = 8
 

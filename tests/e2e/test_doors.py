@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import warpfit
-from support.server import ServerProcess
+from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.arguments import build_evaluation
+from warpfit.calls.arguments import build_evaluation
 
 DOORS = 3
 CLIENTS = 16

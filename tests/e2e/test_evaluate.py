@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.server import ServerProcess
-from warpfit import reference
+from support.servers.server import ServerProcess
+from warpfit.bench.workload import thesis_mix
+from warpfit.expressions import reference
 from warpfit.request import Loss
-from warpfit.workload import thesis_mix
 
 ROWS = 1025
 

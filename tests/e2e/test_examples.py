@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.server import ServerProcess
+from support.servers.server import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support import faults
-from support.killed import is_clean, killed_uploads
-from support.soak import soak
+from support.load import faults
+from support.load.killed import is_clean, killed_uploads
+from support.load.soak import soak
 
 
 def assert_unharmed(seen: dict) -> None:

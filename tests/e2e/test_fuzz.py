@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from support.fuzz import FLAGS, Fuzzer, Sender, is_fine
-from support.server import ServerProcess
+from support.load.fuzz import FLAGS, Fuzzer, Sender, is_fine
+from support.servers.server import ServerProcess
 
 REQUESTS = 2400
 THREADS = 4

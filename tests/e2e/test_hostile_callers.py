@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 import warpfit
-from support.health import check
-from support.http2 import RawConnection, part_of_message
-from support.rpcs import OWN_CONNECTION, SERVICE, Caller, bearer
-from support.server import ServerProcess
+from support.servers.health import check
+from support.servers.http2 import RawConnection, part_of_message
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, bearer
+from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.arguments import build_evaluation
+from warpfit.calls.arguments import build_evaluation
 from warpfit.dataset import Dataset
-from warpfit.security import new_token
+from warpfit.transport.security import new_token
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 PENDING, RESIDENT = 64 << 20, 32 << 20

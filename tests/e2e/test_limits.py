@@ -17,14 +17,14 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 import warpfit
-from support.rpcs import OWN_CONNECTION, SERVICE, Caller, X, bearer, evaluate_request
-from support.secret_files import write_secret
-from support.server import ServerProcess
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, X, bearer, evaluate_request
+from support.servers.secret_files import write_secret
+from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.arguments import build_evaluation
+from warpfit.calls.arguments import build_evaluation
+from warpfit.cli.prometheus_reader import scrape
 from warpfit.dataset import Dataset
-from warpfit.scrape import scrape
-from warpfit.security import new_token
+from warpfit.transport.security import new_token
 from warpfit.v1 import evaluator_pb2 as pb
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)

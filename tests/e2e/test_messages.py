@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import warpfit
-from support import health
-from support.faults import injected
-from support.rpcs import OWN_CONNECTION, SERVICE, evaluate_request
-from support.server import ServerProcess
+from support.load.faults import injected
+from support.servers import health
+from support.servers.rpcs import OWN_CONNECTION, SERVICE, evaluate_request
+from support.servers.server import ServerProcess
 from warpfit import codec
 from warpfit.losses import LossFunction
 from warpfit.v1 import evaluator_pb2 as pb

@@ -12,8 +12,8 @@ import tomllib
 
 import pytest
 
-from support.fresh import FreshMachine, index_answers
-from support.readmes import READMES, ROOT, Snippet, installs, programs, snippets
+from support.repository.fresh import FreshMachine, index_answers
+from support.repository.readmes import READMES, ROOT, Snippet, installs, programs, snippets
 
 ADDRESS = "127.0.0.1:50551"
 #: Compiling thousands of modules, few of them used, takes longer than installing them.

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import warpfit
-from support import health
-from support.load import OwnConnection
-from support.server import ServerProcess
+from support.load.load import OwnConnection
+from support.servers import health
+from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.arguments import build_evaluation
-from warpfit.cli import main
-from warpfit.scrape import scrape
+from warpfit.calls.arguments import build_evaluation
+from warpfit.cli.main import main
+from warpfit.cli.prometheus_reader import scrape
 
 X = np.random.default_rng(5).normal(size=(100, 3))
 DOORS = 2

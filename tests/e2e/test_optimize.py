@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 
 import warpfit
-from support import nist
-from support.server import ServerProcess
-from warpfit import Reason, parse, reference_engine
+from support.engines import nist
+from support.servers.server import ServerProcess
+from warpfit import Reason, parse
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions import reference_engine
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
-from warpfit.workload import thesis_mix
-from warpfit_server.code_cache import default_cache_directory
-from warpfit_server.engine.cpu import CpuEngine
-from warpfit_server.resources import available_cores
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.resources import available_cores
 
 rng = np.random.default_rng(12)
 X = rng.uniform(0.5, 2.0, size=(1025, 2))

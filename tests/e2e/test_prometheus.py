@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import warpfit
-from support.faults import free_port
-from support.server import ServerProcess
+from support.load.faults import free_port
+from support.servers.server import ServerProcess
 
 pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import warpfit
-from support import health
-from support.faults import injected
-from support.load import Load
-from support.server import ServerProcess
-from warpfit.scrape import scrape
+from support.load.faults import injected
+from support.load.load import Load
+from support.servers import health
+from support.servers.server import ServerProcess
+from warpfit.cli.prometheus_reader import scrape
 
 FATAL = 666.0
 FLAGS = ("--threads", "1", "--front-doors", "2", "--health-port", "0", "--metrics-port", "0")

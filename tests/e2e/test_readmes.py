@@ -18,10 +18,18 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.deployments import built
-from support.deployments import check_command as check_deployment
-from support.readmes import READMES, ROOT, Snippet, commands, installs, programs, snippets
-from support.server import ServerProcess
+from support.repository.deployments import built
+from support.repository.deployments import check_command as check_deployment
+from support.repository.readmes import (
+    READMES,
+    ROOT,
+    Snippet,
+    commands,
+    installs,
+    programs,
+    snippets,
+)
+from support.servers.server import ServerProcess
 
 ADDRESS = "127.0.0.1:50551"
 #: The first ones of these two have tests of their own.
@@ -138,7 +146,7 @@ def check_command(line: str, checkout: Path) -> None:
 def executed(words: list[str]) -> tuple[list[str], dict[str, str]]:
     """A command with this interpreter, and its environment."""
     if words[0] == "warpfit":
-        main = "import sys; from warpfit.cli import main; sys.exit(main())"
+        main = "import sys; from warpfit.cli.main import main; sys.exit(main())"
         words = [sys.executable, "-c", main, *words[1:]]
     elif words[0] == "python":
         words = [sys.executable, *words[1:]]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.server import ServerProcess
+from support.servers.server import ServerProcess
 from warpfit import codec
 from warpfit.dataset import Dataset
 from warpfit.v1 import evaluator_pb2 as pb

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.server import ServerProcess
+from support.servers.server import ServerProcess
 from warpfit.errors import InvalidArgumentError, ParseError
 
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
@@ -54,7 +54,7 @@ def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerPr
     assert "a" in model.expression_
     assert "c" not in model.expression_
     np.testing.assert_allclose(
-        warpfit.reference.evaluate_program(
+        warpfit.expressions.reference.evaluate_program(
             warpfit.parse(model.expression_, ("a", "b", "c")), fresh.T
         ),
         law(fresh),
@@ -74,7 +74,7 @@ def test_equations_trade_length_for_accuracy(server: ServerProcess):
     assert losses == sorted(losses, reverse=True)
     assert max(sizes) <= model.max_size
     for equation in model.equations_:
-        error = warpfit.reference.evaluate_program(equation.program, X.T) - y
+        error = warpfit.expressions.reference.evaluate_program(equation.program, X.T) - y
         assert np.mean(error**2) == pytest.approx(equation.loss, rel=1e-6)
     again = SymbolicRegressor(**settings).fit(X, y)
     assert again.expression_ == model.expression_

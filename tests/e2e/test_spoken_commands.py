@@ -13,9 +13,9 @@ from io import StringIO
 
 import pytest
 
-from support.deployments import values
-from support.readmes import READMES, ROOT, spoken
-from warpfit.cli import main
+from support.repository.deployments import values
+from support.repository.readmes import READMES, ROOT, spoken
+from warpfit.cli.main import main
 
 #: Which help knows the flags that a README names alone.
 COMMANDS = {

@@ -14,12 +14,22 @@ import grpc
 import pytest
 
 import warpfit
-from support.rpcs import DATA, METHODS, OWN_CONNECTION, SERVICE, Caller, X, bearer, explained
-from support.secret_files import write_secret
-from support.server import ServerProcess
-from warpfit import cli, codec
+from support.servers.rpcs import (
+    DATA,
+    METHODS,
+    OWN_CONNECTION,
+    SERVICE,
+    Caller,
+    X,
+    bearer,
+    explained,
+)
+from support.servers.secret_files import write_secret
+from support.servers.server import ServerProcess
+from warpfit import codec
+from warpfit.cli import main as cli
 from warpfit.dataset import Dataset
-from warpfit.security import new_token
+from warpfit.transport.security import new_token
 from warpfit.v1 import evaluator_pb2 as pb
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)

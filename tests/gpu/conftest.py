@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.evaluations import Evaluate
+from support.engines.evaluations import Evaluate
 from warpfit.errors import UnavailableError
 
 

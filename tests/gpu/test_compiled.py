@@ -8,17 +8,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.evaluations import Evaluate
-from support.operators import assert_close, expected_of, operand_rows, subprograms
+from support.engines.evaluations import Evaluate
+from support.engines.operators import assert_close, expected_of, operand_rows, subprograms
+from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ResourceExhaustedError
+from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.reference import loss as reference_loss
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
-from warpfit.reference import evaluate_program
-from warpfit.reference import loss as reference_loss
 from warpfit.request import Loss, Precision, Tier
-from warpfit.workload import random_program, thesis_mix
-from warpfit_server.engine.cuda import layout
+from warpfit_server.engine.cuda.jit import grid_layout
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
@@ -103,7 +103,7 @@ def test_pieces_add_up(compiled, monkeypatch, dtype, options):
     X, y = rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000)
     dataset = Dataset.of(X, y, rng.uniform(size=200_000), dtype=dtype)
     one = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
-    monkeypatch.setattr(layout, "_AT_ONCE", dict.fromkeys(layout._AT_ONCE, 1_000_000))
+    monkeypatch.setattr(grid_layout, "_AT_ONCE", dict.fromkeys(grid_layout._AT_ONCE, 1_000_000))
     several = [
         compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options).losses
         for _ in range(2)

@@ -5,28 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support import nist
-from support.derivative_suite import *  # noqa: F403
-from support.derivative_suite import (
+from support.engines import nist
+from support.engines.derivative_suite import *  # noqa: F403
+from support.engines.derivative_suite import (
     LossErrors,
     assert_close,
     evaluated,
     make_dataset,
     smooth_programs,
 )
-from support.derivatives import derive, linearise
-from support.evaluations import POISON
-from support.fits import fit
-from support.numpy_engine import NumpyEngine
+from support.engines.derivatives import derive, linearise
+from support.engines.evaluations import POISON
+from support.engines.fits import fit
+from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
-from warpfit_server.engine.cuda import derivative_launch
+from warpfit_server.engine.cuda.derivatives import launch_plan
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 FLAVOURS = [("float64", Precision.PRECISE, 1e-9), ("float32", Precision.PRECISE, 1e-4)]
 PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
@@ -125,7 +125,7 @@ def test_large_answers_come_in_pieces(engine, monkeypatch):
     data = make_dataset(3000, "float32")
     programs, vectors = thesis_mix(3, 40, variables=4)
     whole = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
-    monkeypatch.setattr(derivative_launch, "_CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(launch_plan, "_CHUNK_BYTES", 100_000)
     pieces = derive(engine, data, programs, vectors, row_loss=SQUARES, statistics=True)
     names = ("values", "losses", "gradients", "jacobian", "variable_gradients")
     for name in (*names, "reductions", "moments"):

@@ -7,22 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from support.evaluations import Evaluate
-from support.operators import assert_close, expected_of, operand_rows, subprograms
+from support.engines.evaluations import Evaluate
+from support.engines.operators import assert_close, expected_of, operand_rows, subprograms
+from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
     ResourceExhaustedError,
 )
+from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.reference import loss as reference_loss
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
-from warpfit.reference import evaluate_program
-from warpfit.reference import loss as reference_loss
 from warpfit.request import Loss, Precision, Tier
-from warpfit.workload import random_program, thesis_mix
-from warpfit_server.engine.cuda import layout
-from warpfit_server.engine.cuda.interpreter import Tuning
+from warpfit_server.engine.cuda.interpreter.tier import Tuning
+from warpfit_server.engine.cuda.jit import grid_layout
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
@@ -90,7 +90,7 @@ def test_pieces_make_no_difference(evaluate: Evaluate, tuned, monkeypatch, dtype
     )
     options = {"values": False, "loss": Loss.MSE, "tier": Tier.INTERPRETER}
     whole = evaluate(dataset, programs, vectors, **options)
-    monkeypatch.setattr(layout, "_AT_ONCE", dict.fromkeys(layout._AT_ONCE, 1_000_000))
+    monkeypatch.setattr(grid_layout, "_AT_ONCE", dict.fromkeys(grid_layout._AT_ONCE, 1_000_000))
     cut = tuned(Tuning(chunk_bytes=chunk_bytes))(dataset, programs, vectors, **options)
     np.testing.assert_array_equal(cut.losses, whole.losses)
 

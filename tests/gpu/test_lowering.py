@@ -8,13 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support.device_lowering import lower_on_device
-from support.reference_lowering import Lowering
+from support.machines.device_lowering import lower_on_device
+from support.machines.reference_lowering import Lowering
+from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
-from warpfit.workload import random_program, thesis_mix
-from warpfit_server.engine.cuda import bytecode, lowering
-from warpfit_server.engine.sound import is_sound
+from warpfit_server.engine.cuda.interpreter import bytecode, lowering
+from warpfit_server.engine.validate import is_sound
 
 X = Program.variable(0)
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.derivative_suite import make_dataset, smooth_programs
-from support.derivatives import derive, linearise
-from support.evaluations import POISON, Evaluate
-from support.fits import fit
+from support.engines.derivative_suite import make_dataset, smooth_programs
+from support.engines.derivatives import derive, linearise
+from support.engines.evaluations import POISON, Evaluate
+from support.engines.fits import fit
+from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.interface import Outputs, run_to_end
 
 #: As float32 1.5e16 and as float64 1.8e127, which no sum of an answer hides; and NaN.
 PATTERNS = (0x5A, 0xFF)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import warpfit
-from support import health
-from support.server import ServerProcess
-from warpfit.scrape import scrape
+from support.servers import health
+from support.servers.server import ServerProcess
+from warpfit.cli.prometheus_reader import scrape
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.accuracy import rounded_threshold
-from support.hard_cases import exact_values, hard_operands, near_multiples_of_half_pi
-from warpfit.bounds import BOUNDS, Bound, excess
+from support.engines.accuracy import rounded_threshold
+from support.engines.hard_cases import exact_values, hard_operands, near_multiples_of_half_pi
 from warpfit.dataset import Dataset
+from warpfit.expressions.error_bounds import BOUNDS, Bound, excess
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier
-from warpfit_server.engine.cuda import nvrtc
-from warpfit_server.engine.cuda.prelude import compiler_options, prelude
+from warpfit_server.engine.cuda.math.prelude import compiler_options, prelude
+from warpfit_server.engine.cuda.runtime import nvrtc
 
 #: Function, the same in float64, whether of pairs, and the largest error in ulp.
 FUNCTIONS = {

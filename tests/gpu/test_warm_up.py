@@ -9,12 +9,12 @@ from pathlib import Path
 #: Prints what has been compiled, or loaded, since the engine was ready.
 SCRIPT = """
 import numpy as np
-from support.compiled_code import compiled
+from support.engines.compiled_code import compiled
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.workload import thesis_mix
-from warpfit_server.engine.base import Outputs, run_to_end
+from warpfit.bench.workload import thesis_mix
+from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 
 def answers(engine, dataset, tier, precision, loss):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.faults import free_port
+from support.load.faults import free_port
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -30,8 +30,8 @@ COMPILE = """
 import cuda.bindings.driver, cupy, numpy, pynvml
 from warpfit.request import Precision
 from warpfit_server.engine.cuda import compile, nvrtc
-from warpfit_server.engine.cuda.interpreter import interpreter_cubin
-from warpfit_server.engine.cuda.source import Variant
+from warpfit_server.engine.cuda.interpreter.tier import interpreter_cubin
+from warpfit_server.engine.cuda.interpreter.source import Variant
 
 print(nvrtc.version(), compile.version())
 print(len(interpreter_cubin(Variant(numpy.dtype("f4"), Precision.PRECISE, 4), 90)))

@@ -23,9 +23,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.fuzz import FLAGS, Fuzzer, Sender, is_fine
-from support.results import RESULTS, write_result
-from support.server import ServerProcess
+from support.load.fuzz import FLAGS, Fuzzer, Sender, is_fine
+from support.repository.results import RESULTS, write_result
+from support.servers.server import ServerProcess
 
 #: Memory may grow by this much after the first fifth of the requests.
 GROWTH_BYTES = 32 << 20

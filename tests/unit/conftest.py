@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import warpfit
-from support.client_work import QUICK
-from support.loopback import serve
+from support.load.client_work import QUICK
+from support.servers.loopback import serve
 from warpfit import testing
 
 

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.work import Batch, Expressions, table
+from warpfit.calls.data import Data
 from warpfit.client import Client, connect
-from warpfit.config import RetryPolicy
-from warpfit.data import Data
 from warpfit.errors import WarpfitError
+from warpfit.transport.settings import RetryPolicy
 
 #: Batches of each kind that a process prepares.
 _BATCHES: Final = 8

@@ -12,14 +12,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit import reference
 from warpfit.bench import roofline
 from warpfit.bench.hardware import Peaks
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import summarise
 from warpfit.bench.work import Batch, Expressions, Table, moved, several, table, token_count
+from warpfit.calls.data import Data
 from warpfit.client import Client
-from warpfit.data import Data
+from warpfit.expressions import reference
 from warpfit.ir import Program
 from warpfit.request import Timings
 

@@ -25,7 +25,7 @@ from warpfit.bench.measure import (
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import summarise
 from warpfit.bench.work import Batch, Table, token_count
-from warpfit.data import Data
+from warpfit.calls.data import Data
 
 _USUAL_TURNS: Final = 3
 _MOST_TURNS: Final = 500

@@ -17,10 +17,10 @@ from warpfit.bench.progress import Progress
 from warpfit.bench.results import Results
 from warpfit.bench.scenarios import Kind, Profile, Scenario
 from warpfit.bench.work import Expressions
+from warpfit.calls.info import ServerInfo
 from warpfit.client import connect
 from warpfit.embedded import server_at
 from warpfit.errors import UnavailableError, WarpfitError
-from warpfit.info import ServerInfo
 from warpfit.request import Tier
 
 _SHORTEST_SLICE: Final = 0.08

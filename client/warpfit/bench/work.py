@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.bench.workload import THESIS_OPERATORS, WEIGHTS, thesis_mix
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
-from warpfit.workload import THESIS_OPERATORS, WEIGHTS, thesis_mix
 
 VARIABLES: Final = 10
 #: Trees that are drawn at most; larger batches have several expressions of each shape.

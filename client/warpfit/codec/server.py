@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from warpfit import info
+from warpfit.calls import info
+from warpfit.calls.info import ServerInfo
 from warpfit.codec.framing import TIER_MEMBERS, TIERS, enum_member
-from warpfit.info import ServerInfo
 from warpfit.ops import OPERATORS
 from warpfit.v1 import evaluator_pb2 as pb
 

@@ -24,9 +24,9 @@ from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, VARIABLE
 
 if TYPE_CHECKING:
-    from warpfit.arguments import Rows
+    from warpfit.calls.arguments import Rows
+    from warpfit.calls.data import Data
     from warpfit.client import Client
-    from warpfit.data import Data
     from warpfit.losses import Loss, LossFunction
 
 #: Names of primitives beside the operators' own names and aliases.

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.grammar import INFIX
 from warpfit.frontends.prefix import Node, from_prefix, operator_node
-from warpfit.grammar import INFIX
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, VARIABLE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.grammar import ALIASES, CHAINED
+from warpfit.expressions.grammar import ALIASES, CHAINED
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS, Operator
 

@@ -19,7 +19,7 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.grammar import COMPARISONS, INDEXED
+from warpfit.expressions.grammar import COMPARISONS, INDEXED
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 

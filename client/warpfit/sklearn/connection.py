@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from warpfit import reference
 from warpfit.client import Client, connect
 from warpfit.embedded import server_at
+from warpfit.expressions import reference
 from warpfit.ir import Program
 
 

@@ -9,11 +9,11 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import check_random_state
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.printing import to_text
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, PARAMETER
-from warpfit.printing import to_text
 from warpfit.sklearn.connection import FormulaRegressor, connected, training_data
 
 

@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.printing import to_latex, to_text
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS
-from warpfit.printing import to_latex, to_text
 from warpfit.sklearn.connection import FormulaRegressor, connected, training_data
 from warpfit.sklearn.genome import Breeder, to_program
 from warpfit.sklearn.search import Formula, Search, Settings

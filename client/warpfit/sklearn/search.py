@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from warpfit.calls.data import Data
 from warpfit.client import Client
-from warpfit.data import Data
 from warpfit.fitting import Reason
 from warpfit.sklearn.genome import (
     VARIABLES,

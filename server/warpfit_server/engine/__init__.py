@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from warpfit.errors import UnavailableError
-from warpfit_server.engine.base import Engine
+from warpfit_server.engine.interface import Engine
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 
@@ -30,7 +30,7 @@ def create_engine(
             if name == "cuda":
                 raise _cuda_missing(error) from error
             _LOG.info("no CUDA device (%s); the CPU engine serves", error)
-    from warpfit_server.engine.cpu import CpuEngine
+    from warpfit_server.engine.cpu.engine import CpuEngine
 
     return CpuEngine(threads=threads, cache_directory=cache_directory)
 

@@ -1,6 +1,6 @@
 """Lets what is suspected of having crashed an engine run alone, one suspect after the other.
 
-If the engine dies then, it is clear what of; see `warpfit_server.quarantine`.
+If the engine dies then, it is clear what of; see `warpfit_server.ipc.quarantine`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 
 from warpfit_server.engine.request import Request
 from warpfit_server.engine.scheduler import Scheduler, Task
-from warpfit_server.frame import ALONE, BEGUN
-from warpfit_server.tenants import PROBE
+from warpfit_server.ipc.segment_layout import ALONE, BEGUN
+from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds between two looks whether a suspect's time is over, and whether somebody waits for it.
 _LOOK: Final = 0.05

@@ -31,17 +31,17 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, InternalError, ResourceExhaustedError, WarpfitError
 from warpfit.request import Timings
-from warpfit_server import messages
-from warpfit_server.channel import ChannelClosedError
-from warpfit_server.engine.base import Engine, EngineBrokenError, Outputs, Steps, run_to_end
+from warpfit_server.engine.hang_detector import EXIT_BROKEN
+from warpfit_server.engine.interface import Engine, EngineBrokenError, Outputs, Steps, run_to_end
 from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.merging import merge_key, merged, scatter
 from warpfit_server.engine.request import Connection, Request, problem_of
 from warpfit_server.engine.scheduler import Scheduler, Task
-from warpfit_server.engine.stuck import EXIT_BROKEN
-from warpfit_server.logs import works_for
-from warpfit_server.resources import available_cores
-from warpfit_server.shortages import shortage
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import ChannelClosedError
+from warpfit_server.observability.logs import works_for
+from warpfit_server.system.resources import available_cores
+from warpfit_server.system.shortages import shortage
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds that a thread stays awake for the next request after a step: the callers of a search send

@@ -16,20 +16,20 @@ from typing import Final
 
 from warpfit.dataset import Dataset
 from warpfit.errors import InternalError, WarpfitError
-from warpfit_server import messages
-from warpfit_server.channel import Channel, ChannelClosedError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
-from warpfit_server.engine.apart import BACKGROUND
-from warpfit_server.engine.base import Engine
+from warpfit_server.engine.hang_detector import EXIT_CANNOT_RUN, Overseer
+from warpfit_server.engine.interface import Engine
 from warpfit_server.engine.loop import Loop
+from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.request import Connection
-from warpfit_server.engine.stuck import EXIT_CANNOT_RUN, Overseer
-from warpfit_server.engine.work import Worker
-from warpfit_server.logs import configure_logging
-from warpfit_server.segments import Segment
-from warpfit_server.shortages import shortage
-from warpfit_server.workers import take_short_turns
+from warpfit_server.engine.request_steps import Worker
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.ipc.segments import Segment
+from warpfit_server.observability.logs import configure_logging
+from warpfit_server.system.shortages import shortage
+from warpfit_server.system.worker_threads import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 
@@ -100,7 +100,7 @@ class EngineProcess:
 def _prepare_fits(cache_directory: Path | None) -> None:
     """Have what fits need before somebody asks for the first one."""
     # Imported here, because importing it costs a start of the server some time.
-    from warpfit_server.fit import compiled
+    from warpfit_server.engine.fit import compiled
 
     try:
         for method in compiled.METHODS:

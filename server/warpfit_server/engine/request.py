@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from warpfit.errors import WarpfitError
 from warpfit.request import Evaluation, Timings
-from warpfit_server.channel import Channel, ChannelClosedError
-from warpfit_server.engine.base import Steps
-from warpfit_server.frame import BEGUN
-from warpfit_server.messages import Evaluate, Event, Optimize, Order
-from warpfit_server.segments import Segment
+from warpfit_server.engine.interface import Steps
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.ipc.messages import Evaluate, Event, Optimize, Order
+from warpfit_server.ipc.segment_layout import BEGUN
+from warpfit_server.ipc.segments import Segment
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds after which a front end that does not read its answers is given up.

@@ -23,20 +23,13 @@ from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Precision, Tier, Timings
-from warpfit_server.engine.base import (
-    Device,
-    EngineBrokenError,
-    Linearisation,
-    Outputs,
-    Steps,
-)
-from warpfit_server.engine.cuda.calibrate import Calibration
-from warpfit_server.engine.cuda.compiled import CompiledTier
-from warpfit_server.engine.cuda.derivatives import DerivativeTier
-from warpfit_server.engine.cuda.device import CudaDevice
-from warpfit_server.engine.cuda.interpreter import Interpreter, Tuning
-from warpfit_server.engine.cuda.kernels import KernelStore
-from warpfit_server.engine.cuda.plan import (
+from warpfit_server.engine.cuda.calibration import Calibration
+from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
+from warpfit_server.engine.cuda.interpreter.tier import Interpreter, Tuning
+from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
+from warpfit_server.engine.cuda.jit.prepare import Prepared
+from warpfit_server.engine.cuda.jit.tier import CompiledTier
+from warpfit_server.engine.cuda.planner import (
     GRADIENT,
     STARTING_COSTS,
     Advice,
@@ -44,10 +37,17 @@ from warpfit_server.engine.cuda.plan import (
     Planner,
     fingerprint,
 )
-from warpfit_server.engine.cuda.prepared import Prepared
-from warpfit_server.engine.cuda.resident import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.cuda.warm_up import warm_up
-from warpfit_server.resources import available_cores
+from warpfit_server.engine.interface import (
+    Device,
+    EngineBrokenError,
+    Linearisation,
+    Outputs,
+    Steps,
+)
+from warpfit_server.system.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Steps in flight at once: one computes while another is copied in, or its losses are sent.
@@ -176,7 +176,7 @@ class CudaEngine:
         curvature: bool,
         cancelled: NDArray[np.uint8],
     ) -> Steps[Linearisation]:
-        """Compute losses, gradients and curvatures in one pass; see `base.Engine`."""
+        """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
         try:
@@ -189,7 +189,7 @@ class CudaEngine:
             raise self._explained(error) from error
 
     def counters(self) -> Mapping[str, float]:
-        """Return the figures of the caches of compiled kernels; see `base.COUNTERS`."""
+        """Return the figures of the caches of compiled kernels; see `interface.COUNTERS`."""
         return self._compiled.counters()
 
     def close(self) -> None:

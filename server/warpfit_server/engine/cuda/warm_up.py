@@ -14,7 +14,7 @@ from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
-from warpfit_server.engine.base import Engine, Outputs, run_to_end
+from warpfit_server.engine.interface import Engine, Outputs, run_to_end
 
 
 def warm_up(engine: Engine, tiers: Sequence[Tier] = (Tier.INTERPRETER, Tier.COMPILED)) -> None:

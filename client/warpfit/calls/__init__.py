@@ -1,0 +1,1 @@
+"""What a call takes and what it returns, without any input or output."""

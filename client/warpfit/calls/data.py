@@ -1,0 +1,282 @@
+"""What users hold in their hands: the handle of an uploaded data set, and answers as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.calls.display import TextTable, numbers
+from warpfit.dataset import Dataset, Layout
+from warpfit.fitting import REASONS, FitResult
+from warpfit.ir import Batch
+from warpfit.request import Result, Timings
+
+
+class Data:
+    """Handle of an uploaded data set.
+
+    Any client can use it with any server: where the data set is not resident, it is uploaded. For
+    that the handle keeps the numbers, in the dtype and order in which they travel.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    @property
+    def content_id(self) -> bytes:
+        """SHA-256 that identifies the content on every server, 32 bytes."""
+        return self.dataset.content_id
+
+    @property
+    def layout(self) -> Layout:
+        """Dtype, numbers of variables and rows, and what else the data set has."""
+        return self.dataset.layout
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Variable names, or empty."""
+        return self.layout.names
+
+    def __repr__(self) -> str:
+        """Show the shape, not the numbers."""
+        layout = self.layout
+        extras = [name for name in ("target", "weights") if getattr(layout, f"has_{name}")]
+        with_extras = f" with {' and '.join(extras)}" if extras else ""
+        return (
+            f"<{type(self).__name__} {self.content_id.hex()[:12]}: {layout.rows} rows x "
+            f"{layout.variables} variables, {layout.dtype.name}{with_extras}>"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reductions:
+    """Summaries of the values of each expression, [expressions] or [K, expressions]; not weighted.
+
+    NaN in any row makes the first four NaN.
+    """
+
+    sum: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    min: NDArray[np.float64]
+    max: NDArray[np.float64]
+    non_finite: NDArray[np.int64]
+    """Number of rows with NaN or an infinity."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """Everything that one evaluation returned; what was not asked for is None.
+
+    With K parameter vectors for each expression, all arrays have a leading axis of length K.
+    """
+
+    values: NDArray[Any] | None
+    """[rows, expressions] or [K, rows, expressions], the data set's dtype; None if not wanted."""
+    losses: NDArray[np.float64] | None
+    """[expressions] or [K, expressions]; None if not wanted."""
+    timings: Timings
+    """Where the server spent its time."""
+    gradients: list[NDArray[np.float64]] | None = None
+    """For each expression the derivatives of its loss by its parameters, [n] or [K, n]."""
+    slopes: NDArray[np.float64] | None = None
+    """b of the best a + b f, [expressions] or [K, expressions]."""
+    intercepts: NDArray[np.float64] | None = None
+    """a of the best a + b f, [expressions] or [K, expressions]."""
+    jacobians: list[NDArray[Any]] | None = None
+    """For each expression the derivatives of its values by its parameters, [rows, n] or
+    [K, rows, n], the data set's dtype."""
+    variable_gradients: NDArray[np.float64] | None = None
+    """Derivatives of the losses by a shift of each variable, [expressions, variables] or
+    [K, expressions, variables]."""
+    reductions: Reductions | None = None
+    correlations: NDArray[np.float64] | None = None
+    """Pearson's correlation of values and target, [expressions] or [K, expressions]."""
+
+    @classmethod
+    def of(cls, result: Result, batch: Batch, *, leading_axis: bool) -> Answer:
+        """View a result, which is in the memory order of the wire, the way users think of it."""
+
+        def shaped(array: NDArray[Any] | None, *axes: int) -> Any:
+            if array is None:
+                return None
+            turned = array.transpose(*axes) if axes else array.swapaxes(0, 1)
+            return turned if leading_axis else turned[0]
+
+        scaling, reductions = shaped(result.scaling), shaped(result.reductions)
+        return cls(
+            shaped(result.values, 1, 2, 0),
+            shaped(result.losses),
+            result.timings,
+            gradients=by_program(result.gradients, batch, leading_axis=leading_axis),
+            slopes=None if scaling is None else scaling[..., 0],
+            intercepts=None if scaling is None else scaling[..., 1],
+            jacobians=by_program(result.jacobian, batch, leading_axis=leading_axis),
+            variable_gradients=shaped(result.variable_gradients),
+            reductions=None if reductions is None else _reductions(reductions),
+            correlations=shaped(result.correlations),
+        )
+
+    @property
+    def array(self) -> Any:
+        """What was asked for: one array, or a tuple in the order of the fields above."""
+        parts = (
+            *(self.losses if self.values is None else self.values, self.gradients, self.slopes),
+            *(self.intercepts, self.jacobians, self.variable_gradients),
+            *(self.reductions, self.correlations),
+        )
+        found = tuple(part for part in parts if part is not None)
+        return found[0] if len(found) == 1 else found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """Outcome of `optimize`; what was not asked for is None.
+
+    With ``all_starts``, arrays have a leading axis with one entry for each start vector.
+    """
+
+    parameters: list[NDArray[np.float64]]
+    """For each expression its best parameters, [n] or [K, n]."""
+    loss: NDArray[np.float64]
+    """At ``parameters``, [expressions] or [K, expressions]."""
+    initial_loss: NDArray[np.float64]
+    """At the start that led there, [expressions] or [K, expressions]."""
+    iterations: NDArray[np.uint32]
+    """[expressions] or [K, expressions]."""
+    evaluations: NDArray[np.uint32]
+    """Evaluations of loss and derivatives, [expressions] or [K, expressions]."""
+    reason: NDArray[np.object_]
+    """Why each search ended, `warpfit.Reason`, [expressions] or [K, expressions]."""
+    start: NDArray[np.uint32]
+    """Index of the start vector that led there, [expressions] or [K, expressions]."""
+    standard_errors: list[NDArray[np.float64]] | None
+    """As ``parameters``; NaN where the data do not determine a parameter, 0 where it is fixed."""
+    covariance: list[NDArray[np.float64]] | None
+    """For each expression [n, n] or [K, n, n]."""
+    timings: Timings
+    """Where the server spent its time."""
+
+    @classmethod
+    def of(cls, result: FitResult, batch: Batch, *, all_starts: bool) -> Fit:
+        """View a result, which is in the memory order of the wire, the way users think of it."""
+
+        def shaped(array: NDArray[Any]) -> NDArray[Any]:
+            return array.T if all_starts else array[:, 0]
+
+        def split(array: NDArray[Any] | None, square: bool = False) -> Any:
+            vectors = result.losses.shape[1]
+            return by_program(array, batch, leading_axis=all_starts, vectors=vectors, square=square)
+
+        reasons = np.array([None, *REASONS], dtype=object)
+        return cls(
+            parameters=split(result.parameters),
+            loss=shaped(result.losses),
+            initial_loss=shaped(result.initial_losses),
+            iterations=shaped(result.iterations),
+            evaluations=shaped(result.evaluations),
+            reason=reasons[shaped(result.reasons)],
+            start=shaped(result.starts),
+            standard_errors=split(result.standard_errors),
+            covariance=split(result.covariances, square=True),
+            timings=result.timings,
+        )
+
+    def __str__(self) -> str:
+        """Small table: a row for each expression, and for each start if all were asked for."""
+        return self._table().text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> TextTable:
+        by_start = self.loss.ndim == 2
+        rows = []
+        for index, expression in np.ndenumerate(np.atleast_2d(_numbering(self.loss))):
+            place = index if by_start else index[1:]
+            vector = self.parameters[expression]
+            cells = (
+                *([str(index[0])] if by_start else []),
+                numbers((vector[index[0]] if by_start else vector).tolist()),
+                *(f"{losses[place]:.6g}" for losses in (self.initial_loss, self.loss)),
+                str(self.iterations[place]),
+                str(self.reason[place]),
+            )
+            rows.append((str(expression), *cells))
+        header = ["expression", "parameters", "initial loss", "loss", "iterations", "reason"]
+        if by_start:
+            header.insert(1, "start")
+        return TextTable(tuple(header), rows)
+
+    @property
+    def x(self) -> list[NDArray[np.float64]]:
+        """``parameters``, by SciPy's name."""
+        return self.parameters
+
+    @property
+    def fun(self) -> NDArray[np.float64]:
+        """``loss``, by SciPy's name."""
+        return self.loss
+
+    @property
+    def nit(self) -> NDArray[np.uint32]:
+        """``iterations``, by SciPy's name."""
+        return self.iterations
+
+    @property
+    def nfev(self) -> NDArray[np.uint32]:
+        """``evaluations``, by SciPy's name."""
+        return self.evaluations
+
+    @property
+    def success(self) -> NDArray[np.bool_]:
+        """Whether each search converged, not ended for want of iterations, time or numbers."""
+        flat = [reason.converged for reason in self.reason.ravel().tolist()]
+        return np.array(flat, dtype=bool).reshape(self.reason.shape)
+
+
+def _numbering(losses: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Index of the expression that each loss belongs to."""
+    return np.broadcast_to(np.arange(losses.shape[-1]), losses.shape)
+
+
+def by_program(
+    flat: NDArray[Any] | None,
+    batch: Batch,
+    *,
+    leading_axis: bool,
+    vectors: int | None = None,
+    square: bool = False,
+) -> Any:
+    """Split an array that is laid out as `Batch.parameters` into one array for each program.
+
+    Args:
+        flat: [P] or [P, rows]; None gives None.
+        batch: the programs.
+        leading_axis: whether pieces keep their axis of vectors.
+        vectors: number of vectors for each program, if it is not the batch's.
+        square: whether each program has a matrix [n, n] for each vector, not a vector [n].
+
+    Returns:
+        A list of views: [n], [n, n] or [rows, n], after the axis of vectors if there is one.
+
+    """
+    if flat is None:
+        return None
+    k = batch.vectors if vectors is None else vectors
+    pieces, start = [], 0
+    for n in batch.parameter_counts.tolist():
+        stop = start + k * n * (n if square else 1)
+        shape = (k, n, n) if square else (k, n, *flat.shape[1:])
+        piece = flat[start:stop].reshape(shape)
+        piece = piece.swapaxes(1, 2) if flat.ndim == 2 else piece
+        pieces.append(piece if leading_axis else piece[0])
+        start = stop
+    return pieces
+
+
+def _reductions(numbers: NDArray[np.float64]) -> Reductions:
+    total, mean, least, greatest, count = np.moveaxis(numbers, -1, 0)
+    return Reductions(total, mean, least, greatest, count.astype(np.int64))

@@ -1,0 +1,169 @@
+"""From what callers pass to `optimize` to a checked fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from warpfit.calls.arguments import (
+    Parameters,
+    Rows,
+    as_member,
+    as_row_range,
+    build_batch,
+    is_single,
+)
+from warpfit.calls.data import Data
+from warpfit.calls.token_cache import RecentTokens
+from warpfit.errors import InvalidArgumentError
+from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
+from warpfit.losses import Loss, LossFunction, as_loss
+from warpfit.request import Evaluation, Precision, Tier
+
+#: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
+#: expression; a single expression's entry may stand alone.
+EachParameter: TypeAlias = float | Sequence[ArrayLike | None] | ArrayLike | None
+
+
+class FitOptions(TypedDict, total=False):
+    """Keywords of `optimize`."""
+
+    loss: Loss | LossFunction | str
+    """What to minimise (r2 is maximised): as in `evaluate`; "mse" by default."""
+    method: Method | str
+    """``"auto"`` (default), ``"lm"`` or ``"bfgs"``; see `warpfit.Method`."""
+    accuracy: Accuracy | str
+    """``"screening"`` (default), to compare expressions: 50 iterations, tolerances of 1e-6 (float32
+    data) or 1e-8 (float64). ``"final"``, to report parameters: 2,000 iterations, tolerances near
+    the rounding errors; upload as float64 for it. The next four keywords go before it."""
+    max_iterations: int | None
+    """Most iterations of each search; None (default) as ``accuracy`` says."""
+    gradient_tolerance: float | None
+    """See `warpfit.fitting.Tolerances`, as the next two; 0 switches a test off, None (default)
+    means what ``accuracy`` says."""
+    step_tolerance: float | None
+    loss_tolerance: float | None
+    bounds: tuple[EachParameter, EachParameter] | None
+    """Least and greatest value: each a number for all parameters, or an entry for each
+    expression (a number, one number for each of its parameters, or None)."""
+    fixed: EachParameter
+    """Parameters that keep their start: for each expression one truth value for each parameter."""
+    all_starts: bool
+    """Return the outcome of every start vector, on a leading axis, instead of the best."""
+    standard_errors: bool
+    """Ask for standard errors. A parameter that ends at a bound has the one that it would have
+    without bounds; fix it to have the errors of the others given its value."""
+    covariance: bool
+    """Ask for the covariance of each expression's parameters; of bounds as standard errors."""
+    rows: Rows
+    """slice or (start, stop) of consecutive rows; None for all."""
+    precision: Precision | str
+    tier: Tier | str
+    partial: bool
+    """Return what has been reached when ``timeout`` is about to pass, instead of failing."""
+    progress: Callable[[FitProgress], None] | None
+    """Called a few times a second while the searches run."""
+    timeout: float | None
+    """Seconds for the whole call; None for no limit."""
+
+
+def build_fit(
+    data: Data,
+    expressions: Any,
+    parameters: Parameters,
+    options: FitOptions,
+    recent: RecentTokens | None = None,
+) -> FitRequest:
+    """Turn a caller's arguments into a fit; the server checks its tokens.
+
+    Raises:
+        InvalidArgumentError: for arguments that do not fit together or do not fit the data set.
+        ParseError: for the text of an expression.
+
+    """
+    batch, _ = build_batch(expressions, parameters, data.names, recent)
+    loss = as_loss(options.get("loss", Loss.MSE))
+    problem = Evaluation(
+        dataset_id=data.content_id,
+        batch=batch,
+        rows=as_row_range(options.get("rows"), data.layout.rows),
+        precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
+        loss=loss if isinstance(loss, Loss) else None,
+        values=False,
+        tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
+        custom_loss=loss if isinstance(loss, LossFunction) else None,
+    )
+    single, dtype = is_single(expressions), data.layout.dtype
+    settings = _settings(batch.parameter_counts, single, options, dtype)
+    request = FitRequest(problem, settings)
+    request.check_options(data.layout)
+    return request
+
+
+def _settings(
+    counts: NDArray[np.uint32], single: bool, options: FitOptions, dtype: np.dtype[Any]
+) -> FitSettings:
+    lower, upper = options.get("bounds") or (None, None)
+    fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
+    accuracy = as_member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
+    iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
+    tolerances = {
+        f"{name}_tolerance": getattr(usual, name) for name in ("gradient", "step", "loss")
+    }
+    given = {name: value for name in tolerances if (value := options.get(name)) is not None}
+    return FitSettings(
+        method=as_member(Method, options.get("method", Method.AUTO), "method"),
+        max_iterations=accuracy.max_iterations if iterations is None else int(iterations),
+        **(tolerances | given),
+        lower=_flat(lower, counts, single, "bounds", -np.inf),
+        upper=_flat(upper, counts, single, "bounds", np.inf),
+        fixed=None if fixed is None else fixed != 0.0,
+        all_starts=bool(options.get("all_starts")),
+        standard_errors=bool(options.get("standard_errors")),
+        covariance=bool(options.get("covariance")),
+        partial=bool(options.get("partial")),
+        progress=options.get("progress") is not None,
+    )
+
+
+def _flat(
+    given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
+) -> NDArray[np.float64] | None:
+    """One number for each parameter of each program, [sum(counts)]; None for nothing given."""
+    if given is None:
+        return None
+    if np.isscalar(given):
+        return np.full(int(counts.sum()), float(given))  # type: ignore[arg-type]
+    entries = list(given) if isinstance(given, Iterable) else [given]
+    if len(counts) == 1 and (single or all(e is None or np.isscalar(e) for e in entries)):
+        entries = [given]
+    if len(entries) != len(counts):
+        raise InvalidArgumentError(
+            f"{name} has {len(entries)} entries for {len(counts)} expressions",
+            "LENGTH_MISMATCH",
+            "Give one number for all parameters, or an entry for each expression",
+            name,
+        )
+    pieces = [
+        _piece(entry, int(count), name, otherwise)
+        for entry, count in zip(entries, counts.tolist(), strict=True)
+    ]
+    return np.concatenate(pieces)
+
+
+def _piece(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
+    if entry is None:
+        return np.full(count, otherwise)
+    try:
+        values = [otherwise if value is None else value for value in np.ravel(entry).tolist()]
+        return np.broadcast_to(np.asarray(values, dtype=np.float64), (count,)).copy()
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"{name} has {np.size(entry)} numbers for an expression with {count} parameters",
+            "LENGTH_MISMATCH",
+            "Give one number for each parameter of the expression, or one for all",
+            name,
+        ) from error

@@ -1,0 +1,400 @@
+"""The ``warpfit`` command: serve, precompile, eval, fit, info, health, top."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.fitting import Accuracy, Method
+from warpfit.parse import parse
+from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit.transport.security import add_flags, from_flags
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from warpfit.calls.data import Answer, Fit
+    from warpfit.calls.info import ServerInfo
+    from warpfit.client import Client
+
+
+#: Exit status of a command whose reader, such as ``head``, has closed the pipe: 128 plus SIGPIPE.
+_PIPE_CLOSED: Final = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status: 0, 2 for an error, 130 for an interrupt.
+
+    It is 141 where nobody reads what the command prints.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # here, where a pipe that is closed can still be dealt with
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # Python writes what is left when it ends, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def _reader_is_gone() -> bool:
+    """Tell whether what standard output goes to has been closed at its other end."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(words: list[str]) -> int:
+    try:
+        if words[:1] == ["serve"]:
+            return _serve(words[1:])
+        if words[:1] == ["precompile"]:
+            return _precompile(words[1:])
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
+        options = _parser().parse_args(words)
+        command: Callable[[argparse.Namespace], None] = options.command
+        command(options)
+    except WarpfitError as error:
+        print(f"warpfit: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="warpfit",
+        description="Evaluate expressions for symbolic regression, on a GPU or a CPU.",
+    )
+    parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # serve, precompile, bench: only for the list. `main` hands what is behind them to parsers of
+    # their own.
+    commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
+    commands.add_parser("precompile", help="compile what a server's first start would compile")
+    commands.add_parser("bench", help="measure this machine, or load a running server")
+    _add_eval(commands)
+    _add_fit(commands)
+    info = commands.add_parser("info", help="describe a running server")
+    info.add_argument("address", metavar="HOST:PORT")
+    info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
+    add_flags(info)
+    info.set_defaults(command=_info)
+    token = commands.add_parser("token", help="make a bearer token for a server's token file")
+    token.add_argument("tenant", help="whose token it is")
+    token.add_argument("--days", type=float, metavar="N", help="days of validity (default: ever)")
+    token.set_defaults(command=_token)
+    _add_health(commands)
+    _add_top(commands)
+    return parser
+
+
+def _add_health(commands: Any) -> None:
+    health = commands.add_parser(
+        "health",
+        help="ask a server whether it is ready",
+        description="Ask by grpc.health.v1; the exit status is 0 if the service is up, else 1.",
+    )
+    health.add_argument("address", metavar="HOST:PORT", help="its health port, or the main one")
+    health.add_argument("--service", default="readiness", help="default: readiness")
+    health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="default: 5")
+    health.set_defaults(command=_health)
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch a running server",
+        description="Show throughput, latency, tenants, caches and GPUs of a server, live.",
+    )
+    top.add_argument("address", metavar="HOST:PORT", help="its metrics port")
+    top.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    top.add_argument("--once", action="store_true", help="print one interval and end")
+    top.set_defaults(command=_top)
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="evaluate an expression on a CSV file",
+        description="Evaluate an expression on a CSV file. The header names the variables; p1, "
+        "p2, ... are parameters. Put -- before an expression that begins with a minus.",
+        epilog="example: warpfit eval data.csv 'x1*p1 + x2' --target y --params 1.5",
+    )
+    evaluate.add_argument("file", type=Path, metavar="FILE.csv")
+    evaluate.add_argument("expression")
+    evaluate.add_argument("--target", metavar="COLUMN", help="column to predict")
+    evaluate.add_argument(
+        "--params", type=float, nargs="+", default=[], metavar="P", help="values of p1, p2, ..."
+    )
+    evaluate.add_argument(
+        "--loss",
+        help="a name, or an expression over f, y, w and d (default: mse if there is a target)",
+    )
+    evaluate.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
+    evaluate.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    evaluate.add_argument("--precision", choices=list(Precision), default=Precision.PRECISE)
+    evaluate.add_argument("--tier", choices=list(Tier), default=Tier.AUTO)
+    evaluate.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
+    evaluate.add_argument(
+        "--head", type=int, default=5, metavar="N", help="rows to print (default: 5)"
+    )
+    evaluate.add_argument("--profile", action="store_true", help="print where the time went")
+    evaluate.add_argument("--timeout", type=float, metavar="SECONDS")
+    add_flags(evaluate)
+    evaluate.set_defaults(command=_eval)
+
+
+def _add_fit(commands: Any) -> None:
+    fit = commands.add_parser(
+        "fit",
+        help="fit the parameters of an expression to a CSV file",
+        description="Fit the parameters p1, p2, ... of an expression to the target column.",
+        epilog="example: warpfit fit data.csv 'p1*exp(p2*x1)' --target y --params 1 0.1",
+    )
+    fit.add_argument("file", type=Path, metavar="FILE.csv")
+    fit.add_argument("expression")
+    fit.add_argument("--target", metavar="COLUMN", required=True, help="column to predict")
+    fit.add_argument(
+        "--params", type=float, nargs="+", default=None, metavar="P", help="start (default: ones)"
+    )
+    fit.add_argument(
+        "--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)"
+    )
+    fit.add_argument("--method", choices=list(Method), default=Method.AUTO)
+    fit.add_argument(
+        "--accuracy",
+        choices=list(Accuracy),
+        default=Accuracy.FINAL,
+        help="tolerances and iterations (default: final)",
+    )
+    fit.add_argument("--iterations", type=int, metavar="N", help="default: as the accuracy says")
+    fit.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
+    fit.add_argument("--dtype", choices=("float32", "float64"), default="float64")
+    fit.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
+    fit.add_argument("--timeout", type=float, metavar="SECONDS")
+    add_flags(fit)
+    fit.set_defaults(command=_fit)
+
+
+def _rows(text: str) -> slice:
+    start, colon, stop = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP")
+    return slice(int(start) if start else None, int(stop) if stop else None)
+
+
+# ------------------------------------------------------------------------------------- commands
+
+
+def _serve(arguments: list[str]) -> int:
+    from warpfit.embedded import require_server
+
+    require_server()
+    from warpfit_server.__main__ import main as serve
+
+    return serve(arguments)
+
+
+def _precompile(arguments: list[str]) -> int:
+    from warpfit.embedded import require_server
+
+    require_server()
+    from warpfit_server.precompile import main as precompile
+
+    return precompile(arguments)
+
+
+def _bench(arguments: list[str]) -> int:
+    from warpfit.bench.command import main as bench
+
+    return bench(arguments)
+
+
+def _info(options: argparse.Namespace) -> None:
+    from warpfit.client import connect
+
+    with connect(options.address, **from_flags(options)) as client:
+        print(_describe(client.info(options.timeout)))
+
+
+def _health(options: argparse.Namespace) -> None:
+    from warpfit.transport.liveness import health
+
+    status = health(options.address, options.service, options.timeout)
+    print(f"{options.service}: {status}")
+    if status != "SERVING":
+        raise SystemExit(1)
+
+
+def _top(options: argparse.Namespace) -> None:
+    from warpfit.cli.top import top
+
+    top(options.address, options.interval, once=options.once)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from warpfit.cli.table import read_table
+
+    table, target = read_table(options.file).split(options.target)
+    if options.loss and target is None:
+        raise InvalidArgumentError(
+            f"loss {options.loss} needs a target",
+            "TARGET_MISSING",
+            f"Add --target with one of: {', '.join(table.names)}",
+        )
+    program = parse(options.expression, table.names)
+    loss = options.loss or (None if target is None else Loss.MSE)
+    with _client(options) as client:
+        data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
+        answer = client.run(
+            data,
+            program,
+            options.params,
+            loss=loss,
+            values=True,
+            rows=options.rows,
+            precision=options.precision,
+            tier=options.tier,
+            timeout=options.timeout,
+        )
+    start = options.rows.indices(len(table.columns))[0] if options.rows else 0
+    _print_answer(answer, loss, target, start, options.head)
+    if options.profile:
+        print(_profile(answer.timings))
+
+
+def _fit(options: argparse.Namespace) -> None:
+    from warpfit.cli.table import read_table
+    from warpfit.losses import as_function, as_loss
+
+    table, target = read_table(options.file).split(options.target)
+    program = parse(options.expression, table.names)
+    loss = as_loss(options.loss)
+    start = [1.0] * program.parameters if options.params is None else options.params
+    with _client(options) as client:
+        data = client.upload(table.columns, target, names=table.names, dtype=options.dtype)
+        fit = client.optimize(
+            data,
+            program,
+            start,
+            loss=loss,
+            method=options.method,
+            accuracy=options.accuracy,
+            max_iterations=options.iterations,
+            standard_errors=as_function(loss).is_squares,
+            rows=options.rows,
+            timeout=options.timeout,
+        )
+    _print_fit(fit, options.loss)
+
+
+def _token(options: argparse.Namespace) -> None:
+    from warpfit.transport.security import new_token
+
+    token, line = new_token(options.tenant, options.days)
+    print(f"warpfit: add this line to the server's token file:\n{line}", file=sys.stderr)
+    print(token)
+
+
+@contextmanager
+def _client(options: argparse.Namespace) -> Iterator[Client]:
+    """Connect to the server that was named, or to one of this command's own."""
+    from warpfit.client import connect
+    from warpfit.embedded import embedded_server
+
+    if options.address:
+        with connect(options.address, **from_flags(options)) as client:
+            yield client
+        return
+    print("warpfit: starting a server (the very first start takes longer)", file=sys.stderr)
+    with embedded_server() as address, connect(address, tls=False) as client:
+        yield client
+
+
+# --------------------------------------------------------------------------------------- output
+
+
+def _print_answer(
+    answer: Answer, loss: str | None, target: NDArray[np.float64] | None, start: int, head: int
+) -> None:
+    assert answer.values is not None
+    if answer.losses is not None:
+        print(f"{loss}  {answer.losses[0]:.8g}")
+    shown = answer.values[: max(head, 0), 0].tolist()
+    columns = [["row", *map(str, range(start, start + len(shown)))]]
+    columns.append(["value", *(f"{value:.7g}" for value in shown)])
+    if target is not None:
+        columns.append(["target", *(f"{y:.7g}" for y in target[start : start + len(shown)])])
+    if shown:
+        print(_aligned(columns))
+    rest = len(answer.values) - len(shown)
+    if rest:
+        print(f"... and {rest} more row{'s' if rest > 1 else ''}")
+
+
+def _print_fit(fit: Fit, loss: str) -> None:
+    print(f"{loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")
+    print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
+    parameters = fit.parameters[0].tolist()
+    columns = [
+        ["parameter", *(f"p{index}" for index in range(1, len(parameters) + 1))],
+        ["value", *(f"{value:.10g}" for value in parameters)],
+    ]
+    if fit.standard_errors is not None:
+        columns.append(
+            ["standard error", *(f"{error:.3g}" for error in fit.standard_errors[0].tolist())]
+        )
+    if parameters:
+        print(_aligned(columns))
+
+
+def _aligned(columns: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in columns]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*columns, strict=True)
+    )
+
+
+def _profile(timings: Timings) -> str:
+    stages = ("decode", "queue", "copy_in", "compute", "copy_out")
+    columns = [
+        ["stage", *stages],
+        ["microseconds", *(f"{getattr(timings, stage) / 1000:.1f}" for stage in stages)],
+    ]
+    return f"{_aligned(columns)}\ntier {timings.tier}, cache hits {timings.cache_hits}"
+
+
+def _describe(server: ServerInfo) -> str:
+    lines = [f"warpfit {server.version}, engine {server.engine}", "devices"]
+    for device in server.devices:
+        facts = [
+            f"{device.threads} threads" if device.threads else "",
+            f"{device.memory / 2**30:.1f} GiB" if device.memory else "",
+            f"compute capability {device.compute_capability}" if device.compute_capability else "",
+            f"driver {device.driver}" if device.driver else "",
+            f"tiers {', '.join(device.tiers)}",
+        ]
+        lines.append(f"  {device.name}: {', '.join(fact for fact in facts if fact)}")
+    limits = [(name, getattr(server.limits, name)) for name in server.limits.__slots__]
+    columns = [[f"  {name}" for name, _ in limits], [f"{value:,}" for _, value in limits]]
+    names = [f"{op.name}/{op.arity}" for op in server.operators]
+    lines += ["limits", _aligned(columns), f"{len(names)} operators (name/operands)"]
+    lines += [f"  {' '.join(names[start : start + 10])}" for start in range(0, len(names), 10)]
+    return "\n".join(lines)

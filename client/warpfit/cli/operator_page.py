@@ -1,0 +1,108 @@
+"""The page ``client/OPERATORS.md``, written from the operator table and the table of bounds.
+
+``python -m warpfit.cli.operator_page`` prints it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from warpfit.expressions.error_bounds import BOUNDS, Bound, Bounds
+from warpfit.expressions.printing import text_form
+from warpfit.ops import OPERATORS, Operator
+
+_INTRODUCTION: Final = """\
+# Operators
+
+Made by `python -m warpfit.cli.operator_page > client/OPERATORS.md` from the operator table
+(`warpfit/ops.py`) and the table of bounds (`warpfit/expressions/error_bounds.py`); the tests of
+every engine read the same two, and fail where a bound is not kept.
+
+## Meaning
+
+Every operator means what NumPy computes in float64. In the text language `**` is `^`.
+
+| operator | text | code | operands | notes |
+|---|---|---|---|---|
+"""
+_BOUNDS_TEXT: Final = """
+## Bounds of errors
+
+The error of a result is its distance from the exact value for the operands as they are (for `fma`,
+from NumPy's float64 `a * b + c`), rounded to the data's type. It is counted in ulp (units in the
+last place of that value), so that 0 ulp is the nearest number; "or" names an absolute distance that
+is allowed where it is more. `r` is the exact value. Where a condition fails, nothing is promised.
+
+* **Precise mode** (float32 and float64) gives NaN, infinities and subnormal numbers where NumPy
+  gives them.
+* **Fast mode on a CPU** (float32) does so, too.
+* **Fast mode on a GPU** (float32) takes subnormal operands and results for 0, and promises nothing
+  for infinite operands and results.
+* In fast mode a product may go into a sum without being rounded first. float64 is always precise.
+
+The bounds of fast mode on a GPU are what NVIDIA documents for the functions and instructions used,
+or follow from it.
+
+| operator | precise, CPU | precise, CUDA | fast, CPU | fast, CUDA |
+|---|---|---|---|---|
+"""
+_SLOPES_TEXT: Final = """
+## Derivatives
+
+The same texts serve the reference (`warpfit.expressions.derivatives`), the CPU engine and the
+CUDA engine. `r` is the operator's value. Three rules hold for all operators:
+
+* A derivative is 0 where it does not exist or is not unique. So every function of `abs(a)` has
+  derivative 0 at `a = 0`: `logabs(p1)` and `log(abs(p1))` have the same derivatives. Infinite and
+  one-sided limits stay: the derivative of `sqrt(p1)` at 0 is inf.
+* In the chain rule 0 times anything is 0, NaN and infinities included: what is not used, such as
+  the other branch of `where`, has no influence.
+* A power with a literal exponent -2, -1, 1, 2, 3 or 4 may be differentiated as a product, which
+  gives the same numbers but where `r` overflows or underflows and the derivative does not.
+
+| operator | derivative by each operand | conventions |
+|---|---|---|
+"""
+
+
+def operator_page() -> str:
+    """Write the page as Markdown."""
+    rows = OPERATORS.values()
+    return (
+        _INTRODUCTION
+        + "".join(_meaning(row) for row in rows)
+        + _BOUNDS_TEXT
+        + "".join(_bounds(row.name, BOUNDS[row.name]) for row in rows)
+        + _SLOPES_TEXT
+        + "".join(_slopes(row) for row in rows)
+    )
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _meaning(row: Operator) -> str:
+    return _line(row.name, f"`{text_form(row)}`", str(row.code), str(row.arity), row.notes)
+
+
+def _bounds(name: str, bounds: Bounds) -> str:
+    each = (bounds.precise_cpu, bounds.precise_cuda, bounds.fast_cpu, bounds.fast_cuda)
+    return _line(name, *(bound_text(bound) for bound in each))
+
+
+def bound_text(bound: Bound) -> str:
+    """Write one bound in words."""
+    simple = bound.ulp.replace(".", "").isdigit()
+    text = f"{bound.ulp} ulp" if simple else f"`{bound.ulp}` ulp"
+    if bound.absolute != "0":
+        text += f" or `{bound.absolute}`"
+    return f"{text} where `{bound.where}`" if bound.where else text
+
+
+def _slopes(row: Operator) -> str:
+    return _line(row.name, ", ".join(f"`{text}`" for text in row.derivative), row.slope_notes)
+
+
+if __name__ == "__main__":
+    print(operator_page(), end="")

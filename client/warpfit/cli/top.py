@@ -1,0 +1,190 @@
+"""``warpfit top``: a live view of a server, from its metrics port."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from warpfit.cli.prometheus_reader import Change, Scrape, scrape
+from warpfit.errors import InvalidArgumentError, UnavailableError
+
+_STAGES = ("decode", "queue", "copy", "kernel", "encode")
+
+
+def top(address: str, interval: float, *, once: bool) -> None:
+    """Show the view until interrupted, or print it once.
+
+    Args:
+        address: HOST:PORT of the server's metrics port.
+        interval: seconds between two looks.
+        once: whether to look twice, print what happened in between, and return.
+
+    Raises:
+        InvalidArgumentError: if rich is not installed, or the port has other metrics.
+        UnavailableError: if nothing answers at the start.
+
+    """
+    rich_console, rich_live = _rich()
+    console = rich_console.Console()
+    before = scrape(address)
+    time.sleep(interval)
+    after = scrape(address)
+    if once:
+        console.print(view(Change(before, after)))
+        return
+    with rich_live.Live(view(Change(before, after)), console=console, screen=True) as live:
+        while True:
+            time.sleep(interval)
+            before, after = after, _next(address, after)
+            live.update(view(Change(before, after)) if after is not before else _away(address))
+
+
+def view(change: Change) -> Any:
+    """Lay out what happened between two scrapes; a rich renderable."""
+    from rich.columns import Columns
+
+    parts = (_summary, _latency, _stages, _tenants, _caches, _gpus, _processes)
+    tables = (part(change) for part in parts)
+    return Columns([table for table in tables if table.row_count], padding=(0, 3))
+
+
+def _summary(change: Change) -> Any:
+    after = change.after
+    build = next((labels for labels, _ in after.matching("warpfit_build_info")), {})
+    state = "ready" if after.total("warpfit_ready") else "NOT READY"
+    table = _table(f"warpfit {build.get('version', '')} {build.get('engine', '')}: {state}")
+    restarts = after.total("warpfit_engine_restarts_total")
+    table.add_row("calls/s", _number(change.rate("warpfit_requests_total")))
+    table.add_row("programs/s", _number(change.rate("warpfit_programs_total")))
+    table.add_row("token-rows/s", _number(change.rate("warpfit_token_rows_total")))
+    table.add_row("in flight", _number(after.total("warpfit_requests_in_flight")))
+    table.add_row("data sets", _number(after.total("warpfit_resident_datasets")))
+    table.add_row(
+        "resident", _share(after, "warpfit_resident_bytes", "warpfit_resident_limit_bytes")
+    )
+    table.add_row("evictions", _number(after.total("warpfit_evictions_total")))
+    table.add_row("engine restarts", _number(restarts))
+    return table
+
+
+def _latency(change: Change) -> Any:
+    table = _table("calls", "method", "calls/s", "failed/s", "p50", "p90", "p99")
+    for method in change.after.labels("warpfit_requests_total", "method"):
+        rate = change.rate("warpfit_requests_total", method=method)
+        served = change.rate("warpfit_requests_total", method=method, status="OK")
+        quantiles = [
+            _seconds(change.quantile(share, "warpfit_request_seconds", method=method))
+            for share in (0.5, 0.9, 0.99)
+        ]
+        table.add_row(method, _number(rate), _number(rate - served), *quantiles)
+    return table
+
+
+def _stages(change: Change) -> Any:
+    table = _table("stages", "stage", "mean", "p99")
+    for stage in _STAGES:
+        mean = change.mean("warpfit_stage_seconds", stage=stage)
+        if mean is not None:
+            high = change.quantile(0.99, "warpfit_stage_seconds", stage=stage)
+            table.add_row(stage, _seconds(mean), _seconds(high))
+    return table
+
+
+def _tenants(change: Change) -> Any:
+    table = _table("tenants", "tenant", "calls/s", "programs/s", "token-rows/s")
+    for tenant in change.after.labels("warpfit_requests_total", "tenant"):
+        names = ("requests", "programs", "token_rows")
+        rates = (change.rate(f"warpfit_{name}_total", tenant=tenant) for name in names)
+        table.add_row(tenant, *map(_number, rates))
+    return table
+
+
+def _caches(change: Change) -> Any:
+    table = _table("caches", "cache", "hits/s", "misses/s", "evictions", "size")
+    for cache in change.after.labels("warpfit_cache_hits_total", "cache"):
+        table.add_row(
+            cache,
+            _number(change.rate("warpfit_cache_hits_total", cache=cache)),
+            _number(change.rate("warpfit_cache_misses_total", cache=cache)),
+            _number(change.after.total("warpfit_cache_evictions_total", cache=cache)),
+            _bytes(change.after.total("warpfit_cache_bytes", cache=cache)),
+        )
+    return table
+
+
+def _gpus(change: Change) -> Any:
+    table = _table("GPUs", "gpu", "busy", "memory")
+    after = change.after
+    for gpu in after.labels("warpfit_gpu_memory_used_bytes", "gpu"):
+        busy = after.total("warpfit_gpu_utilization_ratio", gpu=gpu)
+        sizes = ("warpfit_gpu_memory_used_bytes", "warpfit_gpu_memory_total_bytes")
+        table.add_row(gpu, f"{100 * busy:.0f} %", _share(after, *sizes, gpu=gpu))
+    return table
+
+
+def _processes(change: Change) -> Any:
+    table = _table("processes", "process", "memory", "open files")
+    after = change.after
+    for process in after.labels("warpfit_process_resident_bytes", "process"):
+        memory = after.total("warpfit_process_resident_bytes", process=process)
+        files = after.total("warpfit_process_open_files", process=process)
+        table.add_row(process, _bytes(memory), _number(files))
+    return table
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=bool(columns))
+    for number, column in enumerate(columns or ("", "")):
+        table.add_column(column, justify="right" if number else "left", min_width=10)
+    return table
+
+
+def _next(address: str, last: Scrape) -> Scrape:
+    """Read the metrics again, or return the last ones while the server is away."""
+    try:
+        return scrape(address)
+    except UnavailableError:
+        return last
+
+
+def _away(address: str) -> str:
+    return f"{address} does not answer"
+
+
+def _share(found: Scrape, used: str, total: str, **labels: str) -> str:
+    return f"{_bytes(found.total(used, **labels))} of {_bytes(found.total(total, **labels))}"
+
+
+def _number(value: float) -> str:
+    return _scaled(value, 1000.0, ("", "k", "M", "G", "T", "P"))
+
+
+def _bytes(value: float) -> str:
+    return _scaled(value, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else _scaled(value * 1e6, 1000.0, (" us", " ms", " s"))
+
+
+def _scaled(value: float, base: float, units: Sequence[str]) -> str:
+    """Write a number with the first unit that leaves it below ``base``, or the last."""
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    text = f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+    return text + units[power]
+
+
+def _rich() -> Any:
+    try:
+        from rich import console, live
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "warpfit top needs rich", "MISSING_EXTRA", "pip install 'warpfit[top]'"
+        ) from error
+    return console, live

@@ -1,0 +1,1 @@
+"""Expressions beside their representation: text, derivatives, error bounds, the NumPy reference."""

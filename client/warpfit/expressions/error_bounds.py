@@ -1,0 +1,160 @@
+"""THE table of error bounds: how far each operator may be off, by engine and precision mode.
+
+The error of a result is its distance from the exact value for the operands as they are (for
+``fma``, from NumPy's float64 value), rounded to the data's type. It is at most ``ulp`` units in the
+last place of that value, or ``absolute``, if this is more, wherever ``where`` holds; elsewhere
+nothing is promised. The three are texts in the kernel language of `warpfit.ops`, over the operands
+and ``r``, the exact value, so that the documentation (`warpfit.cli.operator_page`) and the tests of
+every engine read the same numbers.
+
+Precise mode keeps NaN, infinities and subnormal numbers; so does fast mode on a CPU. Fast mode on a
+GPU takes subnormal operands and results for 0, and promises nothing for infinite ones. Fast mode
+may also round a product and the sum that it goes into once instead of twice, and it changes
+float32 alone.
+
+CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide (chapter Mathematical Functions) for
+its functions, and of the PTX ISA for the instructions ``sin``, ``cos``, ``ex2``, ``lg2``, ``tanh``
+and ``sqrt`` with ``.approx``; bounds of what is built of them follow by first-order error analysis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.expressions.derivatives import FUNCTIONS
+from warpfit.ops import OPERATORS
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Largest error of one operator."""
+
+    ulp: str = "2"
+    """Units in the last place of the exact value rounded to the data's type."""
+    absolute: str = "0"
+    """The bound if this is more."""
+    where: str = ""
+    """Condition on the operands for all of it; empty if there is none."""
+
+    def limit(self, operands: Sequence[Array], exact: Array) -> Array:
+        """Largest distance allowed from ``exact``, the exact values in the data's type; [rows].
+
+        Infinite where nothing is promised.
+        """
+        names = dict(zip("abc", (x.astype(np.float64) for x in operands), strict=False))
+        names["r"] = exact.astype(np.float64)
+        with np.errstate(all="ignore"):
+            info = np.finfo(exact.dtype)  # whose largest number NumPy gives an infinite ulp
+            size = np.minimum(np.abs(exact), info.max - np.spacing(info.max / 2))
+            ulp = np.spacing(size).astype(np.float64)
+            limit = np.maximum(_value(self.ulp, names) * ulp, _value(self.absolute, names))
+            holds = _value(self.where, names) if self.where else True
+        return np.asarray(np.where(holds, limit, np.inf))
+
+
+def _value(text: str, names: Mapping[str, Array]) -> Any:
+    return eval(text, {"__builtins__": {}, **FUNCTIONS, **names})
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of one operator; those of precise mode are for float32 and float64."""
+
+    precise_cpu: Bound = Bound()
+    precise_cuda: Bound = Bound()
+    fast_cpu: Bound = Bound()
+    fast_cuda: Bound = Bound()
+
+
+_EXACT: Final = Bounds(*[Bound("0")] * 4)
+#: Fast division takes an infinite divisor for one above 2^126.
+_DIVISOR: Final = Bound("2", where="(abs({0}) >= 1.2e-38) & (abs({0}) <= 8.5e37)")
+_LOGARITHM: Final = Bound("3", "3.6e-7")
+#: With an error of 2^-22 of log2 |a|, absolute or relative, which the exponent multiplies.
+_CUDA_POWER: Final = Bound(
+    # Beyond that exponent the error of the logarithm moves the result by more than a few percent.
+    "4 + 4 * abs(b) * (1 + abs(log2(abs(a))))",
+    where="abs(b) <= 65536",
+)
+#: The logarithm is good to 2^-23; its error grows with that of the result.
+_CPU_POWER: Final = Bound("4 + 2 * abs(log2(abs(r)))")
+#: Functions of CUDA's library that divide or take roots, which fast mode approximates there, too.
+_LIBRARY: Final = Bounds(fast_cuda=Bound("8"))
+_CIRCULAR: Final = Bound("2", "select(abs(a) <= 6.28, 7e-7, 4e-5)", "abs(a) <= 314")
+
+
+def _division(divisor: str) -> Bound:
+    return Bound(_DIVISOR.ulp, where=_DIVISOR.where.format(divisor))
+
+
+_BOUNDS: Final[Mapping[str, Bounds]] = {
+    **dict.fromkeys(("add", "sub", "mul", "square", "neg", "abs", "min", "max"), _EXACT),
+    **dict.fromkeys(("floor", "ceil", "sign", "where", "relu"), _EXACT),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"), _EXACT),
+    **dict.fromkeys(("div", "pdiv", "zdiv"), Bounds(fast_cuda=_division("b"))),
+    **dict.fromkeys(("inv", "pinv"), Bounds(fast_cuda=_division("a"))),
+    **dict.fromkeys(("asin", "acos", "atan", "cosh", "log1p", "expm1", "erf", "cbrt"), _LIBRARY),
+    **dict.fromkeys(("log", "logabs"), Bounds(fast_cuda=_LOGARITHM)),
+    **dict.fromkeys(("sin", "cos"), Bounds(fast_cuda=_CIRCULAR)),
+    "pow": Bounds(
+        precise_cuda=Bound("4"),
+        fast_cpu=_CPU_POWER,
+        fast_cuda=_CUDA_POWER,
+    ),
+    "powabs": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
+    "exp": Bounds(fast_cuda=Bound("2 + 1.173 * abs(a)")),
+    "tan": Bounds(
+        precise_cuda=Bound("4"),
+        fast_cuda=Bound(
+            "2", "1e-6 * (1 + abs(r)) * (1 + abs(r))", "(abs(a) <= 6.28) & (abs(r) <= 1000)"
+        ),
+    ),
+    "atan2": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("8", where="abs(b) <= 8.5e37")),
+    "sinh": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("8")),
+    "tanh": Bounds(fast_cuda=Bound("8192")),
+    "log2": Bounds(fast_cuda=Bound("2", "2.4e-7")),
+    "log10": Bounds(fast_cuda=Bound("3", "6e-8")),
+    "aq": Bounds(precise_cuda=Bound("4"), fast_cuda=Bound("4", where="abs(b) <= 1e19")),
+    "logistic": Bounds(
+        precise_cuda=Bound("3"),
+        fast_cpu=Bound("3"),
+        fast_cuda=Bound("5 + 1.173 * abs(a)", where="abs(a) <= 87"),
+    ),
+    "plog": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("3")),
+}
+#: Bounds of every operator by name.
+BOUNDS: Final[Mapping[str, Bounds]] = MappingProxyType(
+    {name: _BOUNDS.get(name, Bounds()) for name in OPERATORS}
+)
+
+
+def excess(bound: Bound, operands: Sequence[Array], got: Array, exact: Array) -> NDArray[Any]:
+    """Error of each result as a share of its bound, 1 where it is just kept; float64 [rows].
+
+    Args:
+        bound: of the operator in question.
+        operands: columns [rows] of the data's type.
+        got: an engine's results.
+        exact: the exact values, with at least the digits of ``got``.
+
+    A NaN or infinity that only one of both has counts as infinitely far, but for an overflow of one
+    alone of two numbers that the bound does not tell apart.
+    """
+    with np.errstate(all="ignore"):
+        rounded = exact.astype(got.dtype)
+        largest = np.longdouble(np.finfo(got.dtype).max)
+        wide = [np.clip(x.astype(np.longdouble), -largest, largest) for x in (got, rounded)]
+        distance = np.abs(wide[0] - wide[1]).astype(np.float64)
+        limit = bound.limit(operands, rounded)
+        share = np.where(distance == 0, 0.0, distance / limit)
+    one_is_nan = np.isnan(got) != np.isnan(rounded)
+    share = np.where(one_is_nan, np.inf, share)
+    return np.where(np.isinf(limit) | (np.isnan(got) & np.isnan(rounded)), 0.0, share)

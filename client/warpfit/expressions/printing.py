@@ -1,0 +1,213 @@
+"""`Program` to text and LaTeX; both read the operator rows."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections import deque
+from collections.abc import Sequence, Set
+from string import Formatter
+from typing import Final
+
+from warpfit.expressions.grammar import COMPARISONS, CONSTANTS, IDENTIFIER, RIGHT_ASSOCIATIVE, WORDS
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
+
+#: Text in pieces, so that joining costs no copies, and how strongly its outermost operator binds.
+_Pieces = deque[str]
+_Rendered = tuple[_Pieces, int]
+
+_ATOM: Final = 100
+_NUMBER: Final = 99
+_PRODUCT: Final = OPERATORS["mul"].precedence
+_SUM: Final = OPERATORS["add"].precedence
+_NEGATION: Final = OPERATORS["neg"]
+
+#: Stands before the token that is looked for: a character that no name should contain.
+_MARK: Final = "\ue000"
+
+_LATEX_ESCAPES: Final = str.maketrans(
+    {character: f"\\{character}" for character in "#$%&_{}"}
+    | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+)
+
+
+def to_text(program: Program, names: Sequence[str] = ()) -> str:
+    """Write a program with as few parentheses as its meaning allows.
+
+    ``parse(to_text(program, names), names) == program``, to the last bit of each constant.
+
+    Args:
+        program: the program.
+        names: names of the data set's variables; those beyond them are written x1, x2, ....
+
+    """
+    return _marked_text(program, names, -1)
+
+
+def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str, int]:
+    """Write a program as `to_text` does, and say where in the text one of its tokens is.
+
+    Args:
+        program: the program.
+        token: index of the token, from 0.
+        names: names of the data set's variables.
+
+    """
+    text = _marked_text(program, names, token)
+    return text.replace(_MARK, ""), text.index(_MARK)
+
+
+def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
+    """Text with `_MARK` before the token of that index; without it for -1."""
+    taken = frozenset(names)
+    tokens = iter(range(len(program)))
+
+    def mark() -> str:
+        return _MARK if next(tokens) == token else ""
+
+    def leaf(code: int, value: float) -> _Rendered:
+        before = mark()
+        if code == CONSTANT:
+            text = _constant(value, taken)
+            strength = _NEGATION.precedence if text.startswith("-") else _NUMBER
+            return deque([before + text]), strength
+        if code == VARIABLE and value < len(names):
+            return deque([before + _quoted(names[int(value)])]), _ATOM
+        letter = "x" if code == VARIABLE else "p"
+        return deque([before + _indexed(letter, int(value), taken)]), _ATOM
+
+    def operator(row: Operator, operands: list[_Rendered]) -> _Rendered:
+        return _text(row, operands, mark())
+
+    return "".join(program.fold(leaf, operator)[0])
+
+
+def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
+    if row.symbol is None:
+        pieces: list[str | _Pieces] = [f"{mark}{row.name}("]
+        for position, (operand, _) in enumerate(operands):
+            pieces += [", ", operand] if position else [operand]
+        return _joined([*pieces, ")"]), _ATOM
+    inner = [
+        _enclosed(operand, wanted, "(", ")")
+        for operand, wanted in zip(operands, _wanted(row), strict=True)
+    ]
+    if row.arity == 2:
+        return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
+    # A minus right before a number would read as a negative constant.
+    if row is _NEGATION and operands[0][1] == _NUMBER:
+        inner = [_joined(["(", *inner, ")"])]
+    symbol = f"{row.symbol} " if row.symbol.isalpha() else row.symbol
+    return _joined([mark + symbol, *inner]), row.precedence
+
+
+def _wanted(row: Operator) -> tuple[int, ...]:
+    """How strongly each operand of a prefix or infix operator must bind to need no parentheses."""
+    strength = row.precedence
+    if row.arity == 1:
+        return (strength,)
+    if row.name in COMPARISONS:
+        return strength + 1, strength + 1
+    return (strength + 1, strength) if row.name in RIGHT_ASSOCIATIVE else (strength, strength + 1)
+
+
+def _enclosed(operand: _Rendered, wanted: int, opening: str, closing: str) -> _Pieces:
+    pieces, strength = operand
+    if strength < wanted:
+        pieces.appendleft(opening)
+        pieces.append(closing)
+    return pieces
+
+
+def _joined(parts: Sequence[str | _Pieces]) -> _Pieces:
+    """Join parts into the longest of them, so that deep programs take O(n log n) steps."""
+    pieces = [deque([part]) if isinstance(part, str) else part for part in parts]
+    longest = max(range(len(pieces)), key=lambda index: len(pieces[index]))
+    whole = pieces[longest]
+    for piece in reversed(pieces[:longest]):
+        whole.extendleft(reversed(piece))
+    for piece in pieces[longest + 1 :]:
+        whole.extend(piece)
+    return whole
+
+
+def _quoted(name: str) -> str:
+    if IDENTIFIER.fullmatch(name) and name not in WORDS:
+        return name
+    return f"`{name.replace('`', '``')}`"
+
+
+def _indexed(letter: str, index: int, taken: Set[str]) -> str:
+    digits = str(index + 1)
+    while letter + digits in taken:
+        digits = "0" + digits
+    return letter + digits
+
+
+def _constant(value: float, taken: Set[str]) -> str:
+    if math.isfinite(value):
+        return repr(value).removesuffix(".0")
+    bits = struct.pack(">d", value)
+    for name in ("inf", "nan"):
+        for sign, number in (("", CONSTANTS[name]), ("-", -CONSTANTS[name])):
+            if bits == struct.pack(">d", number) and name not in taken:
+                return sign + name
+    return f"#{bits.hex()}"
+
+
+def to_latex(program: Program, names: Sequence[str] = ()) -> str:
+    r"""Write a program as LaTeX for mathematical mode, in parentheses where its meaning needs them.
+
+    Args:
+        program: the program.
+        names: names of the data set's variables; those beyond them are written x_{1}, x_{2}, ....
+
+    """
+
+    def leaf(code: int, value: float) -> _Rendered:
+        if code == CONSTANT:
+            return _latex_constant(value)
+        if code == VARIABLE and value < len(names):
+            return deque([_latex_name(names[int(value)])]), _ATOM
+        letter = "x" if code == VARIABLE else "p"
+        return deque([f"{letter}_{{{int(value) + 1}}}"]), _ATOM
+
+    return "".join(program.fold(leaf, _latex)[0])
+
+
+def _latex(row: Operator, operands: list[_Rendered]) -> _Rendered:
+    by_name = dict(zip(row.operands, operands, strict=True))
+    parts: list[str | _Pieces] = []
+    for literal, name, wanted, _ in Formatter().parse(row.latex):
+        parts.append(literal)
+        if name is not None:
+            parts.append(_enclosed(by_name[name], int(wanted or 0), r"\left(", r"\right)"))
+    strength = row.precedence if row.latex_precedence is None else row.latex_precedence
+    return _joined(parts), strength
+
+
+def _latex_constant(value: float) -> _Rendered:
+    if not math.isfinite(value):
+        text = r"\mathrm{NaN}" if math.isnan(value) else r"\infty" if value > 0 else r"-\infty"
+        return deque([text]), _SUM if value < 0 else _ATOM
+    mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
+    text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
+    return deque([text]), _SUM if text.startswith("-") else _PRODUCT if exponent else _ATOM
+
+
+def _latex_name(name: str) -> str:
+    simple = re.fullmatch(r"([A-Za-z])_?([0-9]*)", name)
+    if simple:
+        return f"{simple[1]}_{{{simple[2]}}}" if simple[2] else simple[1]
+    return rf"\text{{{name.translate(_LATEX_ESCAPES)}}}"
+
+
+def text_form(row: Operator) -> str:
+    """Write an operator over its operands a, b, c in the text language."""
+    if row.symbol is None:
+        return f"{row.name}({', '.join(row.operands)})"
+    if row.arity == 2:
+        return f"a {row.symbol} b"
+    return f"{row.symbol} a" if row.symbol.isalpha() else f"{row.symbol}a"

@@ -1,0 +1,187 @@
+"""A whole evaluation in plain NumPy float64, for `warpfit.testing` and as a truth to test against.
+
+It shares no code with the engines beyond the operator table: losses are sums of row losses,
+gradients are sums of products, moments come from NumPy's own mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Program
+from warpfit.losses import (
+    PREDICTION,
+    LossFunction,
+    TargetStatistics,
+    close_gradients,
+    close_losses,
+    mentions_weight,
+)
+from warpfit.ops import VARIABLE
+from warpfit.request import Evaluation, Result
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows of a data set that an evaluation uses, in float64."""
+
+    dataset: Dataset
+    variables: Floats
+    target: Floats
+    weights: Floats
+
+    @classmethod
+    def of(cls, dataset: Dataset, evaluation: Evaluation) -> Rows:
+        """Take the rows of an evaluation; without a target it counts as 0."""
+        rows = slice(*evaluation.row_range(dataset.layout))
+        variables = dataset.variables[:, rows].astype(np.float64)
+        count = variables.shape[1]
+        target = np.zeros(count) if dataset.target is None else dataset.target[rows]
+        weights = np.ones(count) if dataset.weights is None else dataset.weights[rows]
+        return cls(dataset, variables, target.astype(np.float64), weights.astype(np.float64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Sum of the row losses of one program and vector, with its derivatives."""
+
+    loss: float
+    gradient: Floats
+    """[parameters]."""
+    variable_gradient: Floats
+    """[variables]."""
+    curvature: Floats
+    """Sum of w (df/dp_i) (df/dp_j), [parameters, parameters]."""
+
+
+def linearise(program: Program, parameters: Floats, rows: Rows, row_loss: Program) -> Sums:
+    """Sum the row losses and their derivatives."""
+    values, jacobian = differentiate(program, rows.variables, parameters)
+    _, by_variables = differentiate(program, rows.variables, parameters, by=VARIABLE)
+    inputs = np.stack([_rounded(values, rows), rows.target, rows.weights])
+    terms, slopes = differentiate(row_loss, inputs, by=VARIABLE)
+    factor = np.ones(1) if mentions_weight(row_loss) else rows.weights
+    with np.errstate(all="ignore"):
+        each = factor * slopes[PREDICTION]
+        return Sums(
+            float(np.sum(factor * terms)),
+            jacobian @ each,
+            by_variables @ each,
+            (jacobian * rows.weights) @ jacobian.T,
+        )
+
+
+def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
+    """Answer a checked evaluation."""
+    rows = Rows.of(dataset, evaluation)
+    batch = evaluation.batch
+    cells = [
+        (batch.program(index), parameters)
+        for index in range(len(batch))
+        for parameters in batch.program_parameters(index)
+    ]
+    values = np.stack([evaluate_program(p, rows.variables, v) for p, v in cells])
+    values = _rounded(values, rows)
+    shape = len(batch), batch.vectors
+    arrays: dict[str, Any] = {}
+    if evaluation.values:
+        with np.errstate(over="ignore"):
+            arrays["values"] = values.astype(dataset.layout.dtype).reshape(*shape, -1)
+    if evaluation.jacobian:
+        pieces = [differentiate(p, rows.variables, v)[1] for p, v in cells]
+        with np.errstate(over="ignore"):
+            arrays["jacobian"] = np.concatenate(pieces).astype(dataset.layout.dtype)
+    if evaluation.reductions:
+        arrays["reductions"] = _reduced(values).reshape(*shape, 5)
+    if evaluation.correlation:
+        arrays["correlations"] = _scaled(values, rows)[2].reshape(shape)
+    if evaluation.loss_function is not None:
+        arrays |= _losses(evaluation, rows, cells, values)
+    return Result(**arrays)
+
+
+def _losses(
+    evaluation: Evaluation, rows: Rows, cells: list[tuple[Program, Floats]], values: Floats
+) -> dict[str, Any]:
+    loss = evaluation.loss_function
+    assert loss is not None
+    shape = len(evaluation.batch), evaluation.batch.vectors
+    weights = None if rows.dataset.weights is None else rows.weights
+    statistics = TargetStatistics(rows.target, weights)
+    if evaluation.linear_scaling:
+        slopes, intercepts, _, summed = _scaled(values, rows)
+    else:
+        summed = _summed(loss, values, rows)
+    losses = close_losses(loss.closing, summed, statistics)
+    found: dict[str, Any] = {"losses": losses.reshape(shape)}
+    if evaluation.linear_scaling:
+        found["scaling"] = np.stack([slopes, intercepts], axis=1).reshape(*shape, 2)
+    if evaluation.gradient or evaluation.variable_gradient:
+        sums = [linearise(program, vector, rows, loss.row) for program, vector in cells]
+    if evaluation.gradient:
+        pieces = [s.gradient for s in sums]
+        found["gradients"] = np.concatenate(_closed(loss, pieces, losses, statistics))
+    if evaluation.variable_gradient:
+        pieces = [s.variable_gradient for s in sums]
+        closed = np.stack(_closed(loss, pieces, losses, statistics))
+        found["variable_gradients"] = closed.reshape(*shape, -1)
+    return found
+
+
+def _summed(loss: LossFunction, values: Floats, rows: Rows) -> Floats:
+    factor = np.ones(1) if loss.mentions_weight else rows.weights
+    with np.errstate(all="ignore"):
+        terms = np.stack(
+            [evaluate_program(loss.row, np.stack([f, rows.target, rows.weights])) for f in values]
+        )
+        return np.asarray(np.sum(factor * terms, axis=1))
+
+
+def _closed(
+    loss: LossFunction, pieces: list[Floats], losses: Floats, statistics: TargetStatistics
+) -> list[Floats]:
+    return [
+        close_gradients(loss.closing, piece, cell, statistics)
+        for piece, cell in zip(pieces, losses, strict=True)
+    ]
+
+
+def _rounded(values: Floats, rows: Rows) -> Floats:
+    """Values as the data set's type holds them."""
+    with np.errstate(over="ignore"):
+        return values.astype(rows.dataset.layout.dtype).astype(np.float64)
+
+
+def _reduced(values: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        numbers = (values.sum(axis=1), values.mean(axis=1), values.min(axis=1), values.max(axis=1))
+    return np.stack([*numbers, (~np.isfinite(values)).sum(axis=1)], axis=1)
+
+
+def _scaled(values: Floats, rows: Rows) -> tuple[Floats, Floats, Floats, Floats]:
+    """Slope, intercept, correlation and sum of squared residuals of each row of values.
+
+    Means are counted from the first row, so that a large mean costs no digits.
+    """
+    w, y = rows.weights, rows.target - rows.target[0]
+    with np.errstate(all="ignore"):
+        total = w.sum()
+        f = values - values[:, :1]
+        mean_f, mean_y = (f * w).sum(axis=1) / total, (y * w).sum() / total
+        f, y = f - mean_f[:, None], y - mean_y
+        squares = (w * np.square(f)).sum(axis=1)
+        products = (w * f * y).sum(axis=1)
+        slopes = np.where(squares == 0.0, 0.0, products / squares)
+        correlations = products / np.sqrt(squares) / np.sqrt((w * np.square(y)).sum())
+        residuals = (w * np.square(y - slopes[:, None] * f)).sum(axis=1)
+        intercepts = (mean_y + rows.target[0]) - slopes * (mean_f + values[:, 0])
+    return slopes, intercepts, correlations, residuals

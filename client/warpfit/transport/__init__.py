@@ -1,0 +1,1 @@
+"""The gRPC channel of a client: address, settings, credentials."""

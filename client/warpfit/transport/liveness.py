@@ -1,0 +1,36 @@
+"""Asks a server's health service, without the package that has its stubs."""
+
+from __future__ import annotations
+
+import grpc
+
+from warpfit.transport.channel import check_address
+
+#: HealthCheckResponse.ServingStatus by number.
+_STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+
+
+def health(address: str, service: str, timeout: float) -> str:
+    """Return what grpc.health.v1 says of a service, or the gRPC status of a call that failed.
+
+    Args:
+        address: HOST:PORT.
+        service: ``readiness``, ``liveness``, or the full name of a service.
+        timeout: seconds.
+
+    Raises:
+        InvalidArgumentError: if the address has no port.
+
+    """
+    check_address(address)
+    name = service.encode()[:127]
+    request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)(
+                request, timeout=timeout
+            )
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    number = answer[1] if answer[:1] == b"\x08" else 0  # HealthCheckResponse.status
+    return _STATUS[number] if number < len(_STATUS) else "UNKNOWN"

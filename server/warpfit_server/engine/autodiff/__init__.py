@@ -1,0 +1,1 @@
+"""Programs together with their derivatives, for both engines."""

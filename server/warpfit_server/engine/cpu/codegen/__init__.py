@@ -1,0 +1,1 @@
+"""The CPU engine's vector code: kernels and functions, made by LLVM for this very processor."""

@@ -1,0 +1,331 @@
+"""Elementary functions on vectors: what the kernel language may call on a CPU.
+
+A C library computes one number a call, which is 5 to 20 times slower than the arithmetic around it,
+so the functions that matter are written here with the textbook method and no branch:
+
+* exp: x = k ln 2 + r, exp(x) = 2^k exp(r), a polynomial for exp(r) on |r| <= ln(2) / 2;
+* log: x = 2^e m with m in [sqrt(1/2), sqrt(2)), log(x) = e ln 2 + log(m), a polynomial for log(m);
+* pow: exp2(b log2(a)), with more digits inside than the result has;
+* sin, cos: x = k pi/2 + r, a polynomial for the quarter that k names (`trigonometric`);
+* tanh: expm1(2x) / (expm1(2x) + 2).
+
+(J.-M. Muller, Elementary Functions, 3rd edition, chapters 9 to 11.) The polynomials are Chebyshev
+fits on the reduced interval. All others call the C library on doubles, lane by lane.
+
+There are three sets: `functions` gives float64 functions of float64 accuracy for float64 data, and
+for float32 data either precise ones (within 2 ulp) or fast ones. Precise functions of float32 may
+compute in float64 where that is the simplest way to 2 ulp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from warpfit.ops import KERNEL_FUNCTIONS
+from warpfit_server.engine.cpu.codegen.trigonometric import cosine, sine, tangent
+from warpfit_server.engine.cpu.codegen.vector import (
+    BIAS,
+    MANTISSA,
+    Trace,
+    Vector,
+    absolute,
+    nearest,
+    polynomial,
+)
+
+Function = Callable[..., Vector]
+Functions = Mapping[str, Function]
+_INFINITY: Final = float("inf")
+_NAN: Final = float("nan")
+_LOG2_E: Final = 1.4426950408889634
+#: ln 2 as a sum of numbers of the type, by bits.
+_LN2: Final = {32: (0.6931471824645996, -1.9046542121259336e-09),
+               64: (0.6931471805599453, 2.3190468138462996e-17)}  # fmt: skip
+#: Arguments of exp and exp2 beyond which the result is 0 or infinite.
+_EXP_RANGE: Final = {32: (-104.0, 89.0), 64: (-746.0, 710.0)}
+_EXP2_RANGE: Final = {32: (-151.0, 129.0), 64: (-1080.0, 1030.0)}
+#: (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2.
+_EXP: Final = {
+    32: (0.5, 0.1666657702559799, 0.041666554662050534, 0.008363173074513711,
+         0.001392617611993558),
+    64: (0.5, 0.1666666666666667, 0.04166666666666667, 0.008333333333326141,
+         0.0013888888888883752, 0.00019841269874800493, 2.4801587325533363e-05,
+         2.7557255425746435e-06, 2.7557273661348637e-07, 2.510520637395701e-08,
+         2.0914679376583935e-09),
+}  # fmt: skip
+#: 2^r on |r| <= 1/2, with relative errors of 2e-9 and 4e-11.
+_EXP2: Final = {
+    32: (1.0, 0.6931472067028326, 0.24022650922288757, 0.05550327226670302,
+         0.009618056678524637, 0.0013400428177615838, 0.0001546144469856913),
+    64: (0.9999999999595618, 0.6931471805568324, 0.24022651213498092, 0.055504109063258665,
+         0.009618025613318034, 0.0013333478473685416, 0.00015469729214118296,
+         1.5303700711365693e-05),
+}  # fmt: skip
+#: (log(1 + f) - f + f^2 / 2) / f^3 on [sqrt(1/2) - 1, sqrt(2) - 1].
+_LOG_SINGLE: Final = (
+    0.33333331180030046, -0.24999996957950882, 0.200007157488921, -0.16667802319501254,
+    0.1424905764569748, -0.12425687331451106, 0.1168541992348674, -0.11479733846637635,
+    0.06971611471451178,
+)  # fmt: skip
+#: (log((1 + s) / (1 - s)) - 2 s) / s^3 as a polynomial in s^2, s = f / (2 + f).
+_LOG_DOUBLE: Final = (
+    0.666666666666667, 0.39999999999899505, 0.28571428625975487, 0.2222221113479508,
+    0.18182889125261723, 0.15331721600556042, 0.14616449685043406,
+)  # fmt: skip
+#: log2(1 + f) / f on [sqrt(1/2) - 1, sqrt(2) - 1], with relative errors of 3e-8 and 2e-11.
+_LOG2: Final = {
+    32: (1.4426950035679822, -0.7213474682495624, 0.48091075345941253, -0.36069326813533614,
+         0.28790326092450147, -0.2391698814010418, 0.21607822552243777, -0.20586188051276055,
+         0.1231096846719146),
+    64: (1.4426950408708794, -0.7213475209631551, 0.4808983601762459, -0.3606736553159396,
+         0.28853739437873954, -0.24045433696411997, 0.20617283226751987, -0.1802710257711494,
+         0.15878356832510718, -0.14349039375280995, 0.14495052999815844, -0.1414478821058739,
+         0.07553790398013412),
+}  # fmt: skip
+
+
+def functions(trace: Trace, *, fast: bool) -> Functions:
+    """Give each function of the kernel language for vectors of the trace's data type."""
+    wide = _double_functions()
+    if not trace.is_single:
+        return wide
+    single = {name: _through_double(function) for name, function in wide.items()}
+    single |= {"abs": absolute, "sqrt": square_root, "exp": exponential, "log": logarithm}
+    single |= {"floor": _rounding("floor"), "ceil": _rounding("ceil")}
+    single["pow"] = _fast_power if fast else _through_double(_power_for_single)
+    single["hypot"] = _through_double(_hypotenuse_for_single)
+    return single
+
+
+def wide_functions() -> Functions:
+    """Float64 functions of float32 accuracy, for kernels of several steps on float32 data."""
+    return _double_functions() | {"pow": _power_for_single, "hypot": _hypotenuse_for_single}
+
+
+def lifted(known: Functions) -> dict[str, Function]:
+    """The same functions, for operands of which some are numbers."""
+
+    def lift(function: Function) -> Function:
+        def call(*operands: Vector | float) -> Vector:
+            model = next(v for v in operands if isinstance(v, Vector))
+            return function(
+                *(
+                    v if isinstance(v, Vector) else model.trace.constant(v, model.element)
+                    for v in operands
+                )
+            )
+
+        return call
+
+    return {name: lift(function) for name, function in known.items()}
+
+
+def _double_functions() -> dict[str, Function]:
+    library = {name: _library(name) for name in KERNEL_FUNCTIONS}
+    return library | {
+        "abs": absolute,
+        "sqrt": square_root,
+        "floor": _rounding("floor"),
+        "ceil": _rounding("ceil"),
+        "cbrt": cube_root,
+        "exp": exponential,
+        "log": logarithm,
+        "sin": sine,
+        "cos": cosine,
+        "tan": tangent,
+        "tanh": hyperbolic_tangent,
+    }
+
+
+def _library(name: str) -> Function:
+    return lambda *operands: operands[0].trace.call(name, *operands)
+
+
+def _through_double(function: Function) -> Function:
+    return lambda *operands: function(*(v.widen() for v in operands)).narrow()
+
+
+def _rounding(name: str) -> Function:
+    return lambda x: x.trace.intrinsic(name, x)
+
+
+def square_root(x: Vector) -> Vector:
+    """Square root, correctly rounded."""
+    return x.trace.intrinsic("sqrt", x)
+
+
+def cube_root(x: Vector) -> Vector:
+    """Cube root: the C library's (3 ulp) and one step of Newton's method, in float64."""
+    trace = x.trace
+    tiny = absolute(x) < 1e-200
+    scaled = trace.select(tiny, x * 2.0**300, x)
+    y = trace.call("cbrt", scaled)
+    square = y * y
+    residual = square.fma(y, -scaled) + y * y.fma(y, -square)
+    better = y - residual / (square * 3.0)
+    regular = (x != 0) & (absolute(x) < _INFINITY)
+    y = trace.select(regular, better, y)
+    return trace.select(tiny, y * 2.0**-100, y)
+
+
+def _clamp(x: Vector, low: float, high: float) -> Vector:
+    """Limit x; NaN stays NaN."""
+    select = x.trace.select
+    x = select(x > high, x.trace.constant(high, x.element), x)
+    return select(x < low, x.trace.constant(low, x.element), x)
+
+
+def _power_of_two(exponent: Vector) -> Vector:
+    """2^k as a float, for k in the range of normal numbers."""
+    return ((exponent + BIAS[exponent.size]) << MANTISSA[exponent.size]).real()
+
+
+def _scale(x: Vector, exponent: Vector) -> Vector:
+    """Multiply by 2^k in two steps, so that overflow and subnormals come out right."""
+    half = exponent >> 1
+    return x * _power_of_two(half) * _power_of_two(exponent - half)
+
+
+def exponential(x: Vector) -> Vector:
+    """e^x."""
+    r, _, exponent = _reduced(_clamp(x, *_EXP_RANGE[x.size]))
+    p = (r * r).fma(polynomial(r, _EXP[x.size]), r)
+    return _scale(p + 1.0, exponent)
+
+
+def _reduced(x: Vector) -> tuple[Vector, Vector, Vector]:
+    """Give r, what its rounding has lost, and k with x = k ln 2 + r."""
+    high, low = _LN2[x.size]
+    k, exponent = nearest(x * _LOG2_E)
+    near = k.fma(-high, x)
+    r = k.fma(-low, near)
+    return r, k.fma(-low, near - r), exponent
+
+
+def _split(x: Vector) -> tuple[Vector, Vector]:
+    """Give m - 1 and e (as float) with x = 2^e m, m in [sqrt(1/2), sqrt(2)); x positive, finite."""
+    trace, size = x.trace, x.size
+    mantissa = MANTISSA[size]
+    tiny = x < 2.0 ** (1 - BIAS[size])
+    x = trace.select(tiny, x * 2.0 ** (mantissa + 2), x)
+    low = trace.constant(0.5**0.5, x.element).bits()
+    offset = x.bits() - low
+    exponent = (offset >> mantissa).to_real()
+    exponent = trace.select(tiny, exponent - (mantissa + 2.0), exponent)
+    return ((offset & ((1 << mantissa) - 1)) + low).real() - 1.0, exponent
+
+
+def _logarithm_domain(x: Vector, result: Vector) -> Vector:
+    """Put in the values of a logarithm at 0, below, at infinity and NaN."""
+    select = x.trace.select
+    outside = select(x == 0, x.trace.constant(-_INFINITY, x.element), _NAN)
+    return select(x > 0, select(x < _INFINITY, result, x), outside)
+
+
+def logarithm(x: Vector) -> Vector:
+    """Natural logarithm."""
+    f, e = _split(x)
+    core = _logarithm_single if x.size == 32 else _logarithm_double
+    return _logarithm_domain(x, core(f, e))
+
+
+def _logarithm_single(f: Vector, e: Vector) -> Vector:
+    high, low = _LN2[32]
+    square = f * f
+    rest = e.fma(low, f * square * polynomial(f, _LOG_SINGLE))
+    return e.fma(high, f + square.fma(-0.5, rest))
+
+
+def _logarithm_double(f: Vector, e: Vector) -> Vector:
+    high, low = _LN2[64]
+    s = f / (f + 2.0)
+    z = s * s
+    half_square = f * f * 0.5
+    tail = s.fma(half_square + z * polynomial(z, _LOG_DOUBLE), e * low)
+    return e.fma(high, f - (half_square - tail))
+
+
+def _power_for_single(a: Vector, b: Vector) -> Vector:
+    """a^b in float64 with about 33 correct bits, for float32 operands widened to float64."""
+    f, e = _split_normal(absolute(a))
+    exponent = b * _power_log2(absolute(a), f.fma(polynomial(f, _LOG2[64]), e))
+    exponent = _clamp(exponent, -200.0, 200.0)
+    k, scale = nearest(exponent)
+    return _power_signs(a, b, polynomial(exponent - k, _EXP2[64]) * _power_of_two(scale))
+
+
+def _split_normal(x: Vector) -> tuple[Vector, Vector]:
+    """`_split` without care for subnormals, of which there are none among widened float32."""
+    mantissa = MANTISSA[x.size]
+    low = x.trace.constant(0.5**0.5, x.element).bits()
+    offset = x.bits() - low
+    remainder = ((offset & ((1 << mantissa) - 1)) + low).real() - 1.0
+    return remainder, (offset >> mantissa).to_real()
+
+
+def _power_log2(magnitude: Vector, result: Vector) -> Vector:
+    """Put in log2 at 0 (-inf), infinity and NaN for a number without sign."""
+    select = magnitude.trace.select
+    zero = select(magnitude == 0, magnitude.trace.constant(-_INFINITY, magnitude.element), result)
+    return select(magnitude < _INFINITY, zero, magnitude)
+
+
+def _fast_power(a: Vector, b: Vector) -> Vector:
+    """a^b in float32 with log2 in two parts: a relative error of about 1e-7 (2 + |log2 a^b|/4)."""
+    trace = a.trace
+    magnitude = absolute(a)
+    f, e = _split(magnitude)
+    fraction = f * polynomial(f, _LOG2[32])
+    high = e + fraction
+    low = fraction - (high - e)
+    log2 = _power_log2(magnitude, high)
+    low = trace.select(absolute(log2) < _INFINITY, low, 0.0)
+    product = b * log2
+    rest = b.fma(low, b.fma(log2, -product))
+    clamped = _clamp(product, *_EXP2_RANGE[32])
+    k, exponent = nearest(clamped)
+    rest = trace.select(clamped == product, rest, 0.0)
+    result = _scale(polynomial(clamped - k + rest, _EXP2[32]), exponent)
+    return _power_signs(a, b, result)
+
+
+def _power_signs(a: Vector, b: Vector, magnitude: Vector) -> Vector:
+    """Turn |a|^b into a^b as C defines it: signs, NaN for fractional b, and 1 at a = 1 or b = 0."""
+    trace = a.trace
+    select, floor = trace.select, _rounding("floor")
+    half = b * 0.5
+    whole = floor(b) == b
+    odd = whole & (floor(half) != half)
+    negative = a.bits() < 0
+    result = select(negative & odd, -magnitude, magnitude)
+    undefined = (a < 0) & (a > -_INFINITY) & (floor(b) != b) & (b == b)
+    result = select(undefined, _NAN, result)
+    minus_one = (a == -1) & (absolute(b) == _INFINITY)
+    return select((a == 1) | (b == 0) | minus_one, trace.constant(1.0, a.element), result)
+
+
+def hyperbolic_tangent(x: Vector) -> Vector:
+    """tanh, in float64, with the rounding errors of expm1(2 |x|) = d carried along.
+
+    Where 2 |x| is reduced by ln 2 they would be doubled: 2.6 ulp of the result at |x| = 0.2.
+    """
+    r, lost, exponent = _reduced(_clamp(absolute(x) * 2.0, 0.0, 64.0))
+    rest = r * r * polynomial(r, _EXP[64])
+    p = r + rest
+    p_low = (r - p) + rest + lost
+    power = _power_of_two(exponent)
+    d = power.fma(p, power - 1.0)
+    d_low = power.fma(p_low, power.fma(p, power - 1.0 - d))
+    divisor = d + 2.0
+    divisor_low = d - (divisor - 2.0) + d_low
+    inverse = x.trace.constant(1.0, x.element) / divisor
+    quotient = d * inverse
+    left = quotient.fma(-divisor, d) + (d_low - quotient * divisor_low)
+    return x.trace.intrinsic("copysign", left.fma(inverse, quotient), x)
+
+
+def _hypotenuse_for_single(a: Vector, b: Vector) -> Vector:
+    """sqrt(a^2 + b^2), which cannot overflow for float32 operands in float64."""
+    infinite = (absolute(a) == _INFINITY) | (absolute(b) == _INFINITY)
+    return a.trace.select(infinite, _INFINITY, square_root(a * a + b * b))

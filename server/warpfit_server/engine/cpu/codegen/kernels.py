@@ -1,0 +1,289 @@
+"""Machine code for every operator of the table: one loop an operator, generated from its row.
+
+The simple form of a kernel, for ``n`` rows, is
+
+    for i in range(n):
+        r[i] = kernel(a[i], b[i], c[i])
+
+Here it runs over 64 bytes at a time. A kernel is a C function
+
+    void kernel(void *r, const void *a, const void *b, const void *c, int64 broadcast, int64 n)
+
+Bit k of ``broadcast`` says that operand k is a scalar, stored 64 bytes wide: its pointer does not
+advance. So one loop serves every mixture of rows and scalars. ``r`` may be one of the operands.
+No byte outside the n rows is read or written.
+
+A loss kernel returns the sum of its term over n rows as a double:
+
+    double loss(const void *f, const void *y, const void *w, int64 n)
+
+`build` makes code of it for this very CPU, for one `Flavour`; `kernel_cache` keeps it on disk.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+
+from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
+from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
+
+#: Bytes that a kernel handles in one step, and the width of a stored scalar.
+WIDTH: Final = 64
+I64: Final = ir.IntType(64)
+POINTER: Final = ir.PointerType()
+DOUBLE: Final = ir.DoubleType()
+_Step = Callable[[list[Vector], Any], Vector | None]
+#: What a kernel computes of its operands.
+Body = Callable[[Trace, Sequence[Vector]], Vector]
+#: Name of the kernel that copies its operand.
+COPY: Final = "copy"
+#: Term of each loss kernel: of f, y and, for the weighted form, w. The last one adds up row losses
+#: that are there already.
+_TERMS: Final[dict[str, Callable[[Vector, Vector], Vector]]] = {
+    "squared": lambda f, y: (f - y) * (f - y),
+    "absolute": lambda f, y: absolute(f - y),
+    "given": lambda f, y: f,
+}
+LOSS_KERNELS: Final = tuple(f"{kind}{w}" for kind in _TERMS for w in ("", "_weighted"))
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """What distinguishes one set of kernels from another."""
+
+    single: bool
+    """float32 data; otherwise float64."""
+    fast: bool
+    """Approximate functions; only for float32."""
+
+    @property
+    def name(self) -> str:
+        """Short name for logs and files."""
+        return ("float32" if self.single else "float64") + ("-fast" if self.fast else "-precise")
+
+
+FLAVOURS: Final = (Flavour(True, False), Flavour(True, True), Flavour(False, False))
+
+
+def symbol(name: str) -> str:
+    """Name of a kernel in the object file."""
+    return f"warpfit_{name}"
+
+
+class Loop:
+    """A loop over n rows in steps of WIDTH bytes, the last of which goes through padded copies."""
+
+    def __init__(
+        self, function: ir.Function, flavour: Flavour, operands: int, result: bool
+    ) -> None:
+        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
+        self.real = ir.FloatType() if flavour.single else DOUBLE
+        self.itemsize = 4 if flavour.single else 8
+        self.lanes = WIDTH // self.itemsize
+        self.kind = ir.VectorType(self.real, self.lanes)
+        self.trace = Trace(self.builder, self.real, self.lanes, contract=flavour.fast)
+        self.operands = operands
+        self.result = result
+
+    def run(
+        self,
+        pointers: Sequence[Any],
+        steps: Sequence[Any],
+        rows: Any,
+        body: _Step,
+    ) -> None:
+        """Emit the loop.
+
+        Args:
+            pointers: of the operands and, last, of the result if there is one.
+            steps: bytes by which each of them advances in one step.
+            rows: n.
+            body: from the operands' vectors and the rows that are left to the result.
+
+        """
+        b = self.builder
+        cells = [self._variable(pointer) for pointer in pointers]
+        left = self._variable(rows)
+        pads = [self._variable(ir.Constant(self.kind, None)) for _ in pointers]
+        loop, part, pad, last = (b.append_basic_block() for _ in range(4))
+        tail = b.and_(rows, integer(self.lanes - 1))
+        whole = b.sub(rows, tail)
+        size = b.mul(tail, integer(self.itemsize))
+        remaining = self._variable(whole)
+        end = self._variable(pointers[-1])
+        padded = self._variable(ir.Constant(ir.IntType(1), 0))
+        b.cbranch(b.icmp_signed(">", whole, integer(0)), loop, part)
+
+        b.position_at_end(loop)
+        self._step(cells, left, body)
+        for cell, advance in zip(cells, steps, strict=True):
+            b.store(self.offset(self._load(cell), advance), cell)
+        b.store(b.sub(self._load(left), integer(self.lanes)), left)
+        following = b.sub(self._load(remaining), integer(self.lanes))
+        b.store(following, remaining)
+        b.cbranch(b.icmp_signed(">", following, integer(0)), loop, part)
+
+        b.position_at_end(part)
+        is_last = b.or_(self._load(padded), b.icmp_signed("==", tail, integer(0)))
+        b.cbranch(is_last, last, pad)
+
+        b.position_at_end(pad)
+        b.store(self._load(cells[-1]), end)
+        for place, cell in zip(pads[: self.operands], cells, strict=False):
+            self._copy(place, self._load(cell), size)
+        for place, cell in zip(pads, cells, strict=True):
+            b.store(place, cell)
+        b.store(ir.Constant(ir.IntType(1), 1), padded)
+        b.branch(loop)
+
+        b.position_at_end(last)
+        if self.result:
+            with b.if_then(self._load(padded)):
+                self._copy(self._load(end), pads[-1], size)
+
+    def offset(self, pointer: Any, advance: Any) -> Any:
+        """Move a pointer by bytes."""
+        return self.builder.gep(pointer, [advance], source_etype=ir.IntType(8))
+
+    def _step(self, cells: list[Any], left: Any, body: _Step) -> None:
+        operands = [
+            self.trace.vector(self._load(self._load(cell), self.kind))
+            for cell in cells[: self.operands]
+        ]
+        result = body(operands, self._load(left))
+        if result is not None:
+            self.builder.store(result.value, self._load(cells[-1]), align=self.itemsize)
+
+    def _variable(self, initial: Any) -> Any:
+        place = self.builder.alloca(initial.type)
+        self.builder.store(initial, place)
+        return place
+
+    def _load(self, place: Any, kind: Any = None) -> Any:
+        if kind is None:
+            return self.builder.load(place)
+        return self.builder.load(place, align=self.itemsize, typ=kind)
+
+    def _copy(self, target: Any, source: Any, size: Any) -> None:
+        memcpy = self.builder.module.declare_intrinsic(
+            "llvm.memcpy",
+            [POINTER, POINTER, I64],
+            ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64, ir.IntType(1)]),
+        )
+        pointers = [self.builder.bitcast(p, POINTER) for p in (target, source)]
+        self.builder.call(memcpy, [*pointers, size, ir.Constant(ir.IntType(1), 0)])
+
+
+def operator_kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, body: Body) -> None:
+    """Add the kernel of one instruction with ``arity`` operands."""
+    kind = ir.FunctionType(ir.VoidType(), [POINTER] * 4 + [I64] * 2)
+    function = ir.Function(module, kind, symbol(name))
+    result, *operands, broadcast, rows = function.args
+    loop = Loop(function, flavour, arity, result=True)
+    builder = loop.builder
+    steps = [
+        builder.select(
+            builder.trunc(builder.lshr(broadcast, integer(k)), ir.IntType(1)),
+            integer(0),
+            integer(WIDTH),
+        )
+        for k in range(arity)
+    ]
+    loop.run(
+        [*operands[:arity], result],
+        [*steps, integer(WIDTH)],
+        rows,
+        lambda vectors, _: body(loop.trace, vectors),
+    )
+    builder.ret_void()
+
+
+def loss_kernel(module: ir.Module, name: str, flavour: Flavour) -> None:
+    """Add one loss kernel: a sum in double over rows."""
+    term, _, weighted = name.partition("_")
+    kind = ir.FunctionType(DOUBLE, [POINTER] * 3 + [I64])
+    function = ir.Function(module, kind, symbol(name))
+    arity = 3 if weighted else 2
+    loop = Loop(function, flavour, arity, result=False)
+    builder = loop.builder
+    wide = ir.VectorType(DOUBLE, loop.lanes)
+    total = builder.alloca(wide)
+    builder.store(ir.Constant(wide, None), total)
+    order = ir.Constant(ir.VectorType(I64, loop.lanes), list(range(loop.lanes)))
+
+    def body(vectors: list[Vector], left: Any) -> None:
+        f, y, *w = (vector.widen() for vector in vectors)
+        value = _TERMS[term](f, y)
+        value = value * w[0] if w else value
+        used = builder.icmp_signed("<", order, splat(builder, left, loop.lanes))
+        value = loop.trace.select(loop.trace.vector(used), value, 0.0)
+        builder.store((loop.trace.vector(builder.load(total)) + value).value, total)
+
+    loop.run(function.args[:arity], [integer(WIDTH)] * arity, function.args[-1], body)
+    builder.ret(_sum(builder, builder.load(total), loop.lanes))
+
+
+def _sum(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
+    """Add the lanes pairwise."""
+    values = [builder.extract_element(vector, integer(k)) for k in range(lanes)]
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [builder.fadd(x, y) for x, y in zip(values[:half], values[half:], strict=True)]
+    return values[0]
+
+
+def splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
+    kind = ir.VectorType(scalar.type, lanes)
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, integer(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(single, single, zeros)
+
+
+def compile_kernel(source: str, flavour: Flavour, *, widens: bool = True) -> Body:
+    """Make a row's kernel text callable on vectors.
+
+    Float32 kernels of more than one step compute in float64 when they must be precise, so that the
+    steps' errors do not add up, unless ``widens`` is false; literals take the data's type first.
+    """
+    tree = ast.parse(source, mode="eval")
+    if flavour.single:
+        tree = ast.fix_missing_locations(_SingleLiterals().visit(tree))
+    code = compile(tree, "<kernel>", "eval")
+    wide = widens and flavour.single and not flavour.fast and _steps(tree) > 1
+
+    def compute(trace: Trace, vectors: Sequence[Vector]) -> Vector:
+        known = lifted(wide_functions() if wide else functions(trace, fast=flavour.fast))
+        operands = [vector.widen() if wide else vector for vector in vectors]
+        names: dict[str, Any] = dict(zip("abc", operands, strict=False))
+        names |= known | {"select": trace.select}
+        value: Vector = eval(code, {"__builtins__": {}}, names)
+        return value.narrow()
+
+    return compute
+
+
+class _SingleLiterals(ast.NodeTransformer):
+    """Round literals to float32."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.copy_location(ast.Constant(float(np.float32(ast.literal_eval(node)))), node)
+
+
+def _steps(tree: ast.AST) -> int:
+    """Count the operations of a kernel that round."""
+    exact = ("select", "abs")
+    return sum(
+        isinstance(node, ast.BinOp)
+        or (isinstance(node, ast.Call) and getattr(node.func, "id", "") not in exact)
+        for node in ast.walk(tree)
+    )
+
+
+def integer(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)

@@ -1,0 +1,105 @@
+"""The threads of the CPU engine, started when they are first needed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit_server.engine.cpu import parallel_loop as parallel
+from warpfit_server.engine.cpu.evaluation import Work
+from warpfit_server.engine.native.records import FAILED
+
+#: Priority of threads that compute. Threads that take and answer calls need a core for a moment
+#: only and go before them; at the same priority Linux may let those wait for 3 ms.
+NICE: Final = 10
+#: Token-rows for which waking one more thread takes as long as computing them.
+_WORK_WORTH_A_THREAD: Final = 300_000
+#: Jobs that helpers work on at a time; further ones run on their caller's thread alone.
+_SLOTS: Final = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelCode:
+    """Compiled functions of `parallel_loop`, by their names there."""
+
+    run: Any
+    help_others: Any
+    close: Any
+
+
+class ParallelLoop:
+    """Runs pieces of work on the calling thread and on helper threads.
+
+    Args:
+        threads: how many compute at the same time for one caller, the caller included.
+        code: compiled functions.
+
+    """
+
+    def __init__(self, threads: int, code: ParallelCode) -> None:
+        self._threads = threads
+        self._code = code
+        self._words = parallel.new_words(_SLOTS)
+        self._free = [parallel.HEAD_WORDS + parallel.SLOT_WORDS * n for n in range(_SLOTS)]
+        self._helpers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def run(self, work: Work, first: int, stop: int) -> None:
+        """Run the pieces from ``first`` up to ``stop`` and wait for all of them.
+
+        Raises:
+            MemoryError: if there was not enough memory for a piece.
+
+        """
+        share = work.cost * (stop - first) // work.pieces
+        helpers = min(self._threads - 1, stop - first - 1, share // _WORK_WORTH_A_THREAD)
+        if helpers > 0:
+            self._start()
+        with self._slot() as (words, slot):
+            entries = np.zeros(parallel.NEXT + 1, dtype=np.int64)
+            entries[parallel.FUNCTION] = work.function
+            entries[parallel.RECORD] = work.record.ctypes.data
+            entries[parallel.NEXT], entries[parallel.STOP] = first, stop
+            words[slot : slot + len(entries)] = entries
+            ended = self._code.run(words, slot, max(0, helpers))
+        if ended == FAILED:
+            raise MemoryError("no memory for intermediate results")
+
+    def close(self) -> None:
+        """End the helper threads; nothing may be running any more."""
+        self._code.close(self._words)
+        for thread in self._helpers:
+            thread.join()
+
+    def _start(self) -> None:
+        with self._lock:
+            for number in range(len(self._helpers), self._threads - 1):
+                name = f"warpfit-cpu-{number}"
+                thread = threading.Thread(target=self._help, name=name, daemon=True)
+                self._helpers.append(thread)
+                thread.start()
+
+    def _help(self) -> None:
+        os.nice(NICE)  # of this thread alone, on Linux
+        self._code.help_others(self._words)
+
+    @contextmanager
+    def _slot(self) -> Iterator[tuple[NDArray[np.int64], int]]:
+        """Take a slot; if all are taken, one in memory that no helper looks at."""
+        with self._lock:
+            slot = self._free.pop() if self._free else None
+        if slot is None:
+            yield parallel.new_words(1), parallel.HEAD_WORDS
+            return
+        try:
+            yield self._words, slot
+        finally:
+            with self._lock:
+                self._free.append(slot)

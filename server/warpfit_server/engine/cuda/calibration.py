@@ -1,0 +1,172 @@
+"""What the tiers cost on this device: measured at the first start, kept on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.bench.workload import thesis_mix
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit_server.engine.cuda.planner import STARTING_COSTS, Cost, Costs
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.nvjitlink import CompileCounters
+from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.system import cache_files
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+#: Counts the ways of measuring: what was measured in another way is measured again.
+_GENERATION: Final = 4
+_PROGRAMS: Final = 100
+_VARIABLES: Final = 10
+#: The launch is read off few rows, the rate off many: so many that a device is busy for much longer
+#: than the host's times vary (0.9 ms of an H200, with compiled kernels in precise mode).
+_ROWS: Final = (1_000, 2_000_000)
+_REPEATS: Final = 5
+_SEED: Final = 20_261_121
+_MODES: Final[Mapping[str, tuple[np.dtype[Any], Precision]]] = {
+    "fast": (np.dtype(np.float32), Precision.FAST),
+    "precise": (np.dtype(np.float32), Precision.PRECISE),
+    "float64": (np.dtype(np.float64), Precision.PRECISE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Measures both tiers in every mode with a batch of random programs."""
+
+    device: CudaDevice
+    tiers: Mapping[Tier, EvaluationTier]
+    compiler: CompileCounters
+    """What the compiler of the compiled tier has done."""
+
+    def costs(self) -> Costs:
+        """Costs from disk or, if this device and version have none there, measured.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room for the test data.
+
+        """
+        path = self.device.cache_directory / "calibration" / f"{self._name()}.json"
+        known = read(path)
+        if known is None:
+            started = time.perf_counter()
+            known = self._measured()
+            cache_files.write_plain(path, write(known))
+            _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
+        return known
+
+    def _name(self) -> str:
+        device = self.device
+        parts = (
+            device.name,
+            device.multiprocessors,
+            device.driver,
+            version("warpfit"),
+            _GENERATION,
+        )
+        return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
+
+    def _measured(self) -> Costs:
+        batch = _batch(_SEED)
+        work = [len(batch.codes) * rows for rows in _ROWS]
+        costs: dict[tuple[Tier, str], Cost] = {}
+        compile_seconds: dict[str, float] = {}
+        for mode, (dtype, precision) in _MODES.items():
+            residents = [upload(self.device, _data(rows, dtype)) for rows in _ROWS]
+            for tier in self.tiers:
+                times = [self._seconds(tier, precision, resident, batch) for resident in residents]
+                costs[tier, mode] = fitted(work, times)
+            compile_seconds[mode] = self._compile_seconds(precision, residents[0])
+        return Costs(costs, compile_seconds)
+
+    def _compile_seconds(self, precision: Precision, resident: ResidentDataset) -> float:
+        """CPU seconds for one expression, as the compiler itself counts them.
+
+        What an evaluation waits for would say something else: the first one of a mode waits for the
+        device library too, and few kernels do not keep all threads busy. The programs are others at
+        each call, so that no earlier start has left their kernels on disk.
+        """
+        before = self.compiler.seconds
+        self._seconds(Tier.COMPILED, precision, resident, _batch(time.time_ns() % (1 << 32)))
+        return (self.compiler.seconds - before) / _PROGRAMS
+
+    def _seconds(
+        self, tier: Tier, precision: Precision, resident: ResidentDataset, batch: Batch
+    ) -> float:
+        """Seconds of an evaluation that finds everything in place."""
+        evaluation = Evaluation(
+            resident.dataset.content_id,
+            batch,
+            precision=precision,
+            loss=Loss.MSE,
+            values=False,
+            tier=tier,
+        )
+        outputs = Outputs(
+            None, np.empty((_PROGRAMS, 1)), np.zeros(1, dtype=np.uint8), lambda _: None
+        )
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            started = time.perf_counter()
+            run_to_end(self.tiers[tier].evaluate(resident, evaluation, outputs))
+            seconds.append(time.perf_counter() - started)
+        return min(seconds[1:])  # the one that other programs on the machine disturbed least
+
+
+def _batch(seed: int) -> Batch:
+    return Batch.of(*thesis_mix(seed, _PROGRAMS, variables=_VARIABLES))
+
+
+def fitted(work: list[int], seconds: list[float]) -> Cost:
+    """Cost through two points, each term at least a hundredth of what the points allow.
+
+    Args:
+        work: token-rows, the smaller first.
+        seconds: time of each.
+
+    """
+    rate = (work[1] - work[0]) / max(seconds[1] - seconds[0], seconds[1] / 100)
+    return Cost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)
+
+
+def write(costs: Costs) -> bytes:
+    """Costs as they are kept on disk."""
+    rows = [
+        {"tier": tier.value, "mode": mode, **asdict(cost)}
+        for (tier, mode), cost in costs.tiers.items()
+    ]
+    return json.dumps({"costs": rows, "compile_seconds": costs.compile_seconds}, indent=1).encode()
+
+
+def read(path: Path) -> Costs | None:
+    """Costs from a file; None if it is missing or no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+        costs = Costs(
+            {
+                (Tier(row["tier"]), row["mode"]): Cost(row["launch"], row["rate"])
+                for row in content["costs"]
+            },
+            content["compile_seconds"],
+        )
+        complete = set(costs.tiers) == set(STARTING_COSTS.tiers)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return costs if complete and set(costs.compile_seconds) == set(_MODES) else None
+
+
+def _data(rows: int, dtype: np.dtype[Any]) -> Dataset:
+    rng = np.random.default_rng(_SEED)
+    columns = rng.uniform(0.5, 2.0, (rows, _VARIABLES))
+    return Dataset.of(columns, rng.normal(size=rows), dtype=dtype)

@@ -1,0 +1,1 @@
+"""The bytecode interpreter of programs with their derivatives."""

@@ -1,0 +1,260 @@
+"""What the launches of derivatives.cu are told, and how an evaluation is cut into launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import ResourceExhaustedError
+from warpfit.ir import Batch
+from warpfit.losses import mentions_weight
+from warpfit.request import Evaluation, Precision
+from warpfit_server.engine.autodiff.requested_outputs import Wanted
+from warpfit_server.engine.cuda.derivatives.encoding import ProgramRecords
+from warpfit_server.engine.cuda.derivatives.source import BLOCKS, WARPS
+from warpfit_server.engine.cuda.interpreter.launch_arguments import tiles_of
+from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
+
+#: Bytes of rows that a thread works on at a time.
+ROW_BYTES: Final = 32
+#: Tiles of a block. It depends on nothing, so that a program's sums are the same in any batch.
+_SPAN_TILES: Final = 3 * WARPS
+#: Most bytes of values and derivatives of values that one launch leaves on the device.
+_CHUNK_BYTES: Final = 64 << 20
+#: Most memory of a warp: the kernels count it in 32 bits.
+_MOST_WARP_BYTES: Final = (1 << 31) - 1
+#: Most blocks in the second dimension of a grid.
+_MOST_JOBS: Final = 0xFFFF
+#: Field by field the structs of derivatives.cu.
+_ARGUMENTS: Final = np.dtype(
+    [
+        *((name, np.uint64) for name in ("instructions", "programs", "order", "columns")),
+        *((name, np.uint64) for name in ("entries", "loads", "constants", "parameters")),
+        *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
+        *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
+        *((name, np.uint64) for name in ("variable_gradients", "curvatures")),
+        ("first_parameter", np.int64),
+        ("stride", np.uint32),
+        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "span_tiles", "spans")),
+        *((name, np.int32) for name in ("first_job", "vectors", "variable_count", "warp_bytes")),
+        *((name, np.int32) for name in ("shared_bytes", "wants_loss", "wants_slopes")),
+        *((name, np.int32) for name in ("wants_products", "is_squares", "weighs_loss")),
+        *((name, np.int32) for name in ("deviation", "target")),
+    ]
+)
+STATISTICS_ARGUMENTS: Final = np.dtype(
+    [
+        *((name, np.uint64) for name in ("values", "target", "weights", "reductions", "moments")),
+        ("pitch", np.int64),
+        *((name, np.int32) for name in ("rows", "padding")),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCode:
+    """A batch's code, on the device or on its way."""
+
+    batch: Batch
+    """Keeps the arrays alive by whose identity the code is found again."""
+    code: ProgramRecords
+    memory: Any
+    """Device memory of the code; None if it is uploaded with the parameters."""
+    addresses: dict[str, int]
+    """Addresses of the arrays in ``memory``, by the name of the kernel's argument."""
+    arrays: dict[str, NDArray[Any]]
+    """Arrays that are uploaded with the parameters."""
+
+    @property
+    def jobs(self) -> int:
+        """Programs times parameter vectors."""
+        return len(self.code.programs) * self.batch.vectors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Geometry:
+    """How an evaluation is laid out; row 0 is the first row of the first tile."""
+
+    variant: Variant
+    aligned: int
+    """Row 0 in the data set."""
+    first_row: int
+    end_row: int
+    tiles: int
+    far: bool
+    """Intermediate results do not fit shared memory."""
+    usual_bytes: int
+    """Shared memory that blocks take unless a program needs more."""
+    shared_bytes: int
+    """Shared memory that blocks take."""
+    warp_bytes: int
+    """Memory of a warp for the greediest program."""
+
+    @property
+    def spans(self) -> int:
+        """Blocks for each job."""
+        return -(-self.tiles // _SPAN_TILES)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one program's values to the next."""
+        return self.tiles * self.variant.tile * self.variant.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Jobs of one launch, and the sums and parameters of the batch that are theirs."""
+
+    jobs: tuple[int, int]
+    sums: tuple[int, int]
+    parameters: tuple[int, int]
+    side: int
+    """Large results alternate between two sides, so that one is copied while one is computed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Everything about an evaluation that does not depend on its parameters."""
+
+    code: DeviceCode
+    geometry: Geometry
+    arguments: NDArray[np.void]
+    """Of all kernels but the statistics', without addresses of what changes."""
+    order: NDArray[np.uint32]
+    """Job numbers, the most work first within each piece."""
+    pieces: tuple[Piece, ...]
+    scalar_bytes: int
+
+
+def keeps_values(wanted: Wanted) -> bool:
+    """Whether the values themselves go to memory."""
+    return any(wish is not None for wish in (wanted.values, wanted.reductions, wanted.moments))
+
+
+def make_plan(
+    device: CudaDevice,
+    resident: ResidentDataset,
+    evaluation: Evaluation,
+    wanted: Wanted,
+    code: DeviceCode,
+) -> Plan:
+    """Lay an evaluation out."""
+    geometry = _geometry(device, resident, evaluation, code)
+    pieces = tuple(_pieces(code, geometry, wanted))
+    piece_of_job = np.repeat(np.arange(len(pieces)), [p.jobs[1] - p.jobs[0] for p in pieces])
+    work = code.code.work.repeat(code.batch.vectors)
+    scalars = int(code.code.programs["scalars"].sum(dtype=np.int64)) * code.batch.vectors
+    return Plan(
+        code,
+        geometry,
+        _arguments(resident, wanted, geometry, code),
+        np.lexsort((-work, piece_of_job)).astype(np.uint32),
+        pieces,
+        max(1, scalars) * geometry.variant.dtype.itemsize,
+    )
+
+
+def variant_of(resident: ResidentDataset, evaluation: Evaluation) -> Variant:
+    """Choose the kernels for an evaluation."""
+    dtype = resident.dataset.layout.dtype
+    fast = evaluation.precision is Precision.FAST and dtype == np.float32
+    precision = Precision.FAST if fast else Precision.PRECISE
+    return Variant(dtype, precision, ROW_BYTES // dtype.itemsize)
+
+
+def _geometry(
+    device: CudaDevice, resident: ResidentDataset, evaluation: Evaluation, code: DeviceCode
+) -> Geometry:
+    variant = variant_of(resident, evaluation)
+    start, stop = evaluation.row_range(resident.dataset.layout)
+    aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
+    tiles = tiles_of(start, stop, variant)
+    levels = code.code.programs["levels"].astype(np.int64)
+    sum_bytes = -(-code.code.sums // 2) * 16
+    need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
+    _check_memory(need)
+    usual = device.shared_bytes(BLOCKS)
+    far = need > device.shared_bytes(1)
+    return Geometry(
+        variant=variant,
+        aligned=aligned,
+        first_row=start - aligned,
+        end_row=stop - aligned,
+        tiles=tiles,
+        far=far,
+        usual_bytes=usual,
+        shared_bytes=0 if far else max(usual, need),
+        warp_bytes=need,
+    )
+
+
+def _check_memory(need: int) -> None:
+    """Refuse a program whose sums and intermediate results the kernels cannot count in bytes."""
+    if need > _MOST_WARP_BYTES:
+        raise ResourceExhaustedError(
+            f"derivatives of a program need {need} bytes for a warp of the device",
+            "PROGRAM_TOO_LONG",
+            "Split the program, or fit fewer parameters",
+            needed=need,
+            available=_MOST_WARP_BYTES,
+        )
+
+
+def _pieces(code: DeviceCode, geometry: Geometry, wanted: Wanted) -> Iterator[Piece]:
+    """Cut the jobs so that the results of one launch stay within the chunk size."""
+    vectors = code.batch.vectors
+    counts = code.code.programs["parameters"].repeat(vectors).astype(np.int64)
+    sums = code.code.sums.repeat(vectors)
+    sizes = sums * geometry.spans * 8
+    sizes += geometry.pitch * (keeps_values(wanted) + counts * (wanted.jacobian is not None))
+    if geometry.far:
+        sizes += geometry.spans * WARPS * geometry.warp_bytes
+    if code.jobs <= _MOST_JOBS and sizes.sum() <= _CHUNK_BYTES:
+        yield Piece((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
+        return
+    parameter_edges, sum_edges, used = (
+        np.concatenate([[0], np.cumsum(each)]).tolist() for each in (counts, sums, sizes)
+    )
+    first = number = 0
+    while first < code.jobs:
+        stop = int(np.searchsorted(used, used[first] + _CHUNK_BYTES, side="right")) - 1
+        stop = min(max(stop, first + 1), first + _MOST_JOBS)
+        yield Piece(
+            (first, stop),
+            (sum_edges[first], sum_edges[stop]),
+            (parameter_edges[first], parameter_edges[stop]),
+            number % 2,
+        )
+        first, number = stop, number + 1
+
+
+def _arguments(
+    resident: ResidentDataset, wanted: Wanted, geometry: Geometry, code: DeviceCode
+) -> NDArray[np.void]:
+    arguments = np.zeros((), dtype=_ARGUMENTS)
+    for name, address in code.addresses.items():
+        arguments[name] = address
+    layout, loss = resident.dataset.layout, wanted.row_loss
+    arguments["variables"] = resident.address(0, geometry.aligned)
+    if loss is not None:
+        arguments["weights"] = resident.weights_address(geometry.aligned)
+        arguments["weighs_loss"] = not mentions_weight(loss)
+    arguments["stride"] = resident.stride * layout.dtype.itemsize
+    for name in ("first_row", "end_row", "tiles", "spans", "warp_bytes"):
+        arguments[name] = getattr(geometry, name)
+    arguments["span_tiles"], arguments["shared_bytes"] = _SPAN_TILES, geometry.usual_bytes
+    arguments["vectors"] = code.batch.vectors
+    arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
+    arguments["wants_loss"] = loss is not None
+    arguments["wants_slopes"] = wanted.wants_slopes
+    arguments["wants_products"] = wanted.curvatures is not None
+    arguments["is_squares"] = wanted.is_squares
+    arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)
+    arguments["target"] = layout.variables
+    return arguments

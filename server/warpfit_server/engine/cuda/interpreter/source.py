@@ -1,0 +1,164 @@
+"""CUDA C++ source of the interpreter, generated from the operator table; pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ops import OPERATORS, Operator
+from warpfit.request import Precision
+from warpfit_server.engine.cuda.interpreter.bytecode import (
+    DEEP,
+    END,
+    SKIPPED,
+    SLOT_LEVELS,
+    SLOTS_MASK,
+    labels,
+)
+from warpfit_server.engine.cuda.math.prelude import (
+    REAL_NAMES,
+    compiler_options,
+    is_fast,
+    operator_source,
+    packs,
+    prelude,
+)
+from warpfit_server.engine.cuda.runtime.batch_layout import COSTLY, TERNARY
+
+_CALL: Final = re.compile(r"\b(\w+)\(")
+#: Calls short enough to be unrolled over all rows; an operator that calls anything else loops.
+_SHORT: Final = frozenset(
+    {
+        *("select", "float", "double", "abs", "floor", "ceil", "sqrt", "rsqrtf"),
+        *("quotient", "root", "exponential", "logarithm", "product_sum"),
+        *("fast_pow", "fast_pow_positive", "fast_sqrt", "fast_tanh"),
+        *("__fdividef", "__logf", "__log2f", "__log10f", "__expf", "__fmaf_rn"),
+    }
+)
+#: The same for float32 alone, where these are 10 to 20 instructions.
+_SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
+#: Calls in binary operators that are worth a body of their own for each source of an operand; an
+#: exact division is not.
+_DIRECT: Final = frozenset({"__fdividef"})
+
+#: Stack levels above the top that a costly operator's operands take.
+SCRATCH_LEVELS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled form of the interpreter."""
+
+    dtype: np.dtype[Any]
+    """float32 or float64."""
+    precision: Precision
+    rows: int
+    """Rows a thread: a multiple of 4 (float32) or 2 (float64)."""
+
+    @property
+    def fast(self) -> bool:
+        """Whether approximate operators are used; float64 is always precise."""
+        return is_fast(self.dtype, self.precision)
+
+    @property
+    def tile(self) -> int:
+        """Rows a warp."""
+        return 32 * self.rows
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC options, without the architecture."""
+        return ("--std=c++17", *compiler_options(self.dtype, self.precision))
+
+
+def interpreter_source(variant: Variant) -> str:
+    """Complete CUDA C++ source of one variant."""
+    template = resources.files(__package__).joinpath("interpreter.cu").read_text()
+    operators, cases, scalar_cases = [], [], []
+    table = labels()
+    for row in OPERATORS.values():
+        expression = operator_source(row, variant.dtype, variant.precision)
+        name = f"op_{row.name}"
+        operands = ", ".join(f"real {operand}" for operand in row.operands)
+        operators.append(
+            f"__device__ __forceinline__ real {name}({operands}) {{ return {expression}; }}"
+        )
+        macro = _macro(row, expression, variant)
+        cases.append(f"        {macro}({name}, {table[row.code]})")
+        scalar_cases.append(_scalar_case(row, name))
+    return (
+        _definitions(variant)
+        + prelude(variant.dtype, variant.precision)
+        + packs()
+        + template.replace("@OPERATORS@", "\n".join(operators))
+        .replace("@CASES@", "\n".join(cases))
+        .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
+    )
+
+
+def costly_codes(variant: Variant) -> NDArray[np.bool_]:
+    """Whether an operator goes through scratch levels of the stack, by wire code; [256]."""
+    table = np.zeros(256, dtype=np.bool_)
+    for row in OPERATORS.values():
+        expression = operator_source(row, variant.dtype, variant.precision)
+        table[row.code] = row.arity == 3 or is_costly(expression, variant)
+    return table
+
+
+def operator_flags(variant: Variant) -> NDArray[np.uint8]:
+    """Flags of `warpfit_server.engine.cuda.runtime.batch_layout` by wire code; uint8 [256]."""
+    flags = costly_codes(variant).astype(np.uint8) * np.uint8(COSTLY)
+    flags[[row.code for row in OPERATORS.values() if row.arity == 3]] |= TERNARY
+    return flags
+
+
+def _definitions(variant: Variant) -> str:
+    return (
+        f"typedef {REAL_NAMES[variant.dtype]} real;\n"
+        f"#define REAL_BYTES {variant.dtype.itemsize}\n"
+        f"#define ROWS {variant.rows}\n"
+        f"#define FAST {int(variant.fast)}\n"
+        f"#define SLOT_LEVELS {SLOT_LEVELS}\n"
+        f"#define SLOTS_MASK {SLOTS_MASK}u\n"
+        f"#define DEEP {DEEP}u\n"
+        f"#define SKIPPED {SKIPPED}u\n"
+        f"#define END_LABEL {END}\n"
+        f"#define BLOCKS_AT_LEAST {_blocks(variant)}\n"
+    )
+
+
+def _blocks(variant: Variant) -> int:
+    """Blocks of 256 threads to keep on a multiprocessor: bounds the registers of a thread."""
+    return 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
+
+
+def _macro(row: Operator, expression: str, variant: Variant) -> str:
+    """Name of the macro in interpreter.cu that makes the cases of an operator."""
+    if row.arity == 3:
+        return "TERNARY"
+    shape = "UNARY" if row.arity == 1 else "BINARY"
+    if is_costly(expression, variant):
+        return f"COSTLY_{shape}"
+    short = set(_CALL.findall(expression)) <= _DIRECT and "/" not in expression
+    merged = row.arity == 2 and not short
+    return f"MERGED_{shape}" if merged else shape
+
+
+def is_costly(expression: str, variant: Variant) -> bool:
+    """Whether a rendered expression is too long to be unrolled over all rows of a thread."""
+    short = _SHORT_FLOAT if variant.dtype == np.float32 else _SHORT
+    return not set(_CALL.findall(expression)) <= short
+
+
+def _scalar_case(row: Operator, name: str) -> str:
+    height = row.arity
+    operands = ", ".join(f"stack[height - {height - i}]" for i in range(row.arity))
+    return (
+        f"      case {row.code}: stack[height - {height}] = {name}({operands}); "
+        f"height -= {height - 1}; break;"
+    )

@@ -1,0 +1,1 @@
+"""Compiled kernels: expressions as PTX, fused into groups, launched as CUDA graphs."""

@@ -1,0 +1,241 @@
+"""The device library: every operator as PTX, generated from the operator table by NVRTC."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from warpfit.ops import OPERATORS, Operator
+from warpfit.request import Precision
+from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
+from warpfit_server.engine.cuda.derivatives.source import partial_source
+from warpfit_server.engine.cuda.jit.instructions import (
+    NotInlinableError,
+    Template,
+    call,
+    functions,
+    inline,
+)
+from warpfit_server.engine.cuda.jit.shapes import EXPONENT_BIAS, POWER_DERIVATIVES, POWERS
+from warpfit_server.engine.cuda.math.prelude import (
+    compiler_options,
+    operator_source,
+    prelude,
+    render,
+)
+from warpfit_server.engine.cuda.runtime import nvrtc
+
+#: Helpers of the transpiler in fast mode.
+#:
+#: ``pow_by_masks`` has the bounds of the prelude's ``fast_pow``. Everything but two bitwise
+#: instructions, the logarithm, the product and the exponential depends on the exponent alone.
+#: For a whole exponent the sign of ``a`` is masked out of the logarithm and, if it is odd, into the
+#: result; for another one it stays, and the logarithm of a negative number is NaN. A zero exponent
+#: takes the logarithm of 1.
+#:
+#: ``exp2_polynomial`` needs no special-function unit (16 results a clock and multiprocessor, where
+#: other arithmetic has 128): a kernel that takes some of its exponentials from here and the others
+#: from the unit is faster than either alone (the idea: FlashAttention-4). Rounding to a whole
+#: number plus a remainder in [-1/2, 1/2]; minimax polynomial; relative error below 1.7e-7; 0, inf
+#: and NaN as the unit gives them.
+_HELPERS: Final = r"""
+__device__ __forceinline__ float pow_by_masks(float a, float b) {
+  float shifted = __fadd_rn(b, 12582912.0f);
+  bool whole = __fsub_rn(shifted, 12582912.0f) == b;
+  unsigned keep = b == 0.0f ? 0u : whole ? 0x7fffffffu : 0xffffffffu;
+  unsigned one = b == 0.0f ? 0x3f800000u : 0u;
+  unsigned sign = whole ? (unsigned)__float_as_int(shifted) << 31 : 0u;
+  unsigned bits = (unsigned)__float_as_int(a);
+  float magnitude = fast_exp2(b * fast_log2(__int_as_float((int)((bits & keep) | one))));
+  return __int_as_float((int)((unsigned)__float_as_int(magnitude) | (bits & sign)));
+}
+
+#if __CUDA_ARCH__ >= 800
+extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
+  float x;
+  asm("max.NaN.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(-127.0f));
+  asm("min.NaN.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(128.0f));
+  float shifted = __fadd_rn(x, 12582912.0f);
+  float rest = __fsub_rn(x, __fsub_rn(shifted, 12582912.0f));
+  float p = __fmaf_rn(0.00132647f, rest, 0.00967151f);
+  p = __fmaf_rn(p, rest, 0.05550734f);
+  p = __fmaf_rn(p, rest, 0.24022242f);
+  p = __fmaf_rn(p, rest, 0.69314698f);
+  p = __fmaf_rn(p, rest, 1.0f);
+  return p * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
+}
+#endif
+"""
+#: Registers of a thread that called functions keep to, by type: no more than a kernel of the
+#: largest blocks has, 1024 threads in float32 and 512 in float64 (layout.py).
+_REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
+#: Code of the templates of the derivatives of literal powers.
+POWER_DERIVATIVE: Final = -1
+_EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
+_DATA: Final = re.compile(
+    r"^(?:\.visible )?(\.(?:const|global) \.align \d+ \.b8 (wf_\w+)\[\d+\] = \{[^}]*\};)",
+    re.MULTILINE,
+)
+_VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
+
+
+class Mode(Enum):
+    """How a kernel computes: data type and precision."""
+
+    PRECISE = ("f32", Precision.PRECISE, np.dtype(np.float32))
+    FAST = ("f32", Precision.FAST, np.dtype(np.float32))
+    DOUBLE = ("f64", Precision.PRECISE, np.dtype(np.float64))
+
+    def __init__(self, type_name: str, precision: Precision, dtype: np.dtype[np.floating]) -> None:
+        self.type_name = type_name
+        """PTX type of the values."""
+        self.precision = precision
+        self.dtype = dtype
+
+    @classmethod
+    def of(cls, dtype: np.dtype[np.floating], precision: Precision) -> Mode:
+        """Mode for data of ``dtype``; float64 is always precise."""
+        if dtype == np.float64:
+            return cls.DOUBLE
+        return cls.FAST if precision is Precision.FAST else cls.PRECISE
+
+    @property
+    def kind(self) -> str:
+        """Register class of a value."""
+        return "d" if self is Mode.DOUBLE else "r"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceLibrary:
+    """Everything that PTX generation and linking need for one mode and architecture."""
+
+    mode: Mode
+    architecture: int
+    """Compute capability, 90 for 9.0."""
+    version_line: str
+    """PTX ``.version`` directive of the compiler that made the templates."""
+    templates: Mapping[tuple[int, int], Template]
+    """By operator code and token operand (0, or a literal exponent plus `EXPONENT_BIAS`)."""
+    exp2_polynomial: Template | None
+    """2^x without the special-function unit, for fast mode where the architecture allows it."""
+    data: Mapping[str, str]
+    """Declarations of the constants and tables that templates read, by name."""
+    functions: bytes
+    """Relocatable machine code of the functions that templates call; empty if none does."""
+    key: bytes
+    """Hash of the above, part of the key of every kernel."""
+
+
+def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
+    """Compile the operator table, about 0.3 s, if asked for with the rules of differentiation."""
+    options = ("-rdc=true", *compiler_options(mode.dtype, mode.precision))
+    names, sources = _names(), _sources(mode)
+    if derivatives:
+        names |= _rule_names()
+        sources |= _rule_sources(mode)
+    start = prelude(mode.dtype, mode.precision)
+    source = "\n".join([start, _helpers(mode), *sources.values()])
+    ptx = nvrtc.to_ptx(source, architecture, options)
+    found = functions(ptx)
+    templates, called = {}, []
+    for (code, operand), name in names.items():
+        arity, body = found[name]
+        try:
+            templates[code, operand] = inline(arity, body)
+        except NotInlinableError:
+            templates[code, operand] = call(arity, name, mode.kind)
+            called.append(name)
+    version = _VERSION.search(ptx)
+    return DeviceLibrary(
+        mode=mode,
+        architecture=architecture,
+        version_line=version[0] if version else "",
+        templates=templates,
+        exp2_polynomial=(inline(*found[_EXP2_POLYNOMIAL]) if _EXP2_POLYNOMIAL in found else None),
+        data={name: text for text, name in _DATA.findall(ptx)},
+        functions=_functions_cubin(mode, architecture, [sources[name] for name in called], options),
+        key=hashlib.blake2b(f"{mode} {architecture}\n{ptx}".encode(), digest_size=16).digest(),
+    )
+
+
+def _functions_cubin(
+    mode: Mode, architecture: int, sources: list[str], options: tuple[str, ...]
+) -> bytes:
+    if not sources:
+        return b""
+    source = "\n".join([prelude(mode.dtype, mode.precision), *sources])
+    bound = f"--maxrregcount={_REGISTERS[mode.type_name]}"
+    return nvrtc.to_cubin(source, architecture, (*options, bound))
+
+
+def _helpers(mode: Mode) -> str:
+    return _HELPERS if mode is Mode.FAST else ""
+
+
+def _names() -> dict[tuple[int, int], str]:
+    """Name of the function behind each template."""
+    names = {(op.code, 0): f"wf_{op.name}" for op in OPERATORS.values()}
+    pow_code = OPERATORS["pow"].code
+    names |= {
+        (pow_code, power + EXPONENT_BIAS): f"wf_power_{power + EXPONENT_BIAS}" for power in POWERS
+    }
+    return names
+
+
+def _rule_names() -> dict[tuple[int, int], str]:
+    """Name of the function behind each template of a derivative."""
+    names = {(kernel.code, 0): f"wf_{kernel.name}" for kernel in partial_kernels()}
+    names[PRODUCT_CODE, 0] = "wf_product"
+    return names | {
+        (POWER_DERIVATIVE, power + EXPONENT_BIAS): f"wf_power_slope_{power + EXPONENT_BIAS}"
+        for power in POWERS
+    }
+
+
+def _source(operator: Operator, mode: Mode) -> str:
+    if mode is Mode.FAST and operator.cuda_fast_compiled:
+        return render(operator.cuda_fast_compiled, "float")
+    return operator_source(operator, mode.dtype, mode.precision)
+
+
+def _sources(mode: Mode) -> dict[str, str]:
+    """CUDA C++ function for each name."""
+    real = "double" if mode is Mode.DOUBLE else "float"
+    bodies = {f"wf_{op.name}": (op.operands, _source(op, mode)) for op in OPERATORS.values()}
+    bodies |= {
+        f"wf_power_{power + EXPONENT_BIAS}": ("a", render(text, real))
+        for power, text in POWERS.items()
+    }
+    return {
+        name: _function(name, real, operands, body) for name, (operands, body) in bodies.items()
+    }
+
+
+def _rule_sources(mode: Mode) -> dict[str, str]:
+    """CUDA C++ function for each name of `_rule_names`."""
+    real = "double" if mode is Mode.DOUBLE else "float"
+    fast = mode is Mode.FAST
+    sources = {"wf_product": _function("wf_product", real, "ab", "product(a, b)")}
+    for power, text in POWER_DERIVATIVES.items():
+        name = f"wf_power_slope_{power + EXPONENT_BIAS}"
+        sources[name] = _function(name, real, "a", partial_source(text, real, fast=fast))
+    for kernel in partial_kernels():
+        body, operands = partial_source(kernel.source, real, fast=fast), "abc"[: kernel.arity]
+        if kernel.scaled:
+            body, operands = f"product(s, {body})", "s" + operands
+        sources[f"wf_{kernel.name}"] = _function(f"wf_{kernel.name}", real, operands, body)
+    return sources
+
+
+def _function(name: str, real: str, operands: str, body: str) -> str:
+    return (
+        f'extern "C" __device__ __noinline__ {real} {name}('
+        f"{', '.join(f'{real} {operand}' for operand in operands)}) {{ return {body}; }}"
+    )

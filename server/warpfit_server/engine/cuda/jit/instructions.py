@@ -1,0 +1,399 @@
+"""Turn a PTX device function into a straight-line template of single instructions.
+
+NVRTC compiles each row of the operator table to a small PTX function. Copying its instructions
+into a kernel, instead of calling it, lets the transpiler number values across operators: a common
+part is computed once, and a part that depends on parameters alone leaves the row loop. Branches
+become selections (arithmetic has no side effects, so both sides may run). Constants and tables of
+the module may be read. A function with a loop or with memory of its own cannot be inlined and stays
+a call.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Final
+
+from warpfit_server.engine.cuda.jit.conditions import ALWAYS, Condition, both, either
+
+#: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
+CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
+_CLASS_OF_PREFIX: Final = {"p": "p", "rs": "h", "h": "h", "r": "r", "f": "r", "rd": "d", "fd": "d"}
+_WIDTH_CLASS: Final = {"pred": "p", "16": "h", "32": "r", "64": "d"}
+#: A function with more instructions than this is called instead.
+LONGEST_INLINE: Final = 160
+
+_REGISTER: Final = re.compile(r"%[a-z]+\d+")
+_FUNCTION: Final = re.compile(
+    r"\.func\s+\(\.param \.b\d+ func_retval0\) (\w+)\((.*?)\)\s*\{(.*?)\n\}", re.DOTALL
+)
+_SCOPE: Final = re.compile(r"\{\s*\.reg \.b32 %temp;\s*(mov\.b64[^;]*;)\s*\}", re.DOTALL)
+_LOAD: Final = re.compile(r"ld\.param\.\w+ (%\w+), \[\w+_param_(\d+)\]$")
+_TABLE_PLACE: Final = re.compile(r"\[(%rd\d+)(\+-?\d+)?\]$")
+_NAME: Final = re.compile(r"[a-z]\w*$")
+_BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)? (\$\w+)$")
+
+Operand = int | str
+
+
+class NotInlinableError(Exception):
+    """The function has a loop, memory or an instruction that cannot be inlined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction with its register operands left open."""
+
+    text: str
+    """Format: ``%s`` for the result, then one ``%s`` for each of ``sources``."""
+    kind: str
+    """Register class of the result, a key of `CLASSES`."""
+    sources: tuple[int, ...]
+    """Operands of the operator from 0, then the results of the instructions before this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Instructions of one operator; operand ``i < arity`` is value ``i``."""
+
+    arity: int
+    instructions: tuple[Instruction, ...]
+    result: int
+    function: str = ""
+    """Name of the library function that the template calls, empty if it is inline."""
+
+
+def functions(ptx: str) -> dict[str, tuple[int, str]]:
+    """Find the device functions of a PTX module: name -> (number of parameters, body)."""
+    return {
+        name: (parameters.count(".param"), body)
+        for name, parameters, body in _FUNCTION.findall(ptx)
+    }
+
+
+def inline(arity: int, body: str) -> Template:
+    """Build the straight-line template of a function body.
+
+    Raises:
+        NotInlinableError: if the body loops, uses memory, or is longer than `LONGEST_INLINE`.
+
+    """
+    template = _Converter(arity).convert(_blocks(body))
+    if len(template.instructions) > LONGEST_INLINE:
+        raise NotInlinableError(f"{len(template.instructions)} instructions")
+    return template
+
+
+def call(arity: int, name: str, kind: str) -> Template:
+    """Build the template that calls a library function on registers of class ``kind``."""
+    width = CLASSES[kind]
+    places = [f"p{i}" for i in range(arity)]
+    lines = [
+        f"{{ .param .{width} q; ",
+        *(f".param .{width} {place}; " for place in places),
+        *(f"st.param.{width} [{place}], %s; " for place in places),
+        f"call.uni (q), {name}, ({', '.join(places)}); ",
+        f"ld.param.{width} %s, [q]; }}",
+    ]
+    return Template(
+        arity, (Instruction("".join(lines), kind, tuple(range(arity))),), arity, function=name
+    )
+
+
+@dataclass(slots=True)
+class _Block:
+    label: str
+    lines: list[str] = field(default_factory=list)
+    jumps: list[tuple[str, str, bool]] = field(default_factory=list)
+    """(target, predicate register or empty, polarity)"""
+
+
+def _blocks(body: str) -> list[_Block]:
+    """Split into basic blocks; a block falls through to the next unless it jumps for certain."""
+    blocks = [_Block("")]
+    for line in _statements(body):
+        jump = _BRANCH.match(line)
+        if line.endswith(":"):
+            blocks.append(_Block(line[:-1]))
+        elif jump:
+            negated, predicate, target = jump.groups()
+            blocks[-1].jumps.append((target, predicate or "", not negated))
+            blocks.append(_Block(""))
+        elif line != "ret":
+            blocks[-1].lines.append(line)
+        else:
+            blocks[-1].jumps.append(("", "", True))
+            blocks.append(_Block(""))
+    named = [replace(block, label=block.label or f"#{index}") for index, block in enumerate(blocks)]
+    for block, following in pairwise(named):
+        if not block.jumps or block.jumps[-1][1]:
+            block.jumps.append((following.label, "", True))
+    return named
+
+
+def _statements(body: str) -> Iterator[str]:
+    body = re.sub(r"//[^\n]*", "", body)
+    body = _SCOPE.sub(lambda match: match[1].replace("%temp", "_"), body)
+    body = body.replace(":\n", ":;\n")
+    for raw in body.split(";"):
+        line = " ".join(raw.split())
+        if line.startswith(".") and not line.startswith(".reg"):
+            raise NotInlinableError(line)
+        if line and not line.startswith(".reg"):
+            yield line
+
+
+class _Converter:
+    """Executes the blocks symbolically, in an order in which every jump goes forward."""
+
+    def __init__(self, arity: int) -> None:
+        self.arity = arity
+        self.instructions: list[Instruction] = []
+        self.known: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def convert(self, blocks: list[_Block]) -> Template:
+        arriving: dict[str, list[tuple[Condition, dict[str, Operand]]]] = {
+            blocks[0].label: [(ALWAYS, {})]
+        }
+        results: list[tuple[Condition, dict[str, Operand]]] = []
+        for block in _forward_order(blocks):
+            condition, values = self._merge(arriving.pop(block.label))
+            for line in block.lines:
+                self._execute(line, values)
+            for target, predicate, polarity in block.jumps:
+                taken = condition
+                if predicate:
+                    value = values[predicate]
+                    if isinstance(value, str):
+                        raise NotInlinableError("constant branch")
+                    taken = both(condition, value, polarity)
+                    condition = both(condition, value, not polarity)
+                waiting = results if not target else arriving.setdefault(target, [])
+                waiting.append((taken, dict(values)))
+        _, values = self._merge(results)
+        return self._prune(values["result"])
+
+    def _merge(
+        self, edges: list[tuple[Condition, dict[str, Operand]]]
+    ) -> tuple[Condition, dict[str, Operand]]:
+        condition, values = edges[0]
+        for other_condition, other in edges[1:]:
+            merged = dict(other)
+            for name, value in values.items():
+                if name in other and other[name] != value:
+                    merged[name] = self._select(value, other[name], condition, name)
+                else:
+                    merged[name] = value
+            condition, values = either(condition, other_condition), merged
+        return condition, values
+
+    def _select(self, value: Operand, other: Operand, when: Condition, name: str) -> Operand:
+        predicate = self._predicate(when)
+        kind = "r" if name == "result" and self._kind(value, other) == "r" else ""
+        kind = kind or self._kind(value, other) or _class_of(name)
+        if kind == "p":
+            raise NotInlinableError("a predicate that depends on the path")
+        width = {"h": "b16", "r": "b32", "d": "b64"}[kind]
+        return self._emit(f"selp.{width}", kind, [_bits(value), _bits(other), predicate])
+
+    def _kind(self, *values: Operand) -> str:
+        for value in values:
+            if isinstance(value, int) and value >= self.arity:
+                return self.instructions[value - self.arity].kind
+        return ""
+
+    def _predicate(self, condition: Condition) -> int:
+        terms = [self._conjunction(term) for term in sorted(condition, key=sorted)]
+        result = terms[0]
+        for term in terms[1:]:
+            result = self._emit("or.pred", "p", [result, term])
+        return result
+
+    def _conjunction(self, term: frozenset[tuple[int, bool]]) -> int:
+        literals = [
+            value if polarity else self._emit("not.pred", "p", [value])
+            for value, polarity in sorted(term)
+        ]
+        result = literals[0]
+        for literal in literals[1:]:
+            result = self._emit("and.pred", "p", [result, literal])
+        return result
+
+    def _execute(self, line: str, values: dict[str, Operand]) -> None:
+        load = _LOAD.match(line)
+        if load:
+            values[load[1]] = int(load[2])
+            return
+        opcode, _, rest = line.partition(" ")
+        if opcode.startswith("st.param"):
+            values["result"] = self._operand(rest.split(", ")[1], values)
+            return
+        if opcode.startswith(("ld.const.", "ld.global.nc.")):
+            self._load(opcode, rest, values)
+        elif opcode.startswith(("ld.", "st.", "call", "@", "{")) or "|" in rest:
+            raise NotInlinableError(line)
+        else:
+            self._arithmetic(opcode, rest, values)
+
+    def _load(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
+        """Read a constant where it is used; read a table like any other instruction."""
+        result, place = rest.split(", ")
+        table = _TABLE_PLACE.match(place)
+        if opcode.startswith("ld.const.") and not table:
+            values[result] = place
+            return
+        if not table or table[1] not in values:
+            raise NotInlinableError(place)
+        address, offset = values[table[1]], table[2] or ""
+        text = f"{opcode} %s, [%s{offset}];"
+        values[result] = self._emit(opcode, _class_of(result), [address], text)
+
+    def _arithmetic(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
+        if opcode == "mov.b64" and "{" in rest:
+            self._move_pair(rest, values)
+            return
+        result, *sources = rest.split(", ")
+        operands = [self._operand(source, values) for source in sources]
+        if opcode.startswith("mov."):
+            operand = _bits(operands[0]) if ".b" in opcode else operands[0]
+            if isinstance(operand, str) and re.match(r"%f\d", result):
+                operand = f"0f{int(str(_bits(operand)), 0) % 2**32:08X}"
+            values[result] = operand
+        elif opcode == "div.approx.ftz.f32":
+            reciprocal = self._emit("rcp.approx.ftz.f32", "r", [operands[1]])
+            values[result] = self._emit("mul.ftz.f32", "r", [operands[0], reciprocal])
+        else:
+            values[result] = self._emit(opcode, _class_of(result), operands)
+
+    def _move_pair(self, rest: str, values: dict[str, Operand]) -> None:
+        if rest.startswith("{"):
+            pair, source = rest[1:].split("}, ")
+            wide = self._operand(source, values)
+            for half, name in enumerate(pair.split(", ")):
+                if isinstance(wide, str):
+                    values[name] = str(int(str(_bits(wide)), 0) >> 32 * half & 0xFFFFFFFF)
+                elif name != "_":
+                    holes = "{%s, _}" if half == 0 else "{_, %s}"
+                    values[name] = self._emit("mov.b64", "r", [wide], f"mov.b64 {holes}, %s;")
+            return
+        result, pair = rest.rstrip("}").split(", {")
+        parts = [_bits(self._operand(part, values)) for part in pair.split(", ")]
+        low, high = parts
+        if isinstance(low, str) and isinstance(high, str):
+            values[result] = f"0d{int(high, 0) % 2**32:08X}{int(low, 0) % 2**32:08X}"
+            return
+        values[result] = self._emit("mov.b64", "d", parts, "mov.b64 %s, {%s, %s};")
+
+    def _operand(self, text: str, values: dict[str, Operand]) -> Operand:
+        if text in values:
+            return values[text]
+        if _REGISTER.fullmatch(text) or text.startswith(("%", "__", "[")):
+            raise NotInlinableError(f"undefined operand {text}")
+        return text
+
+    def _emit(self, opcode: str, kind: str, operands: list[Operand], text: str = "") -> int:
+        """Append an instruction unless it stands there already; literals go into its text."""
+        text = text or f"{opcode} %s, {', '.join(['%s'] * len(operands))};"
+        operands, before = _from_memory(operands)
+        head, *tails = text.split("%s")
+        pieces = [head, "%s", tails[0]]
+        sources = []
+        if text.startswith("mov.b64 {"):
+            pieces, sources = [text], [operand for operand in operands if isinstance(operand, int)]
+        else:
+            for operand, tail in zip(operands, tails[1:], strict=True):
+                pieces += ["%s" if isinstance(operand, int) else operand, tail]
+                sources += [operand] if isinstance(operand, int) else []
+        whole = "".join(pieces)
+        key = (f"{before}{whole} }}" if before else whole, tuple(sources))
+        if key not in self.known:
+            self.known[key] = self.arity + len(self.instructions)
+            self.instructions.append(Instruction(key[0], kind, key[1]))
+        return self.known[key]
+
+    def _prune(self, result: Operand) -> Template:
+        """Drop what the result does not need, and renumber."""
+        if isinstance(result, str):
+            result = self._emit("mov.b32" if "0d" not in result else "mov.b64", "r", [result])
+        needed = {result}
+        for index in range(len(self.instructions) - 1, -1, -1):
+            if index + self.arity in needed:
+                needed.update(self.instructions[index].sources)
+        kept = [i for i in range(len(self.instructions)) if i + self.arity in needed]
+        number = {i: i for i in range(self.arity)}
+        number |= {old + self.arity: new + self.arity for new, old in enumerate(kept)}
+        instructions = tuple(
+            replace(
+                self.instructions[i],
+                sources=tuple(number[source] for source in self.instructions[i].sources),
+            )
+            for i in kept
+        )
+        return Template(self.arity, instructions, number[result])
+
+
+def _forward_order(blocks: list[_Block]) -> list[_Block]:
+    """Topological order of the blocks that can be reached."""
+    by_label = {block.label: block for block in blocks}
+    order: list[_Block] = []
+    state: dict[str, bool] = {}
+
+    def visit(label: str) -> None:
+        if label in state:
+            if not state[label]:
+                raise NotInlinableError("a loop")
+            return
+        state[label] = False
+        for target, _, _ in by_label[label].jumps:
+            if target:
+                visit(target)
+        state[label] = True
+        order.append(by_label[label])
+
+    visit(blocks[0].label)
+    return order[::-1]
+
+
+def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
+    """Replace constants in memory and addresses of tables by registers of a scope of their own.
+
+    Returns:
+        The operands, and the text that opens the scope and fills those registers; empty if none.
+
+    """
+    named, fills = list(operands), {}
+    for index, operand in enumerate(operands):
+        if isinstance(operand, str) and operand[0] == "[":
+            fills[f"c{index}"] = f"ld.const.b64 c{index}, {operand};"
+        elif isinstance(operand, str) and _NAME.match(operand):
+            fills[f"c{index}"] = f"mov.b64 c{index}, {operand};"
+        else:
+            continue
+        named[index] = f"c{index}"
+    if not fills:
+        return named, ""
+    return named, f"{{ .reg .b64 {', '.join(fills)}; {' '.join(fills.values())} "
+
+
+def _class_of(register: str) -> str:
+    match = re.match(r"%([a-z]+)\d", register)
+    if not match or match[1] not in _CLASS_OF_PREFIX:
+        raise NotInlinableError(f"register {register}")
+    return _CLASS_OF_PREFIX[match[1]]
+
+
+def _bits(operand: Operand) -> Operand:
+    """Give a floating literal as the integer of its bits, for untyped instructions."""
+    if isinstance(operand, str) and operand[:2] in ("0f", "0d"):
+        return "0x" + operand[2:]
+    return operand
+
+
+def float_literal(value: float, double: bool) -> str:
+    """PTX literal of a floating-point number, exact."""
+    if double:
+        return "0d" + struct.pack(">d", value).hex().upper()
+    return "0f" + struct.pack(">f", value).hex().upper()

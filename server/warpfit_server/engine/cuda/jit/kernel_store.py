@@ -1,0 +1,244 @@
+"""Compiled kernels by key: in memory, on disk, or from the compiler, each made once.
+
+Kernels that are wanted together are made by many threads, and loaded together once all are made:
+see `modules`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit_server.engine.cuda.jit import device_library as library
+from warpfit_server.engine.cuda.jit import ptx
+from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary, Mode
+from warpfit_server.engine.cuda.jit.shapes import Shape
+from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.module_cache import DiskCache, LeasedCache
+from warpfit_server.engine.cuda.runtime.modules import load_together
+from warpfit_server.engine.cuda.runtime.nvjitlink import Workers
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+_ENTRY: Final = "evaluate"
+#: Instructions that a call of a library function stands for, roughly.
+_CALL_WORK: Final = 100
+#: The same for a leaf, most of which are in registers already.
+_LEAF_WORK: Final = 0.3
+#: Device memory that a loaded module takes beside its code, roughly.
+_MODULE_OVERHEAD: Final = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """What one kernel computes; ``text`` holds every thing that shapes its machine code."""
+
+    mode: Mode
+    output: ptx.Output
+    shapes: tuple[Shape, ...]
+    text: str
+
+    def __hash__(self) -> int:
+        """Hash the text, which says it all."""
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the texts."""
+        return isinstance(other, KernelKey) and self.text == other.text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A loaded kernel; its code stays on the device as long as this lives."""
+
+    function: Any
+    module: Any
+    size: int
+
+
+class KernelStore:
+    """Makes kernels in background threads and keeps them.
+
+    Args:
+        device: the device to load on.
+        threads: compiler threads.
+        max_bytes: most bytes of loaded code.
+        max_count: most loaded kernels.
+        disk_bytes: most bytes of machine code on disk.
+
+    """
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        threads: int,
+        max_bytes: int = 1 << 30,
+        max_count: int = 20_000,
+        disk_bytes: int = 1 << 30,
+    ) -> None:
+        self._device = device
+        self.cache: LeasedCache[Kernel] = LeasedCache(max_bytes, max_count)
+        self.disk = DiskCache(_disk_directory(device.cache_directory), disk_bytes)
+        self.workers = Workers(threads)
+        # Not one of the compiler's threads, which go behind others while launches wait for it.
+        self._loader = ThreadPoolExecutor(1, "load")
+        self._made: dict[KernelKey, bytes] = {}
+        """Machine code that waits to be loaded."""
+        self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+
+    def library(self, mode: Mode, *, derivatives: bool = False) -> DeviceLibrary:
+        """Device library of a mode, built when first needed."""
+        with self._lock:
+            known = self._libraries.get((mode, derivatives))
+            if known is None:
+                known = library.build(mode, self._device.architecture, derivatives=derivatives)
+                self._libraries[mode, derivatives] = known
+            return known
+
+    def key(self, mode: Mode, output: ptx.Output, shapes: tuple[Shape, ...]) -> KernelKey:
+        """Key of the kernel that evaluates a group of expressions."""
+        device_library = self.library(mode, derivatives=output.gradient)
+        return KernelKey(mode, output, shapes, kernel_key(device_library, output, shapes))
+
+    def work(self, mode: Mode, shapes: Sequence[Shape]) -> NDArray[np.float64]:
+        """Instructions for a row of each expression, roughly; [expressions]."""
+        lengths = {
+            token: _CALL_WORK if template.function else len(template.instructions)
+            for token, template in self.library(mode).templates.items()
+        }
+        return np.array(
+            [
+                sum(
+                    lengths.get(token, _LEAF_WORK)
+                    for token in zip(s.codes, s.operands, strict=True)
+                )
+                for s in shapes
+            ],
+            dtype=np.float64,
+        )
+
+    def lease(self, keys: Sequence[KernelKey]) -> list[Kernel] | None:
+        """Take kernels into use if all are loaded; `release` the same keys afterwards."""
+        taken: list[Kernel] = []
+        for number, key in enumerate(keys):
+            kernel = self.cache.lease(key)
+            if kernel is None:
+                self.release(keys[:number])
+                return None
+            taken.append(kernel)
+        return taken
+
+    def release(self, keys: Sequence[KernelKey]) -> None:
+        """End the use of kernels."""
+        for key in keys:
+            self.cache.release(key)
+
+    def request(self, keys: Sequence[KernelKey], priority: int = 1) -> Future[None]:
+        """Have the missing kernels made and loaded; a full queue refuses them if priority is not 0.
+
+        Returns:
+            Done when they are loaded, or with the first error. It says nothing of those refused.
+
+        """
+        loaded: Future[None] = Future()
+        jobs = {
+            key: job
+            for key in dict.fromkeys(keys)
+            if key not in self.cache
+            and (job := self.workers.submit(key, partial(self._make, key), priority)) is not None
+        }
+        if jobs:
+            load = partial(self._loader.submit, self._load, jobs, loaded)
+            _when_all_done(list(jobs.values()), load)
+        else:
+            loaded.set_result(None)
+        return loaded
+
+    def counters(self) -> Mapping[str, float]:
+        """Return the figures of the caches in memory and on disk; see `interface.COUNTERS`."""
+        figures = {"module_cache_bytes": self.cache.bytes, "module_cache_entries": len(self.cache)}
+        for name, counters in (("module", self.cache.counters), ("disk", self.disk.counters)):
+            figures |= {f"{name}_cache_{key}": value for key, value in asdict(counters).items()}
+        return figures
+
+    def close(self) -> None:
+        """Stop the threads and unload what is not in use."""
+        self.workers.close()
+        self._loader.shutdown()
+        self.cache.clear()
+
+    def _make(self, key: KernelKey) -> bytes:
+        """Make machine code unless it is there or on disk; runs in a compiler thread."""
+        cubin = self._made.get(key) or self.disk.get(key.text)
+        if cubin is None:
+            cubin = self._compile(key)
+            self.disk.put(key.text, cubin)
+        self._made[key] = cubin
+        return cubin
+
+    def _load(self, jobs: Mapping[KernelKey, Future[bytes]], loaded: Future[None]) -> None:
+        """Load kernels that have been made; runs in the loader's thread."""
+        try:
+            # Somebody else may have wanted some of them, too.
+            cubins = {key: job.result() for key, job in jobs.items() if key not in self.cache}
+            modules = load_together(self._device, list(cubins.values()))
+            for (key, cubin), module in zip(cubins.items(), modules, strict=True):
+                size = len(cubin) + _MODULE_OVERHEAD
+                self.cache.add(key, Kernel(module.get_function(_ENTRY), module, size), size)
+                self.cache.release(key)
+        except Exception as error:
+            _LOG.warning("kernels were not loaded: %s", error)  # perhaps nobody waits for them
+            loaded.set_exception(error)
+        else:
+            loaded.set_result(None)
+        for key in jobs:
+            self._made.pop(key, None)
+
+    def _compile(self, key: KernelKey) -> bytes:
+        device_library = self.library(key.mode, derivatives=key.output.gradient)
+        # All in Python: many threads would wait for its lock, and evaluations behind all of them.
+        with self._writing:
+            text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
+        return linker.link(text, device_library.architecture, device_library.functions)
+
+
+def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> None:
+    """Call a function once, in the thread that ends the last of one or more jobs."""
+    left, lock = len(jobs), threading.Lock()
+
+    def count(_: object) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            then()
+
+    for job in jobs:
+        job.add_done_callback(count)
+
+
+def kernel_key(device_library: DeviceLibrary, output: ptx.Output, shapes: tuple[Shape, ...]) -> str:
+    """Hash of everything that shapes a kernel's machine code, as a file name."""
+    digest = hashlib.blake2b(digest_size=20)
+    digest.update(device_library.key)
+    digest.update(f"{ptx.GENERATION} {output} {linker.version()}".encode())
+    for shape in shapes:
+        digest.update(shape.key)
+    return digest.hexdigest()
+
+
+def _disk_directory(cache_directory: Path) -> Path:
+    return cache_directory / "kernels"

@@ -1,0 +1,1 @@
+"""CUDA C++ of elementary functions, and what every generated kernel starts from."""

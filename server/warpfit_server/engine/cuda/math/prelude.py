@@ -1,0 +1,126 @@
+"""CUDA C++ that every generated kernel starts from, and the kernel language rendered for it."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from typing import Final
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from warpfit.ops import Operator
+from warpfit.request import Precision
+from warpfit_server.engine.cuda.math.precise import precise_calls, precise_source
+
+#: CUDA C++ name of each data type.
+REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+
+#: Helpers of fast mode that rows of the operator table call; their errors are stated in
+#: `warpfit.expressions.error_bounds`.
+#: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
+#: every other b in that range.
+_FAST_HELPERS: Final = r"""
+#define select(condition, x, y) ((condition) ? (x) : (y))
+
+__device__ __forceinline__ float fast_log2(float a) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+
+__device__ __forceinline__ float fast_exp2(float a) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+
+__device__ __forceinline__ float fast_sqrt(float a) {
+  float r;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+}
+
+__device__ __forceinline__ float fast_tanh(float a) {
+#if __CUDA_ARCH__ >= 750
+  float r;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(a));
+  return r;
+#else
+  return tanhf(a);
+#endif
+}
+
+__device__ __forceinline__ float fast_pow_positive(float a, float b) {
+  float r = fast_exp2(b * fast_log2(a));
+  return b == 0.0f ? 1.0f : r;
+}
+
+// Adding 1.5 * 2^23 rounds b to a whole number and leaves its parity in the lowest bit: cheaper
+// than a conversion, which shares the special-function unit with the logarithm.
+__device__ __forceinline__ float fast_pow(float a, float b) {
+  float shifted = __fadd_rn(b, 12582912.0f);
+  float whole = __fsub_rn(shifted, 12582912.0f);
+  float magnitude = fast_pow_positive(fabsf(a), b);
+  unsigned sign = (unsigned)__float_as_int(a) & ((unsigned)__float_as_int(shifted) << 31);
+  float r = __int_as_float((int)((unsigned)__float_as_int(magnitude) | sign));
+  return a < 0.0f && whole != b ? __int_as_float(0x7fffffff) : r;
+}
+"""
+
+#: The chain rule's product: 0 if one factor is.
+_PRODUCT: Final = r"""
+__device__ __forceinline__ REAL product(REAL slope, REAL partial) {
+  return slope != (REAL)0 && partial != (REAL)0 ? slope * partial : (REAL)0;
+}
+"""
+
+
+def is_fast(dtype: DTypeLike, precision: Precision) -> bool:
+    """Whether approximate operators are used; float64 is always precise."""
+    return precision is Precision.FAST and np.dtype(dtype) == np.float32
+
+
+def prelude(dtype: DTypeLike, precision: Precision) -> str:
+    """CUDA C++ of all that operators and derivatives call beside CUDA's own functions."""
+    real = REAL_NAMES[np.dtype(dtype)]
+    functions = "" if is_fast(dtype, precision) else precise_source(real)
+    return _FAST_HELPERS + _PRODUCT.replace("REAL", real) + functions
+
+
+def packs() -> str:
+    """CUDA C++ of how the interpreters read rows, to stand after the prelude.
+
+    ``real``, ``REAL_BYTES`` and ``ROWS`` must be defined.
+    """
+    return resources.files(__package__).joinpath("packs.cu").read_text()
+
+
+_LITERAL: Final = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w.])")
+
+
+def render(expression: str, real: str) -> str:
+    """Give every literal of a kernel-language expression the type ``real`` (float or double)."""
+    return _LITERAL.sub(rf"{real}(\1)", expression)
+
+
+def operator_source(operator: Operator, dtype: DTypeLike, precision: Precision) -> str:
+    """CUDA C++ expression over ``a``, ``b``, ``c`` for an operator.
+
+    Fast mode changes float32 alone. Precise code must be compiled with ``NVRTC_PRECISE``, fast
+    code with ``NVRTC_FAST``.
+    """
+    real = REAL_NAMES[np.dtype(dtype)]
+    if is_fast(dtype, precision):
+        return render(operator.cuda_approximate, real)
+    return render(precise_calls(operator.cuda_precise), real)
+
+
+#: Compiler options of each mode. Contraction to multiply-add would change precise results.
+NVRTC_PRECISE: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sqrt=false")
+
+
+def compiler_options(dtype: DTypeLike, precision: Precision) -> tuple[str, ...]:
+    """NVRTC options that go with `operator_source`."""
+    return NVRTC_FAST if is_fast(dtype, precision) else NVRTC_PRECISE

@@ -1,0 +1,1 @@
+"""The CUDA device: memory, streams, modules, compilers and resident data."""

@@ -1,0 +1,238 @@
+"""One CUDA device: its memory, its modules and its streams, through CuPy.
+
+That is imported when a `CudaDevice` is made, so that the package imports without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from numpy.typing import DTypeLike
+
+from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.cuda.runtime.submission import HELD, PAUSE, driver_functions
+from warpfit_server.system import cache_files
+from warpfit_server.system.cache_directory import check_private, default_cache_directory
+
+#: Share of the device's memory that is used when no limit is given; the rest is for the driver.
+_DEFAULT_SHARE: Final = 0.9
+_ERROR_OUT_OF_MEMORY: Final = 2
+#: Shared memory of a block that CUDA takes for itself.
+_RESERVED_BYTES: Final = 1024
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_DYNAMIC_SHARED_SIZE: Final = 8
+
+
+class CudaDevice:
+    """A device with its memory pool, its compiled modules and its stream contexts.
+
+    Args:
+        index: CUDA device number.
+        memory_limit: bytes for data sets, results and scratch; None for 90% of the device.
+        cache_directory: where compiled code is kept; None for `default_cache_directory`.
+
+    Raises:
+        UnavailableError: if CuPy is not installed or no such device answers.
+        InvalidArgumentError: if others could have written to the cache directory.
+
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        memory_limit: int | None = None,
+        cache_directory: Path | None = None,
+    ) -> None:
+        self.cupy = _import_cupy()
+        self.index = index
+        self.cache_directory = cache_directory or default_cache_directory()
+        check_private(self.cache_directory)
+        runtime = self.cupy.cuda.runtime
+        try:
+            runtime.setDevice(index)
+            properties = runtime.getDeviceProperties(index)
+            self.driver = _version(runtime.driverGetVersion())
+        except runtime.CUDARuntimeError as error:
+            raise UnavailableError(
+                f"CUDA device {index} does not answer: {error}",
+                "NO_CUDA_DEVICE",
+                "Check nvidia-smi, or run with --engine cpu",
+            ) from error
+        self.name: str = properties["name"].decode()
+        self.memory: int = properties["totalGlobalMem"]
+        self.multiprocessors: int = properties["multiProcessorCount"]
+        self.compute_capability = (properties["major"], properties["minor"])
+        self.memory_limit = memory_limit or int(self.memory * _DEFAULT_SHARE)
+        self._pool = self.cupy.cuda.MemoryPool()
+        self._pool.set_limit(size=self.memory_limit)
+        self._idle: list[StreamContext] = []
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self.functions = driver_functions()
+        """For `Submission`."""
+        self.on_shortage: Callable[[], None] = lambda: None
+        """Called when memory is short, so that contexts which are kept for later come back."""
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Exceptions with which the driver and the runtime report errors."""
+        cuda = self.cupy.cuda
+        return cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Tell whether one of `errors` only says that memory is short."""
+        return getattr(error, "status", None) == _ERROR_OUT_OF_MEMORY
+
+    def out_of_memory(self) -> ResourceExhaustedError:
+        """Error for memory that CUDA itself needs and does not get, as for a graph."""
+        return ResourceExhaustedError(
+            f"the device has {self.available()} bytes left, too few for CUDA's own needs",
+            "DEVICE_MEMORY",
+            "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
+            available=self.available(),
+        )
+
+    @property
+    def architecture(self) -> int:
+        """Compute capability as one number: 90 for 9.0."""
+        major, minor = self.compute_capability
+        return int(major) * 10 + int(minor)
+
+    def shared_bytes(self, blocks: int) -> int:
+        """Shared memory that each of ``blocks`` blocks on a multiprocessor can have."""
+        attributes = self.cupy.cuda.Device(self.index).attributes
+        each = attributes["MaxSharedMemoryPerMultiprocessor"] // blocks - _RESERVED_BYTES
+        return int(min(each, attributes["MaxSharedMemoryPerBlockOptin"])) // 16 * 16
+
+    def allow_shared(self, function: Any, size: int) -> None:
+        """Let launches of a function ask for up to ``size`` bytes of shared memory."""
+        self.cupy.cuda.driver.funcSetAttribute(function.ptr, _DYNAMIC_SHARED_SIZE, size)
+
+    def use(self) -> None:
+        """Make this the calling thread's device; every entry from another thread needs it."""
+        if not getattr(self._thread, "uses", False):
+            self.cupy.cuda.runtime.setDevice(self.index)
+            self._thread.uses = True
+
+    def allocate(self, size: int) -> Any:
+        """Allocate device memory, freed when the returned pointer is dropped.
+
+        Raises:
+            ResourceExhaustedError: with the needed and the available bytes.
+
+        """
+        out_of_memory = self.cupy.cuda.memory.OutOfMemoryError
+        try:
+            return self._pool.malloc(size)
+        except out_of_memory:
+            self.trim()
+        try:
+            return self._pool.malloc(size)
+        except out_of_memory as error:
+            raise ResourceExhaustedError(
+                f"the device has {self.available()} bytes left where {size} are needed",
+                "DEVICE_MEMORY",
+                "Ask for fewer programs, parameter vectors or rows a call, or unload data sets",
+                needed=size,
+                available=self.available(),
+            ) from error
+
+    def available(self) -> int:
+        """Bytes that can still be allocated, under the limit and on the device."""
+        free, _ = self.cupy.cuda.runtime.memGetInfo()
+        unused = self._pool.total_bytes() - self._pool.used_bytes()
+        return int(max(0, min(self.memory_limit - self._pool.used_bytes(), free + unused)))
+
+    def trim(self) -> None:
+        """Give the scratch memory of idle contexts and the pool's unused blocks back."""
+        self.on_shortage()
+        with self._lock:
+            for context in self._idle:
+                context.release()
+        self._pool.free_all_blocks()
+
+    def load(self, key: Sequence[str], build: Callable[[], bytes]) -> Any:
+        """Load the machine code that ``build`` makes, or take it from the disk cache.
+
+        ``key`` holds everything that shapes the code.
+        """
+        self.use()
+        module = self.cupy.cuda.function.Module()
+        module.load(cached_cubin(self.cache_directory, key, build))
+        return module
+
+    def await_modules(self) -> None:
+        """Wait before a launch, as compiled code does, while modules are being loaded."""
+        while self.functions[HELD]:
+            time.sleep(1e-6 * PAUSE)
+
+    @contextmanager
+    def stream(self) -> Iterator[StreamContext]:
+        """Lend a stream with its buffers, made as needed, then reused."""
+        self.use()
+        with self._lock:
+            context = self._idle.pop() if self._idle else None
+        context = context or StreamContext(self)
+        try:
+            yield context
+        finally:
+            self.use()  # another thread may go on with the work
+            context.settle()
+            with self._lock:
+                self._idle.append(context)
+
+    def close(self) -> None:
+        """Free all memory that no data set holds."""
+        self.use()
+        self.trim()
+        with self._lock:
+            self._idle.clear()
+
+
+def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
+    """Machine code from ``build``, kept on disk under a hash of all that shapes it.
+
+    A file that cannot be used is built again.
+    """
+    name = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    path = directory / "cubin" / f"{name}.cubin"
+    stored = cache_files.find(path)
+    if stored is not None:
+        return stored
+    cubin = build()
+    cache_files.write(path, cubin)
+    return cubin
+
+
+def device_array(device: CudaDevice, memory: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """View device memory as a CuPy array."""
+    return device.cupy.ndarray(shape, dtype=dtype, memptr=memory)
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnavailableError(
+            "CuPy is not installed",
+            "NO_CUPY",
+            "pip install 'warpfit[cuda13]' (or cuda12), or run with --engine cpu",
+        ) from error
+    except OSError as error:  # it makes its cache directory when it is imported
+        raise UnavailableError(
+            f"CuPy cannot be loaded: {error}",
+            "NO_CUPY",
+            "Let --cache-dir name a directory that can be written, or run with --engine cpu",
+        ) from error
+    return cupy
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,223 @@
+"""Caches of compiled kernels: loaded modules in memory, machine code on disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+from cachetools import LRUCache
+
+from warpfit_server.system import cache_files
+
+Value = TypeVar("Value")
+
+#: Share of the limit that is left after files were removed, so that not every write removes some.
+_LOW_WATER: Final = 0.8
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What a cache has seen since it was made."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    """Entries found unreadable or altered, and dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Value]):
+    value: Value
+    size: int
+    leases: int = 0
+
+
+class LeasedCache(Generic[Value]):
+    """An LRU cache, capped in bytes and count, that never evicts what is in use.
+
+    `lease` and `add` hand out a value and keep it until as many calls of `release`. Values without
+    a lease wait in a `cachetools.LRUCache`, whose oldest go when a cap is exceeded; the caps count
+    leased values too, which may exceed them on their own. Safe to use from several threads.
+
+    Args:
+        max_bytes: most bytes of all values together.
+        max_count: most values.
+        evicted: called with each evicted value, outside the lock.
+
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        max_count: int,
+        evicted: Callable[[Value], None] = lambda value: None,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_count = max_count
+        self._evicted = evicted
+        self._idle: LRUCache[Hashable, _Entry[Value]] = LRUCache(
+            float("inf"), getsizeof=lambda entry: entry.size
+        )
+        self._leased: dict[Hashable, _Entry[Value]] = {}
+        self._leased_bytes = 0
+        self._lock = threading.Lock()
+        self.counters = CacheCounters()
+
+    def __len__(self) -> int:
+        """Count the values."""
+        with self._lock:
+            return len(self._idle) + len(self._leased)
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Tell whether a value is there, without counting or touching it."""
+        with self._lock:
+            return key in self._leased or key in self._idle
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all values together."""
+        with self._lock:
+            return self._bytes()
+
+    def lease(self, key: Hashable) -> Value | None:
+        """Take a value into use, or None if it is not there."""
+        with self._lock:
+            entry = self._leased.get(key)
+            if entry is None:
+                entry = self._idle.pop(key, None)
+                if entry is None:
+                    self.counters.misses += 1
+                    return None
+                self._hold(key, entry)
+            self.counters.hits += 1
+            entry.leases += 1
+            return entry.value
+
+    def add(self, key: Hashable, value: Value, size: int) -> Value:
+        """Put a value in and take it into use; one that is there already wins."""
+        with self._lock:
+            entry = self._leased.get(key)
+            if entry is None:
+                entry = self._idle.pop(key, None) or _Entry(value, size)
+                self._hold(key, entry)
+            entry.leases += 1
+            evicted = self._evict()
+        self._report(evicted)
+        return entry.value
+
+    def release(self, key: Hashable) -> None:
+        """End one use of a value."""
+        with self._lock:
+            entry = self._leased[key]
+            entry.leases -= 1
+            if entry.leases:
+                return
+            del self._leased[key]
+            self._leased_bytes -= entry.size
+            self._idle[key] = entry
+            evicted = self._evict()
+        self._report(evicted)
+
+    def clear(self) -> None:
+        """Drop all values that are not in use."""
+        with self._lock:
+            dropped = [entry.value for entry in self._idle.values()]
+            self._idle.clear()
+        self._report(dropped)
+
+    def _hold(self, key: Hashable, entry: _Entry[Value]) -> None:
+        self._leased[key] = entry
+        self._leased_bytes += entry.size
+
+    def _bytes(self) -> int:
+        return int(self._idle.currsize) + self._leased_bytes
+
+    def _evict(self) -> list[Value]:
+        evicted = []
+        while self._idle and (
+            self._bytes() > self._max_bytes or len(self._idle) + len(self._leased) > self._max_count
+        ):
+            _, entry = self._idle.popitem()
+            evicted.append(entry.value)
+        self.counters.evictions += len(evicted)
+        return evicted
+
+    def _report(self, values: list[Value]) -> None:
+        for value in values:
+            self._evicted(value)
+
+
+@dataclass
+class DiskCache:
+    """Files named by key, shared by any number of processes, capped in bytes.
+
+    An entry is a file of `cache_files`; one that is damaged is removed and counted.
+    A directory that cannot be used makes every look-up a miss.
+    """
+
+    directory: Path
+    max_bytes: int = 1 << 30
+    counters: CacheCounters = field(default_factory=CacheCounters)
+    _bytes: int | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, key: str) -> bytes | None:
+        """Read an entry, or None; a read makes it the youngest."""
+        path = self._path(key)
+        try:
+            content = cache_files.read(path)
+        except OSError:
+            self._missed()
+            return None
+        except cache_files.DamagedFileError:
+            with suppress(OSError):
+                path.unlink()
+            self._missed(damaged=1)
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        with self._lock:
+            self.counters.hits += 1
+        return content
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write an entry, then remove the oldest ones if the directory has grown over its cap."""
+        written = cache_files.write(self._path(key), content)
+        with self._lock:
+            known = self._bytes
+            self._bytes = None if known is None else known + written
+            if self._bytes is None or self._bytes > self.max_bytes:
+                self._bytes = self._shrink()
+
+    def _path(self, key: str) -> Path:
+        return self.directory / key[:2] / key
+
+    def _missed(self, damaged: int = 0) -> None:
+        with self._lock:
+            self.counters.misses += 1
+            self.counters.damaged += damaged
+
+    def _shrink(self) -> int:
+        """Remove the oldest files if the cap is exceeded; return the bytes that remain."""
+        files = []
+        for path in self.directory.glob("*/*"):
+            with suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        if total <= self.max_bytes:
+            return total
+        for _, size, path in sorted(files):
+            if total <= self.max_bytes * _LOW_WATER:
+                break
+            with suppress(OSError):
+                path.unlink()
+            total -= size
+            self.counters.evictions += 1
+        return total

@@ -1,0 +1,438 @@
+"""The batched driver of Optimize: all searches advance together, one engine pass for each step.
+
+The simple form:
+
+    while searches run and there is time:
+        evaluate loss, gradient and curvature of all trial points in one pass of the engine
+        judge each trial and propose the next one (`levenberg_marquardt`, `bfgs`)
+
+Searches that have ended drop out of the batch, so that they cost no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError, InternalError
+from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
+from warpfit.ir import Batch, Program
+from warpfit.losses import SQUARES, TargetStatistics, close_losses, mentions_weight
+from warpfit.request import Precision, Timings
+from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.fit.covariance import covariances, standard_errors
+from warpfit_server.engine.fit.levenberg_marquardt import workspace
+from warpfit_server.engine.fit.searches import (
+    EVALUATIONS,
+    INITIAL,
+    ITERATIONS,
+    LINEAR,
+    LOSS,
+    NOT_FINITE,
+    PARAMETERS,
+    REASON,
+    STIFFNESS,
+    TRIAL,
+    Floats,
+    Integers,
+    Limits,
+    Searches,
+    X,
+    diagonals,
+)
+from warpfit_server.engine.fit.separable import operator_table
+from warpfit_server.engine.interface import Engine, Linearisation, Steps, timed
+from warpfit_server.limits import fit_memory
+from warpfit_server.system.resources import give_back_memory
+
+#: The batch shrinks when at least this share of its searches has ended: each new batch costs the
+#: engine some preparation, each search that stays costs its evaluation.
+_SHRINK_SHARE: Final = 1 / 8
+#: Mean of squares below which fast mode is given up: float32 reaches to 1e-38, and a fit makes
+#: residuals smaller than they are at its start.
+_SMALL_IN_FLOAT32: Final = 1e-28
+#: Square of the largest target below which squares of residuals lose digits.
+_SMALL_IN_FLOAT64: Final = 1e-280
+#: Bytes of a fit after which the allocator is told to give free memory back.
+_LARGE_FIT: Final = 2**25
+#: What ``cancelled`` becomes when the time is up; whoever cancels the call writes 1.
+_TIME_IS_UP: Final = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What the driver needs besides the request."""
+
+    engine: Engine
+    dataset: Dataset
+    cancelled: NDArray[np.uint8]
+    """[1]; becomes 1 when the call is cancelled."""
+    deadline: float | None = None
+    """``time.monotonic()`` at which to stop and answer with what there is; None for never."""
+    report: Callable[[FitProgress], None] | None = None
+    """Called between passes."""
+    cache_directory: Path | None = None
+    """Where compiled steering code is kept."""
+
+
+def optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult]:
+    """Fit a checked request; each step is one step of a pass of the engine.
+
+    Raises:
+        CancelledError: if ``surroundings.cancelled`` became 1.
+        WarpfitError: as the engine's `linearise`.
+
+    """
+    result, compute = yield from timed(_optimize(request, surroundings))
+    return replace(result, timings=Timings(compute=compute))
+
+
+def _optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult]:
+    yield compiled.load_in_background(request.method, surroundings.cache_directory)
+    try:
+        return (yield from _Run(request, surroundings).finish())
+    finally:
+        if fit_memory(request, surroundings.dataset.layout) > _LARGE_FIT:
+            give_back_memory()
+
+
+class _Run:
+    """One request on its way through the iterations."""
+
+    def __init__(self, request: FitRequest, surroundings: Surroundings) -> None:
+        self._request = request
+        self._surroundings = surroundings
+        self._loss = request.loss
+        self._marquardt = request.method == Method.LM
+        dtype = surroundings.dataset.layout.dtype
+        tolerances = request.settings.tolerances(dtype)
+        self._limits = Limits(
+            float(tolerances.gradient),
+            float(tolerances.step),
+            float(tolerances.loss),
+            request.settings.max_iterations,
+            dtype.itemsize == 4,
+        )
+        self._steering = compiled.load(request.method, surroundings.cache_directory)
+        self._rows = slice(*request.problem.row_range(surroundings.dataset.layout))
+        self._statistics = TargetStatistics.of_rows(surroundings.dataset, self._rows)
+        self._problem = request.problem
+        self._batch = one_vector_each(request.problem.batch)
+        self._all = _begin(request, self._batch)
+        self._active = self._all
+        self._space = workspace(int(self._all.counts.max(initial=0)))
+        self._places = np.arange(len(self._all))
+        """Index in ``_all`` of each active search."""
+        self._pass_seconds = 0.0
+
+    def finish(self) -> Steps[FitResult]:
+        """Advance until every search has ended or the time is used up; collect the outcomes."""
+        yield from self._advance_first()
+        with self._cut_off():
+            while self._drop_finished():
+                self._report()
+                if self._is_late():
+                    self._active.interrupt()
+                    continue
+                yield None
+                self._steer((yield from self._linearise(curvature=self._marquardt)))
+        return (yield from self._result())
+
+    def _advance_first(self) -> Steps[None]:
+        """Evaluate the starts, and prepare what each method needs to know of them."""
+        first = yield from self._linearise(curvature=True)
+        if self._problem.precision is Precision.FAST and self._leaves_float32(first):
+            self._problem = replace(self._problem, precision=Precision.PRECISE)
+            first = yield from self._linearise(curvature=True)
+        if self._marquardt:
+            self._mark_linear()
+        else:
+            self._all.make_room_for_inverse()
+            assert first.curvatures is not None
+            np.copyto(self._all.curvature, first.curvatures)
+            self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
+        self._steer(first)
+        if self._is_undefined(first):
+            self._all.counters[:, REASON] = NOT_FINITE
+
+    def _leaves_float32(self, first: Linearisation) -> bool:
+        """Whether squares may be beyond float32, in which fast mode multiplies on a GPU."""
+        finite = first.losses[np.isfinite(first.losses)]
+        assert first.curvatures is not None
+        columns = first.curvatures[diagonals(self._all.counts)][first.gradients != 0.0]
+        small = _SMALL_IN_FLOAT32 * (self._rows.stop - self._rows.start)
+        return not len(finite) or bool((finite < small).any() or (columns < small).any())
+
+    def _is_undefined(self, first: Linearisation) -> bool:
+        """Whether the loss has no value for any parameters, or its squares vanish in float64."""
+        weightless = not self._weighed_rows() and not mentions_weight(self._loss.row)
+        if weightless or not np.isfinite(self._close(np.zeros(1))).all():
+            return True
+        if not self._loss.is_squares or not (first.losses < _SMALL_IN_FLOAT64).any():
+            return False
+        target = self._statistics.target
+        return bool(
+            target.any() and np.square(np.abs(target, dtype=np.float64).max()) < _SMALL_IN_FLOAT64
+        )
+
+    def _mark_linear(self) -> None:
+        """Find what programs are linear in; the engine has found their tokens sound."""
+        batch = self._batch
+        self._steering.mark_linear(
+            np.ascontiguousarray(batch.codes),
+            np.ascontiguousarray(batch.values),
+            batch.starts,
+            np.ascontiguousarray(self._all.edges[:, PARAMETERS]),
+            operator_table(),
+            self._all.vectors[LINEAR],
+        )
+
+    def _stiffness(self, first: Linearisation) -> Steps[Floats]:
+        """Second derivative of the row loss by its residual, roughly, for each search.
+
+        A row loss of s d^2 / 2 has the gradient s J^T W d, where d is prediction minus target.
+        """
+        if self._loss.is_squares:
+            return np.full(len(self._all), 2.0)
+        squares = yield from self._linearise(curvature=False, row_loss=SQUARES)
+        searches = self._all
+        diagonal = searches.curvature[diagonals(searches.counts)]
+        place = np.repeat(np.arange(len(searches)), searches.counts)
+        with np.errstate(all="ignore"):
+            lengths = [
+                np.sqrt(np.bincount(place, np.square(g) / diagonal, len(searches)))
+                for g in (first.gradients, squares.gradients)
+            ]
+            stiffness = 2.0 * lengths[0] / lengths[1]
+        return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
+
+    def _result(self) -> Steps[FitResult]:
+        """Collect outcomes, the best start of each program unless all are wanted."""
+        problem, settings = self._request.problem, self._request.settings
+        chosen = self._chosen()
+        outcome = self._all.only(_mask(len(self._all), chosen))
+        covariance = errors = None
+        if settings.covariance or settings.standard_errors:
+            if not self._marquardt:
+                yield from self._curve(outcome, chosen)
+            covariance = covariances(outcome, outcome.numbers[:, LOSS], self._weighed_rows())
+            errors = standard_errors(outcome, covariance) if settings.standard_errors else None
+        shape = (len(problem.batch), self._request.vectors)
+        losses, initial = self._close(outcome.numbers[:, (LOSS, INITIAL)].T)
+        counters = outcome.counters
+        return FitResult(
+            parameters=outcome.vectors[X],
+            losses=losses.reshape(shape),
+            initial_losses=initial.reshape(shape),
+            iterations=counters[:, ITERATIONS].astype(np.uint32).reshape(shape),
+            evaluations=counters[:, EVALUATIONS].astype(np.uint32).reshape(shape),
+            reasons=counters[:, REASON].astype(np.uint8).reshape(shape),
+            starts=(chosen % problem.batch.vectors).astype(np.uint32).reshape(shape),
+            standard_errors=errors,
+            covariances=covariance if settings.covariance else None,
+        )
+
+    def _weighed_rows(self) -> int:
+        """Count the rows whose weight is not 0."""
+        weights = self._surroundings.dataset.weights
+        if weights is None:
+            return self._rows.stop - self._rows.start
+        return int(np.count_nonzero(weights[self._rows]))
+
+    def _linearise(
+        self, *, curvature: bool, row_loss: Program | None = None
+    ) -> Steps[Linearisation]:
+        if self._surroundings.cancelled[0]:
+            raise CancelledError("the fit was cancelled", "CANCELLED")
+        started = time.monotonic()
+        batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
+        linearisation = yield from self._surroundings.engine.linearise(
+            replace(self._problem, batch=batch),
+            row_loss or self._loss.row,
+            curvature=curvature,
+            cancelled=self._surroundings.cancelled,
+        )
+        self._pass_seconds = time.monotonic() - started
+        return linearisation
+
+    def _steer(self, new: Linearisation) -> None:
+        active = self._active
+        state = (active.edges, active.vectors, active.numbers, active.counters, active.curvature)
+        sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._steering.advance
+        _check_sizes(active, sums, new)
+        if self._marquardt:
+            advance(*state, sums, new.gradients, new.curvatures, self._limits, self._space)
+        else:
+            advance(*state, active.inverse, sums, new.gradients, self._limits)
+
+    def _drop_finished(self) -> bool:
+        """Keep outcomes of what has ended, shrink the batch if it pays; False if all has ended."""
+        active = self._active
+        running = active.running
+        ended = len(running) - int(running.sum())
+        if not ended or (ended < len(running) and ended < _SHRINK_SHARE * len(running)):
+            return True
+        if active is not self._all:
+            self._save(~running)
+        if ended == len(running):
+            return False
+        self._active = active.only(running)
+        self._places = self._places[running]
+        self._batch = only_programs(self._batch, running)
+        return True
+
+    def _save(self, ended: NDArray[np.bool_]) -> None:
+        """Write the outcomes of active searches back."""
+        done = self._active.only(ended)
+        mask = _mask(len(self._all), self._places[ended])
+        columns = np.repeat(mask, self._all.counts)
+        self._all.vectors[:, columns] = done.vectors
+        self._all.numbers[mask] = done.numbers
+        self._all.counters[mask] = done.counters
+        counts = self._all.counts
+        self._all.curvature[np.repeat(mask, counts * (counts + 1) // 2)] = done.curvature
+
+    def _report(self) -> None:
+        report = self._surroundings.report
+        if report is not None:
+            active = self._active
+            running = active.running
+            done = int(active.counters[running, ITERATIONS].max())
+            report(FitProgress(done, int(running.sum()), len(self._all)))
+
+    @contextmanager
+    def _cut_off(self) -> Iterator[None]:
+        """Give up the pass that is under way at the deadline, and what it was to improve."""
+        deadline, cancelled = self._surroundings.deadline, self._surroundings.cancelled
+        if deadline is None:
+            yield
+            return
+
+        def give_up() -> None:
+            cancelled[0] = cancelled[0] or _TIME_IS_UP
+
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except CancelledError:
+            if cancelled[0] != _TIME_IS_UP:
+                raise
+            self._active.interrupt()
+            self._drop_finished()
+        finally:
+            timer.cancel()
+            timer.join()
+            if cancelled[0] == _TIME_IS_UP:
+                cancelled[0] = 0  # covariances at the points reached may still be wanted
+
+    def _is_late(self) -> bool:
+        """Whether one more pass like the last would end after the deadline."""
+        deadline = self._surroundings.deadline
+        return deadline is not None and time.monotonic() + self._pass_seconds >= deadline
+
+    def _chosen(self) -> Integers:
+        """Indices of the outcomes to return, ascending: the best start of each program, or all."""
+        vectors = self._request.problem.batch.vectors
+        if self._request.settings.all_starts or vectors == 1:
+            return np.arange(len(self._all))
+        sums = self._all.numbers[:, LOSS].reshape(-1, vectors)
+        best = np.where(np.isfinite(sums), sums, np.inf).argmin(axis=1)
+        return np.asarray(np.arange(len(sums)) * vectors + best)
+
+    def _curve(self, outcome: Searches, chosen: Integers) -> Steps[None]:
+        """Compute the curvature at the final parameters, which BFGS does not keep."""
+        whole = one_vector_each(self._request.problem.batch)
+        self._batch = only_programs(whole, _mask(len(self._all), chosen))
+        outcome.vectors[TRIAL] = outcome.vectors[X]
+        self._active = outcome
+        linearisation = yield from self._linearise(curvature=True)
+        assert linearisation.curvatures is not None
+        outcome.curvature = linearisation.curvatures
+
+    def _close(self, sums: Floats) -> Floats:
+        return close_losses(self._loss.closing, sums, self._statistics)
+
+
+def one_vector_each(batch: Batch) -> Batch:
+    """Batch of searches: each program as often as it has parameter vectors, which it repeats."""
+    if batch.vectors == 1:
+        return batch
+    tokens = np.repeat(np.arange(len(batch)), batch.vectors)
+    lengths = batch.lengths[tokens]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+    places = np.repeat(batch.starts[tokens], lengths) + within
+    return Batch(
+        codes=batch.codes[places],
+        values=batch.values[places],
+        lengths=lengths,
+        parameter_counts=batch.parameter_counts[tokens],
+        parameters=batch.parameters,
+    )
+
+
+def only_programs(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
+    """Batch of the programs where ``mask`` is true; one vector each."""
+    tokens = np.repeat(mask, batch.lengths)
+    return Batch(
+        codes=batch.codes[tokens],
+        values=batch.values[tokens],
+        lengths=batch.lengths[mask],
+        parameter_counts=batch.parameter_counts[mask],
+        parameters=batch.parameters[np.repeat(mask, batch.parameter_counts)],
+    )
+
+
+def _begin(request: FitRequest, searches: Batch) -> Searches:
+    settings, batch = request.settings, request.problem.batch
+    counts = searches.parameter_counts.astype(np.int64)
+    start = np.array(searches.parameters, dtype=np.float64)
+
+    def for_each_start(given: NDArray[np.float64] | None, otherwise: float) -> Floats:
+        if given is None:
+            return np.full(len(start), otherwise)
+        each = replace(batch, vectors=1, parameters=np.asarray(given, dtype=np.float64))
+        place = np.repeat(np.arange(len(batch)), batch.vectors)
+        first = np.repeat(each.parameter_starts[place], counts)
+        edges = np.cumsum(counts) - counts
+        return np.asarray(each.parameters[first + np.arange(len(start)) - np.repeat(edges, counts)])
+
+    fixed = None if settings.fixed is None else settings.fixed.astype(np.float64)
+    return Searches.begin(
+        counts,
+        start,
+        for_each_start(settings.lower, -np.inf),
+        for_each_start(settings.upper, np.inf),
+        for_each_start(fixed, 0.0) == 0.0,
+    )
+
+
+def _check_sizes(active: Searches, sums: Floats, new: Linearisation) -> None:
+    """Refuse what compiled code would read beyond the end of."""
+    wanted = [len(active), active.vectors.shape[1]]
+    sizes = [len(sums), len(new.gradients)]
+    if new.curvatures is not None:
+        wanted.append(len(active.curvature))
+        sizes.append(len(new.curvatures))
+    if sizes != wanted:
+        raise InternalError(
+            f"the engine returned {sizes} sums, derivatives and curvatures for {wanted}",
+            "ENGINE_FAILURE",
+        )
+
+
+def _mask(size: int, places: Integers) -> NDArray[np.bool_]:
+    mask = np.zeros(size, dtype=bool)
+    mask[places] = True
+    return mask

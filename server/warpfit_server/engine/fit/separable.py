@@ -1,0 +1,136 @@
+"""Which parameters a program is linear in, found from the operators' derivatives.
+
+A program is linear in an operand if the derivative by it reads neither that operand nor the result:
+the table says ``b`` for the first operand of ``a * b``, and ``1 / b`` for that of ``a / b``. Where
+the derivative by one operand reads another one that holds parameters, too, as in ``p1 * p2``, the
+program is linear in one of them or in the other, and the one with more such parameters is taken.
+So a program is linear in all the parameters that are found together.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ops import FIRST_OPERATOR, OPERATORS, PARAMETER
+from warpfit_server.engine.fit.jit import jitable
+
+Floats = NDArray[np.float64]
+#: Columns of `operator_table`: number of operands, then for each operand what its derivative reads.
+_ARITY: Final = 0
+_READS: Final = 1
+#: Bit for each operand that a derivative reads; all of them if there is no linearity.
+_EVERYTHING: Final = 7
+#: Columns of a node: tokens of its subtree; parameters below it that it is linear in, if it is in
+#: all the operands that were chosen; a bit for whether there are any parameters, then one for each
+#: operand that was chosen; whether the program is linear in the node; the operands' own nodes.
+_SIZE: Final = 0
+_LINEAR: Final = 1
+_CHOSEN: Final = 2
+_PASSES: Final = 3
+_ROOTS: Final = 4
+_COLUMNS: Final = 7
+
+
+@cache
+def operator_table() -> NDArray[np.int64]:
+    """Return arity and operands that each derivative reads, by operator code; [256, 4]."""
+    table = np.zeros((256, _READS + 3), dtype=np.int64)
+    for operator in OPERATORS.values():
+        table[operator.code, _ARITY] = operator.arity
+        for operand, text in enumerate(operator.derivative):
+            table[operator.code, _READS + operand] = _operands_read(text, operand)
+    return table
+
+
+def _operands_read(derivative: str, operand: int) -> int:
+    names = {n.id for n in ast.walk(ast.parse(derivative, mode="eval")) if isinstance(n, ast.Name)}
+    if derivative.strip() == "0" or "r" in names or "abc"[operand] in names:
+        return _EVERYTHING
+    return sum(1 << place for place, name in enumerate("abc") if name in names)
+
+
+def mark_linear(
+    codes: NDArray[np.uint8],
+    values: Floats,
+    starts: NDArray[np.int64],
+    parameter_starts: NDArray[np.int64],
+    table: NDArray[np.int64],
+    linear: Floats,
+) -> None:
+    """Set ``linear`` to 1 for the parameters that their programs are linear in, else to 0.
+
+    Args:
+        codes: tokens of sound programs, [tokens].
+        values: index of the parameter where the token is one, [tokens].
+        starts: first token of each program, and the end of the last one; [programs + 1].
+        parameter_starts: first parameter of each program, and the end; [programs + 1].
+        table: `operator_table`.
+        linear: [parameters].
+
+    """
+    longest = 1
+    for program in range(len(starts) - 1):
+        longest = max(longest, starts[program + 1] - starts[program])
+    nodes = np.empty((longest, _COLUMNS), dtype=np.int64)
+    linear[:] = 1.0
+    for program in range(len(starts) - 1):
+        first, last = starts[program], starts[program + 1] - 1
+        for token in range(first, last + 1):
+            _count(codes, first, token, table, nodes)
+        nodes[last - first, _PASSES] = 1
+        for token in range(last, first - 1, -1):
+            node = nodes[token - first]
+            if codes[token] >= FIRST_OPERATOR:
+                _pass_on(codes[token], token - first, table, nodes)
+            elif codes[token] == PARAMETER and node[_PASSES] == 0:
+                linear[parameter_starts[program] + np.int64(values[token])] = 0.0
+
+
+@jitable
+def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
+    """Count what a node can be linear in, and choose among its operands."""
+    node, code = nodes[token - first], codes[token]
+    if code < FIRST_OPERATOR:
+        node[_SIZE], node[_LINEAR] = 1, code == PARAMETER
+        node[_CHOSEN] = code == PARAMETER
+        return
+    arity, place = table[code, _ARITY], token - first - 1
+    roots = node[_ROOTS:_COLUMNS]
+    node[_SIZE], node[_LINEAR], node[_CHOSEN] = 1, 0, 0
+    parametric = 0
+    for operand in range(arity - 1, -1, -1):
+        roots[operand] = place
+        node[_SIZE] += nodes[place, _SIZE]
+        parametric |= (nodes[place, _CHOSEN] & 1) << operand
+        place -= nodes[place, _SIZE]
+    chosen, tried = 0, 0
+    for _ in range(arity):
+        best = -1
+        for operand in range(arity):
+            more = best < 0 or nodes[roots[operand], _LINEAR] > nodes[roots[best], _LINEAR]
+            if not tried >> operand & 1 and more:
+                best = operand
+        tried |= 1 << best
+        reads = table[code, _READS + best]
+        clash = reads & (1 << best | chosen)
+        for operand in range(arity):
+            clash = clash or (chosen >> operand & 1 and table[code, _READS + operand] >> best & 1)
+        if nodes[roots[best], _LINEAR] and not clash:
+            chosen |= 1 << best
+            node[_LINEAR] += nodes[roots[best], _LINEAR]
+    node[_CHOSEN] = (parametric != 0) | chosen << 1
+
+
+@jitable
+def _pass_on(code: int, index: int, table: Any, nodes: Any) -> None:
+    """Tell the operands of a node whether the program is linear in them."""
+    place = index - 1
+    for operand in range(table[code, _ARITY] - 1, -1, -1):
+        chosen = nodes[index, _CHOSEN] >> (1 + operand) & 1
+        nodes[place, _PASSES] = nodes[index, _PASSES] & chosen
+        place -= nodes[place, _SIZE]

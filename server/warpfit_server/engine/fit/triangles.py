@@ -1,0 +1,123 @@
+"""Linear algebra on packed lower triangles, row by row; compiled where compiled code calls it.
+
+Element (i, j), j <= i, of a matrix stands at ``i (i + 1) / 2 + j``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit_server.engine.fit.jit import jitable
+
+Floats = NDArray[np.float64]
+
+
+@jitable
+def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
+    """Replace columns of a symmetric matrix by those of its Cholesky factor.
+
+    What is left below and right of them is the Schur complement of the columns before ``stop``.
+
+    Args:
+        a: [n (n + 1) / 2]; the columns before ``first`` have been replaced.
+        first: first column to replace.
+        stop: end of the columns to replace.
+        n: size of the matrix.
+
+    Returns:
+        False if the matrix is not positive definite; what ``a`` holds is then undefined.
+
+    """
+    for j in range(first, stop):
+        pivot = a[j * (j + 1) // 2 + j]
+        if not (pivot > 0.0 and math.isfinite(pivot)):
+            return False
+        root = math.sqrt(pivot)
+        a[j * (j + 1) // 2 + j] = root
+        for i in range(j + 1, n):
+            row = i * (i + 1) // 2
+            a[row + j] /= root
+            for k in range(j + 1, i + 1):
+                a[row + k] -= a[row + j] * a[k * (k + 1) // 2 + j]
+    return True
+
+
+@jitable
+def solve(factor: Floats, b: Floats) -> None:
+    """Replace ``b`` by the solution of the system whose Cholesky factor is given."""
+    n = len(b)
+    for i in range(n):
+        row = i * (i + 1) // 2
+        rest = b[i]
+        for k in range(i):
+            rest -= factor[row + k] * b[k]
+        b[i] = rest / factor[row + i]
+    for reverse in range(n):
+        i = n - 1 - reverse
+        rest = b[i]
+        for k in range(i + 1, n):
+            rest -= factor[k * (k + 1) // 2 + i] * b[k]
+        b[i] = rest / factor[i * (i + 1) // 2 + i]
+
+
+@jitable
+def quadratic(a: Floats, h: Floats) -> float:
+    """Value of h^T A h."""
+    total = 0.0
+    for i in range(len(h)):
+        row = i * (i + 1) // 2
+        line = 0.0
+        for j in range(i):
+            line += a[row + j] * h[j]
+        total += h[i] * (2.0 * line + a[row + i] * h[i])
+    return total
+
+
+@jitable
+def all_finite(values: Floats) -> bool:
+    """Whether no element is NaN or infinite."""
+    finite = True
+    for i in range(len(values)):
+        finite = finite and math.isfinite(values[i])
+    return finite
+
+
+@jitable
+def are_usable(loss: float, gradient: Floats, curvature: Floats) -> bool:
+    """Tell whether all numbers are finite, and no square has vanished by underflow.
+
+    A column whose sum of squares is 0 has no gradient, unless the squares were too small for the
+    number format.
+    """
+    if not (math.isfinite(loss) and all_finite(gradient) and all_finite(curvature)):
+        return False
+    for i in range(len(gradient)):
+        if curvature[i * (i + 1) // 2 + i] == 0.0 and gradient[i] != 0.0:
+            return False
+    return True
+
+
+@jitable
+def dot(a: Floats, b: Floats) -> float:
+    """Sum of products."""
+    total = 0.0
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+@jitable
+def difference(a: Floats, b: Floats, out: Floats) -> None:
+    """Fill ``out`` with a - b."""
+    for i in range(len(out)):
+        out[i] = a[i] - b[i]
+
+
+@jitable
+def copy(source: Floats, target: Floats) -> None:
+    """Copy all numbers, without the memory that an assignment to a slice may need."""
+    for i in range(len(source)):
+        target[i] = source[i]

@@ -1,0 +1,1 @@
+"""The host's lowering: from postfix tokens to instructions and their places."""

@@ -1,0 +1,107 @@
+"""Compilation in processes of their own, once for all engines that share a directory.
+
+Numba and LLVM compile on one core, whatever the number of threads, and keep some 200 MiB of memory
+afterwards. So several processes compile parts of the code into one directory, from which the engine
+loads it. What a process fails to compile is left to whoever loads it, and so is everything where
+nothing can be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from warpfit_server.engine.cpu.threads import NICE
+from warpfit_server.system import cache_files
+from warpfit_server.system.resources import available_cores
+
+_LOG: Final = logging.getLogger("warpfit.engine")
+#: Cores of which one may load, or wait for, what is compiled after the engine serves.
+_CORES_A_THREAD: Final = 4
+#: What nobody waits for yet, in the order in which it is first needed.
+BACKGROUND: Final = ThreadPoolExecutor(max(1, available_cores() // _CORES_A_THREAD), "compile")
+
+
+def compile_once(
+    place: Path, group: str, module: str, shares: Sequence[Sequence[str]], *, urgent: bool = True
+) -> None:
+    """Let each of several processes run ``python -m module place share...``, unless it is done.
+
+    One engine at a time does so, and others wait for it, also when it has ended before its
+    processes.
+
+    Args:
+        place: a directory, which need not be there yet.
+        group: name of what is compiled together.
+        module: which calls `run_parts`.
+        shares: names of the parts that each process compiles.
+        urgent: whether somebody waits; if not, evaluations go before.
+
+    """
+    done = place / f"{group}.complete"
+    if done.exists():
+        return
+    with _locked(place / f"{group}.lock") as lock:
+        if done.exists() or lock is None:
+            return
+        _LOG.info("compiling %s into %s (first start only)", group, place)
+        children = [_start(place, module, names, lock, urgent=urgent) for names in shares]
+        for child, names in zip(children, shares, strict=True):
+            if child.wait():
+                parts = ", ".join(names)
+                _LOG.warning("a process that compiled %s ended with %s", parts, child.returncode)
+        cache_files.write_plain(done, b"")
+
+
+def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
+    """Share parts out to processes, the next longest one to who has least to do."""
+    found: list[list[str]] = [[] for _ in range(min(count, len(seconds)))]
+    for name in sorted(seconds, key=lambda name: -seconds[name]):
+        min(found, key=lambda names: sum(seconds[other] for other in names)).append(name)
+    return found
+
+
+def run_parts(parts: Mapping[str, Callable[[Path], object]], arguments: Sequence[str]) -> None:
+    """Compile parts in this process, which `compile_once` has started with these arguments."""
+    place, urgent, *names = arguments
+    if not int(urgent):
+        os.nice(NICE)
+    gc.disable()  # almost nothing is garbage, and looking for it takes a seventh of the time
+    for name in names:
+        parts[name](Path(place))
+
+
+def _start(
+    place: Path, module: str, names: Sequence[str], lock: int, *, urgent: bool
+) -> subprocess.Popen[bytes]:
+    command = (sys.executable, "-m", module, str(place), str(int(urgent)), *names)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[lock]
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """Lock a file; give None if there can be none, as on a disk that is full or read-only."""
+    try:
+        cache_files.make_private(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        _LOG.warning("cannot compile by several processes: %s", error)
+        yield None
+        return
+    with os.fdopen(descriptor, "wb"):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems; then two may compile the same
+            _LOG.debug("cannot lock %s: %s", path, error)
+        yield descriptor

@@ -1,0 +1,128 @@
+"""Functions compiled by Numba and kept in files with checksums.
+
+Numba's own cache reads its pickles without a check: a file that is cut off ends the process, a full
+disk does too, and what anybody may have written is executed. Here the same pickles are in files of
+`warpfit_server.system.cache_files`, and what cannot be read is compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+from numba.core import caching
+
+from warpfit_server.system import cache_files
+from warpfit_server.system.cache_directory import default_cache_directory, numba_directory
+
+
+def njit(signature: Any = None, **options: Any) -> Any:
+    """Decorate a function for compilation without Python's objects; keep the code on disk.
+
+    Args:
+        signature: compile at once for these types, and for no others; None compiles at calls.
+        **options: of ``numba.njit``, but for ``cache``.
+
+    """
+
+    def decorate(function: Any) -> Any:
+        compiled = numba.njit(**options)(function)
+        if numba.config.DISABLE_JIT:
+            return compiled
+        compiled._cache = _SealedCache(function)
+        if signature is not None:
+            compiled.compile(signature)
+            compiled.disable_compile()
+        return compiled
+
+    return decorate
+
+
+class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
+    """Names the directory of a function's code, which need not be there.
+
+    It depends on the function's module, and not on where and when that was installed.
+    """
+
+    def __init__(self, function: Any, source: str) -> None:
+        super().__init__(function, source)
+        place = Path(numba.config.CACHE_DIR or _default_directory())
+        self._cache_path = str(place / function.__module__)
+
+    def get_source_stamp(self) -> str:
+        """Return the same for all: the directory is one for exactly these sources."""
+        return ""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator:
+        """Take any function."""
+        return cls(py_func, py_file)
+
+    def ensure_cache_path(self) -> None:
+        """Do nothing: the directory is made when something is written."""
+
+
+class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """Numba's index and data files, with checksums."""
+
+    def _load_index(self) -> dict[Any, str]:
+        content = cache_files.find(Path(self._index_path))
+        if content is None:
+            return {}
+        version, rest = pickle.loads(content)
+        if version != self._version:  # the rest might not be readable
+            return {}
+        stamp, overloads = pickle.loads(rest)
+        return overloads if stamp == self._source_stamp else {}
+
+    def _save_index(self, overloads: dict[Any, str]) -> None:
+        rest = self._dump((self._source_stamp, overloads))
+        cache_files.write(Path(self._index_path), pickle.dumps((self._version, rest)))
+
+    def _load_data(self, name: str) -> Any:
+        content = cache_files.find(Path(self._data_path(name)))
+        if content is None:
+            raise FileNotFoundError(name)  # the caller takes it for a miss
+        return pickle.loads(content)
+
+    def _save_data(self, name: str, data: Any) -> None:
+        cache_files.write(Path(self._data_path(name)), self._dump(data))
+
+
+class _Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_Locator,)
+
+
+class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
+    _impl_class = _Implementation
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        self._cache_file = _SealedFiles(
+            locator.get_cache_path(), self._impl.filename_base, locator.get_source_stamp()
+        )
+
+
+def compiler() -> tuple[str, ...]:
+    """What compiled code depends on beside its sources: compilers, and this very processor."""
+    host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return llvmlite.__version__, numba.__version__, llvm.get_process_triple(), *host
+
+
+def directory() -> Path:
+    """Where the code is kept of functions that are decorated without a place of their own."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    return Path(named) if named else _default_directory()
+
+
+@functools.cache
+def _default_directory() -> Path:
+    """For processes that `cache_directory.engine_environment` has told nothing."""
+    return numba_directory(default_cache_directory())

@@ -1,0 +1,1 @@
+"""Between front end and engine: messages, connection, segments of shared memory."""

@@ -1,0 +1,197 @@
+"""Anonymous shared memory between the front door and an engine process.
+
+A segment is a memory file without a name (``memfd_create``): the kernel frees it when the last
+process that maps it ends, however it ends, so nothing is left over after a crash, and it does not
+depend on the size of ``/dev/shm``. The file descriptor crosses to the engine process over the
+socket of `warpfit_server.ipc.channel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from warpfit.errors import ResourceExhaustedError
+from warpfit_server.system.shortages import shortage, too_many_files
+
+_SMALLEST: Final = 64 << 10
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children open as many files as the system allows them at most.
+
+    Each data set and each call on its way holds some; the usual limit of 1,024 is for programs that
+    use ``select``.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class Segment:
+    """One piece of shared memory; arrays made by `array` keep the mapping alive."""
+
+    descriptor = -1
+    """File descriptor, owned by this object; -1 once closed."""
+
+    def __init__(self, identifier: int, descriptor: int, size: int) -> None:
+        self.identifier = identifier
+        """Number that names the segment in messages."""
+        self.size = size
+        """Bytes."""
+        self.owner = ""
+        """Whose bytes it may hold."""
+        self._map = mmap.mmap(descriptor, size)
+        self.descriptor = descriptor  # last: if mapping fails, the caller still owns it
+
+    @classmethod
+    def create(cls, identifier: int, size: int) -> Segment:
+        """Allocate zeroed shared memory.
+
+        Raises:
+            ResourceExhaustedError: if the machine has none left, or this process no descriptor.
+
+        """
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("warpfit", os.MFD_CLOEXEC)
+            os.truncate(descriptor, size)
+            return cls(identifier, descriptor, size)
+        except (OSError, ValueError) as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_many_files() from error
+            raise ResourceExhaustedError(
+                f"no shared memory for {size} bytes: {error}",
+                "MEMORY",
+                "Send smaller batches, or give the server more memory",
+                needed=size,
+            ) from error
+
+    @classmethod
+    def received(cls, identifier: int, descriptors: Sequence[int], size: int) -> Segment:
+        """Map a segment that another process has sent.
+
+        Args:
+            identifier: its number.
+            descriptors: what came with the message; none if this process had no room for it.
+            size: bytes.
+
+        Raises:
+            ResourceExhaustedError: if this process can open no more files, or has no memory left.
+
+        """
+        if not descriptors:
+            raise too_many_files()
+        try:
+            return cls(identifier, descriptors[0], size)
+        except OSError as error:
+            os.close(descriptors[0])
+            raise shortage(error) or error from error
+
+    def array(self, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0) -> NDArray[Any]:
+        """View of the segment as an array, C order."""
+        # np.frombuffer holds an export of the buffer, so the mapping cannot be closed under the
+        # array; np.ndarray(buffer=...) would not.
+        count = shape[0] if len(shape) == 1 else math.prod(shape)
+        if not count:
+            return np.empty(shape, dtype)
+        found = np.frombuffer(self._map, dtype, count, offset)
+        return found if len(shape) == 1 else found.reshape(shape)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Copy bytes into the segment without the page faults that a fresh mapping costs."""
+        while data:
+            written = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
+    def give_to(self, owner: str) -> None:
+        """Let a tenant use the segment; of another one's bytes nothing is left."""
+        if self.owner != owner:
+            self.array("u1", (self.size,))[...] = 0
+            self.owner = owner
+
+    def view(self) -> memoryview:
+        """View of the segment as bytes."""
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Close descriptor and mapping; with arrays over it, the mapping goes with the last."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            with contextlib.suppress(BufferError):
+                self._map.close()
+
+    def __del__(self) -> None:
+        """Close the descriptor of a segment that nobody closed."""
+        self.close()
+
+
+class SegmentPool:
+    """Allocates segments and keeps idle ones for reuse, up to a number of bytes.
+
+    A reused segment may hold old bytes of the tenant that it is for, never of another: whoever
+    reads one must know that it was written first, and if that fails, no other tenant's are seen.
+    """
+
+    def __init__(self, idle_bytes: int) -> None:
+        self.idle_bytes = idle_bytes
+        """Most bytes that are kept for reuse."""
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Segment]] = {}
+        self._idle_bytes = 0
+        self._next = 0
+
+    def acquire(self, size: int, owner: str = "") -> Segment:
+        """Return a segment of at least ``size`` bytes, to be given back with `release`.
+
+        Args:
+            size: bytes.
+            owner: the tenant that it is for.
+
+        """
+        capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
+        segment = self._reuse(capacity, owner)
+        if segment is None:
+            segment = self.create(capacity)
+            segment.owner = owner  # its bytes are zero
+        segment.give_to(owner)
+        return segment
+
+    def _reuse(self, capacity: int, owner: str) -> Segment | None:
+        """Take an idle segment, one of the same owner if there is one."""
+        with self._lock:
+            idle = self._idle.get(capacity)
+            if not idle:
+                return None
+            self._idle_bytes -= capacity
+            own = (index for index, segment in enumerate(idle) if segment.owner == owner)
+            return idle.pop(next(own, -1))
+
+    def create(self, size: int) -> Segment:
+        """Return a fresh, zeroed segment of exactly ``size`` bytes that will not be reused."""
+        with self._lock:
+            self._next += 1
+            identifier = self._next
+        return Segment.create(identifier, size)
+
+    def release(self, segment: Segment) -> bool:
+        """Take a segment back; False if it was dropped because enough are idle."""
+        with self._lock:
+            if self._idle_bytes + segment.size <= self.idle_bytes:
+                self._idle_bytes += segment.size
+                self._idle.setdefault(segment.size, []).append(segment)
+                return True
+        segment.close()
+        return False

@@ -1,0 +1,1 @@
+"""The server's processes: the supervisor, the front ends, the watchdog and its probe."""

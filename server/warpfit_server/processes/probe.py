@@ -1,0 +1,91 @@
+"""A small evaluation with a known answer, on the way that calls take.
+
+Every front-end process asks it, over the connection that its own calls go over.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Final
+
+import numpy as np
+
+from warpfit.calls.info import Limits
+from warpfit.dataset import Dataset
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Tier
+from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.tenancy.tenants import PROBE, key_of
+
+_ROWS: Final = 64
+_PARAMETER: Final = 1.5
+#: Largest difference of a right answer; float32 is exact to 1e-7.
+_TOLERANCE: Final = 1e-5
+
+
+class Probe:
+    """Asks the engine a question whose answer is known.
+
+    The question has a data set of its own, which is resident like any other.
+
+    Args:
+        engine: this process's connection to the engine.
+        seed: of the numbers of the question, the same in all processes. It is a secret, so that no
+            client can name the data set by its content.
+
+    """
+
+    def __init__(self, engine: EngineConnection, seed: int) -> None:
+        self._engine = engine
+        numbers = np.random.default_rng(seed).uniform(0.5, 2.0, (_ROWS, 2))
+        self._dataset = dataset = Dataset.of(numbers.astype(np.float32))
+        program = parse("p1*x1 + sin(x2)")
+        self._evaluation = Evaluation(
+            key_of(PROBE, dataset.content_id),
+            Batch.of([program], [[_PARAMETER]]),
+            tier=Tier.INTERPRETER,
+        )
+        self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
+        self._held = ExitStack()
+
+    def make_resident(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
+        """Put the data set of the question where all engines load it from; once, for all processes.
+
+        Raises:
+            ResourceExhaustedError: if there is no memory for it.
+
+        """
+        dataset = self._dataset
+        # Limits for callers are not for the probe.
+        upload = datasets.begin(dataset.layout, dataset.content_id, PROBE, Limits())
+        datasets.add(upload, dataset.matrix.data.cast("B"))
+        datasets.commit(upload)
+        resident = self._held.enter_context(datasets.lease(upload.key))
+        supervisor.load(resident).result()
+
+    def ask(self) -> bool:
+        """Ask and wait, as long as it takes; return whether the answer is right.
+
+        Raises:
+            WarpfitError: if the engine is gone, or refuses.
+
+        """
+        self._engine.renew()
+        run = self._engine.start(self._evaluation, self._dataset.layout, PROBE)
+        try:
+            while not isinstance(run.next_event(), messages.Finished):
+                pass
+            values = run.frame.values_view(run.segment)
+            assert values is not None  # they were asked for
+            return bool(np.abs(values[0, 0] - self._expected).max() <= _TOLERANCE)
+        finally:
+            run.close()
+
+    def close(self) -> None:
+        """Let go of the data set."""
+        self._held.close()

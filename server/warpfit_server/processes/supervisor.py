@@ -1,0 +1,407 @@
+"""The front door's side of the engine process: starts it, talks to it, restarts it.
+
+The front door never touches CUDA. When the engine process dies, the calls in flight fail with
+UNAVAILABLE, a new process starts and the data sets are loaded again from the host copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from warpfit.calls.info import Device
+from warpfit.errors import (
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+    WarpfitError,
+)
+from warpfit_server.config import Config
+from warpfit_server.data.dataset_store import ResidentDataset
+from warpfit_server.engine.hang_detector import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.engine_connection import EngineConnection, unavailable
+from warpfit_server.ipc.quarantine import Quarantine
+from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.system.cache_directory import engine_environment
+
+_LOG: Final = logging.getLogger("warpfit.supervisor")
+_LONGEST_PAUSE: Final = 30.0
+#: Seconds that an engine has to log why it ends, after it has closed its channel.
+_LAST_WORDS_SECONDS: Final = 2.0
+#: What exit statuses of the engine process mean.
+_CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
+#: Ends of an engine that its work has nothing to do with.
+_NOT_ITS_WORK: Final = (
+    *("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit 0"),
+    *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
+)
+#: Data sets that a new engine is given before it has loaded the first of them: more would fill both
+#: directions of the channel.
+_LOADS_AHEAD: Final = 16
+#: Pause after an engine could not even be started, in seconds.
+_SHORTAGE_SECONDS: Final = 1.0
+_VM_STATISTICS: Final = Path("/proc/vmstat")
+
+
+class EngineSupervisor:
+    """Owns the engine process, the channel to it and this process's connection for calls."""
+
+    def __init__(self, config: Config, pool: SegmentPool) -> None:
+        self.quarantine = Quarantine()
+        """What engines have died of."""
+        self.connection = EngineConnection(pool, self.quarantine.suspects)
+        self.connection.report = self.quarantine.report
+        self.connection.on_loss = self._connect
+        self._config = config
+        self._number = 0
+        self._out_of_memory = 0
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None  # None while no engine is ready
+        self._loads: dict[bytes, Future[None]] = {}
+        self._starting: set[bytes] = set()  # of these, those that the engine loads as it starts
+        self._ready: messages.Ready | None = None
+        self._started = threading.Event()
+        self._stopping = threading.Event()
+        self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
+        self._on_ready: Callable[[], None] = lambda: None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._spawned = 0.0
+        self._cause = ""
+        self._was_ready = False
+        self.restarts: Counter[str] = Counter()
+        """Engine processes that ended unasked, by cause; see `cause_of_death`."""
+        self.counters: Mapping[str, float] = {}
+        """The engine's counters when they were last asked for."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called whenever an engine process is gone."""
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+
+    def start(
+        self,
+        resident: Callable[[], Iterator[ResidentDataset]],
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the engine process and wait until it is ready.
+
+        Args:
+            resident: yields the data sets, leased, that every new engine process must load.
+            on_ready: called whenever an engine process has become ready.
+
+        Raises:
+            UnavailableError: if the engine cannot run on this machine; its log says why.
+
+        """
+        self._resident = resident
+        self._on_ready = on_ready
+        self._thread.start()
+        self._started.wait()
+        if self._ready is None:
+            raise UnavailableError(
+                f"the {self._config.engine} engine did not start",
+                "ENGINE_FAILED",
+                "The log lines above say why"
+                + ("" if self._config.engine == "cpu" else "; --engine cpu runs everywhere"),
+            )
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+        return self._ready.engine if self._ready else self._config.engine
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """What the engine computes on."""
+        return self._ready.devices if self._ready else ()
+
+    @property
+    def starting_since(self) -> float | None:
+        """``time.monotonic()`` since when an engine process starts; None if one is ready."""
+        return None if self._channel is not None else self._spawned
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the engine."""
+        return None if self._process is None else self._process.pid
+
+    def replace(self, cause: str) -> None:
+        """Kill the engine process, because it does not do its work; a new one starts.
+
+        Takes no lock: a thread that holds it may be the one that waits for the engine.
+        """
+        process, self._cause = self._process, cause
+        if process is not None:
+            _LOG.error("the engine process %d is replaced: %s", process.pid, cause)
+            process.kill()
+
+    def ask_counters(self) -> None:
+        """Ask the engine for its counters; `counters` has them soon."""
+        with self._lock:
+            self._tell(messages.Count())
+
+    def connect(self) -> tuple[int, socket.socket]:
+        """Make a connection to the engine; return its number and this side's end.
+
+        Raises:
+            UnavailableError: if no engine is ready.
+            ResourceExhaustedError: if this process can open no more files.
+
+        """
+        with self._lock:
+            if self._channel is None:
+                raise unavailable()
+            ours, theirs = socket_pair()
+            with theirs:
+                try:
+                    self._channel.send(messages.Connect(), [theirs.fileno()])
+                except BaseException as error:
+                    ours.close()
+                    if isinstance(error, ChannelClosedError):
+                        raise unavailable() from error
+                    raise
+            return self._number, ours
+
+    def _connect(self) -> None:
+        """Open this process's connection, if there is an engine."""
+        try:
+            number, end = self.connect()
+            self.connection.open(end, number)
+        except UnavailableError:
+            return  # the next engine brings a connection
+        except ResourceExhaustedError as error:
+            _LOG.error("no connection to the engine: %s", error)  # the probe asks again
+
+    def settled(self, dataset: ResidentDataset) -> None:
+        """Wait until the engine has a data set that is on its way to it.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room for it.
+            FailedPreconditionError: if engines have died of it.
+
+        """
+        self.load(dataset).result()
+
+    def load(self, dataset: ResidentDataset) -> Future[None]:
+        """Give a data set to the engine; without an engine the next one loads it as it starts.
+
+        The future fails with ResourceExhaustedError if the device has no room, and with
+        FailedPreconditionError if engines have died of the data set.
+        """
+        with self._lock:
+            try:
+                self.quarantine.suspects.check_dataset(dataset.key)
+            except FailedPreconditionError as error:
+                refused: Future[None] = Future()
+                refused.set_exception(error)
+                return refused
+            if self._channel is None:
+                done: Future[None] = Future()
+                done.set_result(None)
+                return done
+            return self._load(self._channel, dataset)
+
+    def unload(self, content_id: bytes) -> None:
+        """Make the engine forget a data set."""
+        with self._lock:
+            if self._loads.pop(content_id, None) is not None:
+                self._tell(messages.Unload(content_id))
+
+    def stop(self) -> None:
+        """End the engine process; jobs in flight fail."""
+        self._stopping.set()
+        with self._lock:
+            self._tell(messages.Stop())
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    # ------------------------------------------------------------------- under self._lock
+
+    def _load(self, channel: Channel, dataset: ResidentDataset) -> Future[None]:
+        future = self._loads.get(dataset.key)
+        if future is not None:
+            return future
+        future = self._loads[dataset.key] = Future()
+        segment = dataset.segment
+        layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
+        load = messages.Load(dataset.key, layout, segment.identifier, segment.size)
+        try:
+            channel.send(load, [segment.descriptor])
+        except ChannelClosedError:
+            future.set_result(None)  # the next engine loads it as it starts
+        except WarpfitError as error:
+            del self._loads[dataset.key]
+            future.set_exception(error)
+        return future
+
+    def _tell(self, message: messages.Message) -> None:
+        """Send to the engine if there is one; a dying engine need not hear it."""
+        if self._channel is not None:
+            try:
+                self._channel.send(message)
+            except (ChannelClosedError, WarpfitError) as error:
+                _LOG.warning("the engine was not sent %s: %s", type(message).__name__, error)
+
+    # ------------------------------------------------------------------- the watching thread
+
+    def _watch(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            try:
+                code = self._run_engine()
+            except Exception:  # whatever it is, another engine must come
+                _LOG.exception("the engine process could not be run")
+                if not self._started.is_set():
+                    self._started.set()
+                    return
+                self._stopping.wait(_SHORTAGE_SECONDS)
+                continue
+            if self._stopping.is_set():
+                return
+            # One that was ready died of its work, and its clients wait: the next starts at once.
+            failures = 0 if self._was_ready else failures + 1
+            if not self._started.is_set():
+                _LOG.error("the engine process ended with code %s as it started", code)
+                self._started.set()
+                return
+            pause = 0.0 if failures <= 2 else min(_LONGEST_PAUSE, 0.25 * 2**failures)
+            _LOG.error("the engine process ended with code %s; a new one starts", code)
+            self._stopping.wait(pause)
+
+    def _run_engine(self) -> int:
+        channel, theirs = Channel.pair()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "warpfit_server.engine.process"),
+                    *(str(theirs.fileno()), self._config.to_json()),
+                ],
+                env=engine_environment(self._config.cache_path),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for the front door, which drains first
+            )
+        with self._lock:
+            self._process, self._cause, self._spawned = process, "", time.monotonic()
+            self._was_ready = False
+            self._number += 1
+            self._starting = set()
+            self._out_of_memory = _out_of_memory()
+        loading: bytes | None = None
+        try:
+            while True:
+                self._handle(channel, *channel.receive())
+        except ChannelClosedError:
+            loading = self._forget_engine()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_SECONDS)
+        finally:
+            channel.close()
+            process.kill()
+        code = process.wait()
+        if not self._stopping.is_set():
+            self._examine(code, loading)
+        return code
+
+    def _examine(self, code: int, loading: bytes | None) -> None:
+        """Note why an engine has ended.
+
+        Args:
+            code: its exit status.
+            loading: the data set that it was loading, if any.
+
+        """
+        cause = self._cause or cause_of_death(code)
+        if cause == "SIGKILL" and _out_of_memory() > self._out_of_memory:
+            cause = "out_of_memory"
+        self.restarts[cause] += 1
+        self.quarantine.engine_died(
+            self._number,
+            is_blamed=cause not in _NOT_ITS_WORK,
+            loading=loading,
+            at_start=loading in self._starting,
+        )
+
+    def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
+        match message:
+            case messages.Ready():
+                self._welcome(channel, message)
+            case messages.Loaded():
+                self._settle_load(message)
+            case messages.Counted():
+                self.counters = message.counters
+            case _:
+                _LOG.error("unexpected message %s with %d files", message, len(descriptors))
+
+    def _welcome(self, channel: Channel, ready: messages.Ready) -> None:
+        with self._lock:
+            self._ready = ready
+            self._was_ready = True
+            self._channel = channel
+        for dataset in self._resident():
+            while self._loads_ahead() >= _LOADS_AHEAD:
+                self._handle(channel, *channel.receive())
+            self._starting.add(dataset.key)
+            self.load(dataset)
+        # The engine serves it after it has dealt with what was sent before: the data sets.
+        self._connect()
+        self._on_ready()
+        self._started.set()
+
+    def _loads_ahead(self) -> int:
+        """Number of data sets that the engine has been given and has not loaded."""
+        with self._lock:
+            return sum(not future.done() for future in self._loads.values())
+
+    def _settle_load(self, message: messages.Loaded) -> None:
+        with self._lock:
+            future = self._loads.get(message.content_id)
+            if message.error is not None:
+                self._loads.pop(message.content_id, None)
+        if future is None:
+            return
+        if message.error is None:
+            future.set_result(None)
+        else:
+            _LOG.warning("data set %s: %s", message.content_id.hex()[:16], message.error)
+            future.set_exception(message.error)
+
+    def _forget_engine(self) -> bytes | None:
+        """Do without an engine; return the data set that it was loading, if any."""
+        with self._lock:
+            self._channel = None
+            loads, self._loads = self._loads, {}
+        self.connection.shut()
+        self.on_loss()
+        unfinished = {key: future for key, future in loads.items() if not future.done()}
+        for future in unfinished.values():
+            future.set_result(None)
+        return next(iter(unfinished), None)  # it loads them in the order in which they were sent
+
+
+def _out_of_memory() -> int:
+    """Number of processes that the kernel has ended for want of memory; 0 if it does not say."""
+    try:
+        lines = _VM_STATISTICS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def cause_of_death(code: int) -> str:
+    """Name why a process ended, from its exit status: a signal, or what it says itself."""
+    if code < 0:
+        return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return _CAUSES.get(code, f"exit {code}")

@@ -1,0 +1,154 @@
+"""Finds an engine that hangs, errs or does not start, and has it replaced.
+
+One thread asks the probe again and again; every further front-end process has a probe of its own.
+Another thread only looks at the clock: it turns readiness
+off when a question has waited longer than ``probe_timeout``, and has the engine replaced when it
+has waited for ``hang_seconds``. So nothing in the way of a question can hide that it has no answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from warpfit.errors import ResourceExhaustedError, WarpfitError
+from warpfit_server.config import Config
+from warpfit_server.processes.probe import Probe
+from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.rpc.health import Health
+
+_LOG: Final = logging.getLogger("warpfit.watchdog")
+#: The clock is looked at this often, in seconds.
+_TICK: Final = 0.1
+
+
+class Watchdog:
+    """Keeps readiness true to what the engine does.
+
+    Args:
+        config: the intervals.
+        supervisor: of the engine.
+        probe: the question.
+        health: is told the readiness.
+        others_answer: tells whether calls to the other front-end processes are answered.
+        on_tick: called now and then by the thread that looks at the clock.
+
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        supervisor: EngineSupervisor,
+        probe: Probe,
+        health: Health,
+        others_answer: Callable[[], bool] = lambda: True,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._probe = probe
+        self._health = health
+        self._others_answer = others_answer
+        self._on_tick = on_tick
+        self.answers = False
+        """What the last probe of this process has found."""
+        self._failing: float | None = None  # since when each probe fails, though there is an engine
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._asked: float | None = None  # when the question was asked that has no answer yet
+        self._replaced: float | None = None
+        self.probe_seconds = 0.0
+        """Time that the last answer took."""
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("probe", self._ask_forever), ("watchdog", self._look_forever))
+        ]
+
+    def start(self) -> None:
+        """Ask for the first time, and wait until all answer or it is too late."""
+        for thread in self._threads:
+            thread.start()
+        end = time.monotonic() + self._config.probe_timeout
+        while not self._health.ready and time.monotonic() < end:
+            time.sleep(_TICK / 10)
+            self._publish()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._stopping.set()
+        self._wake.set()
+
+    def engine_ready(self) -> None:
+        """Ask a new engine at once."""
+        self._failing = None
+        self._wake.set()
+
+    def engine_lost(self) -> None:
+        """Take notice that there is no engine."""
+        self.answers = False
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell whether all front-end processes answer."""
+        self._health.set_ready(self.answers and self._others_answer())
+
+    # ------------------------------------------------------------------------- the thread that asks
+
+    def _ask_forever(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.clear()
+            self._ask()
+            self._supervisor.ask_counters()
+            self._wake.wait(self._config.probe_seconds)
+
+    def _ask(self) -> None:
+        started = self._asked = time.monotonic()
+        try:
+            right = self._probe.ask()
+        except Exception as error:
+            level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
+            _LOG.log(level, "no answer to the probe: %s", error)
+            # A new engine is no remedy if it is this process that lacks something.
+            if not isinstance(error, ResourceExhaustedError):
+                self._failing = self._failing or started
+            self.answers = False
+            self._publish()
+            return
+        finally:
+            self._asked = None
+        self.probe_seconds = time.monotonic() - started
+        self._failing = None
+        self.answers = right
+        self._publish()
+        if not right:
+            self._supervisor.replace("wrong_answer")
+
+    # ------------------------------------------------------------- the one that looks at the clock
+
+    def _look_forever(self) -> None:
+        while not self._stopping.wait(_TICK):
+            self.look(time.monotonic())
+            self._on_tick()
+
+    def look(self, now: float) -> None:
+        """Act on questions, and on starts of the engine, that take too long at ``now``."""
+        asked = self._asked
+        if asked is not None and now - asked > self._config.probe_timeout and self._health.ready:
+            _LOG.warning("not ready: the engine has not answered for %.1f s", now - asked)
+            self.answers = False
+        self._publish()
+        if asked is not None and now - asked > self._config.hang_seconds:
+            self._replace_once(asked, "hung")
+        starting, failing = self._supervisor.starting_since, self._failing
+        if starting is None and failing is not None and now - failing > self._config.hang_seconds:
+            self._replace_once(failing, "no_answer")
+        if starting is not None and now - starting > self._config.start_seconds:
+            self._replace_once(starting, "slow_start")
+
+    def _replace_once(self, since: float, cause: str) -> None:
+        if self._replaced != since:
+            self._replaced = since
+            self._supervisor.replace(cause)

@@ -1,0 +1,1 @@
+"""The gRPC edge: port, interceptor, servicer, errors as statuses, health, TLS."""

@@ -1,0 +1,105 @@
+"""Errors as statuses of calls: warpfit's own detail, and google.rpc.Status for general tools."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from warpfit.codec import ERROR_METADATA_KEY, error_to_detail
+from warpfit.errors import (
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    WarpfitError,
+)
+from warpfit_server.system.shortages import shortage
+
+_LOG: Final = logging.getLogger("warpfit.service")
+#: Name of the trailing metadata entry, fixed by gRPC's richer error model.
+STATUS_METADATA_KEY: Final = "grpc-status-details-bin"
+_DOMAIN: Final = "warpfit"
+_FACTS: Final = ("field", "expression", "token", "needed", "available")
+
+
+def fail(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
+    """Give a call the status of an error, unless it has one already.
+
+    Args:
+        context: of the call.
+        error: what its handler raised.
+        trailing: metadata that go along with those of the error.
+
+    """
+    if context.code() is not None:
+        return
+    if isinstance(error, grpc.RpcError) and not context.is_active():
+        _LOG.debug("the client went away")
+        return
+    if not isinstance(error, WarpfitError):
+        known = shortage(error)
+        if known is None:
+            _LOG.error("call failed", exc_info=error)
+        error = known or InternalError(
+            "the server failed on this call", "INTERNAL", "Report it as a bug"
+        )
+    context.set_trailing_metadata(
+        (
+            *trailing,
+            (ERROR_METADATA_KEY, error_to_detail(error)),
+            (STATUS_METADATA_KEY, status_details(error)),
+        )
+    )
+    context.set_code(grpc.StatusCode[error.status])
+    context.set_details(str(error))
+
+
+def status_details(error: WarpfitError) -> bytes:
+    """Serialize an error: ErrorInfo, BadRequest, QuotaFailure and RetryInfo, where they apply."""
+    status = status_pb2.Status(
+        code=grpc.StatusCode[error.status].value[0], message=str(error), details=_details(error)
+    )
+    serialized: bytes = status.SerializeToString()
+    return serialized
+
+
+def _details(error: WarpfitError) -> list[any_pb2.Any]:
+    facts = {name: getattr(error, name) for name in _FACTS}
+    known = {name: str(value) for name, value in facts.items() if value not in (None, "")}
+    messages: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason, domain=_DOMAIN, metadata={**known, "remedy": error.remedy}
+        )
+    ]
+    if isinstance(error, InvalidArgumentError):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_place(error), description=error.message
+        )
+        messages.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, ResourceExhaustedError):
+        short = error_details_pb2.QuotaFailure.Violation(
+            subject=error.reason, description=error.message
+        )
+        messages.append(error_details_pb2.QuotaFailure(violations=[short]))
+    if error.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after * 1e9))
+        messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return [_packed(message) for message in messages]
+
+
+def _place(error: WarpfitError) -> str:
+    """Name the place as a path: ``programs[3].tokens[4]``."""
+    if error.expression is None:
+        return error.field
+    token = "" if error.token is None else f".tokens[{error.token}]"
+    return f"programs[{error.expression}]{token}"
+
+
+def _packed(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,312 @@
+"""The gRPC servicer: decode -> check -> engine -> encode, with no logic of its own.
+
+Errors leave the methods as they are: `guard` makes statuses of them.
+
+Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they are
+parsed and framed, and malformed bytes get an answer that says so.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Final, Protocol
+
+import grpc
+
+from warpfit import codec
+from warpfit.calls.info import ServerInfo
+from warpfit.dataset import Layout
+from warpfit.errors import (
+    CancelledError,
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    WarpfitError,
+)
+from warpfit.fitting import FitRequest, FitResult
+from warpfit.request import Evaluation
+from warpfit.v1 import evaluator_pb2 as pb
+from warpfit_server.data.dataset_store import DatasetStore, Upload
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.engine_connection import EngineConnection, Run
+from warpfit_server.limits import check_batch, check_fit, check_loss, check_names, check_result
+from warpfit_server.observability import calls
+from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.tenancy.admission import Admission
+from warpfit_server.tenancy.tenants import key_of, tenant_of
+
+#: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
+_ANSWER_SECONDS: Final = 0.05
+_ANSWER_SHARE: Final = 0.1
+SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
+
+
+class Leases(Protocol):
+    """Data sets to evaluate on."""
+
+    def lease(self, key: bytes) -> AbstractContextManager[Layout]:
+        """Keep a data set in place, loaded by the engine, inside the ``with`` block.
+
+        Args:
+            key: see `warpfit_server.tenancy.tenants.key_of`.
+
+        Raises:
+            DatasetNotFoundError: if it is not resident.
+            ResourceExhaustedError: if the device has no room for it.
+
+        """
+
+
+class EvaluateService:
+    """Implements Evaluate and Optimize, in the front door and in further doors."""
+
+    def __init__(
+        self, datasets: Leases, engine: EngineConnection, admission: Admission, chunk_bytes: int
+    ) -> None:
+        self._leases = datasets
+        self._engine = engine
+        self._admission = admission
+        self._chunk_bytes = chunk_bytes
+
+    def handlers(self) -> dict[str, Any]:
+        """Handlers by method name."""
+        return {
+            "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
+            "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
+        }
+
+    def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Evaluate a batch and stream the answer while the engine still computes."""
+        tenant = tenant_of(context)
+        with ExitStack() as held:
+            arrived = time.monotonic_ns()
+            limits = self._admission.limits(tenant)
+            request = codec.parse_message(pb.EvaluateRequest, message)
+            check_loss(len(request.loss_function.codes), limits)
+            evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
+            layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
+            check_batch(evaluation.batch, limits)
+            evaluation.check_options(layout)
+            evaluation.batch.check_shapes()  # the engine looks at the tokens
+            size = check_result(evaluation, layout, limits)
+            work = self._admission.evaluation(tenant, evaluation, layout, size, len(message))
+            charge = held.enter_context(work)
+            calls.asks_for(evaluation, layout)
+            decode = time.monotonic_ns() - arrived
+            _check_wanted(context)
+            charge.run = run = self._engine.start(evaluation, layout, tenant)
+            _end_with_call(run, context, held)
+            start = codec.result_start(layout, evaluation.shape(layout))
+            yield from self._answer(run, start, decode)
+
+    def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Fit a batch; stream progress if asked for, then the result."""
+        tenant = tenant_of(context)
+        with ExitStack() as held:
+            arrived = time.monotonic_ns()
+            limits = self._admission.limits(tenant)
+            parsed = codec.parse_message(pb.OptimizeRequest, message)
+            check_loss(len(parsed.problem.loss_function.codes), limits)
+            request = codec.fit_from_message(parsed)
+            request = replace(request, problem=_of_tenant(request.problem, tenant))
+            layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
+            check_batch(request.problem.batch, limits)
+            request.check(layout)
+            size = check_fit(request, layout, limits)
+            work = self._admission.fit(tenant, request, layout, size, len(message))
+            charge = held.enter_context(work)
+            deadline = _stop_time(request, context.time_remaining())
+            calls.asks_for(request.problem, layout)
+            decode = time.monotonic_ns() - arrived
+            _check_wanted(context)
+            charge.run = run = self._engine.start_fit(request, layout, deadline, tenant)
+            _end_with_call(run, context, held)
+            yield from _fit_answer(run, decode)
+
+    def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
+        frame = run.frame
+        values = run.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
+        message, sent = start, 0
+        timings = None
+        while timings is None:
+            event = run.next_event()
+            if isinstance(event, messages.Finished):
+                timings, ready = replace(event.timings, decode=decode), frame.value_bytes
+                calls.answered(timings)
+            elif isinstance(event, messages.Progress):  # only whole chunks before the end
+                ready = event.programs * frame.program_bytes // self._chunk_bytes
+                ready *= self._chunk_bytes
+            for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
+                if message is not start:
+                    yield message
+                    message = b""
+                message += piece
+            sent = ready
+        if frame.jacobian_bytes:
+            yield message
+            message = b""
+            yield from codec.value_pieces(_jacobian(run), 0, self._chunk_bytes, jacobian=True)
+        extras = ((name, frame.extra(name, run.segment)) for name in codec.EXTRAS)
+        present = {name: array for name, array in extras if array is not None}
+        yield message + codec.result_end(run.losses, timings, present)
+
+
+class EvaluatorService(EvaluateService):
+    """Implements all RPCs of evaluator.proto, in the front door."""
+
+    def __init__(
+        self,
+        datasets: DatasetStore,
+        supervisor: EngineSupervisor,
+        admission: Admission,
+        chunk_bytes: int,
+        on_release: Callable[[bytes], None],
+    ) -> None:
+        super().__init__(
+            ResidentLeases(datasets, supervisor), supervisor.connection, admission, chunk_bytes
+        )
+        self._datasets = datasets
+        self._supervisor = supervisor
+        self._on_release = on_release
+
+    def handlers(self) -> dict[str, Any]:
+        """Handlers of all methods by name."""
+        return {
+            **super().handlers(),
+            "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
+            "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
+            "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
+            "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
+        }
+
+    def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Receive a data set into shared memory and give it to the engine."""
+        tenant = tenant_of(context)
+        first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
+        limits = self._admission.limits(tenant)
+        check_names(first.header.layout.names, limits)
+        layout, content_id = codec.upload_header(first)
+        key = key_of(tenant, content_id)
+        self._supervisor.quarantine.suspects.check_dataset(key)
+        with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
+            return codec.dataset_info(content_id, resident.layout).SerializeToString()
+        self._receive(self._datasets.begin(layout, content_id, tenant, limits), messages)
+        calls.received(layout.nbytes)
+        return codec.dataset_info(content_id, layout).SerializeToString()
+
+    def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Say whether a data set is resident, and renew it."""
+        request = codec.parse_message(pb.GetVariablesRequest, message)
+        key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        self._supervisor.quarantine.suspects.check_dataset(key)
+        with self._datasets.lease(key) as dataset:
+            return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
+
+    def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Give a data set back."""
+        request = codec.parse_message(pb.ReleaseVariablesRequest, message)
+        key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
+        self._datasets.release(key)
+        self._on_release(key)
+        return pb.ReleaseVariablesResponse().SerializeToString()
+
+    def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Describe the server."""
+        codec.parse_message(pb.GetServerInfoRequest, message)
+        info = ServerInfo(
+            version=version("warpfit"),
+            engine=self._supervisor.engine,
+            devices=self._supervisor.devices,
+            limits=self._admission.limits(tenant_of(context)),
+            operators=codec.operator_infos(),
+        )
+        return codec.info_to_message(info).SerializeToString()
+
+    def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
+        try:
+            for message in messages:
+                self._datasets.add(upload, codec.upload_data(message))
+            self._datasets.commit(upload)
+        except BaseException:
+            self._datasets.abandon(upload)
+            raise
+        self._load(upload.key)
+
+    def _load(self, key: bytes) -> None:
+        with self._datasets.lease(key) as dataset:
+            try:
+                self._supervisor.load(dataset).result()
+            except WarpfitError:
+                self._datasets.release(key)
+                raise
+
+
+class ResidentLeases:
+    """The front door's own data sets as `Leases`."""
+
+    def __init__(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
+        self._datasets = datasets
+        self._supervisor = supervisor
+
+    @contextmanager
+    def lease(self, key: bytes) -> Iterator[Layout]:
+        """Lease a data set, once the engine has it."""
+        with self._datasets.lease(key) as dataset:
+            self._supervisor.settled(dataset)
+            yield dataset.layout
+
+
+def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:
+    """Let an evaluation name the tenant's own data set."""
+    return replace(evaluation, dataset_id=key_of(tenant, evaluation.dataset_id))
+
+
+def _check_wanted(context: grpc.ServicerContext) -> None:
+    """Start nothing for a call that has ended while it was decoded."""
+    if not context.is_active():
+        raise CancelledError("the call has ended", "CANCELLED")
+    remaining = context.time_remaining()  # gRPC itself may not have noticed yet
+    if remaining is not None and remaining <= 0:
+        raise DeadlineExceededError(
+            "the deadline passed before the call began", "DEADLINE_EXCEEDED", "Raise timeout="
+        )
+
+
+def _end_with_call(run: Run, context: grpc.ServicerContext, held: ExitStack) -> None:
+    held.callback(run.close)
+    if not context.add_callback(run.cancel):
+        run.cancel()
+
+
+def _jacobian(run: Run) -> memoryview:
+    begin, size = run.frame.jacobian_offset, run.frame.jacobian_bytes
+    return run.segment.view()[begin : begin + size]
+
+
+def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:
+    while True:
+        event = run.next_event()
+        if isinstance(event, messages.FitProgressed):
+            yield codec.progress_to_bytes(event.progress)
+        elif isinstance(event, messages.Finished):
+            arrays: Any = {
+                extra.name: run.frame.extra(extra.name, run.segment)
+                for extra in run.frame.extras
+                if extra.name not in ("lower", "upper", "fixed")
+            }
+            timings = replace(event.timings, decode=decode)
+            calls.answered(timings)
+            yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
+            return
+
+
+def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
+    """Moment at which a fit must stop so that a partial answer still arrives in time."""
+    if not request.settings.partial or remaining is None or not math.isfinite(remaining):
+        return None
+    margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)
+    return time.monotonic() + max(0.0, remaining - margin)

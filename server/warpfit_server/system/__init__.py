@@ -1,0 +1,1 @@
+"""What the operating system gives: processors, memory, files, threads, and the lack of them."""

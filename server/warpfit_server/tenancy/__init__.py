@@ -1,0 +1,1 @@
+"""Who may use how much: authentication, tenants, limits, quotas, admission."""

@@ -1,0 +1,668 @@
+"""Tests of derivatives, row losses and statistics against NumPy's, for any engine.
+
+A test module imports all of it, and defines the fixtures ``engine``, ``flavour`` (data type,
+precision and relative tolerance) and ``loss_errors`` (`LossErrors` of the engine).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from support.engines.derivatives import derive, linearise
+from support.engines.evaluations import POISON
+from support.engines.numpy_engine import NumpyEngine
+from support.engines.strategies import edge_values, programs
+from warpfit.bench.workload import thesis_mix
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError
+from warpfit.expressions import reference_engine
+from warpfit.expressions.derivatives import differentiate
+from warpfit.ir import Batch, Program
+from warpfit.losses import (
+    ABSOLUTE,
+    BY_NAME,
+    SQUARES,
+    Closing,
+    LossFunction,
+    TargetStatistics,
+    as_function,
+    close_losses,
+    huber,
+    poisson,
+)
+from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss, Tier
+from warpfit_server.engine.finalize import correlation, engine_share, finish
+from warpfit_server.engine.interface import Outputs, run_to_end
+
+LOSSES = {
+    "squares": SQUARES,
+    "power": parse("(x1 - x2) ^ 2"),
+    "absolute": ABSOLUTE,
+    "huber": huber(0.5).row,
+    "poisson": poisson(log=True).row,
+    "own weight": parse("x3 * log1p((x1 - x2) ^ 2) + 0.1 * x3"),
+    "no slope": parse("x2 * x2"),
+    "constant": parse("3"),
+}
+
+
+def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) -> Dataset:
+    rng = np.random.default_rng(7)
+    columns = rng.uniform(0.2, 2, size=(rows, 4))
+    w = rng.uniform(0.1, 2, size=rows) if weights else None
+    return Dataset.of(columns, rng.normal(1, 1, size=rows), w, dtype=dtype)
+
+
+def smooth_programs() -> tuple[list[Program], list[np.ndarray]]:
+    """Programs that are well conditioned on the data, of every kind of dependence on parameters."""
+    texts = [
+        "p1 * exp(-p2 * x1) + p3",
+        "p1 + p2 * x1 + p3 * x2 + p4 * x3 + p1 * p2 * x4",
+        "x1 * sqrt(p1 + 2) + x2 / (exp(p1) + p2 ^ 2)",
+        "sin(p1 * x1) * cos(p1 * x1) + p1",
+        "(p1 * x1) ^ p2 + x2 ^ 2 - x3 ^ p3",
+        "x1 + 2",
+        "p1 * p2",
+        "p2",
+        "2",
+        "x3",
+        "log(x1 * p1) * (log(x1 * p1) + aq(p2, x2))",
+        "where(x1 > p2, p1 * x1, p1 * log(4 - x1))",
+        "tanh(p1 * x1 + p2) + logistic(p3 * x2) + erf(p1 - x3)",
+        "p1 * x1 + p1 * x2 + p1 * x1 * x2 + p1 * exp(p1)",
+    ]
+    found = [parse(text) for text in texts]
+    return found, [np.array([0.7, 1.3, -0.4, 0.2])[: program.parameters] for program in found]
+
+
+def assert_close(got, want, tolerance: float, scale=None) -> None:
+    scale = np.abs(want) if scale is None else scale
+    with np.errstate(all="ignore"):
+        error = np.abs(np.asarray(got, float) - want) / (scale + 1e-30)
+    both = (got == want) | (np.isnan(got) & np.isnan(want))
+    worst = np.where(both, 0.0, np.where(np.isnan(error), np.inf, error))
+    assert worst.max(initial=0) <= tolerance, np.unravel_index(worst.argmax(), worst.shape)
+
+
+# ------------------------------------------------------------------------- derivatives of values
+
+
+def operand_rows(arity: int, dtype: str) -> np.ndarray:
+    """Ordinary operands [arity, rows], of all signs and many sizes."""
+    rng = np.random.default_rng(arity)
+    wide = rng.normal(size=(arity, 1500)) * 10.0 ** rng.uniform(-2, 2, size=(arity, 1500))
+    near = rng.uniform(-1, 1, size=(arity, 1500))
+    return np.concatenate([wide, near], axis=1).astype(dtype).astype(float)
+
+
+def by_operands(name: str) -> tuple[Program, np.ndarray]:
+    """The operator over sums of a variable and a parameter that is 0."""
+    arity = OPERATORS[name].arity
+    operands = [
+        Program.apply("add", Program.variable(k), Program.parameter(k)) for k in range(arity)
+    ]
+    return Program.apply(name, *operands), np.zeros(arity)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator(engine, name, flavour):
+    dtype, precision, tolerance = flavour
+    columns = operand_rows(OPERATORS[name].arity, dtype)
+    program, zeros = by_operands(name)
+    data = Dataset.of(columns.T, dtype=dtype)
+    got = derive(engine, data, [program], [zeros], precision=precision).jacobian
+    values, want = differentiate(program, columns, zeros)
+    limit = 1e30 if dtype == "float32" else 1e300
+    with np.errstate(all="ignore"):
+        ordinary = (np.abs(values) < limit) & (np.abs(values) > 1 / limit)
+        ordinary &= (np.abs(want) < limit).all(axis=0)
+        ordinary &= ((np.abs(want) > 1 / limit) | (want == 0)).all(axis=0)
+    ordinary |= values == 0
+    assert ordinary.mean() > 0.3
+    assert_close(got[:, ordinary], want[:, ordinary], tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_edge_values_stay_in_their_rows(engine, name, dtype):
+    """Where operands are infinite, NaN, 0 or subnormal, other rows are what they are without."""
+    arity = OPERATORS[name].arity
+    rng = np.random.default_rng(1)
+    plain = rng.uniform(0.3, 0.9, size=(arity, 200)).astype(dtype)
+    edgy = plain.copy()
+    rows = rng.choice(200, size=60, replace=False)
+    edgy[:, rows] = rng.choice(edge_values(dtype), size=(arity, 60)).astype(dtype)
+    program, zeros = by_operands(name)
+    clean = derive(engine, Dataset.of(plain.T, dtype=dtype), [program], [zeros]).jacobian
+    mixed = derive(engine, Dataset.of(edgy.T, dtype=dtype), [program], [zeros]).jacobian
+    others = np.setdiff1d(np.arange(200), rows)
+    np.testing.assert_array_equal(mixed[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_edge_values_are_special_where_the_reference_is(engine, name):
+    arity = OPERATORS[name].arity
+    edges = edge_values() if arity < 3 else edge_values()[::3]
+    columns = np.stack([axis.ravel() for axis in np.meshgrid(*[edges] * arity)])
+    program, zeros = by_operands(name)
+    got = derive(engine, Dataset.of(columns.T, dtype="float64"), [program], [zeros]).jacobian
+    _, want = differentiate(program, columns, zeros)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_array_equal(got == 0, want == 0)
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
+
+
+#: Functions of |a| as operators and spelled out, and powers: derivatives at 0 are conventions.
+CONVENTIONS = (
+    "logabs(p1)",
+    "log(abs(p1))",
+    "sqrtabs(p1)",
+    "sqrt(abs(p1))",
+    "powabs(p1, p2)",
+    "abs(p1) ^ p2",
+    "p1 ^ p2",
+    "fma(p1, p2, p3)",
+)
+SPELLED_OUT = ((0, 1), (2, 3), (4, 5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_conventions_at_zero_are_the_references(engine, dtype):
+    """Programs of parameters alone and of rows, at all combinations of 0 and other numbers."""
+    points = np.array(list(np.ndindex(*[6] * 3))).T
+    columns = np.array([0.0, -0.0, 1.0, -1.0, 2.0, 0.5])[points]
+    data = Dataset.of(columns.T, dtype=dtype)
+    texts = [re.sub(r"p(\d)", r"(x\1 + p\1)", text) for text in CONVENTIONS]
+    written = [parse(text) for text in texts]
+    counts = [program.parameters for program in written]
+    zeros = [np.zeros(count) for count in counts]
+    jacobian = derive(engine, data, written, zeros).jacobian
+    got = np.split(jacobian, np.cumsum(counts)[:-1])
+    for program, zero, slopes in zip(written, zeros, got, strict=True):
+        _, want = differentiate(program, columns, zero)
+        np.testing.assert_allclose(slopes, want, rtol=1e-5)
+    for operator, spelled in SPELLED_OUT:
+        np.testing.assert_allclose(got[operator], got[spelled], rtol=1e-5)
+        at_zero = columns[0] == 0
+        assert not got[operator][:, at_zero].any()
+
+
+NICE = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "square", "aq", "logistic", "max", "fma")
+
+
+@settings(max_examples=25, deadline=None)
+@given(program=programs(30, variables=3, parameters=3, operators=NICE, constants=st.floats(-2, 2)))
+def test_random_programs(engine, flavour, program):
+    dtype, precision, tolerance = flavour
+    rng = np.random.default_rng(2)
+    columns = rng.uniform(-1, 1, size=(3, 40)).astype(dtype).astype(float)
+    vector = np.array([0.75, -0.5, 1.25])[: program.parameters]
+    values, want = differentiate(program, columns, vector)
+    _, by_variables = differentiate(program, columns, vector, by=VARIABLE)
+    assume(np.abs(values).max() < 1e3 and np.abs(want).max(initial=0) < 1e3)
+    data = Dataset.of(columns.T, np.zeros(40), dtype=dtype)
+    loss = parse("x1 - x2")
+    got = derive(engine, data, [program], [vector], row_loss=loss, precision=precision)
+    scale = 10 + np.abs(want).max(initial=0)
+    assert_close(got.jacobian, want, tolerance, scale)
+    assert_close(got.gradients, want.sum(axis=1), tolerance, 40 * scale)
+    sums = by_variables.sum(axis=1)
+    assert_close(got.variable_gradients[0, 0], sums, tolerance, 40 * (10 + np.abs(sums)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(40, variables=3, parameters=3), st.sampled_from(["float32", "float64"]))
+def test_any_program_gives_numbers_of_the_same_bits_again(engine, program, dtype):
+    columns = np.random.default_rng(3).normal(size=(20, 3))
+    columns[0] = [0.0, np.inf, np.nan]
+    data = Dataset.of(columns, np.zeros(20), dtype=dtype)
+    vector = [0.5, -1.0, 2.0][: program.parameters]
+    once, again = (derive(engine, data, [program], [vector], row_loss=SQUARES) for _ in range(2))
+    for name in ("values", "losses", "gradients", "jacobian", "variable_gradients"):
+        np.testing.assert_array_equal(getattr(once, name), getattr(again, name))
+
+
+def test_the_branch_not_taken_is_not_seen(engine):
+    data = Dataset.of(np.array([[-1.0], [0.0], [2.0]]), np.zeros(3), dtype="float64")
+    program = parse("where(x1 > 0, log(x1) * p1, p1 * x1) + where(x1 != 0, p2 / x1, 1)")
+    got = derive(engine, data, [program], [[2.0, 3.0]], row_loss=parse("x1"))
+    np.testing.assert_allclose(got.jacobian, [[-1, 0, np.log(2)], [-1, 0, 0.5]])
+    np.testing.assert_allclose(got.gradients, got.jacobian.sum(axis=1))
+
+
+# ----------------------------------------------------------------- losses, gradients, curvatures
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("rows", [1, 17, 5000])
+def test_linearisation(engine, loss, weights, flavour, rows):
+    dtype, precision, tolerance = flavour
+    data = make_dataset(rows, dtype, weights=weights)
+    given_programs, vectors = smooth_programs()
+    batch = given_programs, vectors, LOSSES[loss]
+    got = linearise(engine, data, *batch, precision=precision)
+    want = linearise(NumpyEngine(data), data, *batch)
+    assert_close(got.losses, want.losses, tolerance, np.abs(want.losses) + 1e-3 * rows)
+    size = np.abs(want.gradients) + 0.1 * rows
+    assert_close(got.gradients, want.gradients, tolerance, size)
+    size = np.abs(want.curvatures) + 0.1 * rows
+    assert_close(got.curvatures, want.curvatures, tolerance, size)
+    alone = linearise(engine, data, *batch, precision=precision, curvature=False)
+    assert alone.curvatures is None
+    np.testing.assert_array_equal(alone.gradients, got.gradients)
+
+
+@pytest.mark.parametrize("first", ["x1", "sin(x1)", "x1 + p1", "p1 * sin(x1)", "x1 + sin(p1 * x2)"])
+@pytest.mark.parametrize(
+    "second", ["p1 + 0.5", "p1 * x1 + 0.5", "0.5 * sin(p1)", "p1 / (x1 - 0.5)"]
+)
+def test_a_loss_that_is_a_part_of_the_program(engine, first, second):
+    """It stands before the result, where marks of another program may have been left."""
+    data = make_dataset(40)
+    programs = [parse(first), parse(second)]
+    vectors = [np.full(1 if "p1" in text else 0, 1.5) for text in (first, second)]
+    got = linearise(engine, data, programs, vectors, parse("0.5"))
+    np.testing.assert_array_equal(got.losses, 20.0)
+    np.testing.assert_array_equal(got.gradients, 0.0)
+
+
+def smooth_texts(*leaves: str) -> st.SearchStrategy[str]:
+    """Expressions that are finite with their derivatives."""
+    return st.recursive(
+        st.sampled_from([*leaves, "0.5", "3", "0", "1"]),
+        lambda inner: st.one_of(
+            st.tuples(inner, st.sampled_from("+-*"), inner).map(
+                lambda parts: f"({''.join(parts)})"
+            ),
+            inner.map("sin({})".format),
+        ),
+        max_leaves=6,
+    )
+
+
+@given(st.lists(smooth_texts("x1", "x2", "p1"), min_size=1, max_size=5), smooth_texts("x1", "x2"))
+@settings(max_examples=60)
+def test_random_programs_and_losses(engine, texts, loss):
+    """They may have nodes in common, in any order."""
+    data = make_dataset(40)
+    vectors = [np.full(int("p1" in text), 1.25) for text in texts]
+    batch = [parse(text) for text in texts], vectors, parse(loss)
+    got = linearise(engine, data, *batch)
+    want = run_to_end(NumpyEngine(data).linearise(
+        Evaluation(data.content_id, Batch.of(*batch[:2])),
+        batch[2], curvature=True, cancelled=np.zeros(1, np.uint8),
+    ))  # fmt: skip
+    for name in ("losses", "gradients", "curvatures"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def load_everything(monkeypatch):
+    monkeypatch.setattr(NumpyEngine, "load", lambda self, dataset: None, raising=False)
+
+
+pytestmark = pytest.mark.usefixtures("load_everything")
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (3, 2900), (1023, 1025), (2999, 3000)])
+def test_row_ranges(engine, bounds):
+    data = make_dataset(3000, weights=True)
+    part = slice(*bounds)
+    matrix = data.matrix[:, part]
+    smaller = Dataset.of(matrix[:4].T, matrix[4], matrix[5], dtype="float64")
+    batch = *smooth_programs(), SQUARES
+    got = linearise(engine, data, *batch, rows=bounds)
+    want = linearise(engine, smaller, *batch)
+    for name in ("losses", "gradients", "curvatures"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-12)
+    outputs = derive(engine, data, *smooth_programs(), rows=bounds)
+    full = derive(engine, data, *smooth_programs())
+    np.testing.assert_array_equal(outputs.jacobian, full.jacobian[:, part])
+
+
+def test_parameter_vectors(engine):
+    data = make_dataset(2000, weights=True)
+    nothing = Program.apply("mul", Program.constant(0.0), Program.parameter(3))
+    given_programs = [Program.apply("add", program, nothing) for program in smooth_programs()[0]]
+    blocks = np.random.default_rng(4).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
+    got = linearise(engine, data, given_programs, list(blocks), SQUARES)
+    outputs = derive(engine, data, given_programs, list(blocks), row_loss=SQUARES)
+    gradients = got.gradients.reshape(-1, 3, 4)
+    curvatures = got.curvatures.reshape(-1, 3, 10)
+    jacobian = outputs.jacobian.reshape(-1, 3, 4, 2000)
+    for k in range(3):
+        one = linearise(engine, data, given_programs, list(blocks[:, k]), SQUARES)
+        np.testing.assert_array_equal(got.losses[:, k], one.losses[:, 0])
+        np.testing.assert_array_equal(gradients[:, k].ravel(), one.gradients)
+        np.testing.assert_array_equal(curvatures[:, k].ravel(), one.curvatures)
+        alone = derive(engine, data, given_programs, list(blocks[:, k]))
+        np.testing.assert_array_equal(jacobian[:, k].reshape(-1, 2000), alone.jacobian)
+    np.testing.assert_array_equal(outputs.gradients, got.gradients)
+    np.testing.assert_array_equal(outputs.losses, got.losses)
+
+
+def test_sums_are_accurate_at_a_million_rows(engine):
+    rows = 1_000_000
+    x = np.random.default_rng(5).uniform(0.5, 1.5, size=rows).astype(np.float32)
+    data = Dataset.of(x[:, None], np.full(rows, 1000.0), dtype="float32")
+    got = linearise(engine, data, [parse("p1 * x1 + p2")], [[2.0, 3.0]], SQUARES)
+    exact = x.astype(np.longdouble)
+    products = [np.sum(exact * exact), np.sum(exact), rows]
+    np.testing.assert_allclose(got.curvatures, np.array(products, dtype=float), rtol=1e-13)
+
+
+def test_many_parameters(engine):
+    """More columns than a tile has, and more parameters than rows."""
+    program = parse(" + ".join(f"p{k} * sin({k} * x1)" for k in range(1, 12)))
+    vector = np.linspace(0.1, 1.1, 11)
+    for rows in (3, 700):
+        data = make_dataset(rows)
+        got = linearise(engine, data, [program], [vector], SQUARES)
+        want = linearise(NumpyEngine(data), data, [program], [vector], SQUARES)
+        np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(got.curvatures, want.curvatures, rtol=1e-9, atol=1e-9)
+
+
+def test_long_programs(engine):
+    data = make_dataset(50)
+    count = 3000
+    terms = [
+        Program.apply("mul", Program.parameter(k % 5), Program.variable(k % 4))
+        for k in range(count)
+    ]
+    program = terms[0]
+    for term in terms[1:]:
+        program = Program.apply("add", program, term)
+    got = linearise(engine, data, [program], [np.ones(5)], SQUARES)
+    want = linearise(NumpyEngine(data), data, [program], [np.ones(5)], SQUARES)
+    np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
+
+
+def test_thesis_mix_in_one_batch_equals_one_by_one(engine):
+    data = make_dataset(1500, "float32")
+    given_programs, vectors = thesis_mix(5, 30, variables=4)
+    together = linearise(engine, data, given_programs, vectors, ABSOLUTE)
+    starts = Batch.of(given_programs, vectors).parameter_starts
+    for index, (program, vector) in enumerate(zip(given_programs, vectors, strict=True)):
+        alone = linearise(engine, data, [program], [vector], ABSOLUTE)
+        np.testing.assert_array_equal(together.losses[index], alone.losses[0])
+        part = together.gradients[starts[index] : starts[index + 1]]
+        np.testing.assert_array_equal(part, alone.gradients)
+
+
+# ------------------------------------------------------------------------ precision of the losses
+
+
+@dataclass(frozen=True)
+class LossErrors:
+    """Relative errors of losses that an engine may have."""
+
+    asked_otherwise: float
+    """Between the losses of one program alone, in a batch, beside a gradient, and in a fit."""
+    own_single: float
+    """Of losses of one's own where they are computed for each row in float32."""
+
+
+def evaluated(engine, data, batch, loss, **options) -> np.ndarray:
+    """Losses [programs] by `Engine.evaluate`, of the interpreters."""
+    options = {"tier": Tier.INTERPRETER, **options}
+    kind = "loss" if isinstance(loss, Loss) else "custom_loss"
+    evaluation = Evaluation(data.content_id, batch, values=False, **{kind: loss}, **options)
+    losses = np.full((len(batch), 1), POISON)
+    gradients = np.full(len(batch.parameters), POISON) if evaluation.gradient else None
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    outputs = Outputs(None, losses, flag, lambda _: None, gradients=gradients)
+    run_to_end(engine.evaluate(evaluation, outputs))
+    return losses[:, 0]
+
+
+ALL_LOSSES = {"sse": Loss.SSE, "mae": Loss.MAE, "nmse": Loss.NMSE} | {
+    name: LossFunction(make().row, Closing.SUM) for name, make in BY_NAME.items()
+}
+
+
+OWN = LossFunction.parse("log1p(d^2) + 0.1*abs(d)", "sum")
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("name", ALL_LOSSES)
+@pytest.mark.parametrize("rows", [3, 5_000, 70_001])
+def test_a_loss_is_the_same_however_it_is_asked_for(
+    engine, flavour, loss_errors, name, weights, rows
+):
+    dtype, precision, _ = flavour
+    loss = ALL_LOSSES[name]
+    data = make_dataset(rows, dtype, weights=weights)
+    texts = ["p1 * exp(-p2 * x1) + 2", "x1 + x2 + 0.5", "p1 * x3 + p2 / x4"]
+    vectors = [[0.7, 1.3], [], [0.3, 0.1]]
+    batch = Batch.of(list(map(parse, texts)), vectors)
+    asked = {"precision": precision}
+    alone = evaluated(engine, data, batch, loss, **asked)
+    others = [evaluated(engine, data, batch, loss, gradient=True, **asked)]
+    singles = [Batch.of([parse(t)], [v]) for t, v in zip(texts, vectors, strict=True)]
+    others.append(np.concatenate([evaluated(engine, data, one, loss, **asked) for one in singles]))
+    closed = as_function(loss)
+    statistics = TargetStatistics.of_rows(data, slice(None))
+    for curvature in (False, True):
+        steps = engine.linearise(
+            Evaluation(data.content_id, batch, **asked),
+            closed.row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
+        )  # fmt: skip
+        got = run_to_end(steps)
+        others.append(close_losses(closed.closing, got.losses[:, 0], statistics))
+    assert np.isfinite(alone).all()
+    for other in others:
+        np.testing.assert_allclose(other, alone, rtol=loss_errors.asked_otherwise)
+
+
+@pytest.mark.parametrize("size", [1e-9, 2e-5, 0.01, 3.0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", [*ALL_LOSSES, "own"])
+def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, size):
+    """Values are exact here, so that all errors are those of the loss."""
+    rng = np.random.default_rng(8)
+    f = rng.uniform(0.2, 2, size=3_000).astype(dtype)
+    if dtype == "float32" and size < 1e-7:
+        f *= np.float32(1e-3)
+    y = (f + size * rng.normal(size=3_000)).astype(dtype)
+    y = np.abs(y)
+    loss = ALL_LOSSES.get(name) or OWN
+    data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
+    batch, custom = Batch.of([parse("x1")]), as_function(loss)
+    asked = Evaluation(data.content_id, batch, values=False, custom_loss=custom)
+    want = reference_engine.evaluate(asked, data).losses[:, 0]
+    is_own = not isinstance(loss, Loss) and dtype == "float32"
+    tolerance = max(1e-12, is_own * loss_errors.own_single)
+    for gradient in (False, True):
+        got = evaluated(engine, data, batch, loss, gradient=gradient)
+        np.testing.assert_allclose(got, want, rtol=tolerance)
+
+
+def moments_of(f, y, w) -> np.ndarray:
+    """Moments in long double, by definition but for the first row as the origin of the means."""
+    f, y, w = (np.asarray(column, dtype=np.longdouble) for column in (f, y, w))
+    first_f, first_y = f[0], y[0]
+    f, y = f - first_f, y - first_y
+    mean_f, mean_y = (w * f).sum() / w.sum(), (w * y).sum() / w.sum()
+    df, dy = f - mean_f, y - mean_y
+    squares, products = (w * df * df).sum(), (w * df * dy).sum()
+    left = (w * (dy - products / squares * df) ** 2).sum()
+    found = [
+        w.sum(),
+        first_f + mean_f,
+        first_y + mean_y,
+        squares,
+        (w * dy * dy).sum(),
+        products,
+        left,
+    ]
+    return np.array(found, dtype=float)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e8, -3e12])
+@pytest.mark.parametrize("noise", [1e-9, 1e-4, 1.0])
+@pytest.mark.parametrize("rows", [5, 4_000, 70_001])
+@pytest.mark.parametrize("weights", [False, True])
+def test_moments_keep_their_digits(engine, mean, noise, rows, weights):
+    """Of values far from zero, and of programs whose best line is next to the target."""
+    rng = np.random.default_rng(9)
+    x = mean + np.sort(rng.normal(size=rows))
+    y = 3 * (x - mean) + noise * rng.normal(size=rows) + 2 * mean
+    w = rng.uniform(0.1, 2, size=rows) if weights else None
+    data = Dataset.of(x[:, None], y, w, dtype="float64")
+    outputs = derive(engine, data, [parse("x1")], statistics=True)
+    want = moments_of(x, y, np.ones(rows) if w is None else w)
+    got = outputs.moments[0, 0]
+    np.testing.assert_allclose(got[:6], want[:6], rtol=1e-12, atol=1e-13 * rows)
+    np.testing.assert_allclose(got[6], want[6], rtol=max(1e-12, 1e-14 / noise))
+    np.testing.assert_allclose(correlation(got), want[5] / np.sqrt(want[3] * want[4]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [100, 50_000])
+def test_the_scaled_loss_of_a_nearly_perfect_fit_is_not_zero(engine, rows):
+    x = np.random.default_rng(10).uniform(1, 2, size=rows)
+    y = 5 + 2 * np.exp(x) + 1e-9 * np.sin(1e3 * x)
+    data = Dataset.of(x[:, None], y, dtype="float64")
+    asked = Evaluation(
+        data.content_id, Batch.of([parse("exp(x1)")]), values=False, loss=Loss.SSE,
+        linear_scaling=True,
+    )  # fmt: skip
+    f = np.exp(x)
+    want = moments_of(f, y, np.ones(rows))[6]
+    outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
+    share, outputs_of_engine = engine_share(asked, outputs)
+    engine.load(data)
+    run_to_end(engine.evaluate(share, outputs_of_engine))
+    finish(asked, data, outputs, outputs_of_engine.moments, np.zeros((1, 1, 2)), None)
+    np.testing.assert_allclose(outputs.losses[0, 0], want, rtol=1e-5)
+    found = reference_engine.evaluate(asked, data).losses[0, 0]
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_nan_where_no_row_has_weight_is_not_lost(engine):
+    rows = 5_000
+    x, w = np.ones(rows), np.ones(rows)
+    x[100], w[:2_000] = np.nan, 0.0
+    data = Dataset.of(x[:, None], np.arange(rows), w, dtype="float64")
+    outputs = derive(engine, data, [parse("x1")], statistics=True)
+    assert np.isnan(outputs.moments[0, 0, [1, 3, 5, 6]]).all()
+
+
+# ------------------------------------------------------------------------- statistics of values
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 40_000])
+def test_reductions_and_moments(engine, weights, dtype, rows):
+    data = make_dataset(rows, dtype, weights=weights)
+    outputs = derive(engine, data, *smooth_programs(), statistics=True)
+    f = outputs.values[:, 0].astype(float)
+    y = data.target.astype(float)
+    w = np.ones(rows) if data.weights is None else data.weights.astype(float)
+    with np.errstate(all="ignore"):
+        numbers = [f.sum(1), f.mean(1), f.min(1), f.max(1), (~np.isfinite(f)).sum(1)]
+        mean_f, mean_y = (w * f).sum(1) / w.sum(), (w * y).sum() / w.sum()
+        df, dy = f - mean_f[:, None], y - mean_y
+        moments = [np.full(len(f), w.sum()), mean_f, np.full(len(f), mean_y)]
+        moments += [
+            (w * df * df).sum(1),
+            np.full(len(f), (w * dy * dy).sum()),
+            (w * df * dy).sum(1),
+        ]
+        slopes = np.where(moments[3] == 0, 0, moments[5] / moments[3])
+        moments.append((w * (dy - slopes[:, None] * df) ** 2).sum(1))
+    np.testing.assert_allclose(outputs.reductions[:, 0], np.stack(numbers, 1), rtol=1e-10)
+    size = rows * 1e-10
+    np.testing.assert_allclose(outputs.moments[:, 0], np.stack(moments, 1), rtol=1e-9, atol=size)
+
+
+def test_reductions_of_special_values(engine):
+    data = Dataset.of(np.array([[1.0], [-2.0], [0.0]]), dtype="float64")
+    batch = Batch.of([parse("1 / x1"), parse("log(x1)"), parse("x1")])
+    evaluation = Evaluation(data.content_id, batch, reductions=True, values=False)
+    reductions = np.empty((3, 1, 5))
+    flag = np.zeros(1, np.uint8)
+    engine.load(data)
+    run_to_end(
+        engine.evaluate(
+            evaluation, Outputs(None, None, flag, lambda ready: None, reductions=reductions)
+        )
+    )
+    nan, inf = np.nan, np.inf
+    want = [[inf, inf, -0.5, inf, 1], [nan, nan, nan, nan, 2], [-1, -1 / 3, -2, 1, 0]]
+    np.testing.assert_allclose(reductions[:, 0], want)
+
+
+# ------------------------------------------------------------------------------------- the rest
+
+
+def test_cancelled(engine):
+    data = make_dataset(1000)
+    with pytest.raises(CancelledError):
+        derive(engine, data, *smooth_programs(), row_loss=SQUARES, cancelled=True)
+
+
+@pytest.mark.parametrize("leaning", ["left", "right"])
+def test_long_scalars(engine, leaning):
+    """Thousands of operators on parameters alone, which are differentiated apart."""
+    pair = [Program.parameter(0), Program.parameter(1)]
+    program = Program.apply("sin", pair[0])
+    for k in range(4000):
+        term = Program.apply("sin", Program.apply("mul", pair[k % 2], Program.constant(k)))
+        operands = [program, term]
+        program = Program.apply("sub", *operands[:: 1 if leaning == "left" else -1])
+    program = Program.apply("mul", program, Program.variable(0))
+    data = make_dataset(10)
+    got = linearise(engine, data, [program], [[0.5, 1.5]], SQUARES)
+    want = linearise(NumpyEngine(data), data, [program], [[0.5, 1.5]], SQUARES)
+    np.testing.assert_allclose(got.gradients, want.gradients, rtol=1e-9)
+
+
+@pytest.mark.parametrize("wish", ["gradient", "jacobian", "variable_gradient"])
+def test_derivatives_asked_for_alone(engine, wish):
+    """Each kind of derivative is what it is when all are asked for."""
+    data = make_dataset(1200)
+    given_programs, vectors = smooth_programs()
+    batch = Batch.of(given_programs, vectors)
+    everything = derive(engine, data, given_programs, vectors, row_loss=SQUARES)
+    evaluation = Evaluation(data.content_id, batch, loss=Loss.SSE, values=False, **{wish: True})
+    field = wish if wish == "jacobian" else wish + "s"
+    wanted = getattr(everything, field)
+    got = np.full_like(wanted, POISON)
+    losses = np.empty((len(batch), 1))
+    flag = np.zeros(1, np.uint8)
+    run_to_end(
+        engine.evaluate(evaluation, Outputs(None, losses, flag, lambda ready: None, **{field: got}))
+    )
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(losses, everything.losses)
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_built_in_losses_come_closed(engine, loss):
+    """Beside a gradient they are what they are alone."""
+    data = make_dataset(1200, weights=True)
+    given_programs, vectors = smooth_programs()
+    batch = Batch.of(given_programs, vectors)
+    engine.load(data)
+    flag = np.zeros(1, np.uint8)
+    answers = []
+    for gradient in (False, True):
+        evaluation = Evaluation(data.content_id, batch, loss=loss, values=False, gradient=gradient)
+        losses = np.full((len(batch), 1), POISON)
+        gradients = np.empty(len(batch.parameters)) if gradient else None
+        outputs = Outputs(None, losses, flag, lambda ready: None, gradients=gradients)
+        run_to_end(engine.evaluate(evaluation, outputs))
+        answers.append(losses)
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-10)

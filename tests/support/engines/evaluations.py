@@ -1,0 +1,72 @@
+"""Run evaluations on an engine without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch, Program
+from warpfit.request import Evaluation, Loss, Result
+from warpfit_server.engine.interface import Engine, Outputs, run_to_end
+
+#: What the outputs hold before an evaluation: an engine must overwrite every element.
+POISON = -987654.25
+
+
+class Evaluate:
+    """Call an engine with arrays; loads each data set once and unloads them all at the end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._loaded: dict[bytes, Dataset] = {}
+        self.announced: list[int] = []
+
+    def __call__(
+        self,
+        dataset: Dataset,
+        programs: Sequence[Program],
+        parameters: Sequence[Any] | None = None,
+        *,
+        values: bool = True,
+        loss: Loss | None = None,
+        cancelled: bool = False,
+        **options: Any,
+    ) -> Result:
+        if dataset.content_id not in self._loaded:
+            self.engine.load(dataset)
+            self._loaded[dataset.content_id] = dataset
+        batch = Batch.of(programs, parameters)
+        evaluation = Evaluation(dataset.content_id, batch, values=values, loss=loss, **options)
+        evaluation.check(dataset.layout)
+        shape = evaluation.shape(dataset.layout)
+        self.announced = []
+        outputs = Outputs(
+            values=np.full(shape, POISON, dataset.layout.dtype) if values else None,
+            losses=np.full(shape[:2], POISON) if loss else None,
+            cancelled=np.full(1, cancelled, dtype=np.uint8),
+            ready=self.announced.append,
+        )
+        timings = run_to_end(self.engine.evaluate(evaluation, outputs))
+        return Result(outputs.values, outputs.losses, timings)
+
+    def unload(self) -> None:
+        for content_id in self._loaded:
+            self.engine.unload(content_id)
+        self._loaded.clear()
+
+
+def ulps(got: NDArray[Any], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Distance in units of the last place of the expected number in ``got``'s type.
+
+    0 where both are NaN or the same infinity, infinite where only one is.
+    """
+    with np.errstate(all="ignore"):
+        rounded = expected.astype(got.dtype)
+        spacing = np.spacing(np.abs(rounded)).astype(np.float64)
+        distance = np.abs(got.astype(np.float64) - expected) / spacing
+        same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
+        return np.where(same, 0.0, np.where(np.isfinite(distance), distance, np.inf))

@@ -1,0 +1,64 @@
+"""Run the driver of fits without a server."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from support.engines.numpy_engine import NumpyEngine
+from warpfit import parse
+from warpfit.calls.data import Fit
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.ir import Batch
+from warpfit.losses import Loss, LossFunction
+from warpfit.request import Evaluation, Precision
+from warpfit_server.engine.fit.driver import Surroundings, optimize
+from warpfit_server.engine.interface import run_to_end
+
+
+def fit(dataset: Dataset, texts, starts, **options) -> Fit:
+    """Fit texts from starts, with the options of `prepared`."""
+    request, surroundings = prepared(dataset, texts, starts, **options)
+    result = run_to_end(optimize(request, surroundings))
+    return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+
+
+def prepared(
+    dataset: Dataset,
+    texts,
+    starts,
+    *,
+    loss=Loss.SSE,
+    rows=None,
+    engine=None,
+    deadline=None,
+    report=None,
+    cancelled=False,
+    precision=Precision.PRECISE,
+    **settings,
+) -> tuple[FitRequest, Surroundings]:
+    """Make a request of texts and starts, with the settings of `FitSettings`."""
+    batch = Batch.of([parse(text) for text in texts], starts)
+    problem = Evaluation(
+        dataset.content_id,
+        batch,
+        rows=rows,
+        loss=loss if isinstance(loss, Loss) else None,
+        custom_loss=loss if isinstance(loss, LossFunction) else None,
+        values=False,
+        precision=precision,
+    )
+    for name in ("lower", "upper", "fixed"):
+        if name in settings:
+            settings[name] = np.concatenate([np.ravel(entry) for entry in settings[name]])
+    settings["method"] = Method(settings.get("method", "auto"))
+    request = FitRequest(problem, FitSettings(**settings))
+    request.check(dataset.layout)
+    surroundings = Surroundings(
+        engine=engine or NumpyEngine(dataset),
+        dataset=dataset,
+        cancelled=np.full(1, cancelled, dtype=np.uint8),
+        deadline=deadline,
+        report=report,
+    )
+    return request, surroundings

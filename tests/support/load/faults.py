@@ -1,0 +1,270 @@
+"""Faults done to a running server, and what its clients see of them.
+
+Small numbers make a test of a few seconds, large ones the table of `tests/bench/faults.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+import warpfit
+from support.load.load import Load, OwnConnection
+from support.servers import health
+from support.servers.proxy import Proxy, Spoil
+from support.servers.server import ServerProcess
+from warpfit.errors import DeadlineExceededError
+
+#: Faster than the defaults, so that a test does not wait.
+EAGER = (
+    *("--probe-seconds", "0.2", "--probe-timeout", "0.6", "--hang-seconds", "1.5"),
+    *("--stuck-seconds", "1", "--health-port", "0", "--metrics-port", "0"),
+)
+
+
+def figures(load: Load) -> dict[str, Any]:
+    """What the clients of a scenario have seen."""
+    return {
+        "right_answers": load.right,
+        "wrong_answers": load.wrong,
+        "failures_after_retry": len(load.failures),
+        **({"first_failures": load.failures[:3]} if load.failures else {}),
+        "longest_call_seconds": round(load.longest_call, 3),
+    }
+
+
+def engine_sigkill(kills: int, clients: int = 8, doors: int = 1) -> dict[str, Any]:
+    """Kill the engine again and again; how long no client has an answer, and how busy it was."""
+    gaps, busy = [], []
+    with ServerProcess("--front-doors", str(doors)) as server:
+        with Load(server.address, clients) as load:
+            for _ in range(kills):
+                load.wait_for_answers(3)
+                killed = time.monotonic()
+                server.kill_engine()
+                load.wait_for_answers(3)
+                gaps.append(load.gap(killed, time.monotonic()))
+                busy.append(round(os.getloadavg()[0], 1))
+        return {
+            "kills": kills,
+            **figures(load),
+            **_spread("seconds_without_answers", gaps),
+            "load_average_at_the_longest": busy[gaps.index(max(gaps))],
+        }
+
+
+def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
+    """Stop the engine; when readiness turns false, and when it is true again."""
+    unready, replaced = [], []
+    with ServerProcess(*EAGER) as server:
+        port = server.facts["health"]
+        with Load(server.address, clients) as load:
+            for _ in range(stops):
+                load.wait_for_answers(3)
+                engine = server.engine()
+                engine.send_signal(signal.SIGSTOP)
+                unready.append(health.wait_for(port, "NOT_SERVING"))
+                assert health.check(port, "liveness") == "SERVING"
+                replaced.append(unready[-1] + health.wait_for(port, "SERVING"))
+                assert not engine.is_running() or server.engine().pid != engine.pid
+                load.wait_for_answers(1)
+        return {
+            "stops": stops,
+            "settings": " ".join(EAGER[:8]),
+            **figures(load),
+            **_spread("seconds_until_unready", unready),
+            **_spread("seconds_until_replaced", replaced),
+        }
+
+
+def endless_work(kind: str, doors: int = 1) -> dict[str, Any]:
+    """Give the engine work that does not stop: ``deaf`` to its cancellation, or ``frozen``."""
+    with tempfile.TemporaryDirectory() as directory:
+        switch = Path(directory) / "endless"
+        switch.touch()
+        flags = (*EAGER, "--threads", "1", "--front-doors", str(doors))
+        with (
+            ServerProcess(*flags, **injected(f"{kind}={switch}")) as server,
+            warpfit.connect(server.address) as client,
+        ):
+            old = server.engine()
+            data = client.upload(np.ones((10, 2)))
+            started = time.monotonic()
+            try:
+                client.evaluate(data, ["x1"] * 20, timeout=0.5)
+            except DeadlineExceededError:
+                given_up = time.monotonic() - started
+            old.wait(20)
+            replaced = time.monotonic() - started
+            switch.unlink()
+            client.evaluate(data, ["x1"] * 20, timeout=20)
+            answered = time.monotonic() - started
+    return {
+        "kind": kind,
+        "client_gave_up_after_seconds": round(given_up, 3),
+        "engine_gone_after_seconds": round(replaced, 3),
+        "answered_again_after_seconds": round(answered, 3),
+    }
+
+
+def supervisor_sigkill(kills: int, clients: int = 4) -> dict[str, Any]:
+    """Kill the front door, start another server on the port: the clients upload by themselves."""
+    port = str(free_port())
+    gaps = []
+    server = ServerProcess("--port", port)
+    try:
+        with Load(server.address, clients) as load:
+            for _ in range(kills):
+                load.wait_for_answers(3)
+                killed = time.monotonic()
+                server.kill()
+                server.stop()
+                server = ServerProcess("--port", port)
+                load.wait_for_answers(3)
+                gaps.append(load.gap(killed, time.monotonic()))
+    finally:
+        server.stop()
+    return {"kills": kills, **figures(load), **_spread("seconds_without_answers", gaps)}
+
+
+def sigterm(stops: int, clients: int = 8, doors: int = 1) -> dict[str, Any]:
+    """Stop the server in an orderly way under load, start another: no call fails."""
+    port = str(free_port())
+    flags = ("--port", port, "--front-doors", str(doors), "--health-port", "0", "--notice", "0.3")
+    seconds, unready_first = [], True
+    server = ServerProcess(*flags)
+    try:
+        with Load(server.address, clients) as load:
+            for _ in range(stops):
+                load.wait_for_answers(3)
+                health.wait_for(server.facts["health"], "SERVING")
+                started = time.monotonic()
+                server.process.terminate()
+                health.wait_for(server.facts["health"], "NOT_SERVING")
+                before = load.right
+                time.sleep(0.1)
+                unready_first &= load.right > before  # not ready, and still answering
+                assert server.stop() == 0
+                seconds.append(time.monotonic() - started)
+                server = ServerProcess(*flags)
+                load.wait_for_answers(3)
+    finally:
+        server.stop()
+    return {
+        "stops": stops,
+        "answers_while_unready": unready_first,
+        **figures(load),
+        **_spread("seconds_to_stop", seconds),
+    }
+
+
+def bad_network(rounds: int) -> dict[str, Any]:
+    """Slow, cut and dribbling connections beside a client that has a good one."""
+    with ServerProcess("--metrics-port", "0") as server, Load(server.address, 2) as load:
+        load.wait_for_answers(20)
+        baseline = _connections(server)
+        outcomes = {
+            "one_byte_a_write": _dribble(server.address),
+            "slow": [_slow(server.address) for _ in range(rounds)],
+            "cut_answers": [_cut(server.address, 2_000 * (n + 1)) for n in range(rounds)],
+            "cut_uploads": [_cut_upload(server.address, n) for n in range(rounds)],
+        }
+        load.wait_for_answers(20)
+        deadline = time.monotonic() + 10
+        while _connections(server) > baseline:
+            assert time.monotonic() < deadline, "connections are left over"
+            time.sleep(0.05)
+    return {**outcomes, "others": figures(load), "connections_left_over": 0}
+
+
+def injected(fault: str) -> dict[str, str]:
+    """Environment of a server with a planted fault; see `support/inject`."""
+    folder = str(Path(__file__).parent / "inject")
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "WARPFIT_TEST_FAULT": fault}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _connections(server: ServerProcess) -> int:
+    """Open connections of the front door, on any port."""
+    connections = server.family()["front door"].net_connections("tcp")
+    return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
+
+
+def _dribble(address: str) -> float:
+    """A call whose bytes arrive one by one in both directions is answered."""
+    X = np.arange(6.0).reshape(3, 2)
+    one = Spoil(piece=1)
+    with (
+        Proxy(address, up=one, down=one) as proxy,
+        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
+    ):
+        started = time.monotonic()
+        got = client.evaluate(client.upload(X), ["x1 + x2"], timeout=30)
+        np.testing.assert_array_equal(got[:, 0], X.sum(axis=1))
+        return round(time.monotonic() - started, 3)
+
+
+def _slow(address: str) -> float:
+    """An answer that would take minutes ends at the caller's deadline."""
+    X = np.ones((100_000, 2))
+    with warpfit.connect(address) as direct:
+        data = direct.upload(X)
+    with (
+        Proxy(address, down=Spoil(piece=4096, pause=0.05)) as proxy,
+        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
+    ):
+        started = time.monotonic()
+        try:
+            client.evaluate(data, ["x1"] * 20, timeout=1.0)
+        except DeadlineExceededError:
+            return round(time.monotonic() - started, 3)
+    raise AssertionError("a slow network was not noticed")
+
+
+def _cut(address: str, after: int) -> bool:
+    """An answer that is cut off comes whole at the next attempt."""
+    X = np.random.default_rng(after).normal(size=(5_000, 2))
+    with warpfit.connect(address) as direct:
+        data = direct.upload(X, dtype="float64")
+    with (
+        Proxy(address, down=Spoil(cut_after=after)) as proxy,
+        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
+    ):
+        threading.Timer(0.3, lambda: setattr(proxy, "down", Spoil())).start()
+        got = client.evaluate(data, ["x1 - x2"], timeout=20)
+        return bool(np.array_equal(got[:, 0], X[:, 0] - X[:, 1])) and proxy.connections > 1
+
+
+def _cut_upload(address: str, number: int) -> bool:
+    """An upload that is cut off is sent again."""
+    X = np.random.default_rng(1000 + number).normal(size=(100_000, 2))
+    with (
+        Proxy(address, up=Spoil(cut_after=300_000 + 100_000 * number)) as proxy,
+        warpfit.connect(proxy.address, transport=OwnConnection()) as client,
+    ):
+        threading.Timer(0.3, lambda: setattr(proxy, "up", Spoil())).start()
+        data = client.upload(X, dtype="float64")
+        got = client.evaluate(data, ["x1"], rows=slice(0, 5), timeout=20)
+        client.release(data)
+        return bool(np.array_equal(got[:, 0], X[:5, 0])) and proxy.connections > 1
+
+
+def _spread(name: str, seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    median = ordered[len(ordered) // 2]
+    return {f"{name}_median": round(median, 3), f"{name}_max": round(ordered[-1], 3)}

@@ -1,0 +1,124 @@
+"""Fault injection for tests: PYTHONPATH names this folder, WARPFIT_TEST_FAULT the fault.
+
+``deaf=FILE``    while the file exists, evaluations of many programs go on though cancelled;
+``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
+``idle=1``       evaluations of many programs compute nothing, their values are those before;
+``leak=BYTES``   each answered call of the front door keeps that many bytes for ever;
+``kill=NUMBER``  the engine dies of batches with that constant, and of data sets of 13 variables;
+``cut=NUMBER``   an evaluation with that constant loses its connection, and the engine lives.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+KIND, _, VALUE = os.environ.get("WARPFIT_TEST_FAULT", "").partition("=")
+#: Programs of a batch from which on it is spoilt.
+MANY = 7
+#: Variables of a data set that an engine dies of.
+FATAL_VARIABLES = 13
+
+
+def _hang(module) -> None:
+    evaluate = module.CpuEngine.evaluate
+
+    def faulty(self, evaluation, outputs):
+        while len(evaluation.batch) >= MANY and Path(VALUE).exists():
+            if KIND == "frozen":
+                ctypes.PyDLL(None).usleep(10_000_000)  # keeps the interpreter's lock
+            time.sleep(0.01)
+        return evaluate(self, evaluation, outputs)
+
+    module.CpuEngine.evaluate = faulty
+
+
+def _idle(module) -> None:
+    evaluate = module.CpuEngine.evaluate
+
+    def faulty(self, evaluation, outputs):
+        if len(evaluation.batch) < MANY:
+            return (yield from evaluate(self, evaluation, outputs))
+        return module.Timings()
+
+    module.CpuEngine.evaluate = faulty
+
+
+def _leak(module) -> None:
+    answered, kept = module.answered, []
+
+    def faulty(timings):
+        kept.append(b"\1" * int(VALUE))
+        answered(timings)
+
+    module.answered = faulty
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(60)  # any thread of the process may get it, a moment later
+
+
+def _kill(module) -> None:
+    evaluate, load = module.CpuEngine.evaluate, module.CpuEngine.load
+
+    def fatal_batch(self, evaluation, outputs):
+        if float(VALUE) in evaluation.batch.values:
+            time.sleep(0.05)  # others are under way beside it
+            _die()
+        return evaluate(self, evaluation, outputs)
+
+    def fatal_dataset(self, dataset):
+        if dataset.layout.variables == FATAL_VARIABLES:
+            _die()
+        load(self, dataset)
+
+    module.CpuEngine.evaluate, module.CpuEngine.load = fatal_batch, fatal_dataset
+
+
+def _cut(module) -> None:
+    begin = module.Worker.begin
+
+    def faulty(self, request):
+        if float(VALUE) in request.evaluation.batch.values:
+            request.connection.channel.shut()
+        return begin(self, request)
+
+    module.Worker.begin = faulty
+
+
+_FAULTS = {
+    "kill": ("warpfit_server.engine.cpu.engine", _kill),
+    "cut": ("warpfit_server.engine.request_steps", _cut),
+    "deaf": ("warpfit_server.engine.cpu.engine", _hang),
+    "frozen": ("warpfit_server.engine.cpu.engine", _hang),
+    "idle": ("warpfit_server.engine.cpu.engine", _idle),
+    "leak": ("warpfit_server.observability.calls", _leak),
+}
+
+
+class _Finder(MetaPathFinder):
+    """Patches a module as it is imported."""
+
+    def find_spec(self, name, path, target=None):
+        wanted, patch = _FAULTS[KIND]
+        if name != wanted:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module):
+            execute(module)
+            patch(module)
+
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+if KIND:
+    sys.meta_path.insert(0, _Finder())

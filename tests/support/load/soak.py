@@ -1,0 +1,181 @@
+"""A server under a mixed load for a long time, and whether it grows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+import warpfit
+from support.load.faults import injected
+from support.load.load import OwnConnection
+from support.servers.server import ServerProcess
+from warpfit.bench.workload import thesis_mix
+from warpfit.cli.prometheus_reader import Scrape, scrape
+from warpfit.errors import DeadlineExceededError, WarpfitError
+
+#: Growth from which on a soak has failed.
+LIMIT_BYTES = 50 << 20
+#: Share of the time after which caches and pools are full, and share at each end that is compared.
+_WARM_UP, _WINDOW = 0.25, 0.1
+
+
+def soak(
+    seconds: float, clients: int = 4, doors: int = 2, leak: int = 0, engine: str = "cpu"
+) -> dict[str, Any]:
+    """Run the load and watch the server.
+
+    Args:
+        seconds: how long.
+        clients: threads, each with a connection of its own.
+        doors: processes that take calls.
+        leak: bytes that the front doors keep of each answered call: a planted leak.
+        engine: of the server.
+
+    Returns:
+        Memory, descriptors and threads at both ends, growth, answers, and whether it passed.
+
+    """
+    environment = injected(f"leak={leak}") if leak else {}
+    flags = ("--front-doors", str(doors), "--metrics-port", "0", "--max-resident-bytes", "32MiB")
+    stop = threading.Event()
+    counts: dict[str, int] = {}
+    batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
+    with ServerProcess(*flags, engine=engine, **environment) as server:
+        threads = [
+            threading.Thread(target=_client, args=(server.address, number, batches, stop, counts))
+            for number in range(clients)
+        ]
+        for thread in threads:
+            thread.start()
+        samples = _watch(server, seconds)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        time.sleep(1.0)  # further doors send their figures twice a second
+        page = scrape(server.facts["metrics"])
+    return {**_judged(samples), "calls": dict(sorted(counts.items())), **_balance(page)}
+
+
+def _watch(server: ServerProcess, seconds: float) -> list[dict[str, float]]:
+    end = time.monotonic() + seconds
+    samples = []
+    while time.monotonic() < end:
+        samples.append(_sample(server))
+        time.sleep(min(2.0, seconds / 50))
+    return samples
+
+
+def _sample(server: ServerProcess) -> dict[str, float]:
+    """Memory of the server's processes, each page counted once, and what else may pile up."""
+    processes = server.family()
+    memory = {f"{role}_bytes": p.memory_full_info().pss for role, p in processes.items()}
+    family = processes.values()
+    gpus = scrape(server.facts["metrics"]).total("warpfit_gpu_memory_used_bytes")
+    return {
+        "memory_bytes": sum(memory.values()),
+        **memory,
+        "descriptors": sum(process.num_fds() for process in family),
+        "threads": sum(process.num_threads() for process in family),
+        "gpu_bytes": gpus,
+    }
+
+
+def _judged(samples: list[dict[str, float]]) -> dict[str, Any]:
+    count = len(samples)
+    width = max(1, round(count * _WINDOW))
+    early, late = samples[round(count * _WARM_UP) :][:width], samples[-width:]
+    ends = {
+        name: [int(np.median([sample[name] for sample in window])) for window in (early, late)]
+        for name in samples[0]
+    }
+    growth = {name: after - before for name, (before, after) in ends.items()}
+    passed = max(growth["memory_bytes"], growth["gpu_bytes"]) < LIMIT_BYTES
+    tenths = [samples[count * part // 10]["memory_bytes"] >> 20 for part in range(10)]
+    return {
+        "samples": count,
+        "memory_mib_at_each_tenth": tenths,
+        "warm_and_end": ends,
+        "growth": growth,
+        "passed": passed,
+    }
+
+
+def _balance(page: Scrape) -> dict[str, float]:
+    """What must be back where it was once the load has ended."""
+    return {
+        "in_flight_at_the_end": page.total("warpfit_requests_in_flight"),
+        "engine_restarts": page.total("warpfit_engine_restarts_total"),
+        "evictions": page.total("warpfit_evictions_total"),
+        "internal_errors": page.total("warpfit_requests_total", status="INTERNAL"),
+    }
+
+
+def _client(
+    address: str, number: int, batches: list[Any], stop: threading.Event, counts: dict[str, int]
+) -> None:
+    with warpfit.connect(address, transport=OwnConnection()) as client:
+        worker = Worker(client, number, batches)
+        while not stop.is_set():
+            for name in ACTIONS:
+                outcome = name
+                try:
+                    getattr(worker, name)()
+                except WarpfitError as error:
+                    outcome = f"{name}: {type(error).__name__}"
+                counts[outcome] = counts.get(outcome, 0) + 1
+
+
+class Worker:
+    """What one client does, in turns."""
+
+    def __init__(self, client: warpfit.Client, number: int, batches: list[Any]) -> None:
+        self._client = client
+        self._rng = np.random.default_rng(number)
+        X = self._rng.uniform(0.5, 2.0, size=(2_000, 10))
+        self._data = client.upload(X, X[:, 0])
+        self._batches = batches
+        self._program = warpfit.parse("p1*x1 + sin(x2)")
+
+    def _batch(self) -> Any:
+        return self._batches[int(self._rng.integers(len(self._batches)))]
+
+    def losses(self) -> None:
+        self._client.evaluate(self._data, *self._batch(), loss="mse")
+
+    def values(self) -> None:
+        count = int(self._rng.integers(1, 200))
+        self._client.evaluate(self._data, [self._program] * count, [[0.5]] * count)
+
+    def gradient(self) -> None:
+        self._client.evaluate(self._data, [self._program], [[0.5]], loss="mse", gradient=True)
+
+    def fit(self) -> None:
+        start = [self._rng.normal(size=1)]
+        self._client.optimize(self._data, [self._program], start, max_iterations=5)
+
+    def upload(self) -> None:
+        """A data set that is never released: the server evicts it."""
+        fresh = self._client.upload(self._rng.normal(size=(20_000, 10)))
+        self._client.evaluate(fresh, [self._program], [[0.5]], rows=slice(0, 10))
+
+    def upload_and_release(self) -> None:
+        with self._client.upload(self._rng.normal(size=(5_000, 4))) as fresh:
+            self._client.evaluate(fresh, [self._program], [[0.5]], rows=slice(0, 10))
+
+    def mistake(self) -> None:
+        self._client.evaluate(self._data, ["x1 + x99"])
+
+    def impatience(self) -> None:
+        with suppress(DeadlineExceededError):
+            self._client.evaluate(self._data, *self._batch(), loss="mse", timeout=0.004)
+
+
+#: In the order of a turn, those with many calls several times.
+ACTIONS = (
+    *("losses", "values", "gradient", "losses", "fit", "impatience", "losses", "mistake"),
+    *("upload", "losses", "values", "upload_and_release"),
+)

@@ -1,0 +1,212 @@
+"""The device's lowering compiled for the host, and what it makes of a batch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from support.machines.reference_lowering import Instruction
+from warpfit.ir import Batch
+from warpfit_server.engine.cuda.interpreter import bytecode, lowering
+from warpfit_server.engine.cuda.runtime.batch_layout import Parts, pack
+from warpfit_server.engine.cuda.runtime.tokens import Tokens
+
+#: Bytes on both sides of the memory that nobody may write to.
+GUARD = 256
+GARBAGE = 0xA5
+_ENTRIES = """
+Node shared_nodes[8192];
+extern "C" int host_lower(const LowerArguments* arguments, unsigned blocks, unsigned threads) {
+  return launch_on_host(lower_programs, arguments, blocks, threads);
+}
+extern "C" int host_order(const OrderArguments* arguments, unsigned blocks, unsigned threads) {
+  return launch_on_host(order_programs, arguments, blocks, threads);
+}
+"""
+_OPTIONS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fno-exceptions", "-fno-rtti", "-pthread"]
+_TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A lowered batch in memory laid out as ``parts``."""
+
+    batch: Batch
+    memory: NDArray[np.uint8]
+    parts: Parts
+    unsound: NDArray[np.uint32]
+    """First unsound program of each group."""
+
+    @property
+    def programs(self) -> NDArray[np.uint32]:
+        """First instruction, number of instructions, first slot, traits; [programs, 4]."""
+        return self._part(self.parts.programs, 4 * len(self.batch)).reshape(-1, 4)
+
+    @property
+    def order(self) -> NDArray[np.uint32]:
+        """Programs, with `bytecode.DEEP`; [programs]."""
+        return self._part(self.parts.order, len(self.batch))
+
+    @property
+    def instructions(self) -> NDArray[np.uint32]:
+        """[places, 2], not all of which are used."""
+        size = 2 * (len(self.batch.codes) + len(self.batch))
+        return self._part(self.parts.instructions, size).reshape(-1, 2)
+
+    @property
+    def slots(self) -> NDArray[np.uint32]:
+        """First token, end token, first parameter value, parameters of the program; [places, 4]."""
+        size = self.parts.instructions - self.parts.slots
+        return self._part(self.parts.slots, size // 4).reshape(-1, 4)
+
+    def needs(self) -> NDArray[np.uint32]:
+        """Stack levels that each program needs below the top."""
+        return self.programs[:, 3] >> bytecode.NEED_SHIFT & bytecode.NEED_MASK
+
+    def are_unsound(self) -> NDArray[np.bool_]:
+        """Whether each program was found unsound."""
+        return (self.programs[:, 3] & bytecode.UNSOUND) != 0
+
+    def slot_counts(self) -> NDArray[np.uint32]:
+        """Slots of each program."""
+        return self.programs[:, 3] & bytecode.SLOTS_MASK
+
+    def code(self, index: int) -> list[Instruction]:
+        """A program's instructions, with what a slot holds in place of its number."""
+        first, count, slot, _ = self.programs[index].tolist()
+        code: list[Instruction] = []
+        for head, word in self.instructions[first : first + count + 1].tolist():
+            low, leaf = head & (1 << bytecode.INDEX_SHIFT) - 1, head >> bytecode.INDEX_SHIFT
+            loaded = self._slot(slot + leaf) if low & bytecode.LOAD_SLOT else leaf
+            code.append((low, loaded, self._slot(slot + word) if _takes_slot(low) else word))
+        return code
+
+    def _slot(self, number: int) -> tuple[int, ...]:
+        return tuple(self.slots[number].tolist())
+
+    def _part(self, start: int, count: int) -> NDArray[np.uint32]:
+        return self.memory[start : start + 4 * count].view(np.uint32)
+
+
+@functools.cache
+def host_kernels() -> ctypes.CDLL:
+    """Compile the kernels for this machine; skips the test if it has no compiler."""
+    compiler = _compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    shim = Path(__file__).with_name("cuda_on_host.h").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "lowering.cpp"), Path(folder, "lowering.so")
+        source.write_text(shim + lowering.lowering_source() + _ENTRIES)
+        subprocess.run([*compiler, *_OPTIONS, "-o", library, source], check=True)
+        return ctypes.CDLL(str(library))
+
+
+def _compiler() -> list[str] | None:
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name, *_TRAPS]
+    return None
+
+
+def lower_on_host(
+    batch: Batch,
+    variables: int = 1 << 18,
+    *,
+    share: int = 4,
+    room: int = lowering.MOST_ROOM,
+    group: int | None = None,
+    levels: int = 3,
+) -> Lowered:
+    """Lower a batch by the device's source, compiled for this machine, in memory full of garbage.
+
+    Args:
+        batch: to lower.
+        variables: of the data set.
+        share: programs of a block.
+        room: tokens that a block has room for in shared memory.
+        group: programs that are sorted together; None for all.
+        levels: stack levels of a warp.
+
+    """
+    library, parts = host_kernels(), Parts.of(batch)
+    guarded = np.full(parts.end + 2 * GUARD, GARBAGE, dtype=np.uint8)
+    memory = _aligned(guarded, parts.end)
+    address = memory.ctypes.data
+    group = len(batch) if group is None else group
+    unsound = np.zeros(-(-len(batch) // group), dtype=np.uint32)
+    pack(Tokens.of(batch), parts, memory)
+    before = memory[: parts.uploaded].copy()
+    told = np.zeros(1, dtype=lowering.LOWER_ARGUMENTS)
+    longest = int(batch.lengths.max())
+    lowering.tell_lower(
+        told, address, parts, len(batch), batch.vectors, variables, longest, 1 << 20
+    )
+    told["share"], told["room"] = share, room
+    blocks = -(-len(batch) // share)
+    assert library.host_lower(ctypes.c_void_p(told.ctypes.data), blocks, max(share, 4)) == 0
+    order = np.zeros(1, dtype=lowering.ORDER_ARGUMENTS)
+    blocks = lowering.tell_order(
+        order, address, parts, len(batch), group, levels, unsound.ctypes.data
+    )
+    assert library.host_order(ctypes.c_void_p(order.ctypes.data), blocks, 4) == 0
+    np.testing.assert_array_equal(memory[: parts.uploaded], before)
+    start = address - guarded.ctypes.data
+    assert np.all(guarded[:start] == GARBAGE)
+    assert np.all(guarded[start + parts.end :] == GARBAGE)
+    return Lowered(batch, memory, parts, unsound)
+
+
+def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    start = GUARD // 2 + -(guarded.ctypes.data + GUARD // 2) % 64
+    return guarded[start : start + size]
+
+
+@functools.cache
+def _slot_labels() -> frozenset[int]:
+    from warpfit.ops import OPERATORS
+
+    table = bytecode.labels()
+    binary = [int(table[row.code]) for row in OPERATORS.values() if row.arity == 2]
+    return frozenset(label + bytecode.FROM_SLOT + odd for label in binary for odd in (0, 1))
+
+
+def _takes_slot(low: int) -> bool:
+    return low & (1 << bytecode.LABEL_BITS) - 1 in _slot_labels()
+
+
+def lower_on_device(
+    device: Any,
+    batch: Batch,
+    variables: int = 1 << 18,
+    *,
+    group: int | None = None,
+    levels: int = 3,
+) -> Lowered:
+    """Lower a batch on a `CudaDevice`; see `lower_on_host`."""
+    parts = Parts.of(batch)
+    kernels = lowering.load_lowering(device)
+    with device.stream() as context:
+        staging = context.pinned("batch", parts.end)
+        staging[:] = GARBAGE
+        address = context.buffer("batch", parts.end)
+        context.upload(address, staging)
+        context.stream.synchronize()
+        pack(Tokens.of(batch), parts, staging)
+        context.upload(address, staging[: parts.uploaded])
+        where = (context, kernels, batch, address)
+        lowering.launch_lowering(*where, variables, 8 * device.multiprocessors)
+        unsound = lowering.launch_order(*where, group or len(batch), levels)
+        context.download(staging, address)
+        context.stream.synchronize()
+        return Lowered(batch, staging.copy(), parts, unsound.copy())

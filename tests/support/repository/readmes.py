@@ -1,0 +1,65 @@
+"""The snippets of the READMEs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+READMES = (
+    *("README.md", "client/README.md", "client/warpfit/bench/README.md", "server/README.md"),
+    *("proto/README.md", "deploy/README.md"),
+)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block; ``py`` goes on where the ``python`` block before it ended."""
+
+    path: str
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+def snippets(path: str) -> list[Snippet]:
+    """All blocks of one README that name a language."""
+    text = (ROOT / path).read_text()
+    return [
+        Snippet(path, text.count("\n", 0, match.start()) + 1, match[1], match[2])
+        for match in _FENCE.finditer(text)
+        if match[1]
+    ]
+
+
+def programs(path: str) -> list[list[Snippet]]:
+    """Python blocks of one README, each with those that go on from it."""
+    found: list[list[Snippet]] = []
+    for snippet in snippets(path):
+        if snippet.language == "python":
+            found.append([snippet])
+        elif snippet.language == "py":
+            found[-1].append(snippet)
+    return found
+
+
+def commands(snippet: Snippet) -> list[str]:
+    """Lines of a shell block, continued ones joined."""
+    joined = snippet.code.replace("\\\n", " ")
+    return [line.strip() for line in joined.splitlines() if line.strip()]
+
+
+def installs(snippet: Snippet) -> bool:
+    """Whether a shell block needs a machine that has nothing yet."""
+    return snippet.language == "sh" and "pip install" in snippet.code
+
+
+def spoken(path: str) -> list[str]:
+    """Code within the sentences and tables of one README."""
+    text = _FENCE.sub("", (ROOT / path).read_text())
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]

@@ -1,0 +1,106 @@
+"""A real server process for end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+class ServerProcess:
+    """``python -m warpfit_server`` on a free loopback port; a context manager."""
+
+    def __init__(
+        self, *flags: str, engine: str = "cpu", log: Path | None = None, **environment: str
+    ) -> None:
+        self._log = log.open("w") if log else None
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", engine, *flags],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        assert self.process.stdout is not None
+        self.banner = self.process.stdout.readline()
+        if "listening on" not in self.banner:
+            raise RuntimeError(f"the server did not start: {self.banner!r}")
+        self.address = self.banner.split()[3]
+        named = (word.partition("=") for word in self.banner.split())
+        #: What the start-up line says: health and metrics ports among others.
+        self.facts = {name: value for name, _, value in named if value}
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def engine(self, timeout: float = 30.0) -> psutil.Process:
+        """The engine process that runs now."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                if runs(child, "warpfit_server.engine.process"):
+                    return child
+            time.sleep(0.01)
+        raise TimeoutError("no engine process")
+
+    def doors(self) -> list[psutil.Process]:
+        """The further front-door processes."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if runs(child, "warpfit_server.processes.front_end")]
+
+    def kill_engine(self) -> None:
+        """SIGKILL the engine process."""
+        self.engine().send_signal(signal.SIGKILL)
+
+    def family(self) -> dict[str, psutil.Process]:
+        """Every process of the server by role."""
+        doors = {f"door {number}": door for number, door in enumerate(self.doors(), 1)}
+        front_door = psutil.Process(self.process.pid)
+        return {"front door": front_door, **doors, "engine": self.engine()}
+
+    def kill(self) -> None:
+        """SIGKILL the front door, and wait until the others have noticed."""
+        others = psutil.Process(self.process.pid).children()
+        self.process.kill()
+        self.process.wait()
+        _, alive = psutil.wait_procs(others, 10)
+        assert not alive, "processes outlive the front door"
+
+    def shared_memory(self) -> int:
+        """Bytes of memory files that the front door holds open or mapped."""
+        inodes = {}
+        for maps in psutil.Process(self.process.pid).memory_maps(grouped=False):
+            if "memfd:warpfit" in maps.path:
+                inodes[maps.addr] = maps.size
+        return sum(inodes.values())
+
+    def descriptors(self) -> int:
+        """Open file descriptors of the front door."""
+        return psutil.Process(self.process.pid).num_fds()
+
+    def stop(self) -> int:
+        """SIGTERM, wait, return the exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        status = self.process.wait(timeout=30)
+        if self.process.stdout:
+            self.process.stdout.close()
+        if self._log:
+            self._log.close()
+        return status
+
+
+def runs(process: psutil.Process, module: str) -> bool:
+    """Tell whether a process is alive and runs a module."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and module in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False

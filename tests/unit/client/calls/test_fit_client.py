@@ -1,0 +1,237 @@
+"""`optimize` and the newer options of `evaluate`, in process and over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.servers.loopback import serve
+from warpfit import InvalidArgumentError, ProgramError, Reason, testing
+from warpfit.calls.data import Data
+from warpfit.calls.fit_arguments import build_fit
+from warpfit.dataset import Dataset
+from warpfit.transport.settings import RetryPolicy
+
+rng = np.random.default_rng(6)
+X = rng.uniform(0.5, 2.0, size=(50, 2))
+Y = 2.0 * X[:, 0] - 0.5 * X[:, 1]
+TEXTS = ["p1*x1 + p2*x2", "x1"]
+STARTS = [[0.0, 0.0], []]
+QUICK = RetryPolicy(total_seconds=10, initial_backoff=0.001, maximum_backoff=0.01)
+
+
+@pytest.fixture
+def server():
+    return testing.InProcessServer(chunk_bytes=256)
+
+
+@pytest.fixture(params=["in process", "grpc"])
+def client(request, server):
+    if request.param == "in process":
+        with testing.client(server) as made:
+            yield made
+        return
+    with serve(server) as (address, _), warpfit.connect(address, retry=QUICK) as made:
+        yield made
+
+
+@pytest.fixture
+def data(client):
+    return client.upload(X, Y, dtype="float64")
+
+
+def test_a_fit_has_the_shapes_and_names_that_it_promises(client, data):
+    seen = []
+    fit = client.optimize(
+        data,
+        TEXTS,
+        STARTS,
+        loss="rmse",
+        standard_errors=True,
+        covariance=True,
+        progress=seen.append,
+    )
+    np.testing.assert_allclose(fit.parameters[0], [2.0, -0.5], rtol=1e-6)
+    assert [p.shape for p in fit.parameters] == [(2,), (0,)]
+    assert [c.shape for c in fit.covariance] == [(2, 2), (0, 0)]
+    for name in ("loss", "initial_loss", "iterations", "evaluations", "reason", "start"):
+        assert getattr(fit, name).shape == (2,)
+    assert fit.reason[1] is Reason.GRADIENT
+    assert (fit.x, fit.fun, fit.nit, fit.nfev) == (
+        fit.parameters,
+        fit.loss,
+        fit.iterations,
+        fit.evaluations,
+    )
+    assert fit.success.tolist() == [True, True]
+    assert seen
+    assert {progress.searches for progress in seen} == {2}
+
+
+def test_a_single_expression_may_stand_alone(client, data):
+    fit = client.optimize(
+        data, "p1*x1 + p2*x2", [0.0, 0.0], bounds=([None, 0.0], None), fixed=[False, False]
+    )
+    assert fit.parameters[0][1] == 0.0
+    several = client.optimize(data, "p1*x1", [[0.0], [5.0]], all_starts=True)
+    assert several.loss.shape == (2, 1)
+    assert several.parameters[0].shape == (2, 1)
+    np.testing.assert_allclose(*several.parameters[0])
+
+
+def test_a_lost_data_set_is_uploaded_and_an_unavailable_server_asked_again(server):
+    with testing.client(server) as client:
+        data = client.upload(X, Y)
+        server.forget()
+        server.fail(calls=1)
+        fit = client.optimize(data, TEXTS, STARTS)
+    assert fit.success.all()
+    assert server.calls[-3:] == ["Optimize", "UploadVariables", "Optimize"]
+
+
+def test_a_failing_progress_callback_reaches_the_caller(client, data):
+    def fail(progress):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        client.optimize(data, TEXTS, STARTS, progress=fail)
+
+
+def test_the_async_client_has_the_same_methods(server):
+    async def run():
+        async with testing.async_client(server) as client:
+            data = await client.upload(X, Y, dtype="float64")
+            fit = await client.optimize(data, TEXTS, STARTS)
+            losses, gradients = await client.evaluate(
+                data, TEXTS, fit.parameters, loss="mse", gradient=True
+            )
+            return fit, losses, gradients
+
+    fit, losses, gradients = asyncio.run(run())
+    np.testing.assert_allclose(losses, fit.loss, atol=1e-12)
+    assert np.abs(gradients[0]).max() < 1e-5
+
+
+def test_gradients_come_beside_losses(client, data):
+    losses, gradients = client.evaluate(data, TEXTS, STARTS, loss="mse", gradient=True)
+    np.testing.assert_allclose(losses[0], np.mean(Y**2))
+    np.testing.assert_allclose(gradients[0], [np.mean(-2 * Y * x) for x in X.T], rtol=1e-12)
+    assert gradients[1].shape == (0,)
+    k_losses, k_gradients = client.evaluate(
+        data, TEXTS, [np.zeros((3, 2)), np.empty((3, 0))], loss="mse", gradient=True
+    )
+    assert k_losses.shape == (3, 2)
+    np.testing.assert_allclose(k_gradients[0], np.tile(gradients[0], (3, 1)))
+
+
+def test_jacobians_are_rows_by_parameters(client, data):
+    answer = client.run(data, TEXTS, STARTS, jacobian=True)
+    assert answer.values is None
+    np.testing.assert_allclose(answer.jacobians[0], X)
+    assert answer.jacobians[1].shape == (50, 0)
+
+
+def test_linear_scaling_returns_loss_slope_and_intercept(client, data):
+    losses, slopes, intercepts = client.evaluate(
+        data, ["x1", "3*x1 - 1", "7"], loss="mse", linear_scaling=True
+    )
+    b, a = np.polyfit(X[:, 0], Y, 1)
+    np.testing.assert_allclose([slopes[0], intercepts[0]], [b, a])
+    np.testing.assert_allclose(losses[:2], np.mean((a + b * X[:, 0] - Y) ** 2))
+    np.testing.assert_allclose([slopes[2], intercepts[2], losses[2]], [0, Y.mean(), Y.var()])
+
+
+def test_reductions_and_correlations(client, data):
+    reductions, correlations = client.evaluate(
+        data, TEXTS, STARTS, reductions=True, correlation=True
+    )
+    np.testing.assert_allclose(reductions.mean, [0.0, X[:, 0].mean()])
+    assert reductions.non_finite.tolist() == [0, 0]
+    assert np.isnan(correlations[0])
+    np.testing.assert_allclose(correlations[1], np.corrcoef(X[:, 0], Y)[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"gradient": True}, "LOSS_MISSING"),
+        ({"linear_scaling": True}, "LOSS_MISSING"),
+        ({"loss": "huber", "linear_scaling": True}, "SCALING_UNDEFINED"),
+        ({"loss": "mse", "linear_scaling": True, "gradient": True}, "WISHES_CONFLICT"),
+        ({"loss": "abs("}, "EXPECTED_OPERAND"),
+    ],
+)
+def test_wishes_that_cannot_be_met(client, data, options, reason):
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.evaluate(data, TEXTS, STARTS, **options)
+    assert caught.value.reason == reason
+
+
+def test_correlation_needs_a_target(client):
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.evaluate(client.upload(X), "x1", correlation=True)
+    assert caught.value.reason == "TARGET_MISSING"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        ("float64", {}, (50, 1e-8, 1e-8, 1e-8)),
+        ("float32", {"accuracy": "screening"}, (50, 1e-6, 1e-6, 1e-6)),
+        ("float64", {"accuracy": "final"}, (2000, 1e-12, 1e-12, 1e-16)),
+        ("float32", {"accuracy": "final"}, (2000, 1e-7, 1e-7, 1e-10)),
+        (
+            "float64",
+            {"accuracy": "final", "max_iterations": 7, "step_tolerance": 0.0},
+            (7, 1e-12, 0.0, 1e-16),
+        ),
+    ],
+)
+def test_accuracy_chooses_what_is_not_given(dtype, options, expected):
+    request = build_fit(Data(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
+    settings = request.settings
+    found = (settings.max_iterations, settings.gradient_tolerance)
+    assert (*found, settings.step_tolerance, settings.loss_tolerance) == expected
+
+
+def test_an_unknown_accuracy_is_an_error(client, data):
+    with pytest.raises(InvalidArgumentError, match="accuracy"):
+        client.optimize(data, TEXTS, STARTS, accuracy="best")
+
+
+def test_a_final_fit_has_more_digits_than_one_for_screening(client):
+    x = np.linspace(0.1, 3.0, 40)[:, None]
+    data = client.upload(x, 2.0 * np.exp(-1.3 * x[:, 0]) + np.sin(9 * x[:, 0]), dtype="float64")
+    exact, final, quick = (
+        client.optimize(data, "p1*exp(-p2*x1)", [9.0, 0.1], **options).parameters[0]
+        for options in (
+            {
+                "max_iterations": 3000,
+                "gradient_tolerance": 0,
+                "step_tolerance": 0,
+                "loss_tolerance": 0,
+            },
+            {"accuracy": "final"},
+            {"accuracy": "screening", "loss_tolerance": 1e-4},
+        )
+    )
+    assert np.abs(final - exact).max() < 1e-10 * np.abs(exact).max()
+    assert np.abs(quick - exact).max() > np.abs(final - exact).max()
+
+
+def test_errors_name_parameters_as_they_are_written(client, data):
+    texts, starts = ["p1*x1", "p1*x1 + p2*x2"], [[1.0], [1.0, 1.0]]
+    with pytest.raises(InvalidArgumentError, match=r"p2 has a lower bound") as caught:
+        client.optimize(data, texts, starts, bounds=([None, [0.0, 5.0]], [None, [1.0, 4.0]]))
+    assert caught.value.expression == 1
+
+
+def test_parameters_that_an_expression_does_not_have_are_an_error(client, data):
+    with pytest.raises(ProgramError, match="3 parameters were given, and p2 is the last") as caught:
+        client.optimize(data, TEXTS, [[0.0, 0.0, 0.0], []])
+    assert (caught.value.reason, caught.value.expression) == ("TOO_MANY_PARAMETERS", 0)
+    with pytest.raises(ProgramError, match="1 parameter was given, and none is used"):
+        client.evaluate(data, TEXTS, parameters=[[0.0, 0.0], [1.0]], loss="mse")

@@ -1,0 +1,346 @@
+"""Domain types survive the way through messages; hostile bytes only ever raise WarpfitErrors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.engines.strategies import numbers, programs
+from warpfit import codec, errors
+from warpfit.calls import info
+from warpfit.dataset import DTYPES, Dataset, Layout
+from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.v1 import evaluator_pb2 as pb
+
+COUNTS = st.integers(1, 2**40)
+NAMES = st.lists(st.text(min_size=1, max_size=5).filter(str.isprintable), unique=True)
+LAYOUT = Layout(np.dtype("<f4"), variables=3, rows=100, has_target=True)
+
+
+@st.composite
+def layouts(draw):
+    names = tuple(draw(NAMES))
+    return Layout(
+        dtype=draw(st.sampled_from(list(DTYPES.values()))),
+        variables=len(names) or draw(COUNTS),
+        rows=draw(COUNTS),
+        has_target=draw(st.booleans()),
+        has_weights=draw(st.booleans()),
+        names=names,
+    )
+
+
+@st.composite
+def evaluations(draw):
+    drawn = draw(st.lists(programs(max_tokens=12), min_size=1, max_size=5))
+    vectors = draw(st.integers(1, 3))
+    entries = [
+        np.array(
+            draw(
+                st.lists(
+                    numbers(), min_size=vectors * p.parameters, max_size=vectors * p.parameters
+                )
+            )
+        ).reshape(vectors, p.parameters)
+        for p in drawn
+    ]
+    loss = draw(st.sampled_from([None, *Loss]))
+    return Evaluation(
+        dataset_id=draw(st.binary(min_size=32, max_size=32)),
+        batch=Batch.of(drawn, entries),
+        rows=draw(st.none() | st.tuples(st.integers(0, 50), st.integers(51, 100))),
+        precision=draw(st.sampled_from(Precision)),
+        loss=loss,
+        values=draw(st.booleans()) or loss is None,
+        tier=draw(st.sampled_from(Tier)),
+    )
+
+
+def reparsed(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+# --------------------------------------------------------------------------------- round trips
+
+
+@given(layouts())
+def test_layouts_survive(layout):
+    assert codec.layout_from_message(reparsed(codec.layout_to_message(layout))) == layout
+
+
+@given(evaluations())
+def test_evaluations_survive_bit_for_bit(evaluation):
+    back = codec.evaluation_from_message(reparsed(codec.evaluation_to_message(evaluation)))
+    for field in dataclasses.fields(Batch):
+        before = np.asarray(getattr(evaluation.batch, field.name))
+        after = np.asarray(getattr(back.batch, field.name))
+        assert before.tobytes() == after.tobytes(), field.name
+        assert field.name == "vectors" or before.dtype == after.dtype
+    for field in dataclasses.fields(Evaluation):
+        if field.name != "batch":
+            assert getattr(back, field.name) == getattr(evaluation, field.name)
+    back.check(LAYOUT)
+
+
+@given(
+    st.builds(
+        Timings,
+        *[st.integers(0, 2**63)] * 5,
+        tier=st.sampled_from(Tier),
+        cache_hits=st.integers(0, 2**31),
+    )
+)
+def test_timings_survive(timings):
+    message = reparsed(codec.timings_to_message(timings))
+    assert codec.timings_from_message(message) == timings
+
+
+@given(
+    st.lists(
+        st.builds(
+            info.Device,
+            name=st.text(max_size=10),
+            threads=st.integers(0, 1000),
+            memory=COUNTS,
+            compute_capability=st.text(max_size=3),
+            driver=st.text(max_size=3),
+            tiers=st.lists(st.sampled_from(Tier), unique=True).map(tuple),
+        ),
+        max_size=3,
+    ),
+    st.lists(COUNTS, min_size=10, max_size=10),
+)
+def test_server_infos_survive(devices, limits):
+    server = info.ServerInfo(
+        "1.2", "cpu", tuple(devices), info.Limits(*limits), codec.operator_infos()
+    )
+    assert codec.info_from_message(reparsed(codec.info_to_message(server))) == server
+
+
+def test_operator_infos_cover_the_table():
+    described = {op.name: (op.code, op.arity) for op in codec.operator_infos()}
+    assert described == {name: (op.code, op.arity) for name, op in OPERATORS.items()}
+
+
+@pytest.mark.parametrize("kind", [*errors.BY_STATUS.values(), errors.ProgramError])
+@pytest.mark.parametrize(
+    "place",
+    [{}, {"expression": 0, "token": 0, "needed": 0, "available": 0, "retry_after": 1.25}],
+)
+def test_errors_survive(kind, place):
+    error = kind("what", "REASON", "remedy", "field", **place)
+    detail = [("other", "x"), (codec.ERROR_METADATA_KEY, codec.error_to_detail(error))]
+    back = codec.error_from_status(error.status, "status text", detail)
+    local = {"text": "", "position": None}  # of a ProgramError, and added by the client
+    assert {**local, **vars(back)} == {**local, **vars(error)}
+    # What is wrong in an expression is a ProgramError.
+    with_place = errors.ProgramError if place else errors.InvalidArgumentError
+    assert type(back) is (with_place if issubclass(kind, errors.InvalidArgumentError) else kind)
+
+
+@given(st.integers(1, 9000), st.booleans(), st.sampled_from(list(DTYPES.values())))
+def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
+    batch = Batch.of(_two_programs(), [[[1.0], [2.0]], [[], []]])
+    evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE if with_loss else None)
+    values = np.arange(2 * 2 * 100, dtype=dtype).reshape(2, 2, 100)
+    losses = np.array([[1.0, np.nan], [np.inf, -0.0]])
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    assembler = codec.ResultAssembler(evaluation)
+    assembler.add(pb.EvaluateResponse.FromString(codec.result_start(layout, values.shape)))
+    payload = values.reshape(-1).data.cast("B")
+    for piece in codec.value_pieces(payload, 0, chunk_bytes):
+        message = pb.EvaluateResponse.FromString(piece)
+        assert len(message.values) <= chunk_bytes
+        assembler.add(message)
+    end = codec.result_end(losses if with_loss else None, Timings(compute=5))
+    assembler.add(pb.EvaluateResponse.FromString(end))
+    result = assembler.result()
+    np.testing.assert_array_equal(result.values, values)
+    assert result.values.dtype == dtype
+    assert result.timings.compute == 5
+    if with_loss:
+        assert result.losses.tobytes() == losses.tobytes()
+    else:
+        assert result.losses is None
+
+
+@given(st.integers(1, 3000))
+def test_hand_framed_pieces_are_what_protobuf_would_write(chunk_bytes):
+    data = bytes(range(200)) * 2
+    for piece in codec.value_pieces(memoryview(data), 0, chunk_bytes):
+        message = pb.EvaluateResponse.FromString(piece)
+        assert message.values == data[message.offset : message.offset + len(message.values)]
+        assert len(piece) == message.ByteSize()
+
+
+@given(st.integers(1, 5000), st.integers(1, 60))
+def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows):
+    dataset = Dataset.of(np.arange(3.0 * rows).reshape(rows, 3), np.arange(rows), names="abc")
+    first, *rest = codec.upload_messages(dataset, chunk_bytes)
+    assert codec.upload_start(first) == (dataset.layout, dataset.content_id)
+    parsed = [pb.UploadVariablesRequest.FromString(message) for message in rest]
+    assert [message.SerializeToString() for message in parsed] == rest
+    assert all(0 < len(message.data) <= chunk_bytes for message in parsed)
+    assert b"".join(message.data for message in parsed) == dataset.matrix.tobytes()
+    assert b"".join(map(codec.upload_data, rest)) == dataset.matrix.tobytes()
+
+
+# --------------------------------------------------------------------------------- broken answers
+
+
+def _two_programs():
+    from warpfit import Program
+
+    return [Program.parameter(0), Program.variable(1)]
+
+
+def _header(**changes):
+    fields = {"dtype": pb.DTYPE_FLOAT32, "programs": 2, "vectors": 1, "rows": 4} | changes
+    return pb.EvaluateResponse(header=pb.ResultHeader(**fields))
+
+
+_END = pb.EvaluateResponse(losses=bytes(16), timings=pb.Timings(tier=pb.TIER_INTERPRETER))
+_ALL = pb.EvaluateResponse(values=bytes(32))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [_END],
+        [_header(), _END],
+        [_header(), _ALL],
+        [_ALL, _END],
+        [_header(dtype=9), _ALL, _END],
+        [_header(programs=3), _ALL, _END],
+        [_header(vectors=2), _ALL, _END],
+        [_header(), _ALL, _ALL, _END],
+        [_header(), pb.EvaluateResponse(values=bytes(33)), _END],
+        [_header(), pb.EvaluateResponse(values=bytes(16), offset=16), _END],
+        [_header(), _ALL, pb.EvaluateResponse(losses=bytes(8), timings=pb.Timings())],
+    ],
+)
+def test_a_broken_answer_is_an_internal_error(messages):
+    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
+    assembler = codec.ResultAssembler(evaluation)
+    with pytest.raises(errors.InternalError, match="the server's answer"):
+        for message in messages:
+            assembler.add(message)
+        assembler.result()
+
+
+def test_an_answer_that_fits_no_memory():
+    assembler = codec.ResultAssembler(Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []])))
+    with pytest.raises(errors.ResourceExhaustedError) as caught:
+        assembler.add(_header(rows=2**60))
+    assert caught.value.needed == 2**63
+
+
+def test_the_whole_answer_in_one_message():
+    evaluation = Evaluation(bytes(32), Batch.of(_two_programs(), [[1.0], []]), loss=Loss.MSE)
+    message = _header()
+    message.MergeFrom(_ALL)
+    message.MergeFrom(_END)
+    assembler = codec.ResultAssembler(evaluation)
+    assembler.add(message)
+    assert assembler.result().values.shape == (2, 1, 4)
+
+
+# --------------------------------------------------------------------------------- hostile bytes
+
+
+def refused_or_fine(function):
+    """Anything but a WarpfitError fails the test."""
+    try:
+        function()
+    except errors.WarpfitError as error:
+        assert error.reason
+        assert error.status != "INTERNAL"
+
+
+@given(st.binary(max_size=200))
+def test_garbage_instead_of_requests(data):
+    def decode():
+        message = codec.parse_message(pb.EvaluateRequest, data)
+        codec.evaluation_from_message(message).check(LAYOUT)
+
+    refused_or_fine(decode)
+    refused_or_fine(lambda: codec.upload_start(data))
+
+
+@given(evaluations(), st.data())
+def test_mutated_requests(evaluation, data):
+    raw = bytearray(codec.evaluation_to_message(evaluation).SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+
+    def decode():
+        message = codec.parse_message(pb.EvaluateRequest, bytes(raw))
+        codec.evaluation_from_message(message).check(LAYOUT)
+
+    refused_or_fine(decode)
+
+
+@given(
+    codes=st.binary(max_size=20),
+    values=st.binary(max_size=40),
+    lengths=st.binary(max_size=12),
+    parameter_counts=st.binary(max_size=12),
+    parameters=st.binary(max_size=24),
+    vectors=st.integers(0, 2**32 - 1),
+    precision=st.integers(0, 5),
+    loss=st.integers(-1, 9),
+    tier=st.integers(0, 5),
+)
+def test_lies_in_every_field(precision, loss, tier, **fields):
+    message = pb.EvaluateRequest(
+        content_id=bytes(32),
+        programs=pb.Programs(**fields),
+        precision=precision,
+        loss=loss,
+        tier=tier,
+    )
+    refused_or_fine(lambda: codec.evaluation_from_message(message).check(LAYOUT))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (pb.UploadVariablesRequest(), "BAD_HEADER"),
+        (pb.UploadVariablesRequest(data=b"123"), "BAD_HEADER"),
+        (pb.UploadVariablesRequest(header=pb.UploadHeader()), "BAD_DATASET_ID"),
+        (pb.UploadVariablesRequest(header=pb.UploadHeader(content_id=bytes(32))), "BAD_DTYPE"),
+    ],
+)
+def test_bad_upload_headers(message, reason):
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        codec.upload_start(message.SerializeToString())
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("detail", [b"\xff\xff\xff", b"\x0a\xff"])
+def test_a_garbled_error_detail_falls_back_on_the_status(detail):
+    error = codec.error_from_status("NOT_FOUND", "gone", [(codec.ERROR_METADATA_KEY, detail)])
+    assert type(error) is errors.DatasetNotFoundError
+    assert error.message == "gone"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ("UNKNOWN", errors.InternalError),
+        ("UNIMPLEMENTED", errors.UnimplementedError),
+        ("UNAVAILABLE", errors.UnavailableError),
+        ("DEADLINE_EXCEEDED", errors.DeadlineExceededError),
+    ],
+)
+def test_grpcs_own_errors(status, kind):
+    error = codec.error_from_status(status, "", None)
+    assert type(error) is kind
+    assert error.reason == status

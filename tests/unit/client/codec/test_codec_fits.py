@@ -1,0 +1,203 @@
+"""Fits and the newer parts of evaluations survive the way through messages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import numbers, programs
+from warpfit import codec, errors
+from warpfit.dataset import Layout
+from warpfit.fitting import (
+    REASONS,
+    FitProgress,
+    FitRequest,
+    FitResult,
+    FitSettings,
+    Method,
+    Reason,
+)
+from warpfit.ir import Batch, Program
+from warpfit.losses import BY_NAME, Closing, LossFunction
+from warpfit.request import Evaluation, Loss, Timings
+from warpfit.v1 import evaluator_pb2 as pb
+
+LAYOUT = Layout(np.dtype("<f4"), variables=3, rows=100, has_target=True)
+WISHES = ("gradient", "jacobian", "variable_gradient", "reductions", "correlation")
+TOLERANCES = st.none() | st.floats(0, 1)
+
+
+def reparsed(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+@st.composite
+def batches(draw):
+    drawn = draw(st.lists(programs(max_tokens=12), min_size=1, max_size=5))
+    vectors = draw(st.integers(1, 3))
+    return Batch.of(drawn, [np.ones((vectors, p.parameters)) for p in drawn])
+
+
+@st.composite
+def fits(draw):
+    batch = draw(batches())
+    total = int(batch.parameter_counts.sum())
+    custom = draw(st.sampled_from([None, *(make() for make in BY_NAME.values())]))
+    problem = Evaluation(
+        bytes(32),
+        batch,
+        rows=draw(st.none() | st.just((3, 9))),
+        loss=None if custom else draw(st.sampled_from(Loss)),
+        custom_loss=custom,
+        values=False,
+    )
+    bounded = draw(st.booleans()) and total > 0
+    settings = FitSettings(
+        method=draw(st.sampled_from([Method.AUTO, Method.BFGS])),
+        max_iterations=draw(st.integers(0, 2**32 - 1)),
+        gradient_tolerance=draw(TOLERANCES),
+        step_tolerance=draw(TOLERANCES),
+        loss_tolerance=draw(TOLERANCES),
+        lower=np.full(total, -np.inf) if bounded else None,
+        upper=np.arange(total, dtype=float) if bounded else None,
+        fixed=np.arange(total) % 2 == 0 if bounded else None,
+        all_starts=draw(st.booleans()),
+        partial=draw(st.booleans()),
+        progress=draw(st.booleans()),
+    )
+    return FitRequest(problem, settings)
+
+
+@settings(deadline=None, max_examples=60)
+@given(fits())
+def test_fits_survive(request):
+    back = codec.fit_from_message(reparsed(codec.fit_to_message(request)))
+    for field in dataclasses.fields(FitSettings):
+        before, after = (getattr(r.settings, field.name) for r in (request, back))
+        assert np.array_equal(before, after), field.name
+    assert back.problem.custom_loss == request.problem.custom_loss
+    assert back.problem.loss == request.problem.loss
+    assert back.problem.rows == request.problem.rows
+    assert back.problem.batch.parameters.tobytes() == request.problem.batch.parameters.tobytes()
+    assert back.method == request.method
+    back.check(LAYOUT)
+
+
+@settings(deadline=None, max_examples=60)
+@given(fits(), st.data())
+def test_mutated_fits_raise_only_warpfit_errors(request, data):
+    raw = bytearray(codec.fit_to_message(request).SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = codec.parse_message(pb.OptimizeRequest, bytes(raw))
+        codec.fit_from_message(message).check(LAYOUT)
+    except errors.WarpfitError as error:
+        assert error.reason
+        assert error.status != "INTERNAL"
+
+
+@settings(deadline=None, max_examples=60)
+@given(fits(), st.randoms(use_true_random=False))
+def test_results_survive(request, random):
+    counts = request.problem.batch.parameter_counts.astype(int)
+    cells = len(counts), request.vectors
+    total = request.vectors * int(counts.sum())
+    result = FitResult(
+        parameters=np.arange(float(total)),
+        losses=np.full(cells, np.nan),
+        initial_losses=np.full(cells, np.inf),
+        iterations=np.full(cells, 7, dtype=np.uint32),
+        evaluations=np.full(cells, 8, dtype=np.uint32),
+        reasons=np.full(cells, random.randint(1, len(REASONS)), dtype=np.uint8),
+        starts=np.zeros(cells, dtype=np.uint32),
+        timings=Timings(compute=5),
+    )
+    seen = []
+    assembler = codec.FitAssembler(request, seen.append)
+    progress = FitProgress(3, 4, 5)
+    for data in (codec.progress_to_bytes(progress), codec.fit_to_bytes(result)):
+        assembler.add(codec.fit_answer_from_bytes(data))
+    back = assembler.result()
+    assert seen == [progress]
+    for field in dataclasses.fields(FitResult):
+        before, after = getattr(result, field.name), getattr(back, field.name)
+        if isinstance(before, np.ndarray):
+            assert before.tobytes() == after.tobytes()
+        else:
+            assert before == after
+
+
+def test_reasons_and_wire_codes_agree():
+    codes = {name: code for name, code in pb.Reason.items() if code}
+    assert codes == {f"REASON_{reason.name}": code for code, reason in enumerate(REASONS, start=1)}
+    assert list(Reason) == list(REASONS)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        pb.FitResult(),
+        pb.FitResult(parameters=bytes(8), losses=bytes(8), reasons=b"\1"),
+        pb.FitResult(
+            parameters=bytes(8),
+            losses=bytes(8),
+            initial_losses=bytes(8),
+            iterations=bytes(4),
+            evaluations=bytes(4),
+            reasons=b"\x09",
+            starts=bytes(4),
+        ),
+    ],
+)
+def test_a_broken_result_is_an_internal_error(result):
+    problem = Evaluation(bytes(32), Batch.of([Program.parameter(0)], [[1.0]]), loss=Loss.MSE)
+    with pytest.raises(errors.InternalError, match="the server's answer"):
+        codec.FitAssembler(FitRequest(problem)).add(pb.OptimizeResponse(result=result))
+    with pytest.raises(errors.InternalError, match="has no result"):
+        codec.FitAssembler(FitRequest(problem)).result()
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.lists(st.sampled_from(WISHES), unique=True), st.sampled_from(Closing))
+def test_wishes_and_own_losses_survive(batch, wishes, closing):
+    loss = LossFunction(BY_NAME["huber"]().row, closing)
+    evaluation = Evaluation(bytes(32), batch, custom_loss=loss, **dict.fromkeys(wishes, True))
+    back = codec.evaluation_from_message(reparsed(codec.evaluation_to_message(evaluation)))
+    for field in dataclasses.fields(Evaluation):
+        if field.name != "batch":
+            assert getattr(back, field.name) == getattr(evaluation, field.name)
+    back.check(LAYOUT)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 2000), numbers(np.float32))
+def test_jacobians_and_extras_arrive_in_pieces(chunk_bytes, value):
+    batch = Batch.of([Program.parameter(0), Program.variable(1)], [[1.0], []])
+    evaluation = Evaluation(
+        bytes(32), batch, loss=Loss.MSE, values=False, gradient=True, jacobian=True
+    )
+    jacobian = np.full((1, 100), value, dtype=np.float32)
+    assembler = codec.ResultAssembler(evaluation)
+    assembler.add(codec.answer_from_bytes(codec.result_start(LAYOUT, (2, 1, 100))))
+    payload = jacobian.reshape(-1).data.cast("B")
+    for piece in codec.value_pieces(payload, 0, chunk_bytes, jacobian=True):
+        assembler.add(codec.answer_from_bytes(piece))
+    end = codec.result_end(np.ones((2, 1)), Timings(), {"gradients": np.array([3.0])})
+    assembler.add(codec.answer_from_bytes(end))
+    result = assembler.result()
+    assert result.jacobian.tobytes() == jacobian.tobytes()
+    assert result.gradients.tolist() == [3.0]
+    assert result.values is None
+
+
+def test_an_answer_without_its_gradients_is_broken():
+    batch = Batch.of([Program.parameter(0)], [[1.0]])
+    evaluation = Evaluation(bytes(32), batch, loss=Loss.MSE, values=False, gradient=True)
+    assembler = codec.ResultAssembler(evaluation)
+    with pytest.raises(errors.InternalError, match="gradients"):
+        assembler.add(codec.answer_from_bytes(codec.result_end(np.ones((1, 1)), Timings())))

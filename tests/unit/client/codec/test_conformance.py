@@ -1,0 +1,132 @@
+"""The conformance vectors: written by their program, and met by the client of this repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from support.repository.conformance import DATASETS, PROTO, VECTORS, array, assert_met
+from warpfit import codec, parse
+from warpfit.calls.core import Call
+from warpfit.dataset import Dataset
+from warpfit.errors import WarpfitError
+from warpfit.ir import Batch, Program
+from warpfit.ops import OPERATORS
+from warpfit.request import Evaluation, Loss, Precision
+from warpfit.testing import InProcessServer
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("make_conformance", PROTO / "make_conformance.py")
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    del sys.modules[spec.name]
+    return module
+
+
+def assert_same(got, wanted):
+    """Equal, but for the last bits of results, which differ between builds of NumPy."""
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys()
+        for key, value in wanted.items():
+            if key == "expected":
+                for name, numbers in value.items():
+                    assert (got[key][name] is None) == (numbers is None)
+                    if numbers is not None:
+                        assert_met(array(got[key][name]), numbers, 1e-13)
+            else:
+                assert_same(got[key], value)
+    elif isinstance(wanted, list | tuple):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == wanted
+
+
+def test_the_file_is_what_its_program_writes():
+    module = generator()
+    assert_same(json.loads(module.render(module.document())), VECTORS)
+
+
+def test_operators_are_those_of_the_table():
+    listed = {(op["code"], op["name"], op["arity"]) for op in VECTORS["operators"]}
+    assert listed == {(op.code, op.name, op.arity) for op in OPERATORS.values()}
+    tried = {
+        token[0]
+        for case in VECTORS["evaluations"]
+        for program in case["programs"]
+        for token in program["tokens"]
+    }
+    assert tried >= {op.code for op in OPERATORS.values()}
+
+
+def dataset_of(name):
+    described = DATASETS[name]
+    columns = {key: described[key] for key in ("target", "weights")}
+    return Dataset.of(
+        array(described["variables"]).T,
+        *(None if column is None else array(column) for column in columns.values()),
+        names=described["names"],
+        dtype=described["dtype"],
+    )
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_uploads_byte_for_byte(name):
+    dataset = dataset_of(name)
+    assert dataset.content_id.hex() == DATASETS[name]["content_id"]
+    sent = [bytes(message).hex() for message in codec.upload_messages(dataset, 1 << 20)]
+    assert sent == DATASETS[name]["upload"]
+
+
+@pytest.mark.parametrize("case", VECTORS["evaluations"], ids=lambda case: case["name"])
+def test_requests_byte_for_byte(case):
+    programs = [Program(*zip(*program["tokens"], strict=True)) for program in case["programs"]]
+    assert programs == [parse(program["text"]) for program in case["programs"]]
+    vectors = [
+        array(program["parameters"]).reshape(case["vectors"], -1) for program in case["programs"]
+    ]
+    evaluation = Evaluation(
+        bytes.fromhex(DATASETS[case["dataset"]]["content_id"]),
+        Batch.of(programs, vectors),
+        rows=None if case["rows"] is None else tuple(case["rows"]),
+        precision=Precision(case["precision"]),
+        loss=None if case["loss"] is None else Loss(case["loss"]),
+        values=case["values"],
+    )
+    assert codec.evaluation_to_message(evaluation).SerializeToString().hex() == case["request"]
+
+
+class Collector:
+    """Takes the messages of an answer."""
+
+    def add(self, message):
+        """None is looked at."""
+
+
+@pytest.mark.parametrize("case", VECTORS["failures"], ids=lambda case: case["name"])
+def test_failures_of_the_reference_server(case):
+    server = InProcessServer()
+    if case["dataset"]:
+        upload = [bytes.fromhex(data) for data in DATASETS[case["dataset"]]["upload"]]
+        server.answer(Call("UploadVariables", upload, Collector(), None))
+    request = bytes.fromhex(case["request"])
+    with pytest.raises(WarpfitError) as caught:
+        server.answer(Call("Evaluate", request, Collector(), None))
+    found = caught.value
+    assert (found.status, found.reason) == (case["status"], case["reason"])
+    assert (found.expression, found.token) == (case["expression"], case["token"])
+
+
+def test_numbers_are_compared_strictly():
+    assert_met([1.0, np.nan, np.inf, 0.0], [1.0 + 1e-7, "nan", "inf", 1e-9], 1e-6)
+    for got, wanted in (([1.0], [1.1]), ([np.nan], [1.0]), ([1.0], ["nan"]), ([-np.inf], ["inf"])):
+        with pytest.raises(AssertionError):
+            assert_met(got, wanted, 1e-6)

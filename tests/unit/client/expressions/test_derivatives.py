@@ -1,0 +1,149 @@
+"""Derivatives in NumPy: the table's derivative column against complex steps and differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import programs, vectors
+from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Program
+from warpfit.ops import OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.parse import parse
+
+#: Operators whose NumPy function takes complex numbers and is analytic where it is smooth.
+COMPLEX = {
+    *("add", "sub", "mul", "div", "pow", "neg", "log", "exp", "sqrt", "inv", "square", "cube"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "log1p", "expm1"),
+    *("log2", "log10", "fma"),
+}
+STEP = 1e-30
+
+
+def points(row: Operator) -> np.ndarray:
+    """Operands at a distance from every kink and pole, where the operator is defined."""
+    drawn = np.random.default_rng(row.code).uniform(-3, 3, size=(row.arity, 4000))
+    clear = (np.abs(drawn - np.round(drawn)) > 0.2).all(axis=0)
+    if row.arity > 1:
+        clear &= (np.abs(drawn[0] - drawn[1]) > 0.1) & (np.abs(drawn[1]) > 0.1)
+    with np.errstate(all="ignore"):
+        clear &= np.isfinite(row.numpy(*drawn)) & (np.abs(row.numpy(*drawn)) < 1e3)
+    chosen = drawn[:, clear]
+    assert chosen.shape[1] > 50
+    return chosen
+
+
+def applied(name: str) -> Program:
+    return Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
+
+
+def difference(program: Program, at: np.ndarray, index: int, step: float) -> np.ndarray:
+    """Central difference of order eight."""
+    total = np.zeros(at.shape[1])
+    for distance, weight in ((1, 672), (2, -168), (3, 32), (4, -3)):
+        for sign in (1, -1):
+            shifted = at.copy()
+            shifted[index] += sign * distance * step
+            total += sign * weight * evaluate_program(program, shifted)
+    return total / (840 * step)
+
+
+@pytest.mark.parametrize("name", sorted(COMPLEX))
+def test_operators_against_complex_steps(name):
+    row = OPERATORS[name]
+    at = points(row)
+    _, slopes = differentiate(applied(name), at, by=VARIABLE)
+    for index in range(row.arity):
+        operands = at.astype(complex)
+        operands[index] += STEP * 1j
+        with np.errstate(all="ignore"):
+            want = np.asarray(row.numpy(*operands)).imag / STEP
+        defined = np.isfinite(want) & np.isfinite(slopes[index])
+        assert defined.mean() > 0.4
+        np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-300)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATORS) - COMPLEX))
+def test_operators_against_differences(name):
+    row = OPERATORS[name]
+    at = points(row)
+    program = applied(name)
+    _, slopes = differentiate(program, at, by=VARIABLE)
+    for index in range(row.arity):
+        want = difference(program, at, index, 0.004)
+        defined = np.isfinite(want) & np.isfinite(slopes[index])
+        assert defined.mean() > 0.4
+        np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-9)
+
+
+SMOOTH = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "tanh", "square", "aq", "logistic")
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(20, variables=2, parameters=2, operators=SMOOTH, constants=st.floats(-2, 2)))
+def test_random_programs_against_complex_steps(program):
+    x = np.array([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]])
+    p = np.array([0.8, -0.5])
+    _, slopes = differentiate(program, x, p)
+    for index in range(2):
+        want = difference_by_parameter(program, x, p, index)
+        scale = 1 + np.abs(want)
+        np.testing.assert_allclose(slopes[index] / scale, want / scale, rtol=1e-8, atol=1e-8)
+
+
+def difference_by_parameter(program, x, p, index):
+    step, total = 1e-3, 0.0
+    for distance, weight in ((1, 672), (2, -168), (3, 32), (4, -3)):
+        for sign in (1, -1):
+            shifted = p.copy()
+            shifted[index] += sign * distance * step
+            total = total + sign * weight * evaluate_program(program, x, shifted)
+    return total / (840 * step)
+
+
+@given(programs(30), vectors(2))
+@settings(max_examples=60, deadline=None)
+def test_values_are_those_of_the_reference(program, parameters):
+    x = np.array([[0.5, -2.0], [1.5, 0.0], [-1.0, 3.0]])
+    values, slopes = differentiate(program, x, parameters)
+    np.testing.assert_array_equal(values, evaluate_program(program, x, parameters))
+    assert slopes.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "slope"),
+    [
+        ("where(x1 > 0, log(x1), 3)", -1.0, 0.0),
+        ("where(x1 > 0, 1, sqrt(x1 - 5))", 1.0, 0.0),
+        ("where(x1 != 0, 1 / x1, 7)", 0.0, 0.0),
+        ("0 * log(x1)", 0.0, 0.0),
+        ("abs(x1)", 0.0, 0.0),
+        ("relu(x1)", 0.0, 0.0),
+        ("sqrtabs(x1)", 0.0, 0.0),
+        ("min(x1, x1 ^ 2)", 1.0, 1.0),
+        ("max(x1 ^ 2, x1)", 1.0, 2.0),
+        ("x1 ^ 2", 0.0, 0.0),
+        ("x1 ^ 1", 0.0, 1.0),
+        ("x1 ^ 0", 0.0, 0.0),
+        ("x1 ^ 3", -2.0, 12.0),
+        ("sqrt(x1)", 0.0, np.inf),
+        ("tanh(x1)", 30.0, 4 * np.exp(-60.0)),
+        ("logistic(x1)", -800.0, 0.0),
+        ("floor(x1) * x1", 2.5, 2.0),
+    ],
+)
+def test_kinks_and_branches(text, x, slope):
+    _, slopes = differentiate(parse(text), [[x]], by=VARIABLE)
+    np.testing.assert_allclose(slopes[0], slope, rtol=1e-12)
+
+
+def test_by_parameters_and_by_variables():
+    program = parse("p1 * x1 + p2 * x1 * x2")
+    x = [[2.0, 3.0], [5.0, 7.0]]
+    _, by_parameters = differentiate(program, x, [11.0, 13.0], by=PARAMETER)
+    np.testing.assert_array_equal(by_parameters, [[2, 3], [10, 21]])
+    _, by_variables = differentiate(program, x, [11.0, 13.0], by=VARIABLE)
+    np.testing.assert_array_equal(by_variables, [[76, 102], [26, 39]])

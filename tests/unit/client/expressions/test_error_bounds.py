@@ -1,0 +1,59 @@
+"""The table of error bounds and the page that is written from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from warpfit.cli.operator_page import bound_text, operator_page
+from warpfit.expressions.error_bounds import BOUNDS, Bound, excess
+from warpfit.ops import OPERATORS
+
+PAGE = Path(__file__).parents[4] / "client" / "OPERATORS.md"
+
+
+def test_the_page_is_the_generated_one():
+    command = "python -m warpfit.cli.operator_page > client/OPERATORS.md"
+    assert PAGE.read_text() == operator_page(), f"write it again: {command}"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_bound_can_be_computed_and_promises_something(name):
+    arity = OPERATORS[name].arity
+    operands = list(np.full((arity, 3), [0.5, 1.0, 2.0], dtype=np.float32))
+    bounds = BOUNDS[name]
+    for bound in (bounds.precise_cpu, bounds.precise_cuda, bounds.fast_cpu, bounds.fast_cuda):
+        limit = bound.limit(operands, np.array([0.5, 1.0, 2.0], np.float32))
+        assert limit.shape == (3,)
+        assert np.isfinite(limit).all()
+        assert bound.ulp in bound_text(bound)
+    assert bounds.precise_cpu.where == bounds.precise_cuda.where == bounds.fast_cpu.where == ""
+
+
+def test_excess_is_the_share_of_the_bound():
+    one = np.ones(1, np.float32)
+    ulp = float(np.spacing(one)[0])
+    assert excess(Bound("2"), [one], one + np.float32(ulp), one)[0] == 0.5
+    assert excess(Bound("2"), [one], one + np.float32(4 * ulp), one)[0] == 2.0
+    assert excess(Bound("2", "0.0009765625"), [one], one + np.float32(2**-11), one)[0] == 0.5
+    assert excess(Bound("0"), [one], one + np.float32(ulp), one)[0] == np.inf
+    assert excess(Bound("2", where="a < 1"), [one], one + 1, one)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("got", "exact"),
+    [(np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0), (3e38, -np.inf), (-np.inf, np.inf)],
+)
+def test_special_values_of_one_alone_exceed_any_bound(got, exact):
+    column = [np.ones(1, np.float32)]
+    pair = np.array([got], np.float32), np.array([exact])
+    assert excess(Bound("1000"), column, *pair)[0] > 1
+
+
+def test_an_overflow_on_one_side_only_is_no_error():
+    largest = np.finfo(np.float32).max
+    got = np.array([np.inf, largest], np.float32)
+    exact = np.array([largest, np.inf], np.float64)
+    assert (excess(Bound("2"), [np.ones(2, np.float32)], got, exact) <= 1).all()

@@ -1,0 +1,174 @@
+"""Text and LaTeX forms, and the documentation table."""
+
+import struct
+from string import Formatter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.engines.strategies import programs
+from warpfit.errors import ParseError
+from warpfit.expressions.printing import text_form, to_latex, to_text
+from warpfit.ir import Program
+from warpfit.ops import OPERATORS
+from warpfit.parse import Parser, parse
+
+ANY_DOUBLE = st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack(">d", bits.to_bytes(8))[0])
+NAMES = st.lists(
+    st.text(max_size=6)
+    | st.sampled_from(["x1", "x2", "x02", "p1", "p01", "e", "inf", "nan", "not", "or", "`", "a b"]),
+    unique=True,
+    max_size=4,
+)
+
+
+@given(programs())
+def test_text_round_trip(program):
+    assert parse(to_text(program)) == program
+
+
+@given(programs(variables=4), NAMES)
+def test_text_round_trip_with_names(program, names):
+    assert Parser(names).parse(to_text(program, names)) == program
+
+
+@given(programs(max_tokens=8, constants=ANY_DOUBLE))
+def test_constants_keep_every_bit(program):
+    assert parse(to_text(program)) == program
+
+
+def without_parentheses(text):
+    """All texts with one pair of parentheses taken away."""
+    opened = []
+    for position, character in enumerate(text):
+        if character == "(":
+            opened.append(position)
+        elif character == ")":
+            start = opened.pop()
+            if start == 0 or not text[start - 1].isalnum():
+                yield f"{text[:start]} {text[start + 1 : position]} {text[position + 1 :]}"
+
+
+INFIX = [row.name for row in OPERATORS.values() if row.symbol and row.name not in ("neg", "not")]
+
+
+@given(programs(max_tokens=14, operators=INFIX, constants=st.floats(0, 9)))
+def test_no_parentheses_are_superfluous(program):
+    for text in without_parentheses(to_text(program)):
+        try:
+            other = parse(text)
+        except ParseError:
+            continue
+        assert other != program, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5 - abs(x1) * sqrt(p1) / 10 + 2 ^ x2",
+        "x1 - (x2 - x3)",
+        "(x1 ^ x2) ^ x3",
+        "x1 ^ x2 ^ x3",
+        "(-x1) ^ 2",
+        "-x1 ^ 2",
+        "(-2) ^ x1",
+        "x1 ^ (-2)",
+        "-(2)",
+        "-(-2)",
+        "--x1",
+        "x1 - -2",
+        "not (x1 and x2) or x3 < 1",
+        "(x1 < x2) < x3",
+        "where(x1 > 0, 1e-05, 1e+300)",
+        "-0 + inf - nan + -inf",
+    ],
+)
+def test_text_is_canonical(text):
+    canonical = "--2" if text == "-(-2)" else text
+    assert to_text(parse(text)) == canonical
+
+
+def test_names_are_quoted_where_needed():
+    names = ("age", "s 1", "not", "p1", "e")
+    program = parse("x1 + x2 + x3 + x4 + x5 + x6")
+    assert to_text(program, names) == "age + `s 1` + `not` + p1 + e + x6"
+    assert to_text(parse("p1 + 2.718281828459045"), names) == "p01 + 2.718281828459045"
+
+
+@pytest.mark.parametrize(
+    ("text", "latex"),
+    [
+        ("(x1 + x2) * x3", r"\left(x_{1} + x_{2}\right) \cdot x_{3}"),
+        ("x1 - (x2 - x3)", r"x_{1} - \left(x_{2} - x_{3}\right)"),
+        ("(x1 + p1) / (x2 - 1)", r"\frac{x_{1} + p_{1}}{x_{2} - 1}"),
+        ("(x1 / x2) ^ 2", r"{\left(\frac{x_{1}}{x_{2}}\right)}^{2}"),
+        ("x1 ^ x2 ^ x3", r"{x_{1}}^{{x_{2}}^{x_{3}}}"),
+        ("(x1 ^ x2) ^ x3", r"{\left({x_{1}}^{x_{2}}\right)}^{x_{3}}"),
+        ("exp(x1) ^ 2", r"{\left(e^{x_{1}}\right)}^{2}"),
+        ("x1 * -x2", r"x_{1} \cdot \left(-x_{2}\right)"),
+        ("x1 + -2", r"x_{1} + \left(-2\right)"),
+        ("-(x1 + 1)", r"-\left(x_{1} + 1\right)"),
+        ("-(x1 * x2)", r"-x_{1} \cdot x_{2}"),
+        ("square(x1 + 1)", r"{\left(x_{1} + 1\right)}^2"),
+        ("x1 * expm1(x2)", r"x_{1} \cdot \left(e^{x_{2}} - 1\right)"),
+        ("aq(x1, x2 + 1)", r"\frac{x_{1}}{\sqrt{1 + {\left(x_{2} + 1\right)}^2}}"),
+        ("log1p(x1 - x2)", r"\ln\left(1 + \left(x_{1} - x_{2}\right)\right)"),
+        ("(x1 < x2) * 2", r"\left[x_{1} < x_{2}\right] \cdot 2"),
+        ("(x1 or x2) and x3", r"\left(x_{1} \vee x_{2}\right) \wedge x_{3}"),
+        ("1e-5 ^ x1", r"{\left(1 \times 10^{-5}\right)}^{x_{1}}"),
+        ("2 * fma(x1, x2, x3)", r"2 \cdot \left(x_{1} \cdot x_{2} + x_{3}\right)"),
+        ("-inf + nan", r"-\infty + \mathrm{NaN}"),
+    ],
+)
+def test_latex(text, latex):
+    assert to_latex(parse(text)) == latex
+
+
+def test_latex_names():
+    names = ("a", "b3", "body_mass", "50%", "a^b\\c")
+    text = to_latex(parse("x1 + x2 + x3 + x4 + x5 + x6"), names)
+    power = r"\text{a\textasciicircum{}b\textbackslash{}c}"
+    assert text == rf"a + b_{{3}} + \text{{body\_mass}} + \text{{50\%}} + {power} + x_{{6}}"
+
+
+@given(programs())
+def test_latex_balances(program):
+    text = to_latex(program)
+    assert text.count("{") == text.count("}")
+    assert text.count(r"\left(") == text.count(r"\right)")
+
+
+@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+def test_latex_shows_each_operand_of_each_operator(row):
+    operands = [Program.variable(70 + index) for index in range(row.arity)]
+    text = to_latex(Program.apply(row, *operands))
+    used = [name for _, name, _, _ in Formatter().parse(row.latex) if name]
+    for name, index in zip(row.operands, range(71, 74), strict=False):
+        assert text.count(f"x_{{{index}}}") == used.count(name) >= 1
+
+
+@pytest.mark.parametrize("form", [to_text, to_latex])
+@pytest.mark.parametrize("side", ["left", "right", "unary"])
+def test_deep_programs(form, side):
+    tokens = {
+        "left": "x1" + " + x2" * 30_000,
+        "right": "x1 ^ " * 30_000 + "x2",
+        "unary": "sin(" * 30_000 + "x2" + ")" * 30_000,
+    }[side]
+    program = Parser().parse(tokens)
+    assert len(form(program)) >= 150_000
+    if form is to_text:
+        assert Parser().parse(form(program)) == program
+
+
+@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+def test_text_form_is_parsed_as_the_operator(row):
+    operands = (Program.variable(index) for index in range(row.arity))
+    assert parse(text_form(row), ("a", "b", "c")) == Program.apply(row, *operands)
+
+
+def test_printing_does_not_depend_on_numpy_settings():
+    with np.printoptions(precision=2):
+        assert to_text(Program.constant(0.1234567890123)) == "0.1234567890123"

@@ -1,0 +1,149 @@
+"""The NumPy reference, against values worked out by hand and scikit-learn's metrics."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from sklearn import metrics
+
+from support.engines.strategies import matrices, programs, vectors
+from warpfit.expressions import reference
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
+from warpfit.request import Loss
+
+INF, NAN = math.inf, math.nan
+
+#: Operands and result, worked out without the table; NaN and infinities where NumPy has them.
+EXAMPLES = {
+    "add": [((1.5, 2.0), 3.5), ((INF, -INF), NAN)],
+    "sub": [((1.5, 2.0), -0.5)],
+    "mul": [((1.5, 2.0), 3.0), ((0.0, INF), NAN)],
+    "div": [((3.0, 2.0), 1.5), ((1.0, 0.0), INF), ((-1.0, 0.0), -INF), ((0.0, 0.0), NAN)],
+    "pow": [((-2.0, 3.0), -8.0), ((-2.0, 0.5), NAN), ((NAN, 0.0), 1.0), ((-2.0, -1.0), -0.5)],
+    "neg": [((2.0,), -2.0)],
+    "abs": [((-2.0,), 2.0)],
+    "log": [((math.e,), 1.0), ((0.0,), -INF), ((-1.0,), NAN)],
+    "exp": [((1.0,), math.e), ((1000.0,), INF)],
+    "sqrt": [((9.0,), 3.0), ((-1.0,), NAN)],
+    "inv": [((4.0,), 0.25), ((0.0,), INF), ((-0.0,), -INF)],
+    "square": [((-3.0,), 9.0)],
+    "cube": [((-2.0,), -8.0)],
+    "cbrt": [((-8.0,), -2.0)],
+    "min": [((1.0, 2.0), 1.0), ((NAN, 1.0), NAN), ((1.0, NAN), NAN)],
+    "max": [((1.0, 2.0), 2.0), ((NAN, 1.0), NAN), ((1.0, NAN), NAN)],
+    "sin": [((math.pi / 6,), 0.5), ((INF,), NAN)],
+    "cos": [((math.pi / 3,), 0.5), ((INF,), NAN)],
+    "tan": [((math.pi / 4,), 1.0), ((INF,), NAN)],
+    "asin": [((0.5,), math.pi / 6), ((2.0,), NAN)],
+    "acos": [((0.5,), math.pi / 3), ((2.0,), NAN)],
+    "atan": [((1.0,), math.pi / 4), ((INF,), math.pi / 2)],
+    "atan2": [((1.0, -1.0), 3 * math.pi / 4), ((0.0, -1.0), math.pi), ((-0.0, -1.0), -math.pi)],
+    "sinh": [((math.log(2),), 0.75)],
+    "cosh": [((math.log(2),), 1.25)],
+    "tanh": [((math.log(2),), 0.6), ((INF,), 1.0)],
+    "log1p": [((1e-20,), 1e-20), ((-1.0,), -INF), ((-2.0,), NAN)],
+    "expm1": [((1e-20,), 1e-20), ((-INF,), -1.0)],
+    "log2": [((8.0,), 3.0)],
+    "log10": [((1000.0,), 3.0)],
+    "floor": [((-1.5,), -2.0)],
+    "ceil": [((-1.5,), -1.0)],
+    "sign": [((-3.0,), -1.0), ((0.0,), 0.0), ((NAN,), NAN)],
+    "lt": [((1.0, 2.0), 1.0), ((2.0, 2.0), 0.0), ((NAN, 2.0), 0.0)],
+    "le": [((2.0, 2.0), 1.0), ((3.0, 2.0), 0.0), ((NAN, NAN), 0.0)],
+    "gt": [((2.0, 1.0), 1.0), ((2.0, 2.0), 0.0), ((NAN, 2.0), 0.0)],
+    "ge": [((2.0, 2.0), 1.0), ((1.0, 2.0), 0.0), ((NAN, NAN), 0.0)],
+    "eq": [((2.0, 2.0), 1.0), ((0.0, -0.0), 1.0), ((NAN, NAN), 0.0)],
+    "ne": [((2.0, 2.0), 0.0), ((NAN, NAN), 1.0)],
+    "and": [((2.0, -1.0), 1.0), ((2.0, 0.0), 0.0), ((NAN, 1.0), 1.0)],
+    "or": [((0.0, 0.5), 1.0), ((0.0, -0.0), 0.0), ((NAN, 0.0), 1.0)],
+    "not": [((0.0,), 1.0), ((0.5,), 0.0), ((NAN,), 0.0)],
+    "where": [((2.0, 5.0, 6.0), 5.0), ((0.0, 5.0, 6.0), 6.0), ((NAN, 5.0, 6.0), 5.0)],
+    "fma": [((2.0, 3.0, 4.0), 10.0)],
+    "aq": [((6.0, math.sqrt(3)), 3.0), ((5.0, 0.0), 5.0), ((1.0, 1e200), 1e-200)],
+    "logabs": [((-math.e,), 1.0), ((0.0,), -INF)],
+    "sqrtabs": [((-9.0,), 3.0)],
+    "powabs": [((-4.0, 0.5), 2.0)],
+    "logistic": [((0.0,), 0.5), ((-1000.0,), 0.0), ((1000.0,), 1.0), ((math.log(3),), 0.75)],
+    "erf": [((0.5,), 0.5204998778130465), ((INF,), 1.0), ((NAN,), NAN)],
+    "relu": [((-2.0,), 0.0), ((3.0,), 3.0), ((NAN,), NAN)],
+    "pdiv": [((6.0, 2.0), 3.0), ((6.0, 0.001), 1.0), ((6.0, -0.0005), 1.0)],
+    "plog": [((-math.e,), 1.0), ((0.001,), 0.0)],
+    "pinv": [((-4.0,), -0.25), ((0.001,), 0.0)],
+    "zdiv": [((6.0, 2.0), 3.0), ((6.0, 0.0), 1.0), ((0.0, 0.0), 1.0)],
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_by_hand(name):
+    for operands, wanted in EXAMPLES[name]:
+        program = Program.apply(name, *(Program.variable(i) for i in range(len(operands))))
+        got = reference.evaluate_program(program, np.array(operands)[:, np.newaxis])
+        np.testing.assert_allclose(got, [wanted], rtol=4e-16, atol=0, err_msg=str(operands))
+
+
+@settings(max_examples=60)
+@given(programs(), matrices(), vectors(2))
+def test_rows_are_independent(program, variables, parameters):
+    together = reference.evaluate_program(program, variables, parameters)
+    alone = [
+        reference.evaluate_program(program, variables[:, row : row + 1], parameters)[0]
+        for row in range(variables.shape[1])
+    ]
+    assert together.shape == (variables.shape[1],)
+    np.testing.assert_allclose(together, alone, rtol=1e-9)
+
+
+@settings(max_examples=60)
+@given(programs(parameters=2), vectors(2))
+def test_parameters_act_as_constants(program, parameters):
+    variables = np.array([[0.5, -2.0], [1.5, 0.0], [-1.0, 3.0]])
+    fixed = program.fold(
+        lambda code, value: (
+            Program([code], [value])
+            if code in (CONSTANT, VARIABLE)
+            else Program.constant(parameters[int(value)])
+        ),
+        lambda row, operands: Program.apply(row, *operands),
+    )
+    np.testing.assert_array_equal(
+        reference.evaluate_program(program, variables, parameters),
+        reference.evaluate_program(fixed, variables),
+    )
+
+
+def test_several_programs():
+    x1, p1 = Program.variable(0), Program.parameter(0)
+    got = reference.evaluate([Program.apply("mul", x1, p1), p1], [[1, 2, 3]], [[2.0], [5.0]])
+    np.testing.assert_array_equal(got, [[2, 4, 6], [5, 5, 5]])
+    with pytest.raises(ValueError, match="zip"):
+        reference.evaluate([x1], [[1, 2]], [[], []])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "metric"),
+    [
+        (Loss.MSE, metrics.mean_squared_error),
+        (Loss.RMSE, metrics.root_mean_squared_error),
+        (Loss.MAE, metrics.mean_absolute_error),
+        (Loss.R2, metrics.r2_score),
+        (Loss.NMSE, lambda *args, **kw: 1 - metrics.r2_score(*args, **kw)),
+        (Loss.SSE, lambda y, f, sample_weight: np.sum(sample_weight * (y - f) ** 2)),
+    ],
+)
+def test_losses_agree_with_scikit_learn(kind, metric, weighted):
+    rng = np.random.default_rng(5)
+    target = rng.normal(3, 2, size=200)
+    values = target + rng.normal(size=(4, 200))
+    weights = rng.uniform(0, 2, size=200) if weighted else None
+    sample_weight = np.ones(200) if weights is None else weights
+    got = reference.loss(kind, values, target, weights)
+    wanted = [metric(target, row, sample_weight=sample_weight) for row in values]
+    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", Loss)
+def test_nan_makes_the_loss_nan_whatever_its_weight(kind):
+    assert np.isnan(reference.loss(kind, [1.0, NAN, 2.0], [1.0, 2.0, 3.0], [1.0, 0.0, 1.0]))

@@ -1,0 +1,129 @@
+"""The fast test of programs agrees with the exact checks, on batches that are right and wrong."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+
+from support.engines.strategies import programs
+from warpfit.errors import ProgramError
+from warpfit.expressions.tokens import check_indices, check_structure, is_sound
+from warpfit.ir import Batch, Program
+from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
+from warpfit_server.engine.validate import check_sound
+from warpfit_server.engine.validate import is_sound as compiled_is_sound
+
+VARIABLES = 3
+SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]
+ODD = [0.5, -1.0, 2.0**31, 1e300, np.inf, -np.inf, np.nan, float(SIGNALING_NAN), 7.0]
+CODES = [0, 15, 255, VARIABLE, PARAMETER, CONSTANT, *BY_CODE]
+
+
+def exact(batch):
+    try:
+        check_structure(batch.codes, batch.values, batch.starts)
+        counts = batch.parameter_counts
+        check_indices(batch.codes, batch.values, batch.starts, VARIABLES, counts)
+    except ProgramError:
+        return False
+    return True
+
+
+def fast(batch):
+    return is_sound(
+        *(batch.codes, batch.values, batch.starts, batch.lengths),
+        VARIABLES,
+        batch.parameter_counts,
+    )
+
+
+def compiled(batch):
+    return compiled_is_sound(batch, VARIABLES)
+
+
+def damaged(batch, place, code, value, lengths):
+    """The batch with another token at ``place``, or other lengths of the same sum."""
+    codes, values = batch.codes.copy(), batch.values.copy()
+    place %= len(codes)
+    codes[place] = codes[place] if code is None else code
+    values[place] = values[place] if value is None else value
+    shifted = batch.lengths.copy()
+    if lengths and len(shifted) > 1:
+        moved = min(lengths, int(shifted[0]))
+        shifted[0] -= moved
+        shifted[1] += moved
+    return Batch(codes, values, shifted, batch.parameter_counts, batch.parameters)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(programs(max_tokens=12, variables=VARIABLES + 1), min_size=1, max_size=5),
+    st.integers(0, 100),
+    st.none() | st.sampled_from(CODES),
+    st.none() | st.sampled_from(ODD),
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
+def test_the_fast_test_agrees_with_the_exact_checks(drawn, place, code, value, moved, spare):
+    parameters = [np.zeros(max(program.parameters - 1 + spare, 0)) for program in drawn]
+    batch = damaged(Batch.of(drawn, parameters), place, code, value, moved)
+    assert fast(batch) == compiled(batch) == exact(batch)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.sampled_from(CODES), min_size=1, max_size=30),
+    st.lists(st.integers(1, 6), min_size=1, max_size=8),
+)
+def test_any_sequence_of_codes_is_judged_alike(codes, lengths):
+    ends = np.minimum(np.cumsum(lengths), len(codes))
+    ends[-1] = len(codes)
+    lengths = np.diff([0, *ends]).astype(np.uint32)
+    counts = np.ones(len(lengths), np.uint32)
+    batch = Batch(np.array(codes, np.uint8), np.zeros(len(codes)), lengths, counts, counts * 0.0)
+    assert fast(batch) == compiled(batch) == exact(batch)
+
+
+def test_no_height_of_the_stack_hides_a_code_that_is_none():
+    for height in (*range(1, 300), 2**15 + 1, 2**16 + 1):
+        codes = np.array([CONSTANT] * height + [0], np.uint8)
+        starts = np.array([0, height + 1])
+        assert not is_sound(codes, np.zeros(height + 1), starts, starts[1:]), height
+        numbers = np.array([height + 1], np.uint32), np.zeros(1, np.uint32), np.empty(0)
+        assert not compiled(Batch(codes, np.zeros(height + 1), *numbers)), height
+
+
+def test_a_negative_zero_is_an_index():
+    batch = Batch(
+        np.array([VARIABLE], np.uint8),
+        np.array([-0.0]),
+        np.ones(1, np.uint32),
+        np.zeros(1, np.uint32),
+        np.empty(0),
+    )
+    assert not fast(batch)
+    assert compiled(batch)
+    batch.check(VARIABLES)
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_constants_may_be_anything(value):
+    batch = Batch(
+        np.array([CONSTANT], np.uint8),
+        np.array([value]),
+        np.ones(1, np.uint32),
+        np.zeros(1, np.uint32),
+        np.empty(0),
+    )
+    assert fast(batch)
+    assert compiled(batch)
+
+
+def test_the_engine_says_what_is_wrong():
+    batch = Batch.of([Program.variable(0), Program.variable(VARIABLES)])
+    check_sound(batch, VARIABLES + 1)
+    with pytest.raises(ProgramError) as caught:
+        check_sound(batch, VARIABLES)
+    assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)

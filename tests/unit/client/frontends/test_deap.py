@@ -1,0 +1,195 @@
+"""DEAP trees against DEAP's own compiler."""
+
+import functools
+import math
+import operator
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.expressions import reference
+from warpfit.frontends import as_program, as_programs
+from warpfit.frontends.deap import from_deap
+
+gp = pytest.importorskip("deap.gp")
+
+
+def protectedDiv(left, right):  # noqa: N802 (the name in DEAP's examples)
+    try:
+        return left / right
+    except ZeroDivisionError:
+        return 1
+
+
+def analytic_quotient(left, right):
+    return left / math.sqrt(1 + right**2)
+
+
+def if_then_else(condition, yes, no):
+    return yes if condition else no
+
+
+def scalar_set():
+    """The primitives of DEAP's examples, on Python floats."""
+    pset = gp.PrimitiveSet("MAIN", 3)
+    for function, arity in (
+        *((operator.add, 2), (operator.sub, 2), (operator.mul, 2), (protectedDiv, 2)),
+        *((operator.neg, 1), (math.cos, 1), (math.sin, 1), (math.tanh, 1), (math.atan, 1)),
+        *((analytic_quotient, 2), (max, 2), (min, 2), (operator.lt, 2), (operator.ge, 2)),
+        *((if_then_else, 3), (math.fabs, 1), (math.floor, 1), (operator.abs, 1)),
+        *((operator.not_, 1), (operator.eq, 2)),
+    ):
+        pset.addPrimitive(function, arity)
+    pset.addEphemeralConstant("rand101", functools.partial(random.uniform, -1, 1))
+    pset.addTerminal(math.pi, "pi")
+    pset.addTerminal(0.5)
+    return pset
+
+
+def array_set():
+    """NumPy primitives under names of their own."""
+    pset = gp.PrimitiveSet("MAIN", 3)
+    for function, arity in (
+        *((np.add, 2), (np.subtract, 2), (np.multiply, 2), (np.true_divide, 2), (np.negative, 1)),
+        *((np.sin, 1), (np.exp, 1), (np.log, 1), (np.absolute, 1), (np.square, 1), (np.sqrt, 1)),
+        *((np.maximum, 2), (np.minimum, 2), (np.power, 2), (np.arctan, 1), (np.cbrt, 1)),
+        *((np.log1p, 1), (np.reciprocal, 1), (np.sign, 1), (np.hypot, 2)),
+    ):
+        if function is not np.hypot:
+            pset.addPrimitive(function, arity, name=f"v_{function.__name__}")
+    pset.addEphemeralConstant("vrand", functools.partial(random.uniform, -1, 1))
+    return pset
+
+
+def tree(pset, seed):
+    random.seed(seed)
+    return gp.PrimitiveTree(gp.genHalfAndHalf(pset, min_=1, max_=5))
+
+
+def data():
+    columns = np.random.default_rng(4).normal(0, 2, size=(3, 40))
+    columns[:, :5] = [[0, 1, -1, 0, 2], [0, 0, 1, -1, 0.5], [1, 0, 0, 2, -2]]
+    return columns
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_scalar_trees_agree_with_deap(seed):
+    pset = scalar_set()
+    original = tree(pset, seed)
+    function = gp.compile(original, pset)
+    wanted = [float(function(*row)) for row in data().T.tolist()]
+    got = reference.evaluate_program(from_deap(original, pset), data())
+    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_array_trees_agree_with_deap(seed):
+    pset = array_set()
+    original = tree(pset, seed)
+    with np.errstate(all="ignore"):
+        wanted = np.broadcast_to(gp.compile(original, pset)(*data()), data().shape[1])
+    got = reference.evaluate_program(from_deap(original, pset), data())
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_without_the_primitive_set_names_decide():
+    pset = scalar_set()
+    original = gp.PrimitiveTree.from_string("add(protectedDiv(ARG0, ARG2), sin(0.25))", pset)
+    assert str(as_program(original)) == "zdiv(x1, x3) + sin(0.25)"
+    named = gp.PrimitiveTree.from_string("add(pi, ARG0)", pset)
+    assert str(from_deap(named, pset)) == "3.141592653589793 + x1"
+    with pytest.raises(InvalidArgumentError, match="pi") as caught:
+        as_program(named)
+    assert caught.value.reason == "UNKNOWN_TERMINAL"
+
+
+def test_renamed_arguments():
+    pset = scalar_set()
+    pset.renameArguments(ARG0="bmi", ARG1="age")
+    original = gp.PrimitiveTree.from_string("sub(bmi, mul(age, ARG2))", pset)
+    assert str(from_deap(original, pset)) == "x1 - x2 * x3"
+    assert str(as_program(original)) == "x1 - x2 * x3"
+    assert str(as_program(original, ("age", "sex", "dose", "bmi"))) == "x4 - x1 * x3"
+
+
+def test_a_prefix_of_its_own():
+    pset = gp.PrimitiveSet("MAIN", 2, prefix="IN")
+    pset.addPrimitive(operator.sub, 2)
+    original = gp.PrimitiveTree.from_string("sub(IN1, IN0)", pset)
+    assert str(from_deap(original, pset)) == "x2 - x1"
+    assert str(as_program(original, ("IN0", "IN1"))) == "x2 - x1"
+    with pytest.raises(InvalidArgumentError, match="IN1"):
+        as_program(original)
+
+
+def test_operators_of_the_user():
+    pset = scalar_set()
+    pset.addPrimitive(lambda a, b: a if b else 0, 2, name="gate")
+    original = gp.PrimitiveTree.from_string("gate(ARG0, ARG1)", pset)
+    with pytest.raises(InvalidArgumentError, match="'gate'") as caught:
+        from_deap(original, pset)
+    assert caught.value.reason == "UNKNOWN_FUNCTION"
+    assert str(from_deap(original, pset, {"gate": "and"})) == "x1 and x2"
+    plain = gp.PrimitiveTree.from_string("sin(ARG0)", pset)
+    assert str(from_deap(plain, pset, {"sin": "tanh"})) == "tanh(x1)"
+    with pytest.raises(InvalidArgumentError, match="2 operands") as caught:
+        from_deap(original, pset, {"gate": "neg"})
+    assert caught.value.reason == "WRONG_ARITY"
+
+
+def test_wide_sums_become_chains():
+    pset = gp.PrimitiveSet("MAIN", 3)
+    pset.addPrimitive(lambda *terms: sum(terms), 3, name="add")
+    original = gp.PrimitiveTree.from_string("add(ARG0, add(ARG1, ARG1, 2), ARG2)", pset)
+    assert str(as_program(original)) == "x1 + (x2 + x2 + 2) + x3"
+
+
+@pytest.mark.parametrize("with_set", [False, True])
+def test_automatically_defined_functions_are_refused(with_set):
+    inner = gp.PrimitiveSet("ADF0" if not with_set else "twice", 1)
+    inner.addPrimitive(operator.add, 2)
+    pset = gp.PrimitiveSet("MAIN", 1)
+    pset.addADF(inner)
+    original = gp.PrimitiveTree.from_string(f"{inner.name}(ARG0)", pset)
+    with pytest.raises(InvalidArgumentError, match=inner.name) as caught:
+        from_deap(original, pset if with_set else None)
+    assert caught.value.reason == "ADF_UNSUPPORTED"
+    with pytest.raises(InvalidArgumentError) as caught:
+        from_deap([original, original], pset)
+    assert caught.value.reason == "ADF_UNSUPPORTED"
+
+
+def test_terminals_that_are_no_numbers():
+    pset = gp.PrimitiveSet("MAIN", 1)
+    pset.addPrimitive(operator.neg, 1)
+    pset.addTerminal(object(), "thing")
+    with pytest.raises(InvalidArgumentError, match="thing"):
+        from_deap(gp.PrimitiveTree.from_string("neg(thing)", pset), pset)
+    with pytest.raises(InvalidArgumentError, match="no number"):
+        from_deap([SimpleNamespace(arity=0, value=None, name="None")])
+
+
+def test_an_incomplete_tree_is_refused():
+    original = tree(scalar_set(), 1)
+    while not original[0].arity:
+        original = tree(scalar_set(), 2)
+    with pytest.raises(ProgramError):
+        from_deap(gp.PrimitiveTree(original[:1]), scalar_set())
+
+
+def test_individuals_and_lists():
+    class Individual(gp.PrimitiveTree):
+        pass
+
+    pset = scalar_set()
+    individual = Individual.from_string("neg(ARG1)", pset)
+    assert [str(p) for p in as_programs([individual, "x1"])] == ["-x2", "x1"]
+
+
+def test_a_deep_tree():
+    pset = scalar_set()
+    neg, argument = pset.mapping["neg"], pset.mapping["ARG0"]
+    assert len(from_deap(gp.PrimitiveTree([neg] * 20_000 + [argument]), pset)) == 20_001

@@ -1,0 +1,69 @@
+"""What counts as an expression, and what it costs to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.frontends import as_program, as_programs
+from warpfit.ir import Program
+
+HEAVY = ("sympy", "deap", "gplearn", "sklearn", "pandas", "scipy", "numba")
+
+
+def test_programs_and_texts():
+    program = Program.variable(1)
+    assert as_program(program) is program
+    assert as_program("x2") == program
+    assert as_program("bmi", ["age", "bmi"]) == program
+
+
+@pytest.mark.parametrize("thing", [None, 3j, b"x1", ["x1"], {"x1"}, object()])
+def test_other_things_are_refused(thing):
+    with pytest.raises(InvalidArgumentError, match=type(thing).__name__) as caught:
+        as_program(thing)
+    assert caught.value.reason == "UNKNOWN_EXPRESSION_TYPE"
+    assert "SymPy" in caught.value.remedy
+
+
+def test_lists_of_mixed_expressions():
+    sympy = pytest.importorskip("sympy")
+    mixed = ["x1 * b", Program.parameter(0), sympy.Symbol("b")]
+    assert list(map(str, as_programs(mixed, ["a", "b"]))) == ["x1 * x2", "p1", "x2"]
+    assert as_programs(iter(["x1"])) == [Program.variable(0)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"), [("x1 +", "EXPECTED_OPERAND"), (None, "UNKNOWN_EXPRESSION_TYPE")]
+)
+def test_errors_name_the_expression(bad, reason):
+    with pytest.raises(InvalidArgumentError, match="expression 2") as caught:
+        as_programs(["x1", "x2", bad])
+    assert (caught.value.expression, caught.value.reason) == (2, reason)
+
+
+@pytest.mark.parametrize("thing", ["x1", Program.variable(0)])
+def test_one_expression_is_no_list(thing):
+    with pytest.raises(InvalidArgumentError) as caught:
+        as_programs(thing)
+    assert caught.value.reason == "NOT_A_LIST"
+
+
+def test_repeated_errors_keep_their_own_index():
+    for index in (0, 1):
+        with pytest.raises(ParseError) as caught:
+            as_programs([*["x1"] * index, "x1 +"])
+        assert caught.value.expression == index
+
+
+def test_imports_stay_light():
+    script = (
+        "import sys, warpfit.parse, warpfit.expressions.printing, warpfit.frontends as f;"
+        "f.as_programs(['x1 + sin(p1)']);"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+"""gplearn programs against gplearn's own evaluator."""
+
+import numpy as np
+import pytest
+
+from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.expressions import reference
+from warpfit.frontends import as_program
+from warpfit.frontends.gplearn import from_gplearn
+from warpfit.ir import Program
+
+functions = pytest.importorskip("gplearn.functions")
+_Program = pytest.importorskip("gplearn._program")._Program
+
+FEATURES = 4
+ALL = [*functions._function_map.values(), functions.sig1]
+
+
+def program(nodes=None, seed=0, function_set=ALL):
+    arities = {}
+    for function in function_set:
+        arities.setdefault(function.arity, []).append(function)
+    return _Program(
+        function_set=function_set,
+        arities=arities,
+        init_depth=(1, 7),
+        init_method="half and half",
+        n_features=FEATURES,
+        const_range=(-2.0, 2.0),
+        metric=None,
+        p_point_replace=0.05,
+        parsimony_coefficient=0.001,
+        random_state=np.random.RandomState(seed),
+        program=nodes,
+    )
+
+
+def data():
+    rng = np.random.default_rng(11)
+    rows = rng.normal(0, 2, size=(60, FEATURES))
+    rows[:8, 0] = [0.0, 0.001, -0.001, 0.0011, -0.0009, 1e-9, 1.0, -1.0]
+    rows[4:12, 1] = [0.0, 0.001, -0.001, 0.0011, -0.0009, 1e-9, 1.0, -1.0]
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_programs_agree_with_gplearn(seed):
+    """To the bit; only gplearn's sigmoid is written with another formula here."""
+    sigmoid = seed % 3 == 0
+    original = program(seed=seed, function_set=ALL if sigmoid else ALL[:-1])
+    with np.errstate(all="ignore"):
+        wanted = np.broadcast_to(original.execute(data()), len(data()))
+    converted = as_program(original)
+    got = reference.evaluate_program(converted, data().T)
+    np.testing.assert_allclose(got, wanted, rtol=1e-10 if sigmoid else 0)
+    assert len(converted) == len(original.program)
+
+
+@pytest.mark.parametrize("function", ALL, ids=[function.name for function in ALL])
+def test_every_function_agrees_with_gplearn(function):
+    original = program([function, *range(function.arity)])
+    with np.errstate(all="ignore"):
+        wanted = original.execute(data())
+    np.testing.assert_array_max_ulp(
+        reference.evaluate_program(as_program(original), data().T), wanted, maxulp=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"), [([2.5], Program.constant(2.5)), ([3], Program.variable(3))]
+)
+def test_single_nodes(nodes, wanted):
+    assert as_program(program(nodes)) == wanted
+
+
+def test_a_function_of_the_user():
+    def damped(a):
+        return a / (1 + np.abs(a))
+
+    custom = functions.make_function(function=damped, name="damped", arity=1, wrap=False)
+    original = program([custom, 0], function_set=[*ALL, custom])
+    with pytest.raises(InvalidArgumentError, match="damped") as caught:
+        as_program(original)
+    assert caught.value.reason == "UNKNOWN_FUNCTION"
+    assert str(from_gplearn(original, {"damped": "tanh"})) == "tanh(x1)"
+    with pytest.raises(InvalidArgumentError, match="takes 2") as caught:
+        from_gplearn(original, {"damped": "aq"})
+    assert caught.value.reason == "WRONG_ARITY"
+
+
+def test_a_fitted_estimator():
+    class SymbolicRegressor:
+        _program = program([functions.div2, 0, 1])
+
+    assert str(from_gplearn(SymbolicRegressor())) == "pdiv(x1, x2)"
+
+
+def test_an_incomplete_program_is_refused():
+    original = program([functions.add2, 0, 1])
+    original.program = [functions.add2, 0]
+    with pytest.raises(ProgramError):
+        from_gplearn(original)

@@ -1,0 +1,232 @@
+"""SymPy expressions there and back."""
+
+import operator
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import programs
+from warpfit.errors import InvalidArgumentError
+from warpfit.expressions import reference
+from warpfit.frontends import as_program
+from warpfit.ir import Program
+from warpfit.ops import OPERATORS
+from warpfit.parse import parse
+
+sympy = pytest.importorskip("sympy")
+from warpfit.frontends.sympy import from_sympy, to_sympy  # noqa: E402 (after the skip)
+
+x1, x2, x3, p1 = sympy.symbols("x1 x2 x3 p1")
+S = sympy
+
+
+def data(variables=3, rows=60):
+    columns = np.random.default_rng(8).uniform(-3, 3, size=(variables, rows))
+    columns[:, :6] = np.array([0.0, 1.0, -1.0, 2.0, 0.5, -0.5])
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        (x1 - x2, "x1 - x2"),
+        (-x1 - x2, "-(x1 + x2)"),
+        (x1 + x2 + x3 + p1, "p1 + x1 + x2 + x3"),
+        (x1 * x2 * x3, "x1 * x2 * x3"),
+        (x1 / x2, "x1 / x2"),
+        (1 / x1, "inv(x1)"),
+        (-x1 / x2, "-(x1 / x2)"),
+        (2 * x1 / (3 * x2), "2 * x1 / (3 * x2)"),
+        (x1 / 3, "x1 / 3"),
+        (S.Rational(1, 3), "0.3333333333333333"),
+        (x1**2 + x1**3, "cube(x1) + square(x1)"),
+        (x1**p1, "x1 ^ p1"),
+        (S.sqrt(x1), "sqrt(x1)"),
+        (x1**-2 + x2 ** S.Rational(-5, 2), "inv(square(x1)) + x2 ^ (-2.5)"),
+        (1 / S.sqrt(x1 + x2), "inv(sqrt(x1 + x2))"),
+        (S.exp(-(x1**2)), "exp(-square(x1))"),
+        (S.E * x1 + S.pi, "2.718281828459045 * x1 + 3.141592653589793"),
+        (S.Min(x1, x2, p1), "min(min(p1, x1), x2)"),
+        (S.Max(x1, 0), "max(0, x1)"),
+        (S.Abs(x1) + S.sign(x2), "abs(x1) + sign(x2)"),
+        (S.floor(x1) * S.ceiling(x2), "ceil(x2) * floor(x1)"),
+        (S.atan2(x1, x2), "atan2(x1, x2)"),
+        (S.Piecewise((x1, x2 > 0), (-x1, True)), "where(x2 > 0, x1, -x1)"),
+        (
+            S.Piecewise((1, x1 < x2), (x3, S.Ne(x1, 0))),
+            "where(x1 < x2, 1, where(x1 != 0, x3, nan))",
+        ),
+        (S.Piecewise((1, x1 <= x2), (0, True)), "x1 <= x2"),
+        (S.And(x1 > 0, x2 > 0), "x1 > 0 and x2 > 0"),
+        (S.Not(S.Or(x1 > 0, S.Eq(x2, 0))), "not (x1 > 0 or x2 == 0)"),
+        (S.ITE(x1 > 0, x2 > 0, x3 > 0), "where(x1 > 0, x2 > 0, x3 > 0)"),
+        (S.re(x1) + S.conjugate(x2) * S.im(x3), "x1 + x2 * 0"),
+        (S.true, "1"),
+        (S.oo, "inf"),
+        (-S.oo, "-inf"),
+        (S.nan, "nan"),
+        (S.zoo, "nan"),
+        (S.Integer(7), "7"),
+        (S.Float(0.1), "0.1"),
+    ],
+)
+def test_from_sympy(expression, text):
+    got = as_program(expression)
+    # SymPy decides the order of terms and factors.
+    assert sorted(got.codes) == sorted(parse(text).codes)
+    np.testing.assert_allclose(
+        reference.evaluate_program(got, data(), [0.7]),
+        reference.evaluate_program(parse(text), data(), [0.7]),
+        rtol=1e-14,
+    )
+
+
+def test_symbols_of_the_data_set():
+    age, bmi = S.symbols("age bmi")
+    assert str(from_sympy(age - bmi, ["bmi", "age"])) == "x2 - x1"
+    assert from_sympy(x1, ["x2", "x1"]) == Program.variable(1)
+    with pytest.raises(InvalidArgumentError, match="'age'") as caught:
+        from_sympy(age)
+    assert caught.value.reason == "UNKNOWN_NAME"
+    assert to_sympy(parse("x1 - x2 + x3 + p1"), ["bmi", "age"]) == bmi - age + x3 + p1
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        S.gamma(x1),
+        S.Function("f")(x1),
+        S.Function("sin")(x1),
+        S.Integral(S.gamma(x1), x1),
+        x1 + S.I,
+        S.Symbol("x0"),
+    ],
+)
+def test_what_is_unknown_is_refused(expression):
+    with pytest.raises(InvalidArgumentError) as caught:
+        from_sympy(expression)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+def test_every_operator_there_and_back(row):
+    program = Program.apply(row, *(Program.variable(index) for index in range(row.arity)))
+    again = from_sympy(to_sympy(program))
+    np.testing.assert_allclose(
+        reference.evaluate_program(again, data()),
+        reference.evaluate_program(program, data()),
+        rtol=1e-12,
+        atol=1e-15,
+    )
+
+
+@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+def test_sympy_column_means_what_numpy_means(row):
+    """Numbers in SymPy's own arithmetic, independent of the conversion back."""
+    function = eval(f"lambda {', '.join(row.operands)}: {row.sympy}", dict(vars(sympy)))
+    for operands in np.random.default_rng(row.code).uniform(0.1, 0.9, size=(8, row.arity)):
+        got = float(function(*map(sympy.Float, operands)))
+        np.testing.assert_allclose(got, row.numpy(*operands), rtol=1e-12)
+
+
+SMOOTH = ["add", "sub", "mul", "div", "neg", "sin", "cos", "atan", "tanh", "exp", "square"]
+SMOOTH += ["abs", "min", "max", "where", "lt", "ge", "and", "not", "logabs", "aq", "logistic"]
+
+
+def defined_rows(program, parameters):
+    """Where no intermediate result is NaN, infinite or so large that cancelling shows."""
+    defined = np.ones(data().shape[1], dtype=bool)
+
+    def leaf(code, value):
+        return reference.evaluate_program(Program([code], [value]), data(), parameters)
+
+    def operator(row, operands):
+        result = row.numpy(*operands)
+        defined[~(np.abs(result) < 1e6)] = False
+        return result
+
+    with np.errstate(all="ignore"):
+        program.fold(leaf, operator)
+    return defined
+
+
+#: What SymPy's own compiler to NumPy knows, kept from complex numbers and overflow.
+UNARY = (
+    *(S.sin, S.cos, S.tan, S.tanh, S.atan, S.Abs, S.sign, S.floor, S.ceiling, S.erf),
+    *(lambda e: S.exp(S.tanh(e)), lambda e: S.log(S.Abs(e) + 1), lambda e: S.sqrt(S.Abs(e))),
+    *(lambda e: e**2, lambda e: e**-3, lambda e: 2 ** S.tanh(e), lambda e: S.Abs(e) ** 0.3),
+)
+BINARY = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv, S.Max, S.Min, S.atan2),
+    *(lambda a, b: S.Piecewise((a, a < b), (b, True)), lambda a, b: S.Mul(a, b, x1)),
+    lambda a, b: S.Add(a, -b, p1),
+)
+
+
+def random_expression(rng, depth):
+    """One of SymPy's own, which it may rewrite as it is made."""
+    if depth == 0 or rng.random() < 0.15:
+        number = rng.choice([S.Integer(2), S.Rational(1, 3), S.Float(round(rng.uniform(-2, 2), 3))])
+        return rng.choice([x1, x2, x3, p1, number])
+    if rng.random() < 0.5:
+        return rng.choice(UNARY)(random_expression(rng, depth - 1))
+    operands = [random_expression(rng, depth - 1) for _ in range(2)]
+    return rng.choice(BINARY)(*operands)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_expressions_as_sympy_evaluates_them(seed):
+    expression = S.zoo
+    rng = random.Random(seed)
+    while expression.has(S.zoo, S.nan, S.ITE):  # which its compiler to NumPy cannot do
+        expression = random_expression(rng, 3)
+    columns = data()
+    ours = reference.evaluate_program(from_sympy(expression), columns, [0.7])
+    compiled = S.lambdify([x1, x2, x3, p1], expression, ["scipy", "numpy"])
+    with np.errstate(all="ignore"):
+        theirs = np.broadcast_to(compiled(*columns, 0.7), ours.shape)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9, err_msg=str(expression))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(programs(max_tokens=12, operators=SMOOTH, constants=st.floats(-3, 3)))
+def test_random_programs_there_and_back(program):
+    """SymPy reorders sums and cancels terms; rounding may then turn a comparison of equals."""
+    parameters = [0.6, -1.7]
+    again = from_sympy(to_sympy(program))
+    got = reference.evaluate_program(again, data(), parameters)
+    wanted = reference.evaluate_program(program, data(), parameters)
+    close = np.isclose(got, wanted, rtol=1e-6, atol=1e-6)
+    assert np.mean(close | ~defined_rows(program, parameters)) > 0.8, str(again)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("1 / 0", S.oo),
+        ("-1 / 0", -S.oo),
+        ("sqrt(-2) * x1", S.nan),
+        ("nan < x1", S.Integer(0)),
+        ("x1 != nan", S.Integer(1)),
+        ("inf - inf", S.nan),
+        ("7 ^ 1e9 ^ 3", S.oo),
+        ("min(1 / 0, x1)", x1),
+        ("sqrt(2)", S.sqrt(2)),
+        ("x1 ^ 2", x1**2),
+        ("x1 - x1", S.Integer(0)),
+    ],
+)
+def test_constants_stay_real_and_small(text, wanted):
+    assert to_sympy(parse(text)) == wanted
+
+
+def test_towers_of_powers_do_not_explode():
+    tower = "x1 * " + " * ".join(["(9 ^ 9 ^ 9)"] * 3) + " + (2 * x1) ^ 1e9"
+    assert to_sympy(parse(tower)) is not None
+
+
+def test_numbers_keep_their_precision():
+    assert from_sympy(to_sympy(parse("x1 ^ 0.1"))) == parse("x1 ^ 0.1")

@@ -1,0 +1,197 @@
+"""The asyncio client; what it shares with the blocking one is tested in test_client*.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.servers.loopback import serve
+from warpfit import testing
+from warpfit.transport.settings import RetryPolicy, TransportConfig
+
+X = np.random.default_rng(6).normal(size=(40, 2)).astype(np.float32)
+Y = X[:, 0] - X[:, 1]
+QUICK = RetryPolicy(total_seconds=10, initial_backoff=0.001, maximum_backoff=0.01)
+
+
+@pytest.fixture
+def server():
+    return testing.InProcessServer(chunk_bytes=256)
+
+
+@pytest.fixture(params=["in process", "grpc"])
+def run(request, server):
+    """Runs ``test(client)`` in an event loop."""
+
+    def in_process(test):
+        async def body():
+            async with testing.async_client(server) as client:
+                return await test(client)
+
+        return asyncio.run(body())
+
+    def over_grpc(test):
+        async def body(address):
+            async with warpfit.connect_async(address, retry=QUICK) as client:
+                return await test(client)
+
+        with serve(server) as (address, _):
+            return asyncio.run(body(address))
+
+    return in_process if request.param == "in process" else over_grpc
+
+
+def test_values_and_losses(run):
+    async def body(client):
+        async with await client.upload(X, Y, names=["a", "b"]) as data:
+            values = await client.evaluate(data, ["a + p1", "b"], [[1.0], []])
+            losses = await client.evaluate(data, "a - b", loss="mse")
+            both = await client.run(data, "a", loss="sse", values=True, rows=slice(0, 3))
+            return values, losses, both
+
+    values, losses, both = run(body)
+    np.testing.assert_array_equal(values, np.stack([X[:, 0] + np.float32(1), X[:, 1]], axis=1))
+    np.testing.assert_allclose(losses, [0.0], atol=1e-12)
+    assert both.values.shape == (3, 1)
+    assert both.losses.shape == (1,)
+
+
+def test_the_handle_gives_its_data_back(run, server):
+    async def body(client):
+        async with await client.upload(X) as data:
+            assert server.holds(data.content_id)
+        return data
+
+    assert not server.holds(run(body).content_id)
+
+
+def test_retries_and_uploads_again(run, server):
+    async def body(client):
+        data = await client.upload(X)
+        server.forget()
+        server.fail(calls=2)
+        return await client.evaluate(data, "x2")
+
+    np.testing.assert_array_equal(run(body)[:, 0], X[:, 1])
+    assert server.calls.count("Evaluate") == 4
+    assert server.calls.count("UploadVariables") == 2
+
+
+def test_errors_arrive_whole(run, server):
+    error = warpfit.ResourceExhaustedError("too much", "MEMORY", "Ask for less", needed=9)
+    server.fail(error=error)
+
+    async def body(client):
+        await client.info()
+
+    with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+        run(body)
+    assert vars(caught.value) == vars(error)
+
+
+def test_info_and_readiness(run, server):
+    server.fail(calls=3)
+
+    async def body(client):
+        return await client.wait_ready(10), await client.info()
+
+    ready, info = run(body)
+    assert ready == info
+    assert {operator.name for operator in info.operators} == set(warpfit.ops.OPERATORS)
+
+
+def test_a_failing_progress_callback_reaches_the_caller(run):
+    def fail(done, total):
+        raise LookupError("no bar")
+
+    async def body(client):
+        await client.upload(X, progress=fail)
+
+    with pytest.raises(LookupError, match="no bar"):
+        run(body)
+
+
+def test_tasks_share_a_client(run):
+    async def body(client):
+        data = await client.upload(X)
+        calls = [client.evaluate(data, "x1*p1", [float(n)]) for n in range(12)]
+        return await asyncio.gather(*calls)
+
+    for factor, values in enumerate(run(body)):
+        np.testing.assert_allclose(values[:, 0], X[:, 0] * factor, rtol=1e-6)
+
+
+def test_preparing_an_upload_leaves_the_event_loop_free(server, monkeypatch):
+    threads = []
+    canonical = warpfit.calls.core.canonical
+
+    def recorded(*arguments, **options):
+        threads.append(threading.current_thread())
+        return canonical(*arguments, **options)
+
+    monkeypatch.setattr(warpfit.calls.core, "canonical", recorded)
+
+    async def body():
+        async with testing.async_client(server) as client:
+            await client.upload(X)
+
+    asyncio.run(body())
+    assert threads != [threading.main_thread()]
+
+
+def test_cancelling_a_task_cancels_the_call_on_the_server(server):
+    async def body(address, servicer):
+        async with warpfit.connect_async(address) as client:
+            data = await client.upload(X)
+            servicer.hang = True
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.evaluate(data, "x1"), 0.3)
+            assert await asyncio.to_thread(servicer.cancelled.wait, 10)
+
+    with serve(server) as (address, servicer):
+        asyncio.run(body(address, servicer))
+
+
+def test_a_deadline_ends_a_call_that_hangs(server):
+    async def body(address, servicer):
+        async with warpfit.connect_async(address) as client:
+            data = await client.upload(X)
+            servicer.hang = True
+            with pytest.raises(warpfit.DeadlineExceededError):
+                await client.evaluate(data, "x1", timeout=0.2)
+
+    with serve(server) as (address, servicer):
+        asyncio.run(body(address, servicer))
+
+
+def test_a_closed_client_says_so(server):
+    async def body(address):
+        client = warpfit.connect_async(address)
+        await client.close()
+        with pytest.raises(warpfit.InvalidArgumentError, match="closed"):
+            await client.info()
+
+    with serve(server) as (address, _):
+        asyncio.run(body(address))
+
+
+def test_a_message_over_the_clients_limit_names_both_sizes():
+    server = testing.InProcessServer(chunk_bytes=5000)
+    transport = TransportConfig(message_bytes=2000, chunk_bytes=1000)
+
+    async def body(address):
+        async with warpfit.connect_async(address, transport=transport) as client:
+            data = await client.upload(X)
+            await client.evaluate(data, ["x1"] * 40)
+
+    with (
+        serve(server) as (address, _),
+        pytest.raises(warpfit.ResourceExhaustedError) as caught,
+    ):
+        asyncio.run(body(address))
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+    assert caught.value.available == 2000

@@ -1,0 +1,369 @@
+"""The command line, against a server on loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.servers.loopback import serve
+from support.servers.secret_files import write_secret
+from warpfit import embedded, testing
+from warpfit.cli import main as cli
+from warpfit.cli.table import read_table
+from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.ops import OPERATORS
+from warpfit.transport.security import token_digest
+
+CSV = "x1,x2,y\n1,2,5\n2,3,9\n3,4,13\n4,5,17\n"
+
+
+@pytest.fixture
+def address():
+    with serve(testing.InProcessServer()) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text(CSV)
+    return path
+
+
+def run(capsys, *words):
+    status = cli.main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+# ----------------------------------------------------------------------------------------- eval
+
+
+def test_eval_prints_the_loss_and_a_few_values(capsys, data, address):
+    words = ["eval", data, "x1*p1 + x2", "--target", "y", "--params", "3"]
+    status, out, err = run(capsys, *words, "--address", address, "--head", "2")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "mse  0",
+        "row  value  target",
+        "  0      5       5",
+        "  1      9       9",
+        "... and 2 more rows",
+    ]
+
+
+def test_eval_takes_a_loss_of_ones_own(capsys, data, address):
+    words = ["eval", data, "x1", "--target", "y", "--loss", "max(abs(d), 5)", "--head", "0"]
+    status, out, _ = run(capsys, *words, "--address", address)
+    assert (status, out.splitlines()[0]) == (0, "max(abs(d), 5)  8.75")
+
+
+def test_eval_without_a_target_prints_values(capsys, data, address):
+    status, out, _ = run(capsys, "eval", data, "y - x1", "--address", address)
+    assert status == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["row", "value"],
+        *([str(row), str(value)] for row, value in enumerate([4, 7, 10, 13])),
+    ]
+
+
+def test_eval_takes_a_row_range_a_loss_and_a_profile(capsys, data, address):
+    words = ["eval", data, "--address", address, "--target", "y", "--rows", "1:3"]
+    status, out, _ = run(capsys, *words, "--loss", "sse", "--profile", "--", "-x1")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == f"sse  {11**2 + 16**2}"
+    assert [line.split()[0] for line in lines[2:4]] == ["1", "2"]
+    assert "compute" in out
+    assert "tier interpreter" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x1 +"], "x1 +"),
+        (["x1 + z"], "z"),
+        (["p1"], "p1 is used, and 0 parameters were given"),
+        (["x1", "--target", "z"], "there is no column 'z'. The columns are: x1, x2, y"),
+        (["x1", "--loss", "mse"], "needs a target"),
+        (["x1", "--rows", "4:9"], "row range 4:4 does not fit"),
+    ],
+)
+def test_eval_errors_are_one_message_and_status_2(capsys, data, address, words, message):
+    status, out, err = run(capsys, "eval", data, *words, "--address", address)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("warpfit: error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_server_that_is_not_there(capsys):
+    status, _, err = run(capsys, "info", "127.0.0.1:1", "--timeout", "0.3")
+    assert status == 2
+    assert err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------- other commands
+
+
+@pytest.mark.parametrize("name", ["bad name!", "", "a b", "#", "a#b", "x" * 64, "\n", "-a", "ü"])
+def test_a_token_is_for_a_name_that_can_stand_in_a_token_file(capsys, name):
+    status, out, err = run(capsys, "token", "--", name)
+    assert (status, out) == (2, "")
+    assert "no name of a tenant" in err
+
+
+@pytest.mark.parametrize("days", ["1e12", "nan"])
+def test_a_token_ends_at_a_date(capsys, days):
+    assert run(capsys, "token", "alice", "--days", days)[0] == 2
+
+
+def test_a_client_refuses_a_token_that_others_can_read(capsys, address, tmp_path):
+    path = write_secret(tmp_path / "token", "secret")
+    assert run(capsys, "info", address, "--token-file", path)[0] == 0
+    path.chmod(0o644)
+    status, _, err = run(capsys, "info", address, "--token-file", path)
+    assert status == 2
+    assert "chmod 600" in err
+
+
+def test_top_says_what_it_needs(capsys, address):
+    pytest.importorskip("rich")
+    for wrong in (address, "127.0.0.1:1"):
+        status, _, err = run(capsys, "top", wrong, "--once")
+        assert status == 2
+        assert "--metrics-port" in err
+
+
+@pytest.mark.parametrize("words", ["info ADDRESS", "token alice", "--help", "serve --help"])
+def test_a_reader_that_has_seen_enough_is_no_error(address, words):
+    """As in ``warpfit info HOST:PORT | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from warpfit.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *words.replace("ADDRESS", address).split()]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert ran.returncode == 141 or (ran.returncode == 0 and "--help" in words)
+    assert "Traceback" not in ran.stderr
+    assert "BrokenPipe" not in ran.stderr
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch):
+    def fail(words):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr(cli, "_reader_is_gone", lambda: False)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["info"])
+
+
+def test_token_prints_the_token_and_its_line_apart(capsys):
+    status, out, err = run(capsys, "token", "alice", "--days", "7")
+    assert status == 0
+    tenant, digest, until = err.splitlines()[-1].split()
+    assert (tenant, digest) == ("alice", token_digest(out.strip()).hex())
+    assert 6.9 < (datetime.fromisoformat(until) - datetime.now(UTC)).total_seconds() / 86400 < 7.1
+
+
+def test_flags_of_a_connection(capsys, address, tmp_path):
+    status, _, err = run(capsys, "info", address, "--token-file", tmp_path / "nothing")
+    assert status == 2
+    assert "cannot read" in err
+    status, _, err = run(capsys, "info", address, "--ca", tmp_path / "nothing")
+    assert status == 2
+    assert "cannot read" in err
+
+
+def test_info_describes_the_server(capsys, address):
+    status, out, _ = run(capsys, "info", address)
+    assert status == 0
+    assert f"warpfit {metadata.version('warpfit')}, engine reference" in out
+    assert "NumPy reference: 1 threads" in out
+    assert "resident_bytes" in out
+    for name, row in OPERATORS.items():
+        assert f"{name}/{row.arity}" in out.split()
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), ([], 2), (["fly"], 2)])
+def test_argparse_ends_by_itself(capsys, words, status):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == status
+    if status == 0:
+        assert capsys.readouterr().out.strip() == metadata.version("warpfit")
+
+
+def test_serve_hands_its_flags_to_the_server(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--help"])
+    assert caught.value.code == 0
+    assert "--port" in capsys.readouterr().out
+
+
+def test_serve_without_the_server_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    status, _, err = run(capsys, "serve")
+    assert status == 2
+    assert "pip install 'warpfit[server]'" in err
+
+
+def test_an_interrupt_is_quiet(capsys, monkeypatch, address):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_describe", interrupt)
+    assert run(capsys, "info", address) == (130, "", "")
+
+
+# -------------------------------------------------------------------------------------- embedded
+
+
+def test_an_embedded_server_that_does_not_start_shows_its_log():
+    with (
+        pytest.raises(UnavailableError, match="unrecognized arguments: --no-such-flag"),
+        embedded.embedded_server(["--no-such-flag"]),
+    ):
+        pass
+
+
+@pytest.fixture
+def fake_server(tmp_path, monkeypatch):
+    """Runs a script in place of the server."""
+
+    def install(script):
+        (tmp_path / "warpfit_server.py").write_text(script)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return install
+
+
+def test_an_embedded_server_is_stopped(fake_server, tmp_path):
+    fake_server(
+        "import pathlib, signal, sys, time\n"
+        "def stop(*_):\n"
+        f"    pathlib.Path({str(tmp_path / 'stopped')!r}).touch(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print('some log line')\n"
+        "print('warpfit listening on 127.0.0.1:4711 engine=cpu', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with embedded.embedded_server() as address:
+        assert address == "127.0.0.1:4711"
+        assert not (tmp_path / "stopped").exists()
+    assert (tmp_path / "stopped").exists()
+
+
+def test_an_embedded_server_that_never_gets_ready(fake_server):
+    fake_server("import time\ntime.sleep(60)")
+    with (
+        pytest.raises(UnavailableError, match="did not get ready in time"),
+        embedded.embedded_server(start_seconds=0.3),
+    ):
+        pass
+
+
+# ------------------------------------------------------------------------------------- CSV files
+
+
+def table_of(tmp_path, text):
+    path = tmp_path / "table.csv"
+    path.write_text(text, encoding="utf-8")
+    return read_table(path)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("bom", ["", "\ufeff"])
+def test_delimiters_blank_lines_and_spaces(tmp_path, delimiter, bom):
+    text = bom + "\n".join(["a, b c", "1, 2.5", "", " 3 , nan ", "-inf,4e3", ""])
+    table = table_of(tmp_path, text.replace(",", delimiter))
+    assert table.names == ("a", "b c")
+    np.testing.assert_array_equal(table.columns, [[1, 2.5], [3, np.nan], [-np.inf, 4000]])
+
+
+def test_without_a_header_the_columns_are_numbered(tmp_path):
+    table = table_of(tmp_path, "1,2\n3,4\n")
+    assert table.names == ("x1", "x2")
+    assert table.columns.tolist() == [[1, 2], [3, 4]]
+
+
+def test_the_target_leaves_the_variables(tmp_path):
+    rest, target = table_of(tmp_path, CSV).split("x2")
+    assert rest.names == ("x1", "y")
+    assert rest.columns[0].tolist() == [1, 5]
+    assert target.tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n3,x\n", r"table\.csv, line 3, column 2 \(b\): 'x' is no number"),
+        ("a,b\n1,\n", r"line 2, column 2 \(b\): '' is no number"),
+        ("1,2\n\n3,4,5\n", r"line 3: 3 cells where the first line has 2"),
+        ("a,b\n", "holds no rows"),
+        ("", "holds no rows"),
+    ],
+)
+def test_bad_files_name_the_place(tmp_path, text, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        table_of(tmp_path, text)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="No such file"):
+        read_table(tmp_path / "missing.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(InvalidArgumentError, match="UTF-8"):
+        read_table(tmp_path / "binary.csv")
+
+
+@given(st.lists(st.lists(st.floats(), min_size=2, max_size=2), min_size=1, max_size=5))
+def test_numbers_keep_their_bits(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "table.csv"
+    path.write_text("a,b\n" + "".join(f"{a!r},{b!r}\n" for a, b in rows))
+    np.testing.assert_array_equal(read_table(path).columns, np.array(rows))
+
+
+def test_commands_import_only_what_they_need():
+    import subprocess
+
+    heavy = ("grpc", "pandas", "numba", "warpfit_server")
+    code = (
+        f"import sys, warpfit.cli.main\ntry: warpfit.cli.main.main(['--version'])\n"
+        f"finally: print([m for m in {heavy!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ------------------------------------------------------------------------------------------ fit
+
+
+def test_fit_prints_losses_and_parameters(capsys, data, address):
+    words = ["fit", data, "p1*x1 + p2*x2", "--target", "y", "--params", "1", "0"]
+    status, out, err = run(capsys, *words, "--address", address, "--loss", "sse")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("sse  334 -> ")
+    assert lines[1].startswith("ended after ")
+    assert [line.split()[0] for line in lines[2:]] == ["parameter", "p1", "p2"]
+    fitted = [float(line.split()[1]) for line in lines[3:]]
+    np.testing.assert_allclose(fitted, [3.0, 1.0], rtol=1e-4)
+
+
+def test_fit_takes_a_loss_of_ones_own(capsys, data, address):
+    words = ["fit", data, "p1", "--target", "y", "--loss", "abs(d)"]
+    status, out, _ = run(capsys, *words, "--address", address)
+    assert status == 0
+    assert out.splitlines()[0].startswith("abs(d)  ")
+    assert "standard error" not in out

@@ -1,0 +1,180 @@
+"""Answers and uploads of the blocking client, in process and over gRPC."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import warpfit
+from support.load.client_work import EXPRESSIONS, PARAMETERS, WEIGHTS, X, Y, expected_values
+from support.servers.loopback import serve
+from warpfit.expressions import reference
+from warpfit.transport.settings import TransportConfig
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_are_rows_by_expressions_and_share_the_wire_order(client, dtype):
+    data = client.upload(X, dtype=dtype)
+    values = client.evaluate(data, EXPRESSIONS, PARAMETERS)
+    assert values.dtype == dtype
+    assert values.T.flags.c_contiguous
+    assert values.T.base is not None
+    np.testing.assert_array_equal(values, expected_values(dtype))
+
+
+@pytest.mark.parametrize("loss", list(warpfit.Loss))
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_losses_are_one_number_an_expression(client, loss, weights):
+    data = client.upload(X, Y, weights)
+    losses = client.evaluate(data, EXPRESSIONS, PARAMETERS, loss=loss.value)
+    assert losses.dtype == np.float64
+    expected = reference.loss(loss, expected_values().T, Y, weights)
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+
+
+def test_parameter_vectors_give_a_leading_axis(client):
+    data = client.upload(X, Y)
+    vectors = [[[0.5], [1.0]], np.zeros((2, 0)), [[1.5, -2.0], [2.5, 0.0]]]
+    answer = client.run(data, EXPRESSIONS, vectors, loss="sse", values=True)
+    assert answer.values.shape == (2, len(X), 3)
+    assert answer.losses.shape == (2, 3)
+    second = expected_values(parameters=[entry[1] for entry in vectors])
+    np.testing.assert_array_equal(answer.values[1], second)
+    np.testing.assert_allclose(answer.losses[1], np.sum((second.T - Y) ** 2.0, axis=1), rtol=1e-5)
+
+
+def test_one_vector_in_two_dimensions_keeps_the_axis(client):
+    data = client.upload(X)
+    assert client.evaluate(data, ["x1*p1"], [[[2.0]]]).shape == (1, len(X), 1)
+    assert client.evaluate(data, ["x1*p1"], [[2.0]]).shape == (len(X), 1)
+
+
+@pytest.mark.parametrize(
+    ("expressions", "parameters"),
+    [
+        ("x1*p1 - p2", [2.0, 1.0]),
+        ("x1*p1 - p2", np.array([2.0, 1.0])),
+        (["x1*p1 - p2"], [2.0, 1.0]),
+        (["x1*p1 - p2"], [[2.0, 1.0]]),
+        (warpfit.parse("x1*p1 - p2"), (2.0, 1.0)),
+        ([warpfit.parse("x1*p1 - p2")], np.array([[2.0, 1.0]])),
+    ],
+)
+def test_a_single_expression_may_stand_alone(client, expressions, parameters):
+    values = client.evaluate(client.upload(X), expressions, parameters)
+    assert values.shape == (len(X), 1)
+    np.testing.assert_allclose(values[:, 0], X[:, 0] * 2 - 1, rtol=1e-6)
+
+
+def test_a_single_expression_with_several_vectors(client):
+    values = client.evaluate(client.upload(X), "x1*p1", [[2.0], [3.0], [4.0]])
+    assert values.shape == (3, len(X), 1)
+    np.testing.assert_allclose(values[2, :, 0], X[:, 0] * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (slice(3, 7), (3, 7)),
+        (slice(None, 5), (0, 5)),
+        (slice(-4, None), (56, 60)),
+        ((10, 20), (10, 20)),
+        (None, (0, 60)),
+    ],
+)
+def test_a_row_range_selects_rows(client, rows, expected):
+    values = client.evaluate(client.upload(X), EXPRESSIONS, PARAMETERS, rows=rows)
+    np.testing.assert_array_equal(values, expected_values()[slice(*expected)])
+
+
+def test_run_returns_only_what_is_asked_for(client):
+    data = client.upload(X, Y)
+    assert client.run(data, "x1").losses is None
+    assert client.run(data, "x1", loss="mse").values is None
+    both = client.run(data, "x1", loss="mse", values=True)
+    assert both.values.shape == (60, 1)
+    assert both.losses.shape == (1,)
+    assert both.timings.tier is warpfit.Tier.INTERPRETER
+
+
+# ------------------------------------------------------------------------------------------ upload
+
+
+def test_a_data_frame_names_the_variables(client):
+    frame = pd.DataFrame(X, columns=["bmi", "age", "blood pressure"])
+    data = client.upload(frame, pd.Series(Y))
+    assert data.names == ("bmi", "age", "blood pressure")
+    np.testing.assert_array_equal(client.evaluate(data, "age")[:, 0], X[:, 1])
+    assert client.upload(pd.DataFrame(X)).names == ()
+
+
+def test_lists_and_integers_are_array_like(client):
+    data = client.upload([[1, 2], [3, 4]], [1, 2], names=["a", "b"])
+    np.testing.assert_array_equal(client.evaluate(data, "a*b")[:, 0], [2, 12])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [["a", "b"]],
+        [[1, 2], [3]],
+        pd.DataFrame({"a": [1.0], "b": ["text"]}),
+        np.array([[1 + 2j]]),
+        pd.DataFrame({"when": pd.to_datetime(["2020-01-01"])}),
+    ],
+)
+def test_cells_that_are_no_numbers_are_refused(client, bad):
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.upload(bad)
+    assert caught.value.reason == "NOT_NUMBERS"
+
+
+def test_resident_content_is_not_sent_again(client, server):
+    client.upload(X, Y)
+    client.upload(X.astype(np.float64), Y)
+    assert server.calls.count("UploadVariables") == 1
+    client.upload(X, Y, dtype="float64")
+    assert server.calls.count("UploadVariables") == 2
+
+
+def test_progress_reports_every_chunk(server):
+    with serve(server) as (address, _):
+        transport = TransportConfig(chunk_bytes=100)
+        seen = []
+        with warpfit.connect(address, transport=transport) as client:
+            client.upload(X, progress=lambda done, total: seen.append((done, total)))
+            again = []
+            client.upload(X, progress=lambda done, total: again.append((done, total)))
+    assert seen == [(min(done, 720), 720) for done in range(0, 801, 100)]
+    assert again == [(720, 720)]
+
+
+def test_a_failing_progress_callback_reaches_the_caller(client, server):
+    def fail(done, total):
+        raise LookupError("no bar")
+
+    with pytest.raises(LookupError, match="no bar"):
+        client.upload(X, progress=fail)
+    assert client.upload(X).layout.rows == 60
+
+
+def test_progress_true_draws_a_bar(client, capsys):
+    client.upload(X, progress=True)
+    assert "100%" in capsys.readouterr().err
+
+
+def test_progress_true_without_tqdm_says_so(client, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(warpfit.InvalidArgumentError, match="pip install tqdm"):
+        client.upload(X, progress=True)
+
+
+def test_a_handle_gives_its_data_back(client, server):
+    with client.upload(X) as data:
+        assert server.holds(data.content_id)
+        assert "60 rows x 3 variables" in repr(data)
+    assert not server.holds(data.content_id)
+    client.release(data)  # a second release is no error

@@ -1,0 +1,249 @@
+"""Programs and batches: structure, validation, hashing, and the errors for what is malformed."""
+
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import leaves, numbers, programs
+from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.ir import Batch, Program, lift
+from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+
+ADD, SIN, WHERE = (OPERATORS[name].code for name in ("add", "sin", "where"))
+X1, P1, TWO = Program.variable(0), Program.parameter(0), Program.constant(2.0)
+
+
+def refusal(codes, values=None):
+    with pytest.raises(ProgramError) as caught:
+        Program(codes, np.zeros(len(codes)) if values is None else values)
+    return caught.value
+
+
+def stack_heights(codes):
+    """Heights after each token, or None where an operator lacks operands."""
+    height, heights = 0, []
+    for code in codes:
+        arity = int(ARITIES[code])
+        if height < arity:
+            return None
+        height += 1 - arity
+        heights.append(height)
+    return heights
+
+
+@pytest.mark.parametrize(
+    ("codes", "values", "reason", "token"),
+    [
+        ([], [], "EMPTY_PROGRAM", None),
+        ([0], [0], "UNKNOWN_OPERATOR", 0),
+        ([VARIABLE, 15], [0, 0], "UNKNOWN_OPERATOR", 1),
+        ([VARIABLE, 255], [0, 0], "UNKNOWN_OPERATOR", 1),
+        ([VARIABLE], [-1], "BAD_INDEX", 0),
+        ([VARIABLE], [0.5], "BAD_INDEX", 0),
+        ([PARAMETER], [np.nan], "BAD_INDEX", 0),
+        ([PARAMETER], [np.inf], "BAD_INDEX", 0),
+        ([VARIABLE], [2.0**31], "BAD_INDEX", 0),
+        ([ADD], [0], "STACK_UNDERFLOW", 0),
+        ([VARIABLE, VARIABLE, ADD, ADD], [0] * 4, "STACK_UNDERFLOW", 3),
+        ([VARIABLE, VARIABLE, WHERE], [0] * 3, "STACK_UNDERFLOW", 2),
+        ([VARIABLE, VARIABLE], [0, 0], "STACK_LEFTOVERS", 1),
+    ],
+)
+def test_malformed_programs_are_refused(codes, values, reason, token):
+    error = refusal(codes, values)
+    assert (error.reason, error.expression, error.token) == (reason, 0, token)
+    assert error.remedy
+
+
+def test_lengths_must_agree():
+    assert refusal([VARIABLE], [0, 0]).reason == "LENGTH_MISMATCH"
+
+
+@given(st.lists(leaves(3, 2, numbers()) | st.sampled_from([(c, 0.0) for c in BY_CODE]), min_size=1))
+def test_validation_agrees_with_a_stack(tokens):
+    codes, values = zip(*tokens, strict=True)
+    heights = stack_heights(codes)
+    if heights is None or heights[-1] != 1:
+        wanted = "STACK_UNDERFLOW" if heights is None else "STACK_LEFTOVERS"
+        assert refusal(codes, values).reason == wanted
+    else:
+        assert Program(codes, values).depth == max(heights)
+
+
+@given(programs())
+def test_programs_are_values(program):
+    again = pickle.loads(pickle.dumps(program))
+    assert again == program
+    assert hash(again) == hash(program)
+    assert program.variables == max([*program.values[program.codes == VARIABLE] + 1, 0])
+    assert program.parameters == max([*program.values[program.codes == PARAMETER] + 1, 0])
+    assert weakref.ref(program)() is program
+    for tokens in (program.codes, program.values):
+        with pytest.raises(ValueError, match="read-only"):
+            tokens[0] = 0
+
+
+@given(programs())
+def test_fold_rebuilds_the_program(program):
+    def leaf(code, value):
+        return Program([code], [value])
+
+    assert program.fold(leaf, lambda row, operands: Program.apply(row, *operands)) == program
+
+
+def test_programs_differ_from_other_objects_and_in_bits():
+    assert X1 != "x1"
+    assert Program.constant(0.0) != Program.constant(-0.0)
+    assert Program.constant(np.nan) == Program.constant(np.nan)
+
+
+@pytest.mark.parametrize("name", ["add", "mul"])
+def test_apply_chains_from_the_left(name):
+    pairs = Program.apply(name, Program.apply(name, X1, P1), TWO)
+    assert Program.apply(name, X1, P1, TWO) == pairs
+
+
+@pytest.mark.parametrize(("name", "operands"), [("sin", 2), ("sub", 3), ("add", 1), ("where", 2)])
+def test_apply_refuses_a_wrong_number_of_operands(name, operands):
+    with pytest.raises(ProgramError, match=name) as caught:
+        Program.apply(name, *[X1] * operands)
+    assert caught.value.reason == "WRONG_ARITY"
+
+
+@given(programs(), st.data())
+def test_structure_hash_ignores_numbers_only(program, data):
+    constant = program.codes == CONSTANT
+    values = np.where(constant, data.draw(st.floats()), program.values)
+    assert Program(program.codes, values).structure_hash == program.structure_hash
+    assert len(program.structure_hash) == 16
+    other = data.draw(programs())
+    same = [lift(p.codes, p.values) for p in (program, other)]
+    alike = all(np.array_equal(a, b) for a, b in zip(*same, strict=True))
+    assert (other.structure_hash == program.structure_hash) == alike
+
+
+def test_structure_hash_tells_shared_parameters_from_distinct_ones():
+    p2 = Program.parameter(1)
+    shared = Program.apply("add", P1, P1).structure_hash
+    assert shared != Program.apply("add", P1, p2).structure_hash
+    assert Program.apply("sub", P1, p2).structure_hash == (
+        Program.apply("sub", p2, P1).structure_hash
+    )
+    assert Program.apply("add", X1, P1).structure_hash == (
+        Program.apply("add", X1, TWO).structure_hash
+    )
+
+
+@settings(max_examples=50)
+@given(st.lists(programs(), min_size=1, max_size=6), st.integers(1, 3))
+def test_batch_holds_programs_and_parameters(drawn, vectors):
+    rng = np.random.default_rng(len(drawn))
+    parameters = [rng.normal(size=(vectors, program.parameters)) for program in drawn]
+    batch = Batch.of(drawn, parameters)
+    batch.check(variables=3)
+    assert len(batch) == len(drawn)
+    for index, program in enumerate(drawn):
+        assert batch.program(index) == program
+        np.testing.assert_array_equal(batch.program_parameters(index), parameters[index])
+
+
+def test_one_vector_serves_all():
+    batch = Batch.of([P1, P1], [[3.0], [[4.0], [5.0]]])
+    assert batch.vectors == 2
+    np.testing.assert_array_equal(batch.program_parameters(0), [[3.0], [3.0]])
+
+
+@pytest.mark.parametrize(
+    ("given_programs", "parameters", "reason"),
+    [
+        ([], None, "EMPTY_BATCH"),
+        ([X1], [[], []], "LENGTH_MISMATCH"),
+        ([P1, P1], [[[1.0]], [[1.0], [2.0]]], "VECTOR_MISMATCH"),
+        ([P1], [[[[1.0]]]], "VECTOR_MISMATCH"),
+    ],
+)
+def test_batches_that_cannot_be_built(given_programs, parameters, reason):
+    with pytest.raises(InvalidArgumentError) as caught:
+        Batch.of(given_programs, parameters)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("program", "parameters", "reason", "token"),
+    [
+        (Program.apply("add", X1, Program.variable(3)), [], "VARIABLE_OUT_OF_RANGE", 1),
+        (Program.apply("add", X1, P1), [], "PARAMETER_OUT_OF_RANGE", 1),
+        (Program.apply("sin", Program.parameter(2)), [1.0, 2.0], "PARAMETER_OUT_OF_RANGE", 0),
+    ],
+)
+def test_indices_are_checked_against_data_and_parameters(program, parameters, reason, token):
+    batch = Batch.of([X1, TWO, program], [[], [], parameters])
+    with pytest.raises(ProgramError) as caught:
+        batch.check(variables=3)
+    assert (caught.value.reason, caught.value.expression, caught.value.token) == (reason, 2, token)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ([[], [1.0], [2.0]], "1 parameter was given, and none is used"),
+        ([[], [], [2.0, 3.0]], "2 parameters were given, and p1 is the last that is used"),
+    ],
+)
+def test_parameters_that_a_program_does_not_have_are_an_error(parameters, message):
+    batch = Batch.of([X1, TWO, P1], parameters)
+    with pytest.raises(ProgramError, match=message) as caught:
+        batch.check(variables=3)
+    assert caught.value.reason == "TOO_MANY_PARAMETERS"
+    assert caught.value.expression == [len(p) for p in parameters].index(max(map(len, parameters)))
+
+
+def test_neighbours_do_not_lend_operands():
+    """Two malformed programs whose tokens would be well-formed together."""
+    codes = np.array([VARIABLE, VARIABLE, SIN, ADD], dtype=np.uint8)
+    batch = Batch(
+        codes, np.zeros(4), np.array([2, 2], np.uint32), np.zeros(2, np.uint32), np.empty(0)
+    )
+    with pytest.raises(ProgramError) as caught:
+        batch.check(variables=1)
+    assert (caught.value.reason, caught.value.expression, caught.value.token) == (
+        "STACK_UNDERFLOW",
+        1,
+        0,
+    )
+
+
+@pytest.mark.parametrize("field", ["codes", "values", "parameter_counts", "parameters"])
+def test_arrays_must_agree(field):
+    arrays = {
+        "codes": np.array([PARAMETER], np.uint8),
+        "values": np.zeros(1),
+        "parameter_counts": np.ones(1, np.uint32),
+        "parameters": np.zeros(1),
+    }
+    arrays[field] = np.concatenate([arrays[field]] * 2)
+    with pytest.raises(InvalidArgumentError) as caught:
+        Batch(lengths=np.ones(1, np.uint32), **arrays).check(variables=1)
+    assert caught.value.reason == "LENGTH_MISMATCH"
+
+
+def test_empty_batch_and_empty_program_are_refused():
+    none = np.empty(0, np.uint32)
+    with pytest.raises(InvalidArgumentError, match="no programs"):
+        Batch(np.empty(0, np.uint8), np.empty(0), none, none, np.empty(0)).check(1)
+    lengths, counts = np.array([1, 0], np.uint32), np.zeros(2, np.uint32)
+    batch = Batch(np.array([VARIABLE], np.uint8), np.zeros(1), lengths, counts, np.empty(0))
+    with pytest.raises(ProgramError) as caught:
+        batch.check(1)
+    assert (caught.value.reason, caught.value.expression) == ("EMPTY_PROGRAM", 1)
+
+
+def test_printed_forms():
+    program = Program.apply("div", X1, Program.apply("add", P1, TWO))
+    assert str(program) == "x1 / (p1 + 2)"
+    assert repr(program) == "Program('x1 / (p1 + 2)')"
+    assert program._repr_latex_() == r"$\frac{x_{1}}{p_{1} + 2}$"

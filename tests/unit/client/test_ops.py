@@ -1,0 +1,189 @@
+"""The operator table: codes, kernel language, derivatives and documentation forms."""
+
+import ast
+import re
+from string import Formatter
+
+import numpy as np
+import pytest
+
+from support.engines.strategies import edge_values
+from warpfit.ops import (
+    ARITIES,
+    BY_CODE,
+    CONSTANT,
+    FIRST_OPERATOR,
+    KERNEL_FUNCTIONS,
+    OPERATORS,
+    PARAMETER,
+    VARIABLE,
+    Operator,
+)
+
+ROWS = pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+
+#: Codes are a contract with every client ever built: a line here never changes.
+CODES = {
+    **{"add": 16, "sub": 17, "mul": 18, "div": 19, "pow": 20, "neg": 21, "abs": 22, "log": 23},
+    **{"exp": 24, "sqrt": 25, "inv": 26, "square": 27, "cube": 28, "cbrt": 29, "min": 30},
+    **{"max": 31, "sin": 32, "cos": 33, "tan": 34, "asin": 35, "acos": 36, "atan": 37},
+    **{"atan2": 38, "sinh": 39, "cosh": 40, "tanh": 41, "log1p": 42, "expm1": 43, "log2": 44},
+    **{"log10": 45, "floor": 46, "ceil": 47, "sign": 48, "lt": 49, "le": 50, "gt": 51, "ge": 52},
+    **{"eq": 53, "ne": 54, "and": 55, "or": 56, "not": 57, "where": 58, "fma": 59, "aq": 60},
+    **{"logabs": 61, "sqrtabs": 62, "powabs": 63, "logistic": 64, "erf": 65, "relu": 66},
+    **{"pdiv": 67, "plog": 68, "pinv": 69, "zdiv": 70},
+}
+
+KERNEL_NAMESPACE = {
+    **{name: getattr(np, name) for name in KERNEL_FUNCTIONS & set(dir(np))},
+    **{"pow": np.power, "select": np.where, "erf": OPERATORS["erf"].numpy},
+    **{"asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2},
+}
+
+
+def kernel(text, **operands):
+    with np.errstate(all="ignore"):
+        return np.asarray(eval(text, {**KERNEL_NAMESPACE, **operands}), dtype=np.float64)
+
+
+def expected(row: Operator, operands):
+    with np.errstate(all="ignore"):
+        return np.asarray(row.numpy(*operands), dtype=np.float64)
+
+
+def edge_grid(row: Operator):
+    """All combinations of edge values (a part of them for three operands), and random numbers."""
+    edges = np.array(edge_values())
+    edges = edges[::3] if row.arity == 3 else edges
+    grid = np.stack([axis.ravel() for axis in np.meshgrid(*[edges] * row.arity, indexing="ij")])
+    random = np.random.default_rng(row.code).normal(0, 3, size=(row.arity, 500))
+    return np.concatenate([grid, random], axis=1)
+
+
+def smooth_points(row: Operator):
+    """Points around which the operator is defined, at a distance from every kink and pole."""
+    points = np.random.default_rng(row.code).uniform(-3, 3, size=(row.arity, 4000))
+    steps = np.array(list(np.ndindex(*[3] * row.arity))).T - 1.0
+    near = points[:, :, np.newaxis] + 0.01 * steps[:, np.newaxis, :]
+    defined = (np.abs(expected(row, near)) < 30).all(axis=1)
+    clear = (np.abs(near - np.round(near)) > 0.02).all(axis=(0, 2))
+    if row.arity == 2:
+        clear &= (np.abs(points[0] - points[1]) > 0.1) & (np.abs(points[1]) > 0.1)
+    chosen = points[:, defined & clear]
+    assert chosen.shape[1] > 50
+    return chosen
+
+
+def difference_quotient(row: Operator, points, index):
+    """Central differences of order six."""
+    step = 1e-3
+    total = np.zeros(points.shape[1])
+    for distance, weight in ((1, 45), (2, -9), (3, 1)):
+        shift = np.zeros_like(points)
+        shift[index] = distance * step
+        total += weight * (expected(row, points + shift) - expected(row, points - shift))
+    return total / (60 * step)
+
+
+def test_codes_are_frozen():
+    assert {name: row.code for name, row in OPERATORS.items()} == CODES
+
+
+def test_codes_and_arities_agree():
+    assert len(BY_CODE) == len(OPERATORS)
+    assert all(FIRST_OPERATOR <= code < 256 for code in BY_CODE)
+    assert {code: int(ARITIES[code]) for code in BY_CODE} == {
+        row.code: row.arity for row in OPERATORS.values()
+    }
+    leaves = {VARIABLE, PARAMETER, CONSTANT}
+    assert set(np.flatnonzero(ARITIES == 0)) == leaves
+    assert set(np.flatnonzero(ARITIES < 0)) == set(range(256)) - leaves - set(BY_CODE)
+
+
+@ROWS
+def test_kernel_language_is_respected(row):
+    assert len(row.derivative) == row.arity
+    for text, extra in ((row.kernel, set()), *((text, {"r"}) for text in row.derivative)):
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+        called = {node.func.id for node in nodes if isinstance(node, ast.Call)}
+        names = {node.id for node in nodes if isinstance(node, ast.Name)} - called
+        assert called <= KERNEL_FUNCTIONS | {"select"}
+        assert names <= set(row.operands) | extra
+
+
+@ROWS
+def test_kernel_computes_what_numpy_computes(row):
+    operands = edge_grid(row)
+    want = expected(row, operands)
+    got = np.broadcast_to(
+        kernel(row.kernel, **dict(zip(row.operands, operands, strict=True))), want.shape
+    )
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got, want, rtol=4 * np.finfo(float).eps, atol=0)
+    zero = want == 0
+    np.testing.assert_array_equal(np.signbit(got)[zero], np.signbit(want)[zero])
+
+
+@ROWS
+def test_derivative_agrees_with_differences(row):
+    points = smooth_points(row)
+    operands = dict(zip(row.operands, points, strict=True))
+    for index, text in enumerate(row.derivative):
+        got = np.broadcast_to(kernel(text, **operands, r=expected(row, points)), points.shape[1])
+        want = difference_quotient(row, points, index)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8, err_msg=f"by operand {index}")
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "gradient"),
+    [
+        ("abs", (0.0,), (0,)),
+        ("relu", (0.0,), (0,)),
+        ("sign", (0.0,), (0,)),
+        ("floor", (2.0,), (0,)),
+        ("sqrtabs", (0.0,), (0,)),
+        ("min", (1.5, 1.5), (1, 0)),
+        ("max", (1.5, 1.5), (1, 0)),
+        ("pow", (0.0, 0.0), (0, 0)),
+        ("pow", (0.0, 1.0), (1, 0)),
+        ("pow", (-2.0, 0.0), (0, np.nan)),
+        ("powabs", (0.0, 2.0), (0, 0)),
+        ("powabs", (-2.0, 3.0), (-12, 8 * np.log(2))),
+        ("pdiv", (3.0, 0.0), (0, 0)),
+        ("zdiv", (3.0, 0.0), (0, 0)),
+        ("plog", (0.0,), (0,)),
+        ("pinv", (0.001,), (0,)),
+        ("where", (0.0, 5.0, 6.0), (0, 0, 1)),
+        ("where", (np.nan, 5.0, 6.0), (0, 1, 0)),
+        ("logistic", (1000.0,), (0,)),
+        ("tanh", (1000.0,), (0,)),
+    ],
+)
+def test_derivative_at_kinks_and_limits(name, point, gradient):
+    row = OPERATORS[name]
+    operands = dict(zip(row.operands, map(np.float64, point), strict=True))
+    r = kernel(row.kernel, **operands)
+    got = [kernel(text, **operands, r=r) for text in row.derivative]
+    np.testing.assert_allclose(got, gradient, rtol=1e-15)
+
+
+@ROWS
+def test_latex_uses_each_operand_and_balances(row):
+    fields = [name for _, name, _, _ in Formatter().parse(row.latex) if name]
+    assert set(fields) == set(row.operands)
+    literals = "".join(literal for literal, *_ in Formatter().parse(row.latex))
+    assert literals.count("{") == literals.count("}")
+    assert len(re.findall(r"\\left(?![a-z])|\\left\\lfloor|\\left\\lceil", literals)) == len(
+        re.findall(r"\\right(?![a-z])|\\right\\rfloor|\\right\\rceil", literals)
+    )
+
+
+@ROWS
+def test_symbols_have_a_precedence(row):
+    assert (row.symbol is None) == (row.precedence == 100)
+
+
+def test_no_two_operators_share_a_symbol_in_one_place():
+    for arity in (1, 2):
+        symbols = [row.symbol for row in OPERATORS.values() if row.symbol and row.arity == arity]
+        assert len(set(symbols)) == len(symbols)

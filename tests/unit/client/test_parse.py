@@ -1,0 +1,322 @@
+"""The text parser: grammar, names, errors, depth and caches."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfit.errors import ParseError
+from warpfit.expressions import reference
+from warpfit.expressions.grammar import ALIASES, CHAINED
+from warpfit.ir import Program
+from warpfit.ops import OPERATORS
+from warpfit.parse import Parser, parse
+
+X1, X2, X3 = (Program.variable(index) for index in range(3))
+P1, P2 = Program.parameter(0), Program.parameter(1)
+number = Program.constant
+apply = Program.apply
+
+
+def failure(text, names=()):
+    with pytest.raises(ParseError) as caught:
+        parse(text, names)
+    return caught.value
+
+
+def test_the_documented_example():
+    quotient = apply("div", apply("mul", apply("abs", X1), apply("sqrt", P1)), number(10))
+    wanted = apply("add", apply("sub", number(5), quotient), apply("pow", number(2), X2))
+    assert parse("5 - abs(x1)*sqrt(p1)/10 + 2^x2") == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "explicit"),
+    [
+        ("x1 + x2 * x3", "x1 + (x2 * x3)"),
+        ("x1 - x2 - x3", "(x1 - x2) - x3"),
+        ("x1 - x2 + x3", "(x1 - x2) + x3"),
+        ("x1 / x2 * x3", "(x1 / x2) * x3"),
+        ("x1 ^ x2 ^ x3", "x1 ^ (x2 ^ x3)"),
+        ("x1 ** x2 ^ x3", "x1 ^ (x2 ^ x3)"),
+        ("-x1 ^ 2", "-(x1 ^ 2)"),
+        ("-2 ^ x1", "-(2 ^ x1)"),
+        ("2 ^ -x1", "2 ^ (-x1)"),
+        ("2 ^ -x1 ^ x2", "2 ^ (-(x1 ^ x2))"),
+        ("2 ^ -x1 * x2", "(2 ^ (-x1)) * x2"),
+        ("-x1 * x2", "(-x1) * x2"),
+        ("x1 * -x2 + x3", "(x1 * (-x2)) + x3"),
+        ("x1 - -x2", "x1 - (-x2)"),
+        ("+x1 - +x2", "x1 - x2"),
+        ("x1 + x2 < x3 * 2", "(x1 + x2) < (x3 * 2)"),
+        ("not x1 < x2", "not (x1 < x2)"),
+        ("not x1 and x2", "(not x1) and x2"),
+        ("not not x1", "not (not x1)"),
+        ("x1 or x2 and x3", "x1 or (x2 and x3)"),
+        ("x1 and x2 and x3", "(x1 and x2) and x3"),
+        ("x1 == x2 or x1 != x3", "(x1 == x2) or (x1 != x3)"),
+        ("1 + not x1 < x2", "1 + (not (x1 < x2))"),
+        ("not(x1) + 1", "not (x1 + 1)"),
+        ("not(x1 >= 2) and(x2 <= 1)", "(not (x1 >= 2)) and (x2 <= 1)"),
+        ("add(x1, x2, x3, p1)", "((x1 + x2) + x3) + p1"),
+        ("mul(x1 + 1, x2 - 1, -x3)", "((x1 + 1) * (x2 - 1)) * (-x3)"),
+        ("min(x1, x2, x3)", "min(min(x1, x2), x3)"),
+        ("and(x1, x2, x3)", "x1 and x2 and x3"),
+        ("sub(x1, x2)", "x1 - x2"),
+        ("neg(x1)", "-x1"),
+        ("  x1\n +\tx2 ", "x1+x2"),
+        ("sin (x1)", "sin(x1)"),
+        ("((x1))", "x1"),
+        ("where(x1 > 0, x1, -x1)", "where((x1 > 0), (x1), (-x1))"),
+    ],
+)
+def test_precedence(text, explicit):
+    assert parse(text) == parse(explicit)
+
+
+def test_precedence_against_python():
+    """Python reads these texts with the same rules."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        operands = rng.choice(["x1", "x2", "1.5", "2", "-x1", "(x1 - x2)"], size=6)
+        symbols = rng.choice(["+", "-", "*", "/", "**"], size=5)
+        text = operands[0] + "".join(
+            f" {s} {o}" for s, o in zip(symbols, operands[1:], strict=True)
+        )
+        x1, x2 = np.float64(0.7), np.float64(1.3)
+        with np.errstate(all="ignore"):
+            wanted = eval(text, {"x1": x1, "x2": x2})
+        if isinstance(wanted, complex):
+            continue
+        got = reference.evaluate_program(parse(text), [[x1], [x2]])[0]
+        np.testing.assert_allclose(got, wanted, rtol=1e-13, err_msg=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", 12.0),
+        (".5", 0.5),
+        ("2.", 2.0),
+        ("1e-3", 0.001),
+        ("1.5E+10", 1.5e10),
+        ("-3", -3.0),
+        ("-0", -0.0),
+        ("(-3)", -3.0),
+        ("0.1", 0.1),
+        ("123456789012345678901234567890", 123456789012345678901234567890.0),
+        ("1e999", math.inf),
+        ("-inf", -math.inf),
+        ("nan", math.nan),
+        ("-nan", -math.nan),
+        ("pi", math.pi),
+        ("e", math.e),
+        ("#3ff8000000000000", 1.5),
+        ("-#3ff8000000000000", -1.5),
+    ],
+)
+def test_numbers(text, value):
+    assert parse(text) == number(value)
+
+
+def test_a_minus_before_a_group_is_an_operator():
+    assert parse("-(2)") == apply("neg", number(2))
+    assert parse("--2") == apply("neg", number(-2))
+    assert parse("-(2)^x1") == parse("-(2^x1)")
+    assert parse("x1 -2") == apply("sub", X1, number(2))
+
+
+@pytest.mark.parametrize("row", OPERATORS.values(), ids=list(OPERATORS))
+def test_every_operator_by_name_and_symbol(row):
+    operands = [X1, P1, X3][: row.arity]
+    texts = ["x1", "p1", "x3"][: row.arity]
+    wanted = apply(row, *operands)
+    assert parse(f"{row.name}({', '.join(texts)})") == wanted
+    if row.symbol:
+        infix = f"{texts[0]} {row.symbol} {texts[-1]}"
+        assert parse(infix if row.arity == 2 else f"{row.symbol} {texts[0]}") == wanted
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases(alias):
+    row = OPERATORS[ALIASES[alias]]
+    operands = ", ".join(["x1", "x2", "x3"][: row.arity])
+    assert parse(f"{alias}({operands})") == parse(f"{row.name}({operands})")
+
+
+@pytest.mark.parametrize("name", sorted(CHAINED))
+def test_chains(name):
+    pair = f"{name}({name}(x1, x2), x3)"
+    assert parse(f"{name}(x1, x2, x3)") == parse(pair)
+
+
+def test_names_of_the_data_set():
+    names = ("age", "bmi", "größe", "s 1", "a`b", "")
+    assert parse("bmi * age", names) == apply("mul", X2, X1)
+    assert parse("größe + x1", names) == apply("add", X3, X1)
+    assert parse("`s 1` - `a``b` + ``", names) == parse("x4 - x5 + x6")
+    assert parse("`age`", names) == X1
+
+
+def test_names_of_the_data_set_win():
+    names = ("x2", "p1", "e", "inf", "sin", "pi")
+    assert parse("x2 + p1", names) == apply("add", X1, X2)
+    assert parse("x02 + p01", names) == apply("add", X2, P1)
+    assert parse("e", names) == X3
+    assert parse("sin(sin)", names) == apply("sin", Program.variable(4))
+    assert parse("nan", names) == number(math.nan)
+    assert parse("`not`", ("not",)) == X1
+
+
+def test_the_same_text_under_other_names():
+    assert parse("(b + 1)", ("a", "b")) == apply("add", X2, number(1))
+    assert parse("(b + 1)", ("b", "a")) == apply("add", X1, number(1))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "position"),
+    [
+        ("", "EXPECTED_OPERAND", 0),
+        ("x1 +", "EXPECTED_OPERAND", 4),
+        ("x1 + * x2", "EXPECTED_OPERAND", 5),
+        ("sin()", "EXPECTED_OPERAND", 4),
+        ("add(x1,)", "EXPECTED_OPERAND", 7),
+        ("x1 and and x2", "EXPECTED_OPERAND", 7),
+        ("2 x1", "EXPECTED_OPERATOR", 2),
+        ("2x1", "EXPECTED_OPERATOR", 1),
+        ("(x1)(x2)", "EXPECTED_OPERATOR", 4),
+        ("x1 not x2", "EXPECTED_OPERATOR", 3),
+        ("(x1 + 2", "UNBALANCED", 0),
+        ("1 + sin(x1", "UNBALANCED", 4),
+        ("x1 + 2)", "UNBALANCED", 6),
+        ("1,5", "UNEXPECTED_COMMA", 1),
+        ("sin((1,5))", "UNEXPECTED_COMMA", 6),
+        ("1 + sin(x1, x2)", "WRONG_ARITY", 4),
+        ("where(x1, x2)", "WRONG_ARITY", 0),
+        ("max(x1)", "WRONG_ARITY", 0),
+        ("x1 < x2 < x3", "CHAINED_COMPARISON", 8),
+        ("x1 < x2 + 1 == x3", "CHAINED_COMPARISON", 12),
+        ("x1 = x2", "UNEXPECTED_CHARACTER", 3),
+        ("x[1]", "UNKNOWN_NAME", 0),
+        ("x1 + [1]", "UNEXPECTED_CHARACTER", 5),
+        ("x1 + `age", "UNEXPECTED_CHARACTER", 5),
+        ("x0", "UNKNOWN_NAME", 0),
+        ("x1 + p0", "UNKNOWN_NAME", 5),
+        ("x9999999999", "UNKNOWN_NAME", 0),
+        ("1 + foo", "UNKNOWN_NAME", 4),
+        ("1 + foo(x1)", "UNKNOWN_FUNCTION", 4),
+        ("`age`", "UNKNOWN_VARIABLE", 0),
+    ],
+)
+def test_errors_name_place_and_remedy(text, reason, position):
+    error = failure(text)
+    assert (error.reason, error.position, error.text) == (reason, position, text)
+    assert error.remedy
+    first, *_, line, caret = str(error).split("\n")
+    assert error.message in first
+    assert error.remedy in first
+    assert line == "    " + text
+    assert caret == " " * (4 + position) + "^"
+
+
+def test_a_long_text_is_shown_around_the_place():
+    error = failure("x1 + " * 1000 + "?" + " + x1" * 1000)
+    *_, line, caret = str(error).split("\n")
+    assert len(line) < 100
+    assert line[caret.index("^")] == "?"
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "suggestion"),
+    [
+        ("sqr1(x1)", (), "sqrt"),
+        ("logistc(x1)", (), "logistic"),
+        ("weigth + 1", ("height", "weight"), "weight"),
+        ("`weigth` + 1", ("height", "weight"), "weight"),
+        ("zzz", ("height", "weight"), "height, weight"),
+    ],
+)
+def test_errors_suggest_names(text, names, suggestion):
+    assert suggestion in failure(text, names).remedy
+
+
+@given(st.text(alphabet="x1p2.e+-*/^()<=!,`# \nandsin", max_size=30))
+def test_any_text_parses_or_is_refused(text):
+    try:
+        program = parse(text)
+    except ParseError as error:
+        assert error.position is not None
+        assert 0 <= error.position <= len(text)
+    else:
+        assert Program(program.codes, program.values) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("(" * 50_000 + "x1" + ")" * 50_000, 1),
+        ("sin(" * 50_000 + "x1" + ")" * 50_000, 50_001),
+        ("-" * 50_000 + "x1", 50_001),
+        ("+".join(["x1"] * 10_000), 19_999),
+        ("^".join(["x1"] * 10_000), 19_999),
+        ("(x1+" * 10_000 + "x1" + ")" * 10_000, 20_001),
+        ("add(" + ",".join(["x1"] * 10_000) + ")", 19_999),
+    ],
+    ids=["groups", "calls", "signs", "sum", "power", "nested", "chain"],
+)
+def test_long_and_deep_texts(text, tokens):
+    program = Parser().parse(text)
+    assert len(Program(program.codes, program.values)) == tokens
+
+
+def test_deep_nonsense_is_refused():
+    assert failure("(" * 50_000).reason == "EXPECTED_OPERAND"
+    assert failure("(" * 50_000 + "x1").reason == "UNBALANCED"
+    assert failure(")" * 50_000).reason == "EXPECTED_OPERAND"
+
+
+def test_known_groups_are_not_read_again():
+    parser = Parser()
+    first = parser.parse("1 + sin(x1 * (x2 - p1))")
+    assert parser.groups.get("sin(x1 * (x2 - p1))") is not None
+    codes, values = parser.groups.get("(x2 - p1)")
+    assert values == [1.0, 0.0, 0.0]
+    parser.groups.put("(x2 - p1)", (codes, [1.0, 1.0, 0.0]))
+    assert parser.parse("(x2 - p1)") == parse("x2 - p2")
+    assert parser.parse("1 + sin(x1 * (x2 - p1))") is first
+
+
+def test_a_known_group_inside_a_call_and_under_a_sign():
+    parser = Parser()
+    parser.parse("(2)")
+    assert parser.parse("-(2)") == apply("neg", number(2))
+    assert parser.parse("add((2), (2), (2))") == parse("2 + 2 + 2")
+
+
+def test_caches_are_bounded_and_still_right():
+    parser = Parser()
+    for value in range(40_000):
+        parser.groups.put(f"({value})", ([], []))
+    assert parser.groups.get("(0)") is None
+    assert parser.groups.get("(39999)") is not None
+    assert parser.parse("(0)") == number(0)
+
+
+def test_threads_can_share_a_parser():
+    parser = Parser()
+    texts = [f"(x1 + {i}) * sin(x2 - {i % 7})" for i in range(200)]
+    wanted = [parse(text) for text in texts]
+    results = {}
+
+    def work(key):
+        results[key] = [parser.parse(text) for text in texts]
+
+    threads = [threading.Thread(target=work, args=(key,)) for key in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(results[key] == wanted for key in range(4))

@@ -1,0 +1,112 @@
+"""The in-process server that is shipped for users' own tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import warpfit
+from support.engines.strategies import programs
+from warpfit import codec, testing
+from warpfit.calls.core import Call, Single
+from warpfit.calls.info import Limits
+from warpfit.dataset import Dataset
+from warpfit.expressions import reference
+from warpfit.ops import OPERATORS
+
+X = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
+
+
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_every_operator_is_answered(name):
+    arity = OPERATORS[name].arity
+    program = warpfit.Program.apply(name, *map(warpfit.Program.variable, range(arity)))
+    with testing.client() as client:
+        values = client.evaluate(client.upload(X, dtype="float64"), program)
+    expected = reference.evaluate_program(program, X.T)
+    np.testing.assert_array_equal(values[:, 0], expected)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(programs(variables=3, parameters=2), min_size=1, max_size=4),
+    st.sampled_from(["float32", "float64"]),
+)
+def test_random_programs_are_answered_in_the_datas_dtype(batch, dtype):
+    parameters = [np.linspace(0.5, 2, program.parameters) for program in batch]
+    with testing.client() as client:
+        values = client.evaluate(client.upload(X, dtype=dtype), batch, parameters)
+    expected = reference.evaluate(batch, X.T.astype(dtype), parameters)
+    assert values.dtype == dtype
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(values.T, expected.astype(dtype))
+
+
+def test_faults_are_used_up_in_order():
+    server = testing.InProcessServer()
+    server.fail(calls=1, error=warpfit.CancelledError("first", "CANCELLED"))
+    server.fail(calls=1, error=warpfit.InternalError("second", "INTERNAL"))
+    with testing.client(server) as client:
+        with pytest.raises(warpfit.CancelledError):
+            client.info()
+        with pytest.raises(warpfit.InternalError):
+            client.info()
+        assert client.info().limits == Limits()
+    assert server.calls == ["GetServerInfo"] * 3
+
+
+def test_two_clients_share_a_server():
+    server = testing.InProcessServer()
+    with testing.client(server) as first, testing.client(server) as second:
+        first.upload(X)
+        second.upload(X)
+    assert server.calls == ["GetVariables", "UploadVariables", "GetVariables"]
+
+
+def test_servers_are_independent():
+    with testing.client() as first, testing.client() as second:
+        data = first.upload(X)
+        second.evaluate(data, "x1")  # uploads by itself
+        first.release(data)
+        assert second.evaluate(data, "x2").shape == (20, 1)
+
+
+def upload(messages):
+    testing.InProcessServer().answer(Call("UploadVariables", iter(messages), Single(), None))
+
+
+def messages_of(X):
+    return list(codec.upload_messages(Dataset.of(X), 100))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda messages: messages[1:], "BAD_HEADER"),
+        (lambda messages: messages[:-1], "TRUNCATED_UPLOAD"),
+        (lambda messages: [*messages, messages[-1]], "SURPLUS_UPLOAD"),
+        (lambda messages: [messages[0], *messages_of(X + 1)[1:]], "BAD_DIGEST"),
+        (lambda messages: [*messages[:2], messages[0], *messages[2:]], "BAD_HEADER"),
+    ],
+)
+def test_the_upload_is_checked(change, reason):
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        upload(change(messages_of(X)))
+    assert caught.value.reason == reason
+
+
+def test_the_server_package_is_not_needed():
+    code = """
+import sys
+sys.modules["warpfit_server"] = None
+import warpfit
+with warpfit.testing.client() as client:
+    data = client.upload([[1.0, 2.0]], [3.0])
+    assert client.evaluate(data, "x1 + x2", loss="mse")[0] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

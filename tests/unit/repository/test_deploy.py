@@ -1,0 +1,385 @@
+"""What is under deploy/: rendered, checked against schemas, and against what the server exports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from support.repository.deployments import (
+    CHART,
+    DEPLOY,
+    ROOT,
+    can_render,
+    check_command,
+    check_environment,
+    check_schemas,
+    render,
+)
+from warpfit_server.config import Config
+from warpfit_server.data.dataset_store import Usage
+from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
+from warpfit_server.observability.gpu_monitor import GpuUsage
+from warpfit_server.observability.measurements import COUNTERS, HISTOGRAMS, STAGES, Recorder, Sample
+from warpfit_server.observability.metrics import ServerCollector, Sources
+from warpfit_server.rpc.health import Health
+from warpfit_server.rpc.tls import check_exposure
+
+#: Values under which the chart is rendered.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "cpu": {"gpu.enabled": False, "replicas": 3},
+    "everything": {
+        "autoscaling.enabled": True,
+        "serviceMonitor.enabled": True,
+        "serviceMonitor.labels": {"release": "prometheus"},
+        "tls.secretName": "tls",
+        "tls.clientCaSecretName": "ca",
+        "tokens.secretName": "tokens",
+        "cache.existingClaim": "cache",
+        "service.headless": True,
+        "service.annotations": {"a": "b"},
+        "serviceAccount.annotations": {"a": "b"},
+        "podAnnotations": {"a": "b"},
+        "imagePullSecrets": [{"name": "registry"}],
+        "gpu.runtimeClassName": "nvidia",
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {}},
+    },
+}
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def exported() -> set[str]:
+    """Every series name that a server with a GPU can export."""
+    recorder = Recorder()
+    stages = tuple(range(1, 1 + len(STAGES)))
+    recorder.end(1, Sample(("Evaluate", "OK", "x"), 1.0, 1, 1, 1, 1, "tier", 1, stages))
+    totals = recorder.totals()
+    assert {name for name, _ in totals.counts} == set(COUNTERS)
+    assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
+    sources = Sources(
+        recorder=recorder,
+        supervisor=SimpleNamespace(
+            engine="cuda", restarts={"hung": 1}, counters=dict.fromkeys(ENGINE_COUNTERS, 1.0)
+        ),
+        datasets=SimpleNamespace(usage=lambda: Usage(1, 1, 1)),
+        health=Health("service"),
+        resident_limit=1,
+        processes=lambda: {"engine": 1},
+        probe_seconds=lambda: 1.0,
+        gpus=SimpleNamespace(usage=lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]),
+    )
+    families = list(ServerCollector(sources).collect())
+    assert all(family.samples for family in families)
+    return {sample.name for family in families for sample in family.samples}
+
+
+def dashboard() -> list[str]:
+    """Every query of the dashboard, its variables replaced."""
+    panels = json.loads((DEPLOY / "grafana/dashboards/warpfit.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    return [q.replace("$instance", ".*").replace("$__rate_interval", "1m") for q in queries]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def adapter() -> str:
+    return (CHART / "adapter-rules.yaml").read_text()
+
+
+@pytest.mark.parametrize("place", ["dashboard", "rules", "adapter"])
+def test_every_query_asks_for_metrics_that_there_are(place):
+    texts = {
+        "dashboard": dashboard,
+        "rules": lambda: [rule["expr"] for rule in rules()],
+        "adapter": lambda: [adapter()],
+    }[place]()
+    names = {name for text in texts for name in re.findall(r"\bwarpfit_\w+", text)}
+    assert names
+    assert names - exported() - {"warpfit_queue_seconds_mean"} == set()
+
+
+def test_the_dashboard_shows_every_metric():
+    shown = {name for text in dashboard() for name in re.findall(r"\bwarpfit_\w+", text)}
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in exported()}
+    assert families - {re.sub("_(bucket|sum|count)$", "", name) for name in shown} == set()
+
+
+def test_labels_in_queries_are_those_of_the_metrics():
+    labels = {name: family.labels for name, family in {**COUNTERS, **HISTOGRAMS}.items()}
+    for text in [*dashboard(), *(rule["expr"] for rule in rules())]:
+        for name, selector in re.findall(
+            r"warpfit_(\w+?)(?:_total|_bucket|_sum|_count)\{([^}]*)", text
+        ):
+            used = set(re.findall(r"(\w+)\s*[=!]", selector)) - {"instance"}
+            assert used <= set(labels.get(name, used)), text
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+def test_prometheus_accepts_the_rules():
+    config = str(DEPLOY / "prometheus/prometheus.yml")
+    ran = subprocess.run(["promtool", "check", "config", config], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+# --------------------------------------------------------------------------------------- chart
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def manifests(request):
+    if not can_render():
+        pytest.skip("needs helm or go")
+    rendered = render(VARIANTS[request.param])
+    return SimpleNamespace(
+        variant=request.param, all=rendered, kinds={m["kind"]: m for m in rendered}
+    )
+
+
+def test_manifests_follow_the_schemas_of_kubernetes(manifests):
+    pytest.importorskip("kubernetes_validate")
+    check_schemas(manifests.all)
+
+
+def test_the_chart_has_what_a_service_needs(manifests):
+    expected = {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    if manifests.variant == "everything":
+        expected |= {"ServiceMonitor", "HorizontalPodAutoscaler"}
+    assert set(manifests.kinds) == expected
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = container["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu") == (None if manifests.variant == "cpu" else "1")
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    health = {port["name"]: port["containerPort"] for port in container["ports"]}["health"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == health
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert pod["terminationGracePeriodSeconds"] == 50
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def environment_of(manifests) -> dict[str, str]:
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    return {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+
+
+def test_the_chart_asks_for_tls_and_tokens_unless_told(manifests):
+    environment = environment_of(manifests)
+    assert "WARPFIT_INSECURE" not in environment
+    assert environment["WARPFIT_TLS_CERT"]
+    assert environment["WARPFIT_TOKEN_FILE"]
+    volumes = manifests.kinds["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    for name in ("tls", "tokens"):
+        (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
+        assert mode & 0o027 == 0  # as `warpfit.transport.security.check_secret` demands
+    check_exposure(Config.from_arguments([], environment))
+
+
+def test_the_cache_is_a_folder_that_the_server_makes_itself(manifests):
+    """The volume's own root can be written by its group, which the server would refuse."""
+    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    (mount,) = (m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "cache")
+    cache = environment_of(manifests)["WARPFIT_CACHE_DIR"]
+    assert cache.startswith(mount["mountPath"] + "/")
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_the_network_policy_lets_in_clients_and_monitoring_alone(manifests):
+    policy = manifests.kinds["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert not policy.get("egress")
+    rules = {rule["ports"][0]["port"]: rule["from"] for rule in policy["ingress"]}
+    assert rules.keys() == {"grpc", "metrics"}
+    assert all(rules.values())  # an empty list would let in everybody
+
+
+@pytest.mark.skipif(not can_render(), reason="needs helm or go")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tls.secretName": ""}, "insecure.plainText"),
+        ({"tokens.secretName": ""}, "insecure.anonymous"),
+    ],
+)
+def test_the_chart_refuses_what_is_open_by_accident(changes, message):
+    with pytest.raises(AssertionError, match=message):
+        render(changes)
+    choice = render({**changes, message: True})
+    (deployment,) = (m for m in choice if m["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert ("WARPFIT_INSECURE" in environment) is (message == "insecure.plainText")
+    check_exposure(Config.from_arguments([], environment))
+
+
+def test_selectors_select_the_pods(manifests):
+    labels = manifests.kinds["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [
+        manifests.kinds["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifests.kinds["Service"]["spec"]["selector"],
+        manifests.kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        manifests.kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+    ]
+    assert all(selector.items() <= labels for selector in selectors)
+
+
+def test_the_server_knows_every_setting_of_the_chart(manifests):
+    check_environment(environment_of(manifests))
+
+
+# ------------------------------------------------------------------------- compose, image, unit
+
+
+def test_compose():
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    for name, profile in (("warpfit-gpu", "gpu"), ("warpfit-cpu", "cpu")):
+        service = services[name]
+        assert service["profiles"] == [profile]
+        assert service["read_only"]
+        check_environment(service["environment"])
+        assert service["environment"]["WARPFIT_METRICS_HOST"] == "0.0.0.0"  # for Prometheus
+    for service in services.values():
+        assert service["mem_limit"]
+        assert service["pids_limit"] <= 4096
+        for volume in service["volumes"]:
+            source = volume.partition(":")[0]
+            inside = source in compose["volumes"]
+            assert inside or (DEPLOY / source).exists(), volume
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    target = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    (address,) = target["scrape_configs"][0]["static_configs"][0]["targets"]
+    host, _, port = address.partition(":")
+    assert host in services["warpfit-cpu"]["networks"]["default"]["aliases"]
+    assert f"WARPFIT_METRICS_PORT={port}" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_image_sets_what_the_server_knows():
+    text = (ROOT / "Dockerfile").read_text()
+    check_environment(dict(re.findall(r"(WARPFIT_\w+)=([^\s\\]+)", text)))
+    assert not text.rstrip().endswith("\\")
+
+
+def test_the_unit_sets_what_the_server_knows():
+    text = (DEPLOY / "systemd/warpfit.service").read_text()
+    environment = dict(re.findall(r"(WARPFIT_[A-Z_]+)=(\S+)", text.partition("[Service]")[2]))
+    check_environment(environment)
+    grace = Config.from_arguments([], environment).grace
+    assert float(re.search(r"TimeoutStopSec=(\d+)", text)[1]) > grace
+    assert re.search(r"^MemoryMax=\d+%$", text, re.MULTILINE)
+    assert re.search(r"^TasksMax=\d+$", text, re.MULTILINE)
+
+
+def test_the_base_is_named_by_its_digest():
+    bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(bases) == {"${PYTHON}"}
+    (base,) = re.findall(r"^ARG PYTHON=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"python:[\w.-]+@sha256:[0-9a-f]{64}", base)
+
+
+def requirements(variant: str) -> dict[str, str]:
+    """Locked versions; every one has hashes."""
+    text = (DEPLOY / f"requirements/{variant}.txt").read_text()
+    entries = re.findall(r"^([\w.-]+)==([^\s;]+)([^\n]*(?:\n    --hash=\S+(?: \\)?)+)?", text, re.M)
+    assert entries
+    for name, _, hashes in entries:
+        assert "--hash=sha256:" in hashes, name
+    return {name: version for name, version, _ in entries}
+
+
+@pytest.mark.parametrize("variant", ["server", "cuda12", "cuda13"])
+def test_the_lock_satisfies_the_project(variant):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {"server", "tracing", variant}
+    wanted = [*project["dependencies"], *(text for name in names for text in extras[name])]
+    locked = requirements(variant)
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "warpfit":
+            assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)])
+
+
+def test_the_lock_can_build_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    locked = requirements("build")
+    for requirement in map(Requirement, project["build-system"]["requires"]):
+        assert requirement.specifier.contains(locked[requirement.name])
+
+
+def test_the_image_installs_nothing_that_is_not_locked():
+    for command in re.findall(
+        r"pip .*? install (.*?)(?=&&|\nRUN|\nCOPY|\nFROM)", dockerfile(), re.S
+    ):
+        assert "--require-hashes" in command or "--no-index" in command, command
+
+
+def dockerfile() -> str:
+    return (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")
+def test_hadolint():
+    ran = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+
+
+# ------------------------------------------------------------- commands that READMEs show
+
+IMAGES = {"warpfit:cpu": "server", "warpfit:cuda": "cuda13"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "docker build -t warpfit:cuda --build-arg VARIANT=cuda14 .",
+        "docker build -t warpfit --build-arg VARIANTS=server .",
+        "docker build --tags warpfit .",
+        "docker run -p 127.0.0.1:50551:50552:50553 warpfit:cpu",
+        "docker run -p 127.0.0.1:50551:50560 warpfit:cpu",
+        "docker run -p 0.0.0.0:50551:50551 warpfit:cpu",
+        "docker run -v cache:/var/lib/warpfit warpfit:cpu",
+        "docker run -e WARPFIT_FRONT_DOOR=1 warpfit:cpu",
+        "docker run --gpus all warpfit:cpu",
+        "docker run --read-only warpfit:cpu",
+        "docker run warpfit:latest",
+        "COMPOSE_PROFILES=tpu docker compose -f deploy/compose.yaml up -d",
+        "COMPOSE_PROFILES=cpu docker compose -f deploy/compose.yml up -d",
+        "helm install warpfit deploy/kubernetes --set image.name=x",
+        "helm install warpfit deploy/helm",
+        "helm instal warpfit deploy/kubernetes",
+    ],
+)
+def test_mistakes_in_commands_are_found(command):
+    with pytest.raises((AssertionError, KeyError, OSError, TypeError, ValueError)):
+        check_command(shlex.split(command), IMAGES)
+
+
+def test_dashboard_panels_do_not_overlap():
+    panels = json.loads((DEPLOY / "grafana/dashboards/warpfit.json").read_text())["panels"]
+    places = [panel["gridPos"] for panel in panels]
+    for a, b in itertools.combinations(places, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert beside or above
+    assert len({panel["id"] for panel in panels}) == len(panels)

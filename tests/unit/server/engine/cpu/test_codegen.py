@@ -1,0 +1,99 @@
+"""Parts of the engine's code are compiled by several processes."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.native import compile_processes
+
+
+@pytest.mark.parametrize("group", parts.GROUPS)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts_are_shared_out_evenly(count, group):
+    seconds = {name: parts.PARTS[name].seconds for name in parts.GROUPS[group]}
+    shares = compile_processes.share_out(seconds, count)
+    assert sorted(itertools.chain(*shares)) == sorted(seconds)
+    loads = [sum(seconds[name] for name in names) for names in shares]
+    assert max(loads) <= max(*seconds.values(), 1.25 * sum(loads) / count)
+
+
+def test_every_part_is_compiled_with_those_that_are_needed_at_the_same_time():
+    groups = [set(parts.GROUPS[name]) for name in ("values", "derivatives")]
+    assert groups[0] | groups[1] == set(parts.PARTS)
+    assert not groups[0] & groups[1]
+
+
+@pytest.fixture
+def group_of_one(monkeypatch):
+    """A group that takes a second."""
+    monkeypatch.setitem(parts.GROUPS, "values", ("parallel",))
+
+
+def test_another_process_compiles_into_the_directory(group_of_one, tmp_path, caplog):
+    parts.compile_group(tmp_path, "values", 2)
+    names = {path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")}
+    functions = ("run", "help_others", "close")
+    assert names == {f"parallel_loop.{name}" for name in functions}
+    assert caplog.text == ""
+    begun = time.time()
+    parts.parallel(tmp_path)
+    assert max(path.stat().st_mtime for path in tmp_path.rglob("*.nb?")) < begun, "only loaded"
+
+
+def test_a_process_that_fails_is_told_and_does_no_harm(tmp_path, caplog):
+    compile_processes.compile_once(tmp_path, "all", parts.__name__, [["no such part"]])
+    assert "no such part" in caplog.text
+    assert (tmp_path / "all.complete").exists()
+
+
+class Slow:
+    """A process that takes a while."""
+
+    started: list[list[str]]
+    ended: list[list[str]]
+
+    def __init__(self, place, module, names, lock, *, urgent):
+        self.names = names
+        self.started.append(names)
+
+    def wait(self):
+        time.sleep(0.2)
+        self.ended.append(self.names)
+        return 0
+
+
+def test_one_at_a_time_compiles_and_the_others_wait(monkeypatch, tmp_path):
+    Slow.started, Slow.ended = [], []
+
+    def compile_all(number):
+        compile_processes.compile_once(tmp_path, "all", "module", [["part"]])
+        return len(Slow.ended)
+
+    monkeypatch.setattr(compile_processes, "_start", Slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(compile_all, range(4)))
+    assert found == [1] * 4
+    assert Slow.started == [["part"]]
+
+
+def test_processes_whose_engine_has_ended_are_waited_for(tmp_path):
+    """An engine that is started again and again must not have the same compiled side by side."""
+    script = (
+        "import os, pathlib, sys\n"
+        "from warpfit_server.engine.native import compile_processes\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(1.5)']\n"
+        "with compile_processes._locked(pathlib.Path(sys.argv[1])) as lock:\n"
+        "    compile_processes.subprocess.Popen(command, pass_fds=[lock])\n"
+        "    os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "lock"], check=True)
+    begun = time.monotonic()
+    with compile_processes._locked(tmp_path / "lock"):
+        assert time.monotonic() - begun > 0.5

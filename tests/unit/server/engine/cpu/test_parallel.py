@@ -1,0 +1,136 @@
+"""The parallel loop: each piece runs once, whoever takes it, whatever other callers do."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from warpfit_server.engine.cpu import parallel_loop
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.cpu.evaluation import Work
+from warpfit_server.engine.cpu.threads import ParallelLoop
+from warpfit_server.engine.native.records import CANCELLED, FAILED, FINISHED
+from warpfit_server.system.cache_directory import usable
+
+_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+@pytest.fixture(scope="module")
+def code():
+    with usable(None) as kept:
+        return parts.parallel(kept / f"cpu-{parts.fingerprint()[:32]}")
+
+
+@pytest.fixture(params=[1, 2, 5])
+def loop(request, code):
+    loop = ParallelLoop(request.param, code)
+    yield loop
+    loop.close()
+    assert not any(thread.is_alive() for thread in loop._helpers)
+
+
+def work_of(run_piece, count):
+    """Work whose pieces are a Python function of their numbers; it returns how a piece ended."""
+
+    def call(_record, piece):
+        return run_piece(piece)
+
+    function = _FUNCTION(call)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    cells = np.array([[n, n + 1] for n in range(count)])
+    flag = np.zeros(1, np.uint8)
+    work = Work(address, (cells,), cells, np.array([[0, 1]]), 1, 10**9, flag)
+    return work, function
+
+
+def test_every_piece_runs_once(loop):
+    for count in (1, 2, 3, 50, 200):
+        seen = Counter()
+        work, _keep = work_of(lambda piece, seen=seen: (seen.update([piece]), FINISHED)[1], count)
+        loop.run(work, 0, count)
+        assert seen == Counter(range(count))
+
+
+def test_a_range_of_pieces_runs(loop):
+    seen = Counter()
+    work, _keep = work_of(lambda piece: (seen.update([piece]), FINISHED)[1], 30)
+    loop.run(work, 7, 19)
+    assert seen == Counter(range(7, 19))
+
+
+def test_callers_at_the_same_time_have_their_own_pieces(loop):
+    """More of them than there are slots; each returns when its own work is done."""
+
+    def caller(number):
+        for _ in range(30):
+            seen = Counter()
+            work, _keep = work_of(lambda piece, seen=seen: (seen.update([piece]), FINISHED)[1], 20)
+            loop.run(work, 0, 20)
+            assert seen == Counter(range(20))
+        return number
+
+    with ThreadPoolExecutor(7) as pool:
+        assert list(pool.map(caller, range(7))) == list(range(7))
+
+
+@pytest.mark.parametrize("ended", [CANCELLED, FAILED])
+def test_work_that_ends_early_gives_no_more_pieces_out(loop, ended):
+    seen = []
+
+    def piece(number):
+        seen.append(number)
+        return ended if number == 3 else FINISHED
+
+    work, _keep = work_of(piece, 1_000)
+    if ended == FAILED:
+        with pytest.raises(MemoryError):
+            loop.run(work, 0, 1_000)
+    else:
+        loop.run(work, 0, 1_000)
+    assert len(seen) < 30
+    loop.run(work, 10, 12)  # the slot is as good as new
+    assert seen[-2:] in ([10, 11], [11, 10])
+
+
+def test_helpers_take_pieces_of_whoever_has_some(code):
+    loop = ParallelLoop(3, code)
+    threads = set()
+    together = threading.Barrier(3, timeout=20)
+
+    def piece(_number):
+        threads.add(threading.get_ident())
+        together.wait()
+        return FINISHED
+
+    work, _keep = work_of(piece, 3)
+    loop.run(work, 0, 3)
+    assert len(threads) == 3
+    loop.close()
+
+
+def test_work_that_is_not_worth_a_thread_stays_on_the_callers(code):
+    loop = ParallelLoop(4, code)
+    work, _keep = work_of(lambda piece: FINISHED, 10)
+    work.cost = 1_000
+    loop.run(work, 0, 10)
+    assert not loop._helpers
+    loop.close()
+
+
+def test_idle_helpers_sleep(code):
+    loop = ParallelLoop(3, code)
+    work, _keep = work_of(lambda piece: FINISHED, 10)
+    loop.run(work, 0, 10)
+    deadline = time.monotonic() + 10
+    while loop._words[parallel_loop._ASLEEP] < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loop._words[parallel_loop._ASLEEP] == 2
+    loop.close()

@@ -1,0 +1,96 @@
+"""A batch on its way to the device: what lies where, and what the host knows of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from support.machines.device_lowering import lower_on_host
+from warpfit.bench.workload import random_program, thesis_mix
+from warpfit.ir import Batch, Program
+from warpfit.ops import OPERATORS
+from warpfit.request import Precision
+from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, operator_flags
+from warpfit_server.engine.cuda.runtime.batch_layout import (
+    COSTLY,
+    TERNARY,
+    Parts,
+    most_levels,
+    pack,
+    slots_at_most,
+    survey,
+)
+from warpfit_server.engine.cuda.runtime.tokens import Tokens
+
+FAST = Variant(np.dtype(np.float32), Precision.FAST, 16)
+
+
+@pytest.mark.parametrize(("vectors", "programs"), [(1, 5), (3, 1), (2, 9)])
+def test_what_is_uploaded(vectors, programs):
+    rng = np.random.default_rng(programs)
+    drawn = [
+        random_program(rng, int(rng.integers(1, 60)), variables=3, operators=tuple(OPERATORS))
+        for _ in range(programs)
+    ]
+    batch = Batch.of(drawn, [rng.normal(size=(vectors, p.parameters)) for p in drawn])
+    parts = Parts.of(batch)
+    memory = np.full(parts.uploaded, 0xA5, dtype=np.uint8)
+    pack(Tokens.of(batch), parts, memory)
+    for name, dtype, expected in (
+        ("starts", np.uint32, batch.starts),
+        ("parameter_starts", np.uint32, batch.parameter_starts // vectors),
+        ("values", np.float64, batch.values),
+        ("parameters", np.float64, batch.parameters),
+        ("codes", np.uint8, batch.codes),
+    ):
+        start = getattr(parts, name)
+        size = len(expected) * np.dtype(dtype).itemsize
+        np.testing.assert_array_equal(memory[start : start + size].view(dtype), expected)
+    assert list(parts) == sorted(parts)
+    assert all(start % 64 == 0 for start in parts)
+
+
+def test_flags_of_operators():
+    flags = operator_flags(FAST)
+    np.testing.assert_array_equal((flags & COSTLY) != 0, costly_codes(FAST))
+    ternary = [row.code for row in OPERATORS.values() if row.arity == 3]
+    assert np.flatnonzero(flags & TERNARY).tolist() == ternary
+
+
+@pytest.mark.parametrize(
+    ("names", "costly"), [(("add", "mul"), False), (("add", "sin"), True), (("where",), True)]
+)
+def test_what_the_host_knows(names, costly):
+    rng = np.random.default_rng(1)
+    sizes = [3, 3, 3, 40, 90]
+    batch = Batch.of([random_program(rng, size, operators=names) for size in sizes])
+    extent = survey(Tokens.of(batch), operator_flags(FAST))
+    lengths = batch.lengths.astype(int)
+    weighted = int(sum(lengths**2) // sum(lengths))
+    assert extent.costly is costly
+    assert extent.levels == most_levels(int(max(lengths)), "where" in names)
+    assert extent.usual == most_levels(weighted, "where" in names) <= extent.levels
+    assert extent.slots == slots_at_most(len(batch.codes), len(batch))
+
+
+def test_usual_levels_are_enough_for_most_programs():
+    batch = Batch.of(*thesis_mix(1, 500))
+    extent = survey(Tokens.of(batch), operator_flags(FAST))
+    needs = lower_on_host(batch).needs()
+    assert needs.max() <= extent.levels
+    assert (needs <= extent.usual).mean() > 0.95
+
+
+def test_programs_with_the_most_slots_fit():
+    ternary = next(row for row in OPERATORS.values() if row.arity == 3)
+    program = Program.variable(0)
+    for number in range(20):
+        leaves = [Program.constant(float(number)), Program.constant(1.0)]
+        program = Program.apply(ternary, program, *leaves)
+    lowered = lower_on_host(Batch.of([program] * 7))
+    assert lowered.slot_counts().tolist() == [40] * 7
+    ends = lowered.programs[:, 2] + lowered.slot_counts()
+    assert (ends[:-1] <= lowered.programs[1:, 2]).all()
+    assert ends[-1] <= slots_at_most(len(lowered.batch.codes), 7)

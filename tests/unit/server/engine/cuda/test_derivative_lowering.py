@@ -1,0 +1,138 @@
+"""Lowering of programs with derivatives for the GPU's interpreter, on several threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import programs
+from support.machines.reference_derivative_code import parts_of, reference_parts
+from warpfit.bench.workload import thesis_mix
+from warpfit.ir import Batch
+from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
+from warpfit.ops import OPERATORS
+from warpfit_server.engine.autodiff import differentiate
+from warpfit_server.engine.autodiff.backward_sweep import (
+    BY_PARAMETERS,
+    BY_VARIABLES,
+    LOSS,
+    SLOPE,
+    SQUARES,
+)
+from warpfit_server.engine.cpu.codegen import kernel_cache, parts
+from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
+from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
+from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
+from warpfit_server.engine.native.records import FINISHED, record_of
+from warpfit_server.system.cache_directory import default_cache_directory
+
+VARIABLES = 10
+NOTHING = differentiate.no_row_loss()
+HUBER = differentiate.row_loss_tokens(huber(0.5).row, VARIABLES, weighted=True)
+DEVIATION = differentiate.row_loss_tokens(DIFFERENCE, VARIABLES, weighted=False)
+SIZE = differentiate.row_loss_tokens(ABSOLUTE, VARIABLES, weighted=False)
+#: Row loss and wishes of fits, gradients, Jacobians and losses of one's own.
+WORK = {
+    "fit": (DEVIATION, BY_PARAMETERS | SLOPE | SQUARES),
+    "gradient": (SIZE, BY_PARAMETERS | SLOPE),
+    "own loss": (HUBER, BY_PARAMETERS | BY_VARIABLES | LOSS | SLOPE),
+    "loss": (HUBER, LOSS),
+    "jacobian": (NOTHING, BY_PARAMETERS | BY_VARIABLES),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What lowers for the CPU engine."""
+    return parts.derive(kernel_cache._place(default_cache_directory()))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return DerivativeLowering(default_cache_directory(), threads=1)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return DerivativeLowering(default_cache_directory(), threads=4)
+
+
+def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCode:
+    row_loss, wishes = WORK[work]
+    return lowering.lower(batch, row_loss, wishes, keeps_values=work != "loss", products=False)
+
+
+def check(compiled, lowering: DerivativeLowering, batch: Batch, work: str) -> None:
+    """Compare with the plain encoder, program by program and bit by bit."""
+    row_loss, wishes = WORK[work]
+    tokens = len(batch.codes), len(batch), len(row_loss.codes)
+    lowered, cells = differentiate.empty(*tokens), np.array([[0, len(batch)]])
+    arrays = differentiate.arrays_of(batch, row_loss, wishes, cells, lowered)
+    assert compiled(record_of(arrays).ctypes.data, 0) == FINISHED
+    code = lower(lowering, batch, work)
+    for program in range(len(batch)):
+        expected = reference_parts(lowered, program, keeps_values=work != "loss")
+        assert parts_of(code, program) == expected
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("seed", range(2))
+def test_code_is_what_the_plain_encoder_makes(compiled, alone, seed, work):
+    check(compiled, alone, Batch.of(*thesis_mix(seed, 60, operators=tuple(OPERATORS))), work)
+
+
+@settings(max_examples=60, deadline=None)
+@given(program=programs(40, variables=VARIABLES, parameters=3), work=st.sampled_from(list(WORK)))
+def test_code_of_any_program(compiled, alone, program, work):
+    check(compiled, alone, Batch.of([program], [np.ones(3)]), work)
+
+
+def test_threads_make_the_same_code_wherever_they_put_it(alone, shared):
+    """Four callers at a time, each with the same four helpers."""
+    works = list(WORK) * 2
+    batches = [Batch.of(*thesis_mix(seed, 300)) for seed in range(len(works))]
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(lower, [shared] * len(works), batches, works))
+    for batch, work, code in zip(batches, works, found, strict=True):
+        expected = lower(alone, batch, work)
+        for program in range(0, len(batch), 7):
+            assert parts_of(code, program) == parts_of(expected, program)
+        for name in ("scalar", "parameter", "parameters", "sum", "triangle"):
+            np.testing.assert_array_equal(code.programs[name], expected.programs[name])
+        check_no_gaps(code)
+
+
+def check_no_gaps(code: DerivativeCode) -> None:
+    """All parts lie side by side, each in a place of its own."""
+    records = code.programs
+    counts = records["prologue_count"] + records["count"]
+    np.testing.assert_array_equal(records["prologue"] + records["prologue_count"], records["first"])
+    for firsts, sizes, total in (
+        (records["prologue"], counts, len(code.instructions) - 1),
+        (records["column"], records["columns"], len(code.columns)),
+        (records["entry"], records["entries"], len(code.entries)),
+        (records["load"], records["loads"], len(code.loads)),
+    ):
+        order = np.lexsort((sizes, firsts))
+        ends = np.cumsum(sizes[order], dtype=np.int64)
+        np.testing.assert_array_equal(firsts[order], ends - sizes[order])
+        assert int(ends[-1]) == total
+    assert not code.instructions[-1].any()
+
+
+def test_helpers_are_asked_only_if_it_pays(monkeypatch, shared):
+    asked = []
+    monkeypatch.setattr(shared._pool, "submit", lambda *_: asked.append(1))
+    lower(shared, Batch.of(*thesis_mix(1, 30)), "fit")
+    assert not asked
+
+
+def test_a_thread_without_memory_fails_the_whole_batch(monkeypatch, shared):
+    answers = iter([derivative_lowering._FAILED, 7, 7, 7])
+    monkeypatch.setattr(shared, "_lower", lambda _: next(answers))
+    with pytest.raises(MemoryError):
+        lower(shared, Batch.of(*thesis_mix(1, 300)), "fit")

@@ -1,0 +1,269 @@
+"""Code of the GPU's interpreter of derivatives: what needs no GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.derivative_suite import smooth_programs
+from support.engines.strategies import programs
+from support.machines.derivative_machine import Machine
+from warpfit.bench.workload import thesis_mix
+from warpfit.dataset import Dataset, Layout
+from warpfit.errors import ResourceExhaustedError
+from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Batch, Program
+from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
+from warpfit.losses import SQUARES as SQUARES_LOSS
+from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Precision
+from warpfit_server.engine.autodiff.backward_sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
+from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
+from warpfit_server.engine.autodiff.requested_outputs import Wanted
+from warpfit_server.engine.cuda.derivatives import launch_plan
+from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
+from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
+from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier, derivative_cubin
+from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.lowering_cache import Recurring
+from warpfit_server.system.cache_directory import default_cache_directory
+
+VARIABLES = 4
+COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 1, 30))
+DOUBLE = Variant(np.dtype(np.float64), Precision.PRECISE, 4)
+PRECISE = Variant(np.dtype(np.float32), Precision.PRECISE, 8)
+FAST = Variant(np.dtype(np.float32), Precision.FAST, 8)
+ROBUST = ("add", "sub", "mul", "neg", "abs", "aq", "sin", "tanh", "min", "where", "fma", "logistic")
+
+
+@pytest.fixture(scope="module")
+def lowering():
+    return DerivativeLowering(default_cache_directory(), threads=1)
+
+
+def lower(lowering, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:
+    tokens = row_loss_tokens(row_loss, VARIABLES, weighted=False)
+    wishes |= BY_PARAMETERS | SLOPE | (0 if wishes & SQUARES else LOSS)
+    options = {"keeps_values": True, "products": True, **options}
+    return lowering.lower(batch, tokens, wishes, **options)
+
+
+def check(lowering, given_programs, vectors) -> None:
+    batch = Batch.of(given_programs, vectors)
+    code = lower(lowering, batch)
+    machine = Machine(batch, code, COLUMNS)
+    for index, program in enumerate(given_programs):
+        machine.run(index)
+        count = int(batch.parameter_counts[index])
+        values, want = differentiate(program, COLUMNS[:VARIABLES], vectors[index])
+        np.testing.assert_allclose(machine.place(int(machine.record["result"])), values, rtol=1e-9)
+        residual = machine.place(int(machine.record["slope"]))
+        np.testing.assert_allclose(residual, values - COLUMNS[VARIABLES], rtol=1e-9, atol=1e-9)
+        got = machine.gradient(count)
+        scale = 1 + np.abs(want).max(initial=0)
+        np.testing.assert_allclose(got[: len(want)], want, rtol=1e-9, atol=1e-9 * scale)
+
+
+def test_smooth_programs(lowering):
+    check(lowering, *smooth_programs())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_thesis_mix(lowering, seed):
+    given_programs, vectors = thesis_mix(seed, 60, variables=VARIABLES, operators=ROBUST)
+    check(lowering, given_programs, vectors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    programs(30, variables=VARIABLES, parameters=3, operators=ROBUST, constants=st.floats(-2, 2))
+)
+def test_random_programs(lowering, program):
+    check(lowering, [program], [np.array([0.5, -1.25, 0.75])])
+
+
+def test_a_loss_of_ones_own_has_a_slope(lowering):
+    row_loss = huber(0.5).row
+    given_programs, vectors = smooth_programs()
+    batch = Batch.of(given_programs, vectors)
+    code = lower(lowering, batch, row_loss, wishes=0, products=False)
+    machine = Machine(batch, code, COLUMNS)
+    for index, program in enumerate(given_programs):
+        machine.run(index)
+        values, _ = differentiate(program, COLUMNS[:VARIABLES], vectors[index])
+        terms, slopes = differentiate(row_loss, np.stack([values, COLUMNS[VARIABLES]]), by=VARIABLE)
+        np.testing.assert_allclose(machine.place(int(machine.record["loss"])), terms, rtol=1e-9)
+        slope = machine.place(int(machine.record["slope"]))
+        np.testing.assert_allclose(slope, slopes[0], rtol=1e-9, atol=1e-12)
+
+
+def test_vectors_have_places_of_their_own(lowering):
+    given_programs, _ = smooth_programs()
+    blocks = np.random.default_rng(2).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
+    batch = Batch.of(given_programs, list(blocks))
+    code = lower(lowering, batch)
+    machine = Machine(batch, code, COLUMNS)
+    for vector in range(3):
+        machine.run(0, vector)
+        _, want = differentiate(given_programs[0], COLUMNS[:VARIABLES], blocks[0, vector])
+        np.testing.assert_allclose(machine.gradient(4)[: len(want)], want, rtol=1e-9)
+    sizes = code.sums * 3
+    np.testing.assert_array_equal(code.programs["sum"], np.cumsum(sizes) - sizes)
+
+
+def test_results_that_are_used_at_once_are_not_stored(lowering):
+    """x1 * p1 + 2 needs a level for nothing but the residual."""
+    program = Program.apply(
+        "add",
+        Program.apply("mul", Program.variable(0), Program.parameter(0)),
+        Program.constant(2.0),
+    )
+    batch = Batch.of([program], [[3.0]])
+    code = lower(lowering, batch, keeps_values=False)
+    assert int(code.programs["levels"][0]) == 1
+    assert int((code.instructions[:, 0] >> 19 & 1).sum()) == 1
+
+
+def test_too_many_levels_are_refused(lowering):
+    """Each factor of a product of sums is looked at again by the sweep."""
+    count = 70_000
+    codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
+    codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
+    values = np.zeros(len(codes))
+    values[0 : 4 * count : 4] = np.arange(count) % VARIABLES
+    values[1 : 4 * count : 4] = np.arange(count)
+    batch = Batch.of([Program(codes, values)], [np.ones(count)])
+    with pytest.raises(ResourceExhaustedError) as caught:
+        lower(lowering, batch)
+    assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+@pytest.mark.parametrize(("sums", "fits"), [(1_000_000, True), (300_000_000, False)])
+def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
+    """Thirty thousand parameters have a normal matrix of 3.6 GB."""
+    layout = Layout(variables=2, rows=5000, dtype=np.dtype(np.float32), has_target=True)
+    device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
+    resident = SimpleNamespace(dataset=SimpleNamespace(layout=layout))
+    records = np.zeros(1, dtype=[("levels", np.uint32)])
+    code = SimpleNamespace(code=SimpleNamespace(programs=records, sums=np.array([sums])))
+    evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
+    if fits:
+        assert launch_plan._geometry(device, resident, evaluation, code).far
+        return
+    with pytest.raises(ResourceExhaustedError) as caught:
+        launch_plan._geometry(device, resident, evaluation, code)
+    assert caught.value.reason == "PROGRAM_TOO_LONG"
+
+
+class FakeStream:
+    """Stands for a stream: remembers what is uploaded and launched."""
+
+    def __init__(self) -> None:
+        self.uploads: dict[int, bytes] = {}
+        self.launched: list[np.ndarray] = []
+        self._next = 1 << 20
+
+    def buffer(self, name: str, size: int) -> int:
+        self._next += 1 << 20
+        return self._next
+
+    def pinned(self, name: str, size: int) -> np.ndarray:
+        return np.zeros(size, dtype=np.uint8)
+
+    def upload(self, address: int, staging: np.ndarray) -> None:
+        self.uploads[address] = staging.tobytes()
+
+    def launch(self, kernel: object, grid: object, block: object, given: list, *_: int) -> None:
+        self.launched += [each.copy() for each in given]
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def read(self, address: int, size: int) -> bytes:
+        """Bytes that were uploaded there."""
+        base = max(start for start in self.uploads if start <= address)
+        return self.uploads[base][address - base :][:size]
+
+
+def fake_tier(stream: FakeStream, lowering: DerivativeLowering) -> DerivativeTier:
+    tier = DerivativeTier.__new__(DerivativeTier)
+    tier._lowering = lowering
+    tier._device = SimpleNamespace(
+        shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16,
+        stream=lambda: nullcontext(stream),
+        allocate=lambda size: SimpleNamespace(ptr=1 << 40),
+    )
+    tier._plans = Recurring()
+    tier._prepare = lambda *_, **__: SimpleNamespace(evaluate_scalars=None)  # type: ignore[method-assign]
+    return tier
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_code_reaches_the_device_alone_or_with_the_parameters(lowering, keep):
+    """Fresh programs cost one copy; what a fit uses again is copied once."""
+    data = Dataset.of(COLUMNS[:VARIABLES].T, COLUMNS[VARIABLES], dtype="float64")
+    resident = SimpleNamespace(
+        dataset=data, stride=64, address=lambda *_: 0, weights_address=lambda _: 0
+    )
+    batch = Batch.of(*smooth_programs())
+    evaluation = Evaluation(data.content_id, batch)
+    gradients = np.empty(len(batch.parameters))
+    wanted = Wanted(row_loss=SQUARES_LOSS, losses=np.empty(len(batch)), gradients=gradients)
+    stream = FakeStream()
+    tier = fake_tier(stream, lowering)
+    for passes in (1, 2):
+        plan = tier._plan(resident, evaluation, wanted, keep=keep)
+        tier._begin(stream, resident, evaluation, wanted, plan)
+        assert len(stream.launched) == passes
+    assert len(stream.uploads) == (3 if keep else 2)
+    code = lower(lowering, batch, products=False)
+    given = stream.launched[-1]
+    for name, array in {**code.arrays, "parameters": batch.parameters}.items():
+        assert stream.read(int(given[name]), array.nbytes) == array.tobytes(), name
+
+
+@pytest.mark.parametrize("row_loss", [SQUARES_LOSS, ABSOLUTE, huber().row], ids=str)
+@pytest.mark.parametrize("slopes", [False, True])
+def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
+    lowering, row_loss, slopes
+):
+    """Its data type would round them: the kernel computes them of the value that is kept."""
+    batch = Batch.of([parse("x1 + 2 * x2"), parse("x3"), parse("p1")], [[], [], [1.0]])
+    losses = np.zeros((3, 1))
+    gradients = np.zeros(1) if slopes else None
+    wanted = Wanted(row_loss=row_loss, losses=losses, gradients=gradients)
+    program = DIFFERENCE if wanted.is_squares else row_loss
+    tokens = row_loss_tokens(program, VARIABLES, weighted=False)
+    options = {"keeps_values": bool(wanted.deviation), "products": False}
+    code = lowering.lower(batch, tokens, wanted.wishes, **options)
+    machine = Machine(batch, code, COLUMNS)
+    x, y = COLUMNS[:VARIABLES], COLUMNS[VARIABLES]
+    for index, values in enumerate((x[0] + 2 * x[1], x[2], np.ones(30))):
+        machine.run(index)
+        if wanted.deviation:
+            np.testing.assert_allclose(machine.place(int(machine.record["result"])), values)
+            continue
+        terms = evaluate_program(row_loss, np.stack([values, y]))
+        np.testing.assert_allclose(machine.place(int(machine.record["loss"])), terms)
+    assert wanted.deviation == {SQUARES_LOSS: "squared", ABSOLUTE: "absolute"}.get(row_loss, "")
+    assert (LOSS & wanted.wishes != 0) == (not wanted.deviation)
+
+
+@pytest.mark.parametrize(
+    ("variant", "far", "architecture"),
+    [(PRECISE, False, architecture) for architecture in (75, 90, 120)]
+    + [(FAST, False, architecture) for architecture in (80, 86, 89, 100)]  # in half the time
+    + [(DOUBLE, False, 75), (PRECISE, True, 90)],
+    ids=str,
+)
+def test_kernels_assemble(variant, far, architecture):
+    cubin = derivative_cubin(variant, architecture, far=far)
+    for kernel in (b"linearise", b"evaluate_scalars", b"combine", b"measure"):
+        assert kernel in cubin

@@ -1,0 +1,57 @@
+"""A machine on which CuPy cannot be loaded is one without a GPU, and says why."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+
+pytest.importorskip("numba")
+
+from warpfit.errors import UnavailableError
+from warpfit_server.engine import create_engine
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+
+
+@pytest.fixture
+def no_cupy(monkeypatch, request):
+    """``import cupy`` fails like that."""
+    original = builtins.__import__
+
+    def failing(name, *arguments, **named):
+        if name == "cupy":
+            raise request.param
+        return original(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", failing)
+
+
+CAUSES = pytest.mark.parametrize(
+    ("no_cupy", "remedy"),
+    [
+        (ImportError("No module named 'cupy'"), "pip install"),
+        (PermissionError(13, "Permission denied", "/.cupy"), "--cache-dir"),
+    ],
+    indirect=["no_cupy"],
+    ids=["missing", "no cache"],
+)
+
+
+@CAUSES
+def test_the_error_says_what_to_do(no_cupy, remedy):
+    with pytest.raises(UnavailableError, match=remedy) as caught:
+        CudaDevice()
+    assert caught.value.reason == "NO_CUPY"
+
+
+@CAUSES
+def test_the_cpu_engine_serves_instead(no_cupy, remedy):
+    engine = create_engine("auto", threads=1)
+    assert engine.name == "cpu"
+    engine.close()
+
+
+@CAUSES
+def test_who_insists_is_told(no_cupy, remedy):
+    with pytest.raises(UnavailableError):
+        create_engine("cuda")

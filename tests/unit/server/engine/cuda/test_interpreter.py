@@ -1,0 +1,181 @@
+"""The interpreter without a device: lowering, generated source, machine code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import programs
+from support.machines.bytecode import Machine
+from support.machines.device_lowering import lower_on_host
+from warpfit.bench.workload import random_program, thesis_mix
+from warpfit.errors import InternalError
+from warpfit.expressions.reference import evaluate_program
+from warpfit.ir import Batch, Program
+from warpfit.ops import OPERATORS
+from warpfit.request import Precision
+from warpfit_server.engine.cuda.interpreter import bytecode
+from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
+from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, interpreter_source
+from warpfit_server.engine.cuda.math.prelude import render
+
+COLUMNS = np.random.default_rng(0).normal(size=(3, 7))
+VARIANTS = [
+    Variant(np.dtype(np.float32), Precision.FAST, 8),
+    Variant(np.dtype(np.float32), Precision.PRECISE, 4),
+    Variant(np.dtype(np.float64), Precision.PRECISE, 2),
+]
+
+
+def assert_runs_like_the_reference(batch: Batch) -> int:
+    lowered = lower_on_host(batch)
+    machine = Machine(lowered, COLUMNS)
+    with np.errstate(all="ignore"):
+        for index in range(len(batch)):
+            program, vector = batch.program(index), batch.program_parameters(index)[0]
+            expected = evaluate_program(program, COLUMNS, vector)
+            np.testing.assert_array_equal(machine.run(index), expected)
+    assert machine.highest == lowered.needs().max()
+    return machine.highest
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(programs(max_tokens=60), min_size=1, max_size=4))
+def test_lowered_programs_compute_the_same(drawn):
+    vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
+    assert_runs_like_the_reference(Batch.of(drawn, vectors))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lowered_random_programs_compute_the_same(seed):
+    rng = np.random.default_rng(seed)
+    drawn = [
+        random_program(rng, int(rng.integers(1, 150)), variables=3, operators=tuple(OPERATORS))
+        for _ in range(40)
+    ]
+    vectors = [rng.normal(size=program.parameters) for program in drawn]
+    assert_runs_like_the_reference(Batch.of(drawn, vectors))
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
+def test_stack_stays_flat_on_long_chains(name):
+    row = OPERATORS[name]
+    leaf = Program.variable(0)
+    for position in range(row.arity):
+        program = leaf
+        for _ in range(200):
+            operands = [Program.variable(1)] * row.arity
+            operands[position] = program
+            program = Program.apply(row, *operands)
+        assert assert_runs_like_the_reference(Batch.of([program])) <= 2
+
+
+def test_stack_is_logarithmic():
+    program = Program.variable(0)
+    for _ in range(8):
+        program = Program.apply("add", program, program)
+    assert assert_runs_like_the_reference(Batch.of([program])) == 7
+
+
+def test_row_invariant_work_leaves_the_program():
+    x, p = Program.variable(0), Program.parameter(0)
+    hoisted = Program.apply("exp", Program.apply("mul", p, Program.constant(2.0)))
+    lowered = lower_on_host(Batch.of([Program.apply("add", x, hoisted)], [[1.0]]))
+    assert lowered.programs[0, 1] == 1
+    assert lowered.slot_counts().tolist() == [1]
+    assert lowered.slots[0].tolist() == [1, 5, 0, 1]
+
+
+def test_parameters_of_each_program_are_found_with_several_vectors():
+    x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
+    drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
+    batch = Batch.of(drawn, [np.ones((3, 2)), np.ones((3, 1))])
+    lowered = lower_on_host(batch)
+    firsts = lowered.programs[:, 2]
+    assert lowered.slots[firsts, 2:].tolist() == [[0, 2], [6, 1]]
+
+
+def test_thesis_mix_needs_few_instructions():
+    drawn, vectors = thesis_mix(1)
+    batch = Batch.of(drawn, vectors)
+    written = lower_on_host(batch).programs[:, 1].sum() + len(batch)
+    assert written < 0.6 * len(batch.codes)
+
+
+def test_literals_take_the_type():
+    assert render("select(a > 0, 1.5e-3, log1p(b) * 2)", "float") == (
+        "select(a > float(0), float(1.5e-3), log1p(b) * float(2))"
+    )
+    assert render("__fdividef(1.0f, a)", "float") == "__fdividef(1.0f, a)"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_source_has_every_operator(variant):
+    source = interpreter_source(variant)
+    assert "@" not in source
+    for row in OPERATORS.values():
+        assert f"real op_{row.name}(" in source
+        assert f"(op_{row.name}, {bytecode.labels()[row.code]})" in source
+        assert f"case {row.code}: stack[" in source
+
+
+def test_cheap_operators_stay_in_registers():
+    costly = costly_codes(VARIANTS[0])
+    for name in ("add", "mul", "div", "pow", "log", "exp", "sqrt", "abs"):
+        assert not costly[OPERATORS[name].code]
+
+
+@pytest.mark.parametrize(
+    ("variant", "architecture"),
+    [(VARIANTS[0], architecture) for architecture in (75, 80, 86, 89, 90, 100, 120)]
+    + [(variant, architecture) for variant in VARIANTS[1:] for architecture in (75, 90, 120)],
+    ids=str,
+)
+def test_compiles_for_every_architecture(variant, architecture):
+    pytest.importorskip("cuda.bindings.nvjitlink")
+    from warpfit_server.engine.cuda.interpreter.tier import interpreter_cubin
+
+    cubin = interpreter_cubin(variant, architecture)
+    assert cubin.startswith(b"\x7fELF")
+    for kernel in (b"interpret", b"evaluate_slots", b"sum_partials"):
+        assert kernel in cubin
+
+
+def test_jump_table_follows_the_tree():
+    ptx = """
+\tmov.b32 %r1, %r9; // dispatch
+\tsetp.gt.s32 %p1, %r1, 1;
+\t@%p1 bra $high;
+\tsetp.eq.s32 %p2, %r1, 0;
+\tmov.f32 %f1, %f2;
+\t@%p2 bra $zero;
+\tbra.uni $one;
+$high:
+\tadd.f32 %f1, %f1, %f3;
+\tbra.uni $end;
+$zero:
+\tneg.f32 %f1, %f1;
+\tbra.uni $end;
+$one:
+\tabs.f32 %f1, %f1;
+$end:
+\tret;
+"""
+    text = with_jump_table(ptx, 3)
+    assert "brx.idx.uni %r1, $cases;" in text
+    blocks = {
+        head: body.split("$")[0].split()
+        for head, body in (part.split(":", 1) for part in text.split("$case_")[4:7])
+    }
+    moved = {label: "mov.f32" in body for label, body in blocks.items()}
+    assert moved == {"0": True, "1": True, "2": False}
+    for label, operation in enumerate(("neg.f32", "abs.f32", "add.f32")):
+        entry = text.split(f"$case_{label}:\n")[1].split("bra.uni ")[1].split(";")[0]
+        assert text.split(f"{entry}:\n")[1].split()[0] == operation
+
+
+def test_jump_table_needs_a_dispatch():
+    with pytest.raises(InternalError, match="dispatch"):
+        with_jump_table("ret;", 3)

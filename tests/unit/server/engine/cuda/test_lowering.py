@@ -1,0 +1,293 @@
+"""Lowering on the device, compiled for the host, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import programs
+from support.machines.device_lowering import lower_on_host
+from support.machines.reference_lowering import Lowering
+from warpfit.bench.workload import random_program, thesis_mix
+from warpfit.errors import ProgramError, ResourceExhaustedError
+from warpfit.ir import Batch, Program
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit_server.engine.cuda.interpreter import bytecode, lowering
+from warpfit_server.engine.cuda.runtime.batch_layout import most_levels
+from warpfit_server.engine.validate import is_sound
+
+LEAVES = {VARIABLE, PARAMETER, CONSTANT}
+X = Program.variable(0)
+VARIABLES = 3
+
+
+def assert_same(batch, **how):
+    """The device writes the code of the reference, and needs the levels it should."""
+    found = lower_on_host(batch, **how)
+    assert not found.are_unsound().any()
+    assert (found.unsound == lowering.NONE).all()
+    has_ternary = any(BY_CODE[code].arity == 3 for code in set(batch.codes.tolist()) - LEAVES)
+    for index in range(len(batch)):
+        expected = Lowering(batch, index)
+        assert found.code(index) == expected.code
+        assert found.needs()[index] == expected.need
+        assert expected.need <= most_levels(int(batch.lengths[index]), has_ternary)
+        slots = {leaf for _, *leaves in expected.code for leaf in leaves if type(leaf) is tuple}
+        assert found.slot_counts()[index] == len(slots)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(programs(max_tokens=60), min_size=1, max_size=5), st.integers(1, 8))
+def test_drawn_programs(drawn, share):
+    vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
+    assert_same(Batch.of(drawn, vectors), share=share)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs_of_all_operators(seed):
+    rng = np.random.default_rng(seed)
+    drawn = [
+        random_program(rng, int(rng.integers(1, 150)), variables=3, operators=tuple(OPERATORS))
+        for _ in range(120)
+    ]
+    vectors = [rng.normal(size=(1 + seed % 3, program.parameters)) for program in drawn]
+    assert_same(Batch.of(drawn, vectors), share=1 + 3 * seed, room=2500)
+
+
+@pytest.mark.parametrize("share", [1, 7, 32])
+def test_the_thesis_mix(share):
+    assert_same(Batch.of(*thesis_mix(2, 400)), share=share)
+
+
+@pytest.mark.parametrize("room", [0, 60, lowering.MOST_ROOM])
+def test_programs_that_do_not_fit_shared_memory(room):
+    assert_same(Batch.of(*thesis_mix(3, 50)), share=2, room=room)
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
+def test_long_chains(name):
+    row = OPERATORS[name]
+    chains = []
+    for position in range(row.arity):
+        program = X
+        for _ in range(2500):
+            operands = [Program.variable(1)] * row.arity
+            operands[position] = program
+            program = Program.apply(row, *operands)
+        chains.append(program)
+    assert_same(Batch.of([*chains, X, *chains]), share=2)
+
+
+@pytest.mark.parametrize("name", ["add", "where"])
+@pytest.mark.parametrize("leaf", [X, Program.apply("neg", X), Program.constant(2.0)], ids=str)
+def test_bushy_programs(name, leaf):
+    program = leaf
+    for _ in range(11 if name == "add" else 7):
+        program = Program.apply(name, *[program] * OPERATORS[name].arity)
+    assert_same(Batch.of([program]))
+
+
+@pytest.mark.parametrize("depth", range(1, 40, 3))
+def test_row_invariant_subtrees_of_any_height(depth):
+    p, program = Program.parameter(0), Program.parameter(1)
+    for _ in range(depth):
+        program = Program.apply("sub", p, program)
+    either = [program, Program.apply("add", program, X), Program.apply("where", p, X, program)]
+    assert_same(Batch.of(either, [[1.0, 2.0][: p.parameters] for p in either]))
+
+
+def test_each_leaf_alone():
+    leaves = [X, Program.parameter(1), Program.constant(np.nan), Program.variable(2)]
+    assert_same(Batch.of(leaves, [[], [1.0, 2.0], [], []]))
+
+
+def test_a_negative_zero_is_an_index():
+    batch = Batch.of([Program.apply("add", X, Program.variable(1))])
+    assert_same(replace(batch, values=np.array([-0.0, 1.0, 0.0])))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_spoilt_tokens_are_found(seed):
+    rng = np.random.default_rng(seed)
+    batch = Batch.of(*thesis_mix(seed, 40, variables=VARIABLES))
+    codes, values = batch.codes.copy(), batch.values.copy()
+    for place in rng.integers(len(codes), size=20):
+        codes[place] = rng.choice([0, 4, VARIABLE, PARAMETER, CONSTANT, 16, 17, 30, 45, 200, 255])
+    for place in rng.integers(len(codes), size=20):
+        values[place] = rng.choice(
+            [-1.0, 0.5, VARIABLES, VARIABLES - 1, 2.0**31, 2.0**32, 2.0**52, 1e300, np.nan, np.inf]
+        )
+    spoilt = replace(batch, codes=codes, values=values)
+    check_unsound(spoilt)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from([VARIABLE, PARAMETER, CONSTANT, *range(14, 20), 40, 255]),
+                st.sampled_from([0.0, 1.0, 2.0, 3.0]),
+            ),
+            max_size=7,
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_any_tokens(drawn):
+    flat = [token for program in drawn for token in program]
+    check_unsound(
+        Batch(
+            np.array([code for code, _ in flat], dtype=np.uint8),
+            np.array([value for _, value in flat], dtype=np.float64),
+            np.array([len(program) for program in drawn], dtype=np.uint32),
+            parameter_counts=np.full(len(drawn), 2, dtype=np.uint32),
+            parameters=np.zeros(2 * len(drawn)),
+        )
+    )
+
+
+def check_unsound(batch):
+    """The device finds what the host finds, writes sound programs, and the host can say why."""
+    found = lower_on_host(batch, VARIABLES, share=3)
+    starts = batch.starts
+    expected = []
+    for index in range(len(batch)):
+        tokens = slice(starts[index], starts[index + 1])
+        counts = batch.parameter_counts[index : index + 1]
+        one = Batch(
+            *(batch.codes[tokens], batch.values[tokens], batch.lengths[index : index + 1]),
+            parameter_counts=counts,
+            parameters=np.zeros(int(counts[0])),
+        )
+        expected.append(not is_sound(one, VARIABLES))
+        if expected[-1]:
+            with pytest.raises(ProgramError) as told:
+                one.check(VARIABLES)
+            with pytest.raises(ProgramError) as refused:
+                lowering.refuse(batch, index, VARIABLES)
+            assert (told.value.message, told.value.token) == (
+                refused.value.message,
+                refused.value.token,
+            )
+            assert refused.value.expression == index
+            first, count, _, traits = found.programs[index].tolist()
+            assert (count, traits) == (0, bytecode.UNSOUND)
+            assert found.instructions[first].tolist() == [bytecode.END, 0]
+        else:
+            assert found.code(index) == Lowering(batch, index).code
+    np.testing.assert_array_equal(found.are_unsound(), expected)
+    first = int(np.argmax(expected)) if any(expected) else lowering.NONE
+    assert found.unsound.tolist() == [first]
+
+
+def test_parameters_are_those_of_the_program():
+    both = [Program.parameter(1), Program.parameter(1)]
+    batch = Batch.of(both, [[1.0, 2.0], [1.0, 2.0]])
+    short = replace(batch, parameter_counts=np.array([1, 3], np.uint32), parameters=np.zeros(4))
+    assert lower_on_host(short).unsound.tolist() == [0]
+    with pytest.raises(ProgramError) as refused:
+        lowering.refuse(short, 0, 1)
+    assert refused.value.reason == "PARAMETER_OUT_OF_RANGE"
+    long = replace(batch, parameter_counts=np.array([2, 3], np.uint32), parameters=np.zeros(5))
+    assert lower_on_host(long).unsound.tolist() == [1]
+    with pytest.raises(ProgramError) as refused:
+        lowering.refuse(long, 1, 1)
+    assert refused.value.reason == "TOO_MANY_PARAMETERS"
+
+
+def test_variables_that_cannot_be_encoded_are_refused():
+    batch = Batch.of([X, Program.variable(bytecode.INDEX_LIMIT)])
+    assert lower_on_host(batch, bytecode.INDEX_LIMIT + 1).unsound.tolist() == [1]
+    with pytest.raises(ResourceExhaustedError, match="index"):
+        lowering.refuse(batch, 1, bytecode.INDEX_LIMIT + 1)
+
+
+def test_programs_that_are_too_long_are_refused():
+    longest = np.array([lowering.LONGEST], dtype=np.uint32)
+    batch = replace(Batch.of([X]), lengths=longest)
+    assert lowering.check_length(batch) == lowering.LONGEST
+    with pytest.raises(ResourceExhaustedError) as refused:
+        lowering.check_length(replace(batch, lengths=longest + 1))
+    assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)
+
+
+@pytest.mark.parametrize("has_ternary", [False, True])
+def test_the_bound_of_stack_levels_is_reached(has_ternary):
+    """The smallest programs of each need, built as the bound counts them."""
+    neg = Program.apply("neg", X)
+    smallest = [neg] if not has_ternary else [X, Program.apply("where", X, X, X)]
+    if has_ternary:
+        smallest.append(smallest[1])
+    while len(smallest) < 9:
+        two = Program.apply("add", smallest[-1], smallest[-1])
+        three = Program.apply("where", *[smallest[-2]] * 3) if has_ternary else two
+        smallest.append(min(two, three, key=lambda program: len(program.codes)))
+    needs = lower_on_host(Batch.of(smallest)).needs().tolist()
+    for need, program in zip(needs, smallest, strict=True):
+        size = len(program.codes)
+        assert most_levels(size, has_ternary) == need
+        if need > (2 if has_ternary else 0):
+            assert most_levels(size - 1, has_ternary) < need
+    assert needs[-1] == 8
+
+
+def test_the_longest_program_fits_the_least_shared_memory():
+    levels = most_levels(lowering.LONGEST, True) + 2
+    assert levels * 2048 + 16 <= 48 * 1024
+
+
+@pytest.mark.parametrize(("group", "levels"), [(300, 3), (300, 1), (7, 2), (1, 3), (299, 0)])
+def test_order(group, levels):
+    """Deep programs first, marked; then by falling number of instructions; in each group."""
+    found = lower_on_host(Batch.of(*thesis_mix(5, 300)), group=group, levels=levels)
+    programs = (found.order & ~np.uint32(bytecode.DEEP)).astype(int)
+    deep = (found.order & bytecode.DEEP) != 0
+    np.testing.assert_array_equal(deep, found.needs()[programs] > levels)
+    for first in range(0, 300, group):
+        part = slice(first, first + group)
+        members = range(first, min(first + group, 300))
+        assert sorted(programs[part].tolist()) == list(members)
+        assert (np.diff(deep[part].astype(int)) <= 0).all()
+        lengths = found.programs[programs[part], 1].astype(int)[~deep[part]]
+        assert (np.diff(lengths) <= 0).all()
+
+
+def test_groups_with_an_unsound_program_are_skipped():
+    batch = Batch.of([X] * 6)
+    spoilt = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
+    found = lower_on_host(spoilt, group=2)
+    assert found.unsound.tolist() == [lowering.NONE, 3, lowering.NONE]
+    assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
+        False
+    ] * 2
+
+
+def test_long_programs_are_sorted_roughly():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 30_000, size=60) // rng.integers(1, 60, size=60) * 2 + 1
+    chains = [
+        Program([VARIABLE, *[VARIABLE, OPERATORS["add"].code] * (length // 2)], np.zeros(length))
+        for length in lengths.tolist()
+    ]
+    found = lower_on_host(Batch.of(chains), room=0, share=8)
+    sorted_lengths = found.programs[found.order.astype(int), 1].astype(float)
+    assert (sorted_lengths[1:] <= 1.04 * sorted_lengths[:-1]).all()
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 86, 89, 90, 100, 120])
+def test_compiles_for_every_architecture(architecture):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    cubin = lowering.lowering_cubin(architecture)
+    assert cubin.startswith(b"\x7fELF")
+    for kernel in (b"lower_programs", b"order_programs"):
+        assert kernel in cubin

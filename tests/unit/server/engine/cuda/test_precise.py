@@ -1,0 +1,115 @@
+"""Precise mode's elementary functions, run in NumPy as the transpiler writes them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from support.engines.accuracy import ulps
+from support.engines.hard_cases import exact_values, hard_operands
+from support.engines.operators import operand_rows
+from warpfit.expressions.error_bounds import BOUNDS as BOUNDS_TABLE
+from warpfit.expressions.error_bounds import excess
+from warpfit.ops import OPERATORS
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from support.machines.template_machine import TemplateMachine
+from warpfit_server.engine.cuda.jit import device_library
+from warpfit_server.engine.cuda.jit.device_library import Mode
+from warpfit_server.engine.cuda.math.precise import precise_calls
+
+#: Bounds in ulp, reference errors included.
+BOUNDS = {
+    Mode.PRECISE: {"div": 1.0, "inv": 1.0, "sqrt": 1.5, "log": 2.0, "pow": 4.0},
+    Mode.DOUBLE: {"div": 1.0, "inv": 1.0, "sqrt": 0.6, "log": 1.5, "exp": 1.5, "pow": 2.5},
+}
+CASES = [(mode, name) for mode, bounds in BOUNDS.items() for name in bounds]
+WIDE = np.longdouble
+
+
+@cache
+def machine(mode: Mode) -> TemplateMachine:
+    return TemplateMachine(device_library.build(mode, 90))
+
+
+def assert_within_bounds(mode: Mode, name: str, operands: list[np.ndarray]) -> None:
+    operator = OPERATORS[name]
+    got = machine(mode).run(operator.code, *operands)
+    with np.errstate(all="ignore"):
+        kind = np.float64 if mode is Mode.PRECISE else WIDE
+        expected = operator.numpy(*(operand.astype(kind) for operand in operands))
+        rounded = expected.astype(got.dtype)
+    distance = ulps(got, expected)
+    worst = int(np.argmax(distance))
+    at = [float(operand[worst]) for operand in operands]
+    assert distance[worst] <= BOUNDS[mode][name], f"{distance[worst]} ulp at {at}: {got[worst]}"
+    numbers = ~np.isnan(rounded)
+    np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(rounded[numbers]))
+
+
+@pytest.mark.parametrize(("mode", "name"), CASES)
+def test_edges_and_random_operands(mode: Mode, name: str) -> None:
+    arity = OPERATORS[name].arity
+    rows = operand_rows(arity, mode.dtype.type)[:arity]
+    assert_within_bounds(mode, name, list(rows))
+
+
+@pytest.mark.parametrize(("mode", "name"), CASES)
+def test_all_magnitudes(mode: Mode, name: str) -> None:
+    rng = np.random.default_rng(1)
+    smallest, largest = (-150, 127) if mode is Mode.PRECISE else (-1075, 1023)
+    exponents = rng.uniform(smallest, largest, size=(2, 100_000))
+    operands = list((2.0**exponents).astype(mode.dtype))
+    if name == "exp":
+        operands[0] = rng.uniform(-760, 760, 100_000)
+    if name == "pow":
+        with np.errstate(all="ignore"):
+            operands[1] = (exponents[1] / np.log2(operands[0])).astype(mode.dtype)
+    assert_within_bounds(mode, name, operands[: OPERATORS[name].arity])
+
+
+@pytest.mark.parametrize(("mode", "name"), [*CASES, (Mode.PRECISE, "fma"), (Mode.DOUBLE, "fma")])
+def test_published_bounds_hold_at_hard_operands(mode: Mode, name: str) -> None:
+    operator = OPERATORS[name]
+    operands = hard_operands(operator, mode.dtype)
+    got = machine(mode).run(operator.code, *operands)
+    share = excess(
+        BOUNDS_TABLE[name].precise_cuda, list(operands), got, exact_values(operator, operands)
+    )
+    worst = int(share.argmax())
+    assert share[worst] <= 1, (operands[:, worst], got[worst])
+
+
+@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
+@pytest.mark.parametrize("name", ["log", "pow"])
+def test_near_one(mode: Mode, name: str) -> None:
+    """Where the logarithm is small, and its relative error matters for large exponents."""
+    rng = np.random.default_rng(2)
+    limit, bits = (127, 24) if mode is Mode.PRECISE else (1023, 53)
+    near = 1 + rng.uniform(-0.5, 0.5, 100_000) * 2.0 ** -rng.integers(0, bits, 100_000)
+    base = near.astype(mode.dtype)
+    with np.errstate(all="ignore"):
+        exponent = rng.uniform(-limit, limit, 100_000) / np.log2(base.astype(WIDE))
+    exponent = np.clip(exponent, -1e30, 1e30).astype(mode.dtype)
+    assert_within_bounds(mode, name, [base, exponent][: OPERATORS[name].arity])
+
+
+@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
+def test_powers_of_negative_numbers(mode: Mode) -> None:
+    rng = np.random.default_rng(3)
+    base = -rng.uniform(0.1, 10, 50_000).astype(mode.dtype)
+    whole = rng.integers(-30, 31, 50_000).astype(mode.dtype)
+    assert_within_bounds(mode, "pow", [base, whole])
+    assert_within_bounds(mode, "pow", [base, whole + mode.dtype.type(0.5)])
+    large = (2.0 ** rng.integers(20, 60, 50_000) + rng.integers(0, 3, 50_000)).astype(mode.dtype)
+    assert_within_bounds(mode, "pow", [np.full_like(large, -1), large])
+
+
+def test_names_of_functions_are_replaced_and_nothing_else() -> None:
+    expression = "select(a < 0, exp(-abs(a)), log1p(pow(a, b)) + expm1(sqrt(b)))"
+    assert precise_calls(expression) == (
+        "select(a < 0, exponential(-abs(a)), log1p(power(a, b)) + expm1(root(b)))"
+    )

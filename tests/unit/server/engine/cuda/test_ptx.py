@@ -1,0 +1,296 @@
+"""The transpiler without a GPU: what it generates, and that it assembles for every architecture."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfit.bench.workload import random_program, thesis_mix
+from warpfit.ir import Batch, Program
+from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
+
+pytest.importorskip("cuda.bindings.nvrtc")
+pytest.importorskip("cuda.bindings.nvjitlink")
+
+from warpfit_server.engine.cuda.jit import device_library as library
+from warpfit_server.engine.cuda.jit import ptx
+from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary, Mode
+from warpfit_server.engine.cuda.jit.ptx import Entry, Output
+from warpfit_server.engine.cuda.jit.shapes import Shape, lift
+from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+OUTPUTS = (
+    Output(loss="squares", rows=4),
+    Output(values=True, rows=2, threads=512),
+    Output(values=True, loss="absolute", weighted=True, rows=1, threads=1024),
+)
+
+
+@cache
+def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
+    return library.build(mode, architecture, derivatives=derivatives)
+
+
+def fitting(output: Output, mode: Mode) -> Output:
+    """Output as far as the mode allows: wide values take more registers."""
+    word = mode.dtype.itemsize
+    return replace(
+        output, rows=min(output.rows, 16 // word), threads=min(output.threads, 4096 // word)
+    )
+
+
+def shapes_of(*programs: Program) -> tuple[Shape, ...]:
+    counts = [np.ones(program.parameters) for program in programs]
+    return lift(Batch.of(programs, counts)).shapes
+
+
+def operator_program(operator: Operator) -> Program:
+    """Apply an operator to variables, and once more to a variable and parameters."""
+    over_rows = Program.apply(operator, *(Program.variable(i) for i in range(operator.arity)))
+    leaves = [Program.variable(0), Program.parameter(0), Program.parameter(1)]
+    return Program.apply("add", over_rows, Program.apply(operator, *leaves[: operator.arity]))
+
+
+def text_of(mode: Mode, output: Output, *programs: Program, architecture: int = 90) -> str:
+    entry = Entry("evaluate", shapes_of(*programs))
+    return ptx.module(build(mode, architecture), fitting(output, mode), [entry])
+
+
+def loop_of(text: str) -> str:
+    """Text of the row loop."""
+    return text.split("LOOP:")[1].split("bra.uni LOOP")[0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mode", Mode)
+def test_every_operator_assembles(mode: Mode, architecture: int) -> None:
+    programs = [operator_program(operator) for operator in OPERATORS.values()]
+    output = OUTPUTS[ARCHITECTURES.index(architecture) % len(OUTPUTS)]
+    shapes = shapes_of(*programs)
+    entries = [Entry("fused", shapes[:8])] + [
+        Entry(f"single_{index}", (shape,)) for index, shape in enumerate(shapes[8:])
+    ]
+    device_library = build(mode, architecture)
+    text = ptx.module(device_library, fitting(output, mode), entries)
+    cubin = linker.link(text, architecture, device_library.functions)
+    for entry in entries:
+        assert entry.name.encode() in cubin
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    mode=st.sampled_from(Mode),
+    output=st.sampled_from(OUTPUTS),
+    group=st.integers(1, 6),
+)
+def test_random_programs_assemble(seed: int, mode: Mode, output: Output, group: int) -> None:
+    rng = np.random.default_rng(seed)
+    programs = [
+        random_program(rng, int(rng.integers(1, 30)), operators=tuple(OPERATORS))
+        for _ in range(group)
+    ]
+    text = text_of(mode, output, *programs)
+    assert linker.link(text, 90, build(mode, 90).functions)
+
+
+def test_same_input_gives_same_text() -> None:
+    programs, _ = thesis_mix(7, 5)
+    assert text_of(Mode.FAST, OUTPUTS[0], *programs) == text_of(Mode.FAST, OUTPUTS[0], *programs)
+
+
+def test_a_broken_module_names_the_reason() -> None:
+    with pytest.raises(Exception, match="does not link"):
+        linker.link(".version 8.0\n.target sm_90\n.address_size 64\nnonsense", 90)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_each_variable_is_loaded_once(mode: Mode) -> None:
+    x, y = Program.variable(0), Program.variable(3)
+    total = Program.apply("add", Program.apply("mul", x, y), Program.apply("sub", y, x))
+    loads = re.findall(r"ld\.global\.nc\S*", loop_of(text_of(mode, OUTPUTS[1], total)))
+    assert len(loads) == 2
+    assert all(".v2." in load for load in loads)
+
+
+def test_common_subexpressions_are_computed_once() -> None:
+    part = Program.apply("exp", Program.apply("mul", Program.variable(0), Program.variable(1)))
+    first = Program.apply("add", part, Program.variable(0))
+    second = Program.apply("sub", Program.apply("mul", part, part), Program.variable(1))
+    text = text_of(Mode.PRECISE, Output(values=True, rows=1), first, second)
+    assert text.count("ex2.approx") == 1
+
+
+def test_work_on_parameters_alone_leaves_the_row_loop() -> None:
+    invariant = Program.apply("log", Program.parameter(0))
+    text = text_of(Mode.FAST, OUTPUTS[0], Program.apply("mul", Program.variable(0), invariant))
+    assert "lg2.approx" in text
+    assert "lg2.approx" not in loop_of(text)
+
+
+def test_parts_of_an_operator_leave_the_row_loop() -> None:
+    quotient = Program.apply("div", Program.variable(0), Program.parameter(0))
+    text = text_of(Mode.FAST, OUTPUTS[0], quotient)
+    assert "rcp.approx" in text
+    assert "rcp.approx" not in loop_of(text)
+
+
+@pytest.mark.parametrize("mode", [Mode.PRECISE, Mode.DOUBLE])
+def test_precise_arithmetic_is_never_contracted(mode: Mode) -> None:
+    a, b, c = (Program.variable(i) for i in range(3))
+    total = Program.apply("add", Program.apply("mul", a, b), c)
+    text = text_of(mode, Output(values=True, rows=1), total)
+    assert f"mul.rn.{mode.type_name}" in text
+    assert f"add.rn.{mode.type_name}" in text
+    assert f"fma.rn.{mode.type_name}" not in text
+
+
+@pytest.mark.parametrize("exponent", [-2, -1, 1, 2, 3, 4])
+@pytest.mark.parametrize("mode", Mode)
+def test_small_whole_exponents_need_no_power_function(mode: Mode, exponent: int) -> None:
+    program = Program.apply("pow", Program.variable(0), Program.constant(exponent))
+    text = text_of(mode, Output(values=True, rows=1), program)
+    assert not re.search(r"lg2|ex2|wf_pow", text)
+
+
+def test_rewriting_saves_special_functions() -> None:
+    quotient = Program.apply("div", Program.variable(1), Program.apply("sqrt", Program.variable(0)))
+    loop = loop_of(text_of(Mode.FAST, Output(values=True, rows=1), quotient))
+    assert "rsqrt.approx" in loop
+    assert "rcp.approx" not in loop
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("mode", Mode)
+def test_every_operator_has_a_template(mode: Mode, operator: Operator) -> None:
+    template = build(mode, 90).templates[operator.code, 0]
+    assert template.arity == operator.arity
+    assert 0 <= template.result < operator.arity + len(template.instructions)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        ("constant", "parameter", True),
+        ("constant", "other constant", True),
+        ("two parameters", "one parameter twice", False),
+        ("square", "constant power", False),
+    ],
+)
+def test_shapes_hold_no_numbers(first: str, second: str, alike: bool) -> None:
+    x = Program.variable(0)
+    examples = {
+        "constant": Program.apply("add", x, Program.constant(2.5)),
+        "other constant": Program.apply("add", x, Program.constant(-7.0)),
+        "parameter": Program.apply("add", x, Program.parameter(3)),
+        "two parameters": Program.apply("add", Program.parameter(0), Program.parameter(1)),
+        "one parameter twice": Program.apply("add", Program.parameter(0), Program.parameter(0)),
+        "square": Program.apply("pow", x, Program.constant(2.0)),
+        "constant power": Program.apply("pow", x, Program.constant(2.5)),
+    }
+    (left,), (right,) = shapes_of(examples[first]), shapes_of(examples[second])
+    assert (left.key == right.key) is alike
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), vectors=st.integers(1, 3))
+def test_slots_hold_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
+    rng = np.random.default_rng(seed)
+    programs = [random_program(rng, int(rng.integers(1, 20))) for _ in range(4)]
+    parameters = [rng.normal(size=(vectors, program.parameters)) for program in programs]
+    batch = Batch.of(programs, parameters)
+    lifted = lift(batch)
+    slots = np.empty((batch.vectors, lifted.slot_starts[-1]))
+    lifted.fill(batch, slots)
+    for index, (program, shape) in enumerate(zip(programs, lifted.shapes, strict=True)):
+        own = slots[:, lifted.slot_starts[index] : lifted.slot_starts[index + 1]]
+        for vector in range(vectors):
+            assert tokens_with_numbers(shape, own[vector]) == [
+                (
+                    PARAMETER if code == CONSTANT else code,
+                    parameters[index][vector][int(value)] if code == PARAMETER else value,
+                )
+                for code, value in zip(program.codes.tolist(), program.values.tolist(), strict=True)
+                if code not in OPERATOR_CODES
+            ] or literal_exponent(program)
+
+
+OPERATOR_CODES = {operator.code for operator in OPERATORS.values()}
+
+
+def tokens_with_numbers(shape: Shape, slots: np.ndarray) -> list[tuple[int, float]]:
+    """Leaves of a shape with the slots' values; a lifted constant reads as a parameter."""
+    return [
+        (code, float(operand) if code == VARIABLE else float(slots[operand]))
+        for code, operand in zip(shape.codes, shape.operands, strict=True)
+        if code not in OPERATOR_CODES
+    ]
+
+
+def literal_exponent(program: Program) -> bool:
+    return False
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def gradient_shapes(*programs: Program) -> tuple[Shape, ...]:
+    counts = [np.ones(program.parameters) for program in programs]
+    return lift(Batch.of(programs, counts)).with_derivatives().shapes
+
+
+def shifted(operator: Operator) -> Program:
+    """Operator over variables shifted by parameters of their own, and a power of the result."""
+    operands = (
+        Program.apply("add", Program.variable(i), Program.parameter(i))
+        for i in range(operator.arity)
+    )
+    square = Program.apply("pow", Program.apply(operator, *operands), Program.constant(2.0))
+    return Program.apply(
+        "add", square, Program.apply(operator, *[Program.parameter(0)] * operator.arity)
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mode", Mode)
+def test_gradients_of_every_operator_assemble(mode: Mode, architecture: int) -> None:
+    shapes = gradient_shapes(*(shifted(operator) for operator in OPERATORS.values()))
+    output = Output(
+        loss=("squares", "absolute")[architecture % 2], gradient=True, weighted=True, rows=1,
+        threads=256,
+    )  # fmt: skip
+    starts = range(0, len(shapes), 5)
+    entries = [Entry(f"group_{start}", shapes[start : start + 5]) for start in starts]
+    device_library = build(mode, architecture, derivatives=True)
+    text = ptx.module(device_library, output, entries)
+    cubin = linker.link(text, architecture, device_library.functions)
+    for entry in entries:
+        assert entry.name.encode() in cubin
+
+
+def test_only_parameters_have_derivatives() -> None:
+    x, p = Program.variable(0), Program.parameter(1)
+    program = Program.apply("add", Program.apply("mul", p, x), Program.constant(2.5))
+    (shape,) = gradient_shapes(program)
+    (plain,) = shapes_of(program)
+    assert len(shape.wanted) == 1
+    assert plain.wanted == ()
+    assert shape.key != plain.key
+
+
+def test_a_gradient_shares_the_work_of_the_value() -> None:
+    x, p = Program.variable(0), Program.parameter(0)
+    program = Program.apply("exp", Program.apply("mul", p, x))
+    (shape,) = gradient_shapes(program)
+    output = Output(loss="squares", gradient=True, rows=1)
+    text = ptx.module(
+        build(Mode.PRECISE, 90, derivatives=True), output, [Entry("evaluate", (shape,))]
+    )
+    assert text.count("ex2.approx") == 1

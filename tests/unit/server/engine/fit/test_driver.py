@@ -1,0 +1,486 @@
+"""The batched driver on problems with known answers, on a small NumPy engine."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.fits import fit
+from support.engines.numpy_engine import NumpyEngine
+from support.engines.strategies import programs
+from warpfit import CancelledError, InternalError, Reason
+from warpfit.bench.workload import thesis_mix
+from warpfit.dataset import Dataset
+from warpfit.expressions.printing import to_text
+from warpfit.fitting import Method
+from warpfit.ir import Batch
+from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
+from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.fit.driver import one_vector_each
+from warpfit_server.engine.fit.searches import BEST, BEST_LOSS, DEADLINE, LOSS, REASON, Searches
+from warpfit_server.engine.fit.searches import X as ROW_X
+from warpfit_server.engine.interface import Linearisation
+
+rng = np.random.default_rng(3)
+X = rng.uniform(0.5, 2.0, size=(60, 2))
+Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1]
+NOISY = Y + rng.normal(scale=0.1, size=60)
+WEIGHTS = rng.uniform(0.1, 2.0, size=60)
+EXACT = Dataset.of(X, Y, dtype="float64")
+DATA = Dataset.of(X, NOISY, dtype="float64")
+WEIGHTED = Dataset.of(X, NOISY, WEIGHTS, dtype="float64")
+MODEL = "p1*exp(p2*x1) + p3*x2"
+START = [1.0, -0.1, 1.0]
+TRUTH = [3.0, -0.7, 0.5]
+LINE = "p1*x1 + p2*x2 + p3"
+METHODS = ("lm", "bfgs")
+TIGHT = {"gradient_tolerance": 1e-12, "step_tolerance": 1e-12, "loss_tolerance": 1e-15}
+
+
+def design():
+    return np.column_stack([X, np.ones(60)])
+
+
+# ------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nonlinear_model_is_recovered(method):
+    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=300, **TIGHT)
+    np.testing.assert_allclose(found.parameters[0], TRUTH, rtol=1e-5)
+    assert found.loss[0] < 1e-10
+    assert found.success[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", [DATA, WEIGHTED], ids=["unweighted", "weighted"])
+def test_a_linear_model_agrees_with_the_normal_equations(method, data):
+    w = np.ones(60) if data.weights is None else data.weights
+    a = design()
+    expected = np.linalg.solve(a.T @ (w[:, None] * a), a.T @ (w * NOISY))
+    found = fit(data, [LINE], [[0.0, 0.0, 0.0]], method=method, max_iterations=200, **TIGHT)
+    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-5)
+    left = np.sum(w * np.square(a @ expected - NOISY))
+    np.testing.assert_allclose(found.loss[0], left, rtol=1e-9)
+
+
+def test_standard_errors_and_covariance_of_a_linear_model():
+    found = fit(WEIGHTED, [LINE], [[0.0] * 3], standard_errors=True, covariance=True, **TIGHT)
+    a = design()
+    inverse = np.linalg.inv(a.T @ (WEIGHTS[:, None] * a))
+    expected = inverse * found.loss[0] / (60 - 3)
+    np.testing.assert_allclose(found.covariance[0], expected, rtol=1e-7)
+    np.testing.assert_allclose(found.standard_errors[0], np.sqrt(np.diag(expected)), rtol=1e-7)
+    other = fit(
+        WEIGHTED, [LINE], [[0.0] * 3], method="bfgs", covariance=True, max_iterations=200, **TIGHT
+    )
+    np.testing.assert_allclose(other.covariance[0], expected, rtol=1e-4)
+
+
+def test_quantile_regression_of_a_constant_is_the_quantile():
+    found = fit(DATA, ["p1"], [[0.0]], loss=quantile(0.25), max_iterations=100)
+    below = np.mean(found.parameters[0] >= NOISY)
+    assert 0.2 <= below <= 0.3
+
+
+def test_huber_resists_an_outlier():
+    y = NOISY.copy()
+    y[5] += 1000.0
+    spoiled = Dataset.of(X, y, dtype="float64")
+    clean = fit(DATA, [LINE], [[0.0] * 3])
+    resistant = fit(spoiled, [LINE], [[0.0] * 3], loss=huber(0.1), max_iterations=200)
+    squares = fit(spoiled, [LINE], [[0.0] * 3])
+    assert np.abs(resistant.parameters[0] - clean.parameters[0]).max() < 0.3
+    assert np.abs(squares.parameters[0] - clean.parameters[0]).max() > 3.0
+
+
+@pytest.mark.parametrize("loss", [*Loss, gaussian(0.5), LossFunction.parse("abs(d)^1.5")])
+def test_every_loss_gets_better(loss):
+    found = fit(WEIGHTED, [MODEL], [START], loss=loss, max_iterations=100)
+    if loss is Loss.R2:
+        assert found.loss[0] > max(found.initial_loss[0], 0.9)
+    else:
+        assert found.loss[0] < found.initial_loss[0]
+    np.testing.assert_allclose(found.parameters[0], TRUTH, atol=0.6)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+@pytest.mark.parametrize("loss", [Loss.MSE, Loss.MAE, LossFunction.parse("abs(d)^1.5")])
+def test_units_do_not_decide_when_a_search_has_converged(scale, loss):
+    scaled = Dataset.of(X, scale * NOISY, dtype="float64")
+    losses = [
+        fit(data, [LINE], [[0.0] * 3], loss=loss, max_iterations=200).loss[0]
+        for data in (DATA, scaled)
+    ]
+    power = {Loss.MSE: 2.0, Loss.MAE: 1.0}.get(loss, 1.5)
+    np.testing.assert_allclose(losses[1] / scale**power, losses[0], rtol=0.02)
+
+
+def test_row_ranges():
+    found = fit(DATA, [LINE], [[0.0] * 3], rows=(10, 40), **TIGHT)
+    expected, *_ = np.linalg.lstsq(design()[10:40], NOISY[10:40], rcond=None)
+    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
+
+
+# -------------------------------------------------------------------- bounds, fixed, many starts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bounds_hold_and_the_rest_is_optimal(method):
+    lower, upper = [[-np.inf, -0.5, -np.inf]], [[np.inf, np.inf, 0.3]]
+    found = fit(DATA, [MODEL], [START], method=method, lower=lower, upper=upper, max_iterations=200)
+    p = found.parameters[0]
+    assert p[1] == -0.5
+    assert p[2] == 0.3
+    shape = np.exp(-0.5 * X[:, 0])
+    best = shape @ (NOISY - 0.3 * X[:, 1]) / (shape @ shape)
+    np.testing.assert_allclose(p[0], best, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_start_outside_the_bounds_is_moved_inside(method):
+    found = fit(DATA, ["p1*x1"], [[9.0]], method=method, lower=[[-1.0]], upper=[[0.25]])
+    assert found.parameters[0] == [0.25]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fixed_parameters_stay(method):
+    found = fit(
+        EXACT, [MODEL], [START], method=method, fixed=[[False, True, False]], max_iterations=100
+    )
+    assert found.parameters[0][1] == -0.1
+    assert found.loss[0] < found.initial_loss[0]
+    errors = fit(EXACT, [MODEL], [START], fixed=[[False, True, False]], standard_errors=True)
+    assert errors.standard_errors[0][1] == 0.0
+    assert (errors.standard_errors[0][[0, 2]] > 0).all()
+
+
+def test_the_best_start_wins_and_all_can_be_had():
+    texts, starts = ["sin(p1*x1)", "x1"], [[[0.1], [4.2], [9.0]], np.empty((3, 0))]
+    data = Dataset.of(X, np.sin(4.0 * X[:, 0]), dtype="float64")
+    every = fit(data, texts, starts, all_starts=True)
+    assert every.loss.shape == (3, 2)
+    assert [p.shape for p in every.parameters] == [(3, 1), (3, 0)]
+    assert every.start[:, 0].tolist() == [0, 1, 2]
+    best = fit(data, texts, starts)
+    assert best.start[0] == 1
+    assert best.loss[0] == every.loss[:, 0].min()
+    assert best.parameters[0] == every.parameters[0][1]
+    np.testing.assert_allclose(best.parameters[0], [4.0], rtol=1e-6)
+
+
+def test_a_start_that_is_not_finite_is_never_the_best():
+    data = Dataset.of(X, np.ones(60), dtype="float64")
+    loss = LossFunction.parse("log(abs(d))")
+    found = fit(data, ["p1"], [[[1.0], [1.5]]], loss=loss, max_iterations=3)
+    assert found.start[0] == 1
+    assert np.isfinite(found.loss[0])
+
+
+class Careless(NumpyEngine):
+    """Forgets a derivative."""
+
+    def linearise(self, *arguments, **options):
+        full = yield from super().linearise(*arguments, **options)
+        return Linearisation(full.losses, full.gradients[:-1], full.curvatures)
+
+
+def test_an_engine_that_returns_too_little_is_found_out():
+    with pytest.raises(InternalError, match="the engine returned"):
+        fit(DATA, [MODEL], [START], engine=Careless(DATA))
+
+
+def test_a_batch_repeats_each_program_for_its_starts():
+    drawn, parameters = thesis_mix(2, 5)
+    k_vectors = [np.stack([p, p + 1]) for p in parameters]
+    each = one_vector_each(Batch.of(drawn, k_vectors))
+    assert len(each) == 10
+    for index in range(10):
+        assert each.program(index) == drawn[index // 2]
+        expected = k_vectors[index // 2][index % 2]
+        np.testing.assert_array_equal(each.program_parameters(index)[0], expected)
+
+
+# -------------------------------------------------------------------------- reasons to end
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("text", "start"), [("log(-p1)", [1.0]), ("p1/(x1 - x1)", [1.0]), ("sqrt(p1)", [0.0])]
+)
+def test_a_start_that_is_not_finite_fails_alone(method, text, start):
+    found = fit(EXACT, [text, MODEL], [start, START], method=method, max_iterations=100)
+    assert found.reason.tolist()[0] is Reason.NOT_FINITE
+    assert found.parameters[0].tolist() == start
+    assert found.iterations[0] == 0
+    assert found.loss[1] < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_to_fit(method):
+    found = fit(EXACT, ["x1", "p1*x1"], [[], [2.0]], method=method, fixed=[[], [True]])
+    assert found.reason.tolist() == [Reason.GRADIENT] * 2
+    assert found.evaluations.tolist() == [1, 1]
+    np.testing.assert_allclose(found.loss[0], np.sum(np.square(X[:, 0] - Y)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_that_do_not_matter_keep_their_start(method):
+    found = fit(EXACT, ["p1*x1 + 0*p2"], [[1.0, 7.0]], method=method, max_iterations=100)
+    assert found.parameters[0][1] == 7.0
+    assert found.success[0]
+
+
+def test_rank_deficient_jacobians():
+    found = fit(DATA, ["(p1 + p2)*x1 + p3"], [[0.0, 0.0, 0.0]], standard_errors=True, **TIGHT)
+    expected, *_ = np.linalg.lstsq(design()[:, (0, 2)], NOISY, rcond=None)
+    p = found.parameters[0]
+    np.testing.assert_allclose([p[0] + p[1], p[2]], expected, rtol=1e-6)
+    assert np.isnan(found.standard_errors[0][:2]).all()
+    assert np.isfinite(found.standard_errors[0][2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [(0, 1), (0, 2)])
+def test_more_parameters_than_rows(method, rows):
+    found = fit(
+        DATA, [LINE], [[0.0] * 3], method=method, rows=rows, max_iterations=200, covariance=True
+    )
+    assert np.isfinite(found.parameters[0]).all()
+    assert found.loss[0] < 1e-6
+    assert np.isnan(found.covariance[0]).any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overflow_in_the_middle_of_a_search(method):
+    found = fit(EXACT, ["exp(exp(p1*x1))"], [[0.9]], method=method, max_iterations=100)
+    assert np.isfinite(found.parameters[0]).all()
+    assert found.loss[0] <= found.initial_loss[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_iterations_are_limited(method):
+    found = fit(EXACT, [MODEL], [START], method=method, max_iterations=2)
+    assert found.reason[0] is Reason.ITERATIONS
+    assert found.iterations[0] == 2
+    none = fit(EXACT, [MODEL], [START], method=method, max_iterations=0)
+    assert none.parameters[0].tolist() == START
+    assert none.loss[0] == none.initial_loss[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deadline_that_has_passed_returns_what_there_is(method):
+    found = fit(EXACT, [MODEL, "x1"], [START, []], method=method, deadline=time.monotonic() - 1)
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+
+
+class StuckEngine(NumpyEngine):
+    """Its passes take for ever once there have been so many, unless they are cancelled."""
+
+    def __init__(self, dataset, passes):
+        super().__init__(dataset)
+        self.left = passes
+
+    def linearise(self, evaluation, row_loss, *, curvature, cancelled):
+        self.left -= 1
+        while self.left < 0:
+            if cancelled[0]:
+                self.left = 1
+                raise CancelledError("the evaluation was cancelled", "CANCELLED")
+            time.sleep(0.001)
+        return (
+            yield from super().linearise(
+                evaluation, row_loss, curvature=curvature, cancelled=cancelled
+            )
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("passes", [1, 4])
+def test_a_pass_that_would_end_after_the_deadline_is_cut_off(method, passes):
+    started = time.monotonic()
+    found = fit(
+        EXACT,
+        [MODEL, "x1"],
+        [START, []],
+        method=method,
+        engine=StuckEngine(EXACT, passes),
+        deadline=started + 0.3,
+        covariance=True,
+    )
+    assert 0.25 < time.monotonic() - started < 30
+    assert found.reason.tolist() == [Reason.DEADLINE, Reason.GRADIENT]
+    assert found.loss[0] <= found.initial_loss[0]
+    assert np.isfinite(found.loss).all()
+    (again,) = fit(EXACT, [MODEL], found.parameters[:1], max_iterations=0).loss
+    assert again == found.loss[0], "loss and parameters belong together"
+    assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
+
+
+def test_what_is_cancelled_while_a_deadline_runs_is_cancelled():
+    class Cancelling(NumpyEngine):
+        def linearise(self, evaluation, row_loss, *, curvature, cancelled):
+            cancelled[0] = len(self.sizes) > 1
+            return (
+                yield from super().linearise(
+                    evaluation, row_loss, curvature=curvature, cancelled=cancelled
+                )
+            )
+
+    engine = Cancelling(EXACT)
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], engine=engine, deadline=time.monotonic() + 60)
+    assert len(engine.sizes) == 3
+
+
+def test_an_interrupted_line_search_keeps_its_best_point():
+    searches = Searches.begin(
+        np.array([1, 2]), np.zeros(3), np.full(3, -9.0), np.full(3, 9.0), np.ones(3, bool)
+    )
+    searches.numbers[:, LOSS] = [5.0, 5.0]
+    searches.numbers[:, BEST_LOSS] = [6.0, 4.0]
+    searches.vectors[BEST] = [1.0, 2.0, 3.0]
+    searches.interrupt()
+    assert searches.vectors[ROW_X].tolist() == [0.0, 2.0, 3.0]
+    assert searches.numbers[:, LOSS].tolist() == [5.0, 4.0]
+    assert searches.counters[:, REASON].tolist() == [DEADLINE, DEADLINE]
+
+
+def test_cancellation_is_noticed_between_passes():
+    with pytest.raises(CancelledError):
+        fit(EXACT, [MODEL], [START], cancelled=True)
+
+
+@pytest.mark.parametrize("tolerance", ["gradient", "step", "loss"])
+def test_each_tolerance_ends_a_search_with_its_reason(tolerance):
+    off = {"gradient_tolerance": 0.0, "step_tolerance": 0.0, "loss_tolerance": 0.0}
+    found = fit(DATA, [MODEL], [START], **(off | {f"{tolerance}_tolerance": 1e-3}))
+    assert found.reason[0] is Reason(tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", ["mse", "sse", "mae"])
+def test_a_fit_to_rows_without_weight_does_not_converge(method, loss):
+    if (method, loss) == ("lm", "mae"):
+        pytest.skip("not a loss of squares")
+    data = Dataset.of(X, NOISY, np.zeros(60), dtype="float64")
+    found = fit(data, [MODEL, "x1"], [START, []], method=method, loss=Loss(loss))
+    assert found.reason.tolist() == [Reason.NOT_FINITE] * 2
+    assert not found.success.any()
+    assert found.parameters[0].tolist() == START
+
+
+@pytest.mark.parametrize("loss", [Loss.R2, Loss.NMSE])
+def test_a_loss_without_a_value_does_not_converge(loss):
+    """The variation of a constant target is 0."""
+    data = Dataset.of(X, np.ones(60), dtype="float64")
+    found = fit(data, ["p1"], [[3.0]], loss=loss)
+    assert found.reason[0] is Reason.NOT_FINITE
+
+
+def test_rows_of_weight_0_give_no_degrees_of_freedom():
+    weights = np.where(np.arange(60) % 3 == 0, 0.0, WEIGHTS)
+    some = weights > 0
+    asked = {"standard_errors": True, **TIGHT}
+    found = fit(Dataset.of(X, NOISY, weights, dtype="float64"), [LINE], [[0.0] * 3], **asked)
+    only = Dataset.of(X[some], NOISY[some], weights[some], dtype="float64")
+    expected = fit(only, [LINE], [[0.0] * 3], **asked)
+    np.testing.assert_allclose(found.standard_errors[0], expected.standard_errors[0], rtol=1e-9)
+
+
+def test_a_linear_model_takes_one_pass_from_any_start():
+    found = fit(DATA, [LINE], [[1e3, -1e4, 1e2]], max_iterations=1)
+    expected, *_ = np.linalg.lstsq(design(), NOISY, rcond=None)
+    np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
+    assert found.iterations[0] == 1
+
+
+# --------------------------------------------------------------------------- batches
+
+
+def test_searches_that_have_ended_drop_out():
+    engine = NumpyEngine(DATA)
+    fit(DATA, ["x1"] * 30 + [MODEL, LINE], [[]] * 30 + [START, [0.0] * 3], engine=engine)
+    assert engine.sizes[0] == 32
+    assert engine.sizes[1] == 2
+    assert engine.sizes[-1] == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_search_does_not_depend_on_its_company_and_repeats_exactly(method):
+    drawn, parameters = thesis_mix(4, 24, variables=2)
+    texts = [to_text(program) for program in drawn]
+    options = {"method": method, "max_iterations": 20}
+    together = fit(DATA, texts, parameters, **options)
+    again = fit(DATA, texts, parameters, **options)
+    for name in ("loss", "initial_loss", "iterations", "evaluations", "reason"):
+        np.testing.assert_array_equal(getattr(together, name), getattr(again, name))
+    for index in range(0, 24, 5):
+        alone = fit(DATA, [texts[index]], [parameters[index]], **options)
+        assert alone.parameters[0].tobytes() == together.parameters[index].tobytes()
+        assert alone.reason[0] is together.reason[index]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@settings(max_examples=40, deadline=None)
+@given(drawn=st.lists(programs(variables=2, parameters=3), min_size=1, max_size=4))
+def test_random_programs_never_get_worse(method, dtype, drawn):
+    data = Dataset.of(X, NOISY, dtype=dtype)
+    starts = [np.linspace(0.5, 1.5, program.parameters) for program in drawn]
+    found = fit(
+        data, [to_text(p) for p in drawn], starts, method=method, max_iterations=8, covariance=True
+    )
+    finite = found.reason != Reason.NOT_FINITE
+    assert (found.loss[finite] <= found.initial_loss[finite]).all()
+    assert np.isfinite(found.loss[finite]).all()
+    for parameters in found.parameters:
+        assert np.isfinite(parameters).all()
+
+
+def test_float32_parameters_are_what_the_engine_computed_with():
+    data = Dataset.of(X, NOISY, dtype="float32")
+    p = fit(data, [MODEL], [START]).parameters[0]
+    np.testing.assert_array_equal(p, p.astype(np.float32).astype(float))
+
+
+def test_progress_is_reported():
+    seen = []
+    fit(DATA, [MODEL, "x1"], [START, []], report=seen.append)
+    assert [progress.iterations for progress in seen] == sorted(p.iterations for p in seen)
+    assert {progress.searches for progress in seen} == {2}
+    assert seen[-1].active == 1
+
+
+# --------------------------------------------------------------------------- steering code
+
+
+@pytest.fixture
+def loading(monkeypatch, tmp_path):
+    """Loads steering code from an empty directory; lists what was there when it was to be used."""
+    compiled._LOADED.clear()
+    found = []
+
+    def note(method, place):
+        found.append(sorted(path.name.split("-")[0] for path in place.rglob("*.nbc")))
+        return method
+
+    monkeypatch.setattr(compiled, "_compile", note)
+    yield lambda method: (compiled.load(method, tmp_path), found[-1])
+    compiled._LOADED.clear()
+
+
+def test_steering_code_is_compiled_by_another_process(loading):
+    """Here it would keep all other calls from Python's lock for seconds."""
+    assert loading(Method.BFGS) == (Method.BFGS, ["bfgs.advance"])
+
+
+def test_steering_code_is_compiled_here_if_no_other_process_can(loading, monkeypatch, caplog):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert loading(Method.LM) == (Method.LM, [])
+    assert "a process that compiled lm ended with 1" in caplog.text

@@ -1,0 +1,87 @@
+"""A fit takes the memory that it is counted for, and gives it back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from warpfit.fitting import Method
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit import compiled
+
+#: Fits in a process of its own, and prints what was counted, the most that was resident beyond what
+#: was before, and what is still resident afterwards; in MiB.
+_PROGRAM = """
+import sys, threading, time
+import numpy as np
+from warpfit.dataset import Dataset
+from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit.bench.workload import thesis_mix
+from warpfit import parse
+from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit.driver import Surroundings, optimize
+from warpfit_server.limits import fit_memory
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+method, kind = Method(sys.argv[1]), sys.argv[2]
+rng = np.random.default_rng(1)
+x = rng.uniform(0.1, 5, (300, 10))
+data = Dataset.of(x, 2 * x[:, 0] + x[:, 1])
+if kind == "starts":
+    programs, parameters = thesis_mix(1, 300)
+    starts = [np.tile(p, (100, 1)) for p in parameters]
+else:
+    programs = [parse("+".join(f"p{i + 1}*sin({i + 1}*x{i % 10 + 1})" for i in range(60)))] * 20
+    starts = [rng.uniform(0.5, 2, (20, 60)) for _ in programs]
+engine = CpuEngine(2)
+engine.load(data)
+
+def fit(programs, starts):
+    evaluation = Evaluation(
+        data.content_id, Batch.of(programs, starts), loss=Loss.MSE, values=False
+    )
+    request = FitRequest(evaluation, FitSettings(method=method, max_iterations=3))
+    run_to_end(optimize(request, Surroundings(engine, data, np.zeros(1, np.uint8))))
+    return fit_memory(request, data.layout) / 2**20
+
+fit(programs[:1], [starts[0][:1]])
+before, seen, ended = resident(), [0.0], []
+
+def watch():
+    while not ended:
+        seen.append(resident())
+        time.sleep(0.002)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+counted = fit(programs, starts)
+ended.append(True)
+watcher.join()
+print(counted, max(seen) - before, resident() - before)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_code():
+    """On disk, so that the processes below load it."""
+    CpuEngine(threads=1).close()
+    for method in (Method.LM, Method.BFGS):
+        compiled.load(method)
+
+
+@pytest.mark.parametrize("method", ["lm", "bfgs"])
+@pytest.mark.parametrize("kind", ["starts", "parameters"])
+def test_a_fits_memory_is_counted_and_given_back(method, kind):
+    command = (sys.executable, "-c", _PROGRAM, method, kind)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    counted, most, left = map(float, ended.stdout.split())
+    assert most > 20.0, "the measurement sees it"
+    assert most / 1.3 < counted < 1.4 * most
+    assert left < 0.15 * most

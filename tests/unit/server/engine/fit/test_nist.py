@@ -1,0 +1,116 @@
+"""NIST's certified nonlinear regressions, beside SciPy's Levenberg-Marquardt (MINPACK)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.engines import nist
+from support.engines.fits import fit
+from support.engines.numpy_engine import NumpyEngine
+from warpfit import parse
+from warpfit.expressions.derivatives import differentiate
+from warpfit.fitting import Accuracy, Tolerances
+from warpfit_server.engine.cpu.engine import CpuEngine
+
+least_squares = pytest.importorskip("scipy.optimize").least_squares
+
+PROBLEMS = {name: nist.load(name) for name in nist.FORMULAS}
+CASES = [(name, start) for name in PROBLEMS for start in (1, 2)]
+
+
+@pytest.fixture(scope="module", params=["numpy", "cpu"])
+def engine(request):
+    """The small engine of the tests and the CPU engine, with all problems loaded."""
+    datasets = [problem.dataset for problem in PROBLEMS.values()]
+    if request.param == "numpy":
+        yield NumpyEngine(*datasets)
+        return
+    compiled = CpuEngine(threads=1)
+    for dataset in datasets:
+        compiled.load(dataset)
+    yield compiled
+    compiled.close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(engine):
+    """Digits of parameters, of the sum of squares, iterations, digits of standard errors."""
+    return {(name, start): nist.outcome(engine, PROBLEMS[name], start) for name, start in CASES}
+
+
+@pytest.fixture(scope="module")
+def references():
+    """The same of SciPy, without standard errors."""
+    return {(name, start): scipys(PROBLEMS[name], start) for name, start in CASES}
+
+
+def scipys(problem, start):
+    program, variables = parse(problem.formula), problem.dataset.variables
+    target = problem.dataset.target
+    with np.errstate(all="ignore"):
+        found = least_squares(
+            lambda p: differentiate(program, variables, p)[0] - target,
+            problem.starts[start - 1],
+            jac=lambda p: differentiate(program, variables, p)[1].T,
+            method="lm",
+            x_scale="jac",
+            **dict.fromkeys(("ftol", "xtol", "gtol"), 1e-15),
+            max_nfev=2000,
+        )
+    return (
+        nist.digits(found.x, problem.certified),
+        nist.digits(2 * found.cost, problem.squares),
+        found.nfev,
+    )
+
+
+@pytest.mark.parametrize(("name", "start"), CASES)
+def test_six_certified_digits(outcomes, name, start):
+    parameters, squares, _, errors = outcomes[name, start]
+    assert parameters.min() >= 6, parameters
+    assert squares >= (2 if name in nist.ROUNDED_AWAY else 6)
+    assert errors.min() >= (2 if name in nist.ROUNDED_AWAY else 6), errors
+
+
+def test_no_start_needs_many_iterations(outcomes):
+    """MINPACK needs 295 for MGH10 and 763 for Bennett5, and does not find BoxBOD from its first."""
+    assert max(iterations for _, _, iterations, _ in outcomes.values()) <= 300
+    assert outcomes["Bennett5", 1][2] <= 100
+    assert outcomes["BoxBOD", 1][2] <= 60
+
+
+@pytest.mark.parametrize(("name", "start"), CASES)
+def test_final_accuracy_is_enough(engine, name, start):
+    problem, final = PROBLEMS[name], Tolerances.of(np.dtype("float64"), Accuracy.FINAL)
+    found = fit(
+        problem.dataset,
+        [problem.formula],
+        [problem.starts[start - 1]],
+        engine=engine,
+        max_iterations=Accuracy.FINAL.max_iterations,
+        gradient_tolerance=final.gradient,
+        step_tolerance=final.step,
+        loss_tolerance=final.loss,
+    )
+    assert found.success[0]
+    assert nist.ordered_digits(problem, found.parameters[0], problem.certified).min() >= 6
+
+
+def test_at_least_as_good_as_scipy_in_total(outcomes, references):
+    totals = [
+        sum(parameters.min() + squares for parameters, squares, *_ in results.values())
+        for results in (outcomes, references)
+    ]
+    print(f"\n{table(outcomes, references)}\ntotal of digits: {totals[0]:.1f}, {totals[1]:.1f}")
+    assert totals[0] >= totals[1]
+
+
+def table(outcomes, references) -> str:
+    """Least log relative error of the parameters, that of the sum of squares, and iterations."""
+    lines = ["problem   start | warpfit: digits, of RSS, iterations | SciPy: digits, of RSS, nfev"]
+    for name, start in CASES:
+        both = outcomes[name, start], references[name, start]
+        cells = [f"{r[0].min():7.1f} {float(r[1]):6.1f} {r[2]:6d}" for r in both]
+        lines.append(f"{name:9} {start}     | {cells[0]:35} | {cells[1]}")
+    return "\n".join(lines)

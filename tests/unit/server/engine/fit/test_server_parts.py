@@ -1,0 +1,216 @@
+"""Frames, messages, limits and closings of fits and of the newer parts of evaluations."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfit.bench.workload import thesis_mix
+from warpfit.calls.info import Limits
+from warpfit.dataset import Dataset
+from warpfit.errors import ResourceExhaustedError
+from warpfit.expressions import reference_engine
+from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
+from warpfit.ir import Batch
+from warpfit.losses import Closing, LossFunction, huber
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.finalize import correlation, engine_share, finish, scale_linearly
+from warpfit_server.engine.interface import Outputs
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.messages import Evaluate, Optimize
+from warpfit_server.ipc.segment_layout import Frame
+from warpfit_server.ipc.segments import Segment
+from warpfit_server.limits import check_fit, check_result, fit_memory
+from warpfit_server.rpc.servicer import _stop_time
+
+rng = np.random.default_rng(0)
+DATA = Dataset.of(rng.normal(size=(40, 4)), rng.normal(size=40), rng.uniform(0.1, 1, size=40))
+PROGRAMS, PARAMETERS = thesis_mix(3, 7, variables=4)
+BATCH = Batch.of(PROGRAMS, [np.stack([p, p]) for p in PARAMETERS])
+TOTAL = sum(map(len, PARAMETERS))
+WISHES = ("gradient", "jacobian", "variable_gradient", "reductions", "correlation")
+
+
+def evaluation(**changes):
+    return Evaluation(**{"dataset_id": DATA.content_id, "batch": BATCH, **changes})
+
+
+def fit(**settings_):
+    return FitRequest(evaluation(loss=Loss.MSE, values=False), FitSettings(**settings_))
+
+
+def test_the_arrays_of_a_frame_do_not_overlap():
+    wanted = evaluation(loss=Loss.MSE, **dict.fromkeys(WISHES, True))
+    custom = huber()
+    frame = replace(Frame.of(wanted, DATA.layout), loss_tokens=len(custom.row.codes))
+    segment = Segment.create(1, frame.nbytes)
+    frame.write(segment, evaluation(custom_loss=custom))
+    views = {
+        "values": frame.values_view(segment),
+        "losses": frame.losses_view(segment),
+        "jacobian": frame.jacobian_view(segment),
+        **{extra.name: frame.extra(extra.name, segment) for extra in frame.extras},
+    }
+    assert views["gradients"].shape == (2 * TOTAL,)
+    assert views["jacobian"].shape == (2 * TOTAL, 40)
+    assert views["variable_gradients"].shape == (7, 2, 4)
+    for number, view in enumerate(views.values(), start=1):
+        view[...] = number
+    for number, (name, view) in enumerate(views.items(), start=1):
+        assert (view == number).all(), name
+    np.testing.assert_array_equal(frame.batch(segment).parameters, BATCH.parameters)
+    assert frame.custom_loss(segment, Closing.MEAN) == custom
+    assert frame.extra("scaling", segment) is None
+
+
+@pytest.mark.parametrize(("all_starts", "vectors"), [(False, 1), (True, 2)])
+def test_the_frame_of_a_fit_holds_bounds_and_result(all_starts, vectors):
+    request = fit(
+        lower=np.zeros(TOTAL), fixed=np.ones(TOTAL, bool), all_starts=all_starts, covariance=True
+    )
+    frame = Frame.of_fit(request, DATA.layout)
+    segment = Segment.create(1, frame.nbytes)
+    assert frame.require("lower", segment).shape == (TOTAL,)
+    assert frame.extra("upper", segment) is None
+    assert frame.require("parameters", segment).shape == (vectors * TOTAL,)
+    assert frame.require("reasons", segment).shape == (7, vectors)
+    squares = sum(len(p) ** 2 for p in PARAMETERS)
+    assert frame.require("covariances", segment).shape == (vectors * squares,)
+    assert frame.value_bytes == frame.jacobian_bytes == 0
+    with pytest.raises(KeyError):
+        frame.require("upper", segment)
+
+
+def test_requests_and_progress_of_fits_cross_the_channel():
+    ours, socket = Channel.pair()
+    theirs = Channel(socket)
+    request = fit(method=Method.LM, partial=True)
+    problem = Evaluate(
+        request=3,
+        segment=7,
+        size=4096,
+        frame=Frame.of_fit(request, DATA.layout),
+        dataset_id=DATA.content_id,
+        rows=(0, 10),
+        precision=request.problem.precision,
+        loss=None,
+        tier=request.problem.tier,
+        submitted=123,
+        closing=Closing.SUM,
+        requested=("gradient",),
+        alone=2.0,
+    )
+    ours.send(Optimize(problem, request.settings, 17.5))
+    received, _ = theirs.receive()
+    assert (received.problem, received.deadline) == (problem, 17.5)
+    assert received.settings.method is Method.LM
+    progressed = messages.FitProgressed(3, FitProgress(2, 3, 4))
+    theirs.send(progressed)
+    assert ours.receive()[0] == progressed
+
+
+def test_limits_count_everything_that_is_answered():
+    needed = {
+        "gradient": 8 * 2 * TOTAL,
+        "jacobian": 4 * 2 * TOTAL * 40,
+        "variable_gradient": 8 * 14 * 4,
+        "reductions": 8 * 14 * 5,
+    }
+    base = 8 * 14
+    for wish, size in needed.items():
+        wanted = evaluation(loss=Loss.MSE, values=False, **{wish: True})
+        check_result(wanted, DATA.layout, Limits(result_bytes=base + size))
+        with pytest.raises(ResourceExhaustedError, match="--max-result-bytes"):
+            check_result(wanted, DATA.layout, Limits(result_bytes=base + size - 1))
+
+
+def test_searches_are_limited():
+    size = fit_memory(fit(), DATA.layout)
+    assert size > 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
+    check_fit(fit(), DATA.layout, Limits(result_bytes=size))
+    with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
+        check_fit(fit(), DATA.layout, Limits(result_bytes=size - 1))
+
+
+def test_only_a_partial_fit_stops_before_its_deadline():
+    assert _stop_time(fit(), 10.0) is None
+    assert _stop_time(fit(partial=True), None) is None
+    stop = _stop_time(fit(partial=True), 10.0)
+    assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5
+
+
+# --------------------------------------------------------------------------------- closings
+
+
+def moments(f, y, w):
+    total = w.sum()
+    mean_f, mean_y = (w * f).sum() / total, (w * y).sum() / total
+    f, y = f - mean_f, y - mean_y
+    squares, products = (w * f * f).sum(), (w * f * y).sum()
+    slope = products / squares if squares else 0.0
+    left = (w * (y - slope * f) ** 2).sum()
+    return np.array([total, mean_f, mean_y, squares, (w * y * y).sum(), products, left])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(-3, 3), st.floats(0.1, 3))
+def test_linear_scaling_is_weighted_least_squares(seed, a, b):
+    draw = np.random.default_rng(seed)
+    f, noise = draw.normal(size=(2, 30))
+    w = draw.uniform(0.1, 2, size=30)
+    y = a + b * f + 0.1 * noise
+    (slope, intercept), left = scale_linearly(moments(f, y, w))
+    design = np.sqrt(w)[:, None] * np.column_stack([f, np.ones(30)])
+    expected, squares, *_ = np.linalg.lstsq(design, np.sqrt(w) * y, rcond=None)
+    np.testing.assert_allclose([slope, intercept], expected, rtol=1e-8)
+    np.testing.assert_allclose(left, squares[0], rtol=1e-8)
+    centred = np.cov(f, y, aweights=w)
+    pearson = centred[0, 1] / np.sqrt(centred[0, 0] * centred[1, 1])
+    np.testing.assert_allclose(correlation(moments(f, y, w)), pearson, rtol=1e-10)
+
+
+def test_a_constant_program_is_scaled_to_the_mean():
+    y, w = rng.normal(size=10), np.ones(10)
+    (slope, intercept), left = scale_linearly(moments(np.full(10, 3.0), y, w))
+    np.testing.assert_allclose([slope, intercept, left], [0, y.mean(), 10 * y.var()])
+    assert np.isnan(correlation(moments(np.full(10, 3.0), y, w)))
+
+
+@pytest.mark.parametrize("closing", list(Closing))
+@pytest.mark.parametrize("row", ["square(d)", "abs(d)", "w*square(d)"])
+def test_an_engines_sums_become_what_the_reference_computes(closing, row):
+    custom = LossFunction(LossFunction.parse(row).row, closing)
+    wished = {"values": False, "gradient": True, "variable_gradient": True}
+    asked = evaluation(custom_loss=custom, **wished)
+    expected = reference_engine.evaluate(asked, DATA)
+    sums = reference_engine.evaluate(
+        evaluation(custom_loss=LossFunction(custom.row, Closing.SUM), **wished), DATA
+    )
+    outputs = Outputs(
+        values=None,
+        losses=sums.losses.copy(),
+        cancelled=np.zeros(1, np.uint8),
+        ready=lambda _: None,
+        gradients=sums.gradients.copy(),
+        variable_gradients=sums.variable_gradients.copy(),
+    )
+    share, given_out = engine_share(asked, outputs)
+    assert (share, given_out) == (asked, outputs)
+    finish(asked, DATA, outputs, None, None, None)
+    for name in ("losses", "gradients", "variable_gradients"):
+        np.testing.assert_allclose(getattr(outputs, name), getattr(expected, name), rtol=1e-12)
+
+
+def test_scaling_takes_the_loss_from_the_moments():
+    asked = evaluation(loss=Loss.MSE, values=False, linear_scaling=True)
+    outputs = Outputs(None, np.zeros((7, 2)), np.zeros(1, np.uint8), lambda _: None)
+    share, given_out = engine_share(asked, outputs)
+    assert share.loss_function is None
+    assert given_out.losses is None
+    assert given_out.moments.shape == (7, 2, 7)

@@ -1,0 +1,163 @@
+"""The units of data and parameters decide nothing: neither whether a fit goes on nor where it ends.
+
+A problem whose target, variables and parameters are multiplied by powers of two is the same
+problem bit by bit, as long as no square leaves the range of float64; by other factors it is nearly
+the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.fits import fit
+from warpfit import Reason
+from warpfit.dataset import Dataset
+from warpfit.losses import Loss, LossFunction
+from warpfit.request import Precision
+from warpfit_server.engine.cpu.engine import CpuEngine
+
+rng = np.random.default_rng(11)
+X = rng.uniform([0.5, 0.1], [4.0, 10.0], size=(80, 2))
+NOISE = rng.normal(scale=0.02, size=80)
+Y = 3.0 * np.exp(-0.7 * X[:, 0]) + 0.5 * X[:, 1] / (1.3 + X[:, 1]) + NOISE
+#: p1 and p3 have the unit of y, p2 that of 1 / x1, p4 that of x2.
+MODEL = "p1*exp(p2*x1) + p3*x2/(p4 + x2)"
+START = np.array([1.0, -0.2, 1.0, 1.0])
+METHODS = ("lm", "bfgs")
+LOSSES = {"lm": ["mse"], "bfgs": ["mse", "mae", "abs(d)^1.5"]}
+CASES = [(method, loss) for method in METHODS for loss in LOSSES[method]]
+#: A power of 1.5 is not exact.
+EXACT_CASES = [case for case in CASES if case[1] in ("mse", "mae")]
+
+
+def units(y, x1, x2):
+    """Factors of the parameters."""
+    return np.array([y, 1 / x1, y, x2])
+
+
+def outcome(method, loss, y=1.0, x1=1.0, x2=1.0, *, dtype="float64", engine=None, **options):
+    """Fit in other units; parameters come back in the first ones."""
+    data = Dataset.of(X * [x1, x2], y * Y, dtype=dtype)
+    if engine is not None:
+        engine.load(data)
+    chosen = Loss(loss) if loss in list(Loss) else LossFunction.parse(loss)
+    start = START * units(y, x1, x2)
+    options = {"method": method, "max_iterations": 300} | options
+    found = fit(data, [MODEL], [start], loss=chosen, engine=engine, **options)
+    return found, found.parameters[0] / units(y, x1, x2)
+
+
+def assert_same(first, second):
+    for name in ("iterations", "evaluations", "reason"):
+        assert getattr(first, name).tolist() == getattr(second, name).tolist(), name
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    engine = CpuEngine(threads=1)
+    yield engine
+    engine.close()
+
+
+exponents = st.integers(-100, 100)  # 1e-30 to 1e30
+
+
+@pytest.mark.parametrize(("method", "loss"), EXACT_CASES)
+@settings(max_examples=8, deadline=None)
+@given(exponents, exponents, exponents)
+def test_powers_of_two_change_no_bit(method, loss, y, x1, x2):
+    first, parameters = outcome(method, loss)
+    second, scaled = outcome(method, loss, 2.0**y, 2.0**x1, 2.0**x2)
+    assert_same(first, second)
+    np.testing.assert_array_equal(parameters, scaled)
+    assert first.iterations[0] > 3
+    if loss == "mse":
+        assert second.loss[0] == first.loss[0] * 4.0**y
+
+
+@pytest.mark.parametrize(("method", "loss"), CASES)
+@settings(max_examples=6, deadline=None)
+@given(*[st.floats(-30, 30).map(lambda power: 10.0**power)] * 3)
+def test_other_factors_change_rounding_errors_only(method, loss, y, x1, x2):
+    first, parameters = outcome(method, loss)
+    second, scaled = outcome(method, loss, y, x1, x2)
+    assert second.success[0]
+    if loss == "mse":
+        np.testing.assert_allclose(parameters, scaled, rtol=1e-3)
+    power = {"mse": 2.0, "mae": 1.0}.get(loss, 1.5)
+    np.testing.assert_allclose(second.loss[0] / y**power, first.loss[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=8, deadline=None)
+@given(*[st.integers(-25, 25)] * 3)
+def test_float32_has_the_same_within_its_range(cpu, method, y, x1, x2):
+    first, parameters = outcome(method, "mse", dtype="float32", engine=cpu)
+    second, scaled = outcome(method, "mse", 2.0**y, 2.0**x1, 2.0**x2, dtype="float32", engine=cpu)
+    assert_same(first, second)
+    np.testing.assert_array_equal(parameters, scaled)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_standard_errors_scale(method):
+    errors = []
+    for y, x1, x2 in ((1.0, 1.0, 1.0), (2.0**-90, 2.0**70, 2.0**-80)):
+        found, _ = outcome(method, "mse", y, x1, x2, standard_errors=True)
+        errors.append(found.standard_errors[0] / units(y, x1, x2))
+    np.testing.assert_allclose(errors[0], errors[1], rtol=1e-12)
+    assert np.isfinite(errors[0]).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_plancks_constant_from_the_photoelectric_effect(cpu, method, dtype):
+    """The units of physics: J, Hz and Js."""
+    frequency = np.linspace(5.5e14, 1.2e15, 40)
+    h, work = 6.62607015e-34, 3.4e-19
+    energy = h * frequency - work + 1e-21 * rng.normal(size=40)
+    data = Dataset.of(frequency[:, None], energy, dtype=dtype)
+    cpu.load(data)
+    found = fit(data, ["p1*x1 - p2"], [[1e-33, 1e-19]], method=method, engine=cpu)
+    slope, intercept = np.polyfit(frequency, energy, 1)
+    assert found.iterations[0] > 0
+    assert found.success[0]
+    np.testing.assert_allclose(found.parameters[0], [slope, -intercept], rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_has_no_squares_in_float64_does_not_converge(method):
+    found, _ = outcome(method, "mse", 1e-200)
+    assert found.reason[0] is Reason.NOT_FINITE
+    np.testing.assert_array_equal(found.parameters[0], START * units(1e-200, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_column_that_is_zero_at_the_start_takes_part_later(method):
+    """At the start p3 does not matter, because p1 is 0."""
+    y = 2.0 * X[:, 0] * (1.0 + 0.3 * X[:, 1])
+    for scale in (1.0, 2.0**90):
+        data = Dataset.of(X, scale * y, dtype="float64")
+        found = fit(data, ["p1*x1*(1 + p2*x2)"], [[0.0, 0.0]], method=method, max_iterations=200)
+        np.testing.assert_allclose(found.parameters[0], [2.0 * scale, 0.3], rtol=1e-3)
+
+
+def test_fast_mode_is_given_up_where_float32_has_no_squares():
+    """On a GPU fast mode multiplies in float32."""
+    seen = []
+
+    class Noting(CpuEngine):
+        def linearise(self, evaluation, *arguments, **options):
+            seen.append(evaluation.precision)
+            return super().linearise(evaluation, *arguments, **options)
+
+    engine = Noting(threads=1)
+    for y in (1.0, 1e-19):
+        outcome("lm", "mse", y, dtype="float32", engine=engine, precision=Precision.FAST)
+    engine.close()
+    first, rest = seen.index(Precision.PRECISE), set(seen[seen.index(Precision.PRECISE) :])
+    assert set(seen[:first]) == {Precision.FAST}
+    assert first > 5, "all passes in the usual units, and one in others"
+    assert rest == {Precision.PRECISE}

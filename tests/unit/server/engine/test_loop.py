@@ -1,0 +1,396 @@
+"""The engine's loop with an engine that computes next to nothing, over real connections."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.servers.requests import DATA
+from warpfit.errors import (
+    CancelledError,
+    InternalError,
+    ProgramError,
+    ResourceExhaustedError,
+    UnavailableError,
+    WarpfitError,
+)
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss, Timings
+from warpfit_server.engine import loop as loop_module
+from warpfit_server.engine.hang_detector import EXIT_BROKEN
+from warpfit_server.engine.interface import EngineBrokenError
+from warpfit_server.engine.loop import Loop
+from warpfit_server.engine.request import Connection
+from warpfit_server.engine.request_steps import Worker
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.quarantine import SuspectList, Suspects, digest
+from warpfit_server.ipc.segment_layout import ALONE, BEGUN
+from warpfit_server.ipc.segments import SegmentPool
+
+#: Constants in programs that the engine below takes notice of.
+BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
+STEPS = 400
+
+
+def results(batch):
+    """What the engine computes: the sum of the parameters of each program, [programs, K]."""
+    return np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
+
+
+class FakeEngine:
+    """An engine that notes what it evaluates; the first evaluation can be made to wait."""
+
+    name = "fake"
+    step_size = 1 << 20
+
+    def __init__(self, steps_in_flight=1):
+        self.steps_in_flight = steps_in_flight
+        self.batches = []
+        self.steps = 0
+        self.promised = Future()
+        self.go = threading.Event()
+        self.go.set()
+
+    def gains_from_merging(self, evaluation):
+        return True
+
+    def evaluate(self, evaluation, outputs):
+        batch = evaluation.batch
+        self.batches.append(len(batch))
+        self.go.wait(10)
+        constants = set(batch.values)
+        if BAD in constants:
+            raise ProgramError("bad", "BAD_TOKEN", expression=0)
+        if BUG in constants:
+            raise ZeroDivisionError
+        if LACKS_MEMORY in constants:
+            raise OSError(errno.ENOMEM, "no memory")
+        if BROKEN in constants:
+            raise EngineBrokenError
+        if WAITS in constants:
+            yield self.promised
+        for _ in range(STEPS if SLOW in constants else 0):
+            self.steps += 1
+            time.sleep(0.002)
+            yield None
+        found = results(batch)
+        if outputs.losses is not None:
+            outputs.losses[...] = found
+        if outputs.values is not None:
+            outputs.values[...] = found[..., None]
+            outputs.ready(len(batch))
+        return Timings(compute=5)
+
+
+class Front:
+    """A front end of a loop."""
+
+    def __init__(self, loop, suspects=None):
+        ours, theirs = Channel.pair()
+        self.link = EngineConnection(SegmentPool(1 << 24), suspects)
+        self.link.open(theirs)
+        self.connection = Connection(ours)
+        loop.add(self.connection)
+
+    def start(self, *parameters, constant=1.0, tenant="me", **changes):
+        return self.link.start(
+            an_evaluation(*parameters, constant=constant, **changes), DATA.layout, tenant
+        )
+
+    def answer(self, run):
+        """Wait for an answer; return the losses, or the error, and close."""
+        try:
+            while not isinstance(run.next_event(), messages.Finished):
+                pass
+            return None if run.losses is None else run.losses[:, 0].tolist()
+        except WarpfitError as error:
+            return error
+        finally:
+            run.close()
+
+
+def an_evaluation(*parameters, constant=1.0, **changes):
+    """Evaluate a program for each of some parameters."""
+    program = parse(f"p1*x1 + {constant}")
+    fields = {"loss": Loss.MSE, "values": False, **changes}
+    batch = Batch.of([program] * len(parameters), [[[one]] for one in parameters])
+    return Evaluation(DATA.content_id, batch, **fields)
+
+
+@pytest.fixture
+def run_loop():
+    """Start a loop over an engine."""
+    engines, fronts = [], []
+
+    def start(steps_in_flight=1, front_ends=1, suspects=None):
+        engine = FakeEngine(steps_in_flight)
+        worker = Worker(engine, {DATA.content_id: DATA}, 1 << 16)
+        loop = Loop(engine, worker.begin)
+        loop.start()
+        found = [Front(loop, suspects) for _ in range(front_ends)]
+        engines.append(engine)
+        fronts.extend(found)
+        return (engine, *found)
+
+    yield start
+    for engine in engines:
+        engine.go.set()
+    for front in fronts:
+        front.link.shut()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def held(run_loop):
+    """A loop whose only thread is busy until ``engine.go`` is set, with its front ends."""
+
+    def start(**options):
+        engine, *fronts = run_loop(**options)
+        engine.go.clear()
+        busy = fronts[0].start(1.0, values=True)
+        wait_until(lambda: engine.batches)
+        return engine, busy, *fronts
+
+    return start
+
+
+class TestAnswers:
+    def test_losses_come_back_to_those_who_asked(self, run_loop):
+        _, one, two = run_loop(2, front_ends=2)
+        runs = [(f, n, f.start(*range(n + 1))) for n in range(30) for f in (one, two)]
+        for front, n, run in runs:
+            assert front.answer(run) == list(range(n + 1))
+
+    def test_values_are_announced_as_they_become_final(self, run_loop):
+        _, front = run_loop()
+        run = front.start(*range(2_000), values=True, loss=None)
+        event = run.next_event()
+        assert event == messages.Progress(run.number, 2_000)
+        assert isinstance(run.next_event(), messages.Finished)
+        values = run.frame.values_view(run.segment)
+        np.testing.assert_array_equal(values[:, 0, 0], np.arange(2_000))
+        assert run.timings.compute == 5
+        run.close()
+
+    def test_segments_are_used_again_and_those_that_are_not_are_unmapped(self, run_loop):
+        _, front = run_loop()
+        for _ in range(5):
+            front.answer(front.start(1.0))
+        assert len(front.connection.segments) == 1
+        front.link.pool.idle_bytes = 0
+        front.answer(front.start(1.0))
+        front.answer(front.start(1.0))
+        wait_until(lambda: len(front.connection.segments) <= 1)
+        assert not front.connection.requests
+
+    def test_a_segment_that_did_not_arrive_fails_its_call_alone(self, run_loop):
+        _, front = run_loop()
+        front.link._known = type("All", (set,), {"__contains__": lambda self, item: True})()
+        error = front.answer(front.start(1.0))
+        assert (type(error), error.reason) == (ResourceExhaustedError, "TOO_MANY_FILES")
+        front.link._known = set()
+        assert front.answer(front.start(1.0)) == [1.0]
+
+
+class TestMerging:
+    def test_waiting_requests_are_merged_and_their_losses_scattered(self, held):
+        engine, busy, one, two = held(front_ends=2)
+        runs = [
+            (front, n, front.start(*range(n, 2 * n), tenant=tenant))
+            for n in range(1, 6)
+            for front, tenant in ((one, "a"), (two, "b"))
+        ]
+        others = one.start(7.0, loss=Loss.MAE)
+        engine.go.set()
+        for front, n, run in runs:
+            assert front.answer(run) == list(range(n, 2 * n))
+        assert one.answer(others) == [7.0]
+        one.answer(busy)
+        assert sorted(engine.batches) == [1, 1, 30]
+
+    @pytest.mark.parametrize(
+        ("constant", "kind", "reason"),
+        [
+            (BAD, ProgramError, "BAD_TOKEN"),
+            (BUG, InternalError, "ENGINE_FAILURE"),
+            (LACKS_MEMORY, ResourceExhaustedError, "MEMORY"),
+        ],
+    )
+    def test_one_that_fails_fails_alone(self, held, constant, kind, reason):
+        engine, busy, front = held()
+        runs = [front.start(n, constant=constant if n == 3 else 1.0) for n in range(6)]
+        engine.go.set()
+        answers = [front.answer(run) for run in runs]
+        error = answers.pop(3)
+        assert (type(error), error.reason) == (kind, reason)
+        assert answers == [[0.0], [1.0], [2.0], [4.0], [5.0]]
+        assert 6 in engine.batches
+        front.answer(busy)
+
+    def test_those_that_are_cancelled_are_left_out(self, held):
+        engine, busy, front = held()
+        runs = [front.start(n, n) for n in range(4)]
+        for run in runs[1:3]:
+            run.cancel()
+        engine.go.set()
+        answers = [front.answer(run) for run in runs]
+        assert [answers[0], answers[3]] == [[0.0, 0.0], [3.0, 3.0]]
+        assert all(isinstance(answer, CancelledError) for answer in answers[1:3])
+        assert engine.batches == [1, 4]
+        front.answer(busy)
+
+    def test_if_all_are_cancelled_nothing_is_evaluated(self, held):
+        engine, busy, front = held()
+        runs = [front.start(n) for n in range(4)]
+        for run in runs:
+            run.cancel()
+        engine.go.set()
+        assert all(isinstance(front.answer(run), CancelledError) for run in runs)
+        front.answer(busy)
+        assert engine.batches == [1]
+
+
+class TestCancellation:
+    def test_before_it_begins(self, held):
+        engine, busy, front = held()
+        run = front.start(5.0, values=True)
+        run.cancel()
+        engine.go.set()
+        assert isinstance(front.answer(run), CancelledError)
+        front.answer(busy)
+        assert engine.batches == [1]
+
+    def test_between_two_steps(self, run_loop):
+        engine, front = run_loop()
+        run = front.start(1.0, constant=SLOW, values=True)
+        wait_until(lambda: engine.steps > 3)
+        run.cancel()
+        assert isinstance(front.answer(run), CancelledError)
+        assert engine.steps < STEPS
+        assert front.answer(front.start(2.0)) == [2.0]
+
+
+class TestSharing:
+    @pytest.mark.parametrize("tenant", ["me", "another"])
+    def test_small_requests_are_answered_between_the_steps_of_a_long_one(self, run_loop, tenant):
+        engine, front = run_loop()
+        long = front.start(1.0, constant=SLOW, values=True)
+        wait_until(lambda: engine.steps)
+        for n in range(10):
+            assert front.answer(front.start(n, tenant=tenant)) == [n]
+        assert engine.steps < STEPS
+        assert front.answer(long) == [1.0]
+        assert engine.steps == STEPS
+
+    def test_a_request_that_waits_for_something_lets_others_go_on(self, run_loop):
+        engine, front = run_loop()
+        waiting = front.start(1.0, constant=WAITS, values=True)
+        for n in range(5):
+            assert front.answer(front.start(n)) == [n]
+        assert waiting.events.empty()
+        engine.promised.set_result(None)
+        assert front.answer(waiting) == [1.0]
+
+    def test_as_many_steps_run_at_a_time_as_the_engine_gains_from(self, run_loop):
+        engine, front = run_loop(2)
+        engine.go.clear()
+        runs = [front.start(n, values=True) for n in range(4)]
+        wait_until(lambda: len(engine.batches) == 2)
+        time.sleep(0.05)
+        assert len(engine.batches) == 2
+        engine.go.set()
+        assert [front.answer(run) for run in runs] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+class TestFailures:
+    def test_a_front_end_that_dies_costs_its_own_requests(self, run_loop):
+        engine, dying, living = run_loop(front_ends=2)
+        lost = [dying.start(1.0, constant=SLOW, values=True), dying.start(2.0, values=True)]
+        wait_until(lambda: engine.steps > 3)
+        dying.link.shut()
+        assert all(isinstance(dying.answer(run), UnavailableError) for run in lost)
+        assert living.answer(living.start(3.0)) == [3.0]
+        wait_until(lambda: not dying.connection.requests)
+        assert engine.steps < STEPS
+
+    @pytest.mark.parametrize("values", [False, True])
+    def test_an_unexpected_exception_is_an_internal_error_of_its_call(self, run_loop, values):
+        _, front = run_loop()
+        error = front.answer(front.start(1.0, constant=BUG, values=values))
+        assert (type(error), error.reason) == (InternalError, "ENGINE_FAILURE")
+        assert front.answer(front.start(2.0)) == [2.0]
+
+    def test_an_unknown_data_set_is_an_error_of_its_call(self, run_loop):
+        _, front = run_loop()
+        evaluation = replace(an_evaluation(1.0), dataset_id=bytes(32))
+        error = front.answer(front.link.start(evaluation, DATA.layout, "me"))
+        assert error.reason == "DATASET_NOT_FOUND"
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_a_broken_engine_ends_the_process(self, held, monkeypatch, count):
+        ended = []
+
+        def end(status):
+            ended.append(status)
+            threading.Event().wait()  # the real one does not return, either
+
+        monkeypatch.setattr(loop_module.os, "_exit", end)
+        engine, busy, front = held()
+        runs = [front.start(n, constant=BROKEN) for n in range(count)]
+        engine.go.set()
+        assert front.answer(busy) == [1.0]
+        wait_until(lambda: ended)
+        assert ended == [EXIT_BROKEN]
+        assert all(run.events.empty() for run in runs)
+
+
+class TestSuspects:
+    def test_one_runs_alone_and_is_not_merged(self, run_loop):
+        suspects = Suspects()
+        engine, front = run_loop(2, suspects=suspects)
+        names = {digest(an_evaluation(9.0)): 5.0}
+        suspects.update(SuspectList(1, names))
+        engine.go.clear()
+        busy = front.start(1.0, values=True)
+        wait_until(lambda: engine.batches)
+        suspect = front.start(9.0)
+        others = [front.start(n) for n in range(3)]
+        began = time.process_time()
+        time.sleep(0.2)
+        assert len(engine.batches) == 1  # it waits for what runs, and others for it
+        assert time.process_time() - began < 0.1  # which takes no computing
+        engine.go.set()
+        assert front.answer(busy) == [1.0]
+        assert front.answer(suspect) == [9.0]
+        assert [front.answer(run) for run in others] == [[0.0], [1.0], [2.0]]
+        assert engine.batches[:2] == [1, 1]
+
+    def test_the_front_end_sees_that_it_was_alone(self, run_loop):
+        suspects = Suspects()
+        engine, front = run_loop(2, suspects=suspects)
+        suspects.update(SuspectList(1, {digest(an_evaluation(9.0)): 0.3}))
+        engine.go.clear()
+        suspect = front.start(9.0)
+        state = suspect.frame.state(suspect.segment)
+        wait_until(lambda: state[0] == ALONE)
+        other = front.start(1.0)
+        wait_until(lambda: state[0] == BEGUN)  # its time is over
+        wait_until(lambda: len(engine.batches) == 2)
+        engine.go.set()
+        assert front.answer(other) == [1.0]
+        assert front.answer(suspect) == [9.0]

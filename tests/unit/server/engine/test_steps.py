@@ -1,0 +1,77 @@
+"""Steps of work: what counts as their time, which admission learns from."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from support.engines.fits import prepared
+from warpfit.bench.workload import thesis_mix
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit.driver import optimize
+from warpfit_server.engine.interface import Outputs, timed
+
+X = np.random.default_rng(2).uniform(0.5, 2.0, size=(40_000, 2))
+DATA = Dataset.of(X, X[:, 0] * X[:, 1])
+PAUSE = 0.05
+
+
+def run_with_pauses(steps):
+    """Run steps as a busy engine would; return the result and the seconds in between."""
+    paused = 0.0
+    while True:
+        try:
+            waits_for = next(steps)
+        except StopIteration as end:
+            return end.value, paused
+        if waits_for is not None:
+            waits_for.result()
+        began = time.perf_counter()
+        time.sleep(PAUSE)
+        paused += time.perf_counter() - began
+
+
+def test_an_evaluation_does_not_count_the_time_between_its_steps():
+    engine = CpuEngine(1)
+    engine.step_size = 200_000
+    engine.load(DATA)
+    batch = Batch.of(*thesis_mix(1, 20, variables=2))
+    outputs = Outputs(None, np.zeros((20, 1)), np.zeros(1, np.uint8), lambda _: None)
+    evaluation = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False)
+    began = time.perf_counter()
+    timings, paused = run_with_pauses(engine.evaluate(evaluation, outputs))
+    assert paused > 10 * PAUSE
+    assert 0 < timings.compute < (time.perf_counter() - began - paused) * 1e9
+    engine.close()
+
+
+@pytest.mark.parametrize("method", ["lm", "bfgs"])
+def test_a_fit_does_not_count_the_time_between_its_steps(method):
+    made = prepared(DATA, ["p1*exp(p2*x1) + p3*x2"], [[1.0, 0.1, 0.2]], method=method)
+    began = time.perf_counter()
+    result, paused = run_with_pauses(optimize(*made))
+    assert paused > 3 * PAUSE
+    assert 0 < result.timings.compute < (time.perf_counter() - began - paused) * 1e9
+
+
+def test_steps_that_are_given_up_are_closed():
+    ended = []
+
+    def steps():
+        try:
+            while True:
+                yield None
+        finally:
+            ended.append(True)
+
+    begun = timed(steps())
+    next(begun)
+    begun.close()
+    assert ended

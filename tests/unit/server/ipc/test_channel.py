@@ -1,0 +1,161 @@
+"""Messages of any length and file descriptors over a stream socket."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from warpfit.errors import InternalError, ResourceExhaustedError, UnavailableError
+from warpfit_server.ipc import channel, messages
+from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.segments import Segment
+
+
+@pytest.fixture
+def ends():
+    ours, socket = Channel.pair()
+    theirs = Channel(socket)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def note(size):
+    return messages.Loaded(b"x" * size, UnavailableError("why", "REASON"))
+
+
+def test_messages_arrive_whole_and_in_order(ends):
+    ours, theirs = ends
+    sizes = [0, 1, 4_096, 200_000, 3_000_000, 5]
+
+    def send():
+        for size in sizes:
+            ours.send(note(size))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for size in sizes:
+        message, descriptors = theirs.receive()
+        assert (len(message.content_id), message.error.reason) == (size, "REASON")
+        assert descriptors == []
+    thread.join()
+
+
+def test_descriptors_belong_to_their_messages(ends, tmp_path):
+    ours, theirs = ends
+    files = [(tmp_path / str(number)).open("w+") for number in range(6)]
+    for number, file in enumerate(files):
+        file.write(str(number))
+        file.flush()
+        ours.send(note(number))
+        ours.send(note(100 + number), [file.fileno()])
+    for number in range(6):
+        assert theirs.receive()[1] == []
+        message, (descriptor,) = theirs.receive()
+        assert len(message.content_id) == 100 + number
+        assert os.pread(descriptor, 10, 0) == str(number).encode()
+        os.close(descriptor)
+    for file in files:
+        file.close()
+
+
+def test_a_message_that_is_too_long_breaks_that_message_alone(ends):
+    ours, theirs = ends
+    with pytest.raises(InternalError, match="too long") as caught:
+        ours.send(note(channel.MOST_BYTES + 1))
+    assert caught.value.reason == "MESSAGE_TOO_LONG"
+    with pytest.raises(InternalError, match="too long"):
+        ours.send(note(1), [0] * 17)
+    ours.send(note(2))
+    assert len(theirs.receive()[0].content_id) == 2
+
+
+def test_what_has_arrived_is_received_without_waiting(ends):
+    ours, theirs = ends
+    assert theirs.receive_waiting() == []
+    for size in range(5):
+        ours.send(note(size), [0] * (size % 2))
+    found = theirs.receive_waiting()
+    assert [(len(m.content_id), len(fds)) for m, fds in found] == [(n, n % 2) for n in range(5)]
+    for _, descriptors in found:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    assert theirs.receive_waiting() == []
+
+
+@contextmanager
+def full():
+    """Let this process open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 1
+    filled = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                filled.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in filled:
+            os.close(descriptor)
+
+
+def test_descriptors_for_which_there_is_no_room_are_left_out_and_the_next_ones_are_not(ends):
+    ours, theirs = ends
+    with Path(os.devnull).open() as null:
+        ours.send(note(0))
+        ours.send(note(1), [null.fileno()])
+        ours.send(note(2), [null.fileno()] * 2)
+        with full():
+            lost = [theirs.receive() for _ in range(3)]
+            for function in (socket_pair, lambda: Segment.create(1, 4096)):
+                with pytest.raises(ResourceExhaustedError) as caught:
+                    function()
+                assert caught.value.reason == "TOO_MANY_FILES"
+        assert [(len(m.content_id), found) for m, found in lost] == [(0, []), (1, []), (2, [])]
+        ours.send(note(3), [null.fileno()])
+    message, found = theirs.receive()
+    assert (len(message.content_id), len(found)) == (3, 1)
+    os.close(found[0])
+
+
+def test_a_segment_that_came_without_its_descriptor_or_cannot_be_mapped():
+    with pytest.raises(ResourceExhaustedError) as caught:
+        Segment.received(1, [], 4096)
+    assert caught.value.reason == "TOO_MANY_FILES"
+    segment = Segment.create(1, 4096)
+    duplicate = os.dup(segment.descriptor)
+    with full(), pytest.raises(ResourceExhaustedError) as caught:
+        Segment.received(1, [duplicate], 4096)
+    assert caught.value.reason == "TOO_MANY_FILES"
+    with pytest.raises(OSError, match="Bad file descriptor"):  # it was closed
+        os.fstat(duplicate)
+
+
+def test_an_end_that_does_not_read_is_given_up(ends):
+    ours, theirs = ends
+    ours.give_up_after(0.2)
+    with pytest.raises(ChannelClosedError):
+        for _ in range(100):
+            ours.send(note(1 << 20))
+    with pytest.raises(ChannelClosedError):  # a frame was cut off: nothing follows it
+        while True:
+            theirs.receive()
+
+
+def test_both_ends_notice_that_the_other_is_gone(ends):
+    ours, theirs = ends
+    assert not ours.is_abandoned()
+    theirs.close()
+    assert ours.is_abandoned()
+    with pytest.raises(ChannelClosedError):
+        ours.receive()
+    with pytest.raises(ChannelClosedError):
+        for _ in range(10):
+            ours.send(note(100_000))

@@ -1,0 +1,200 @@
+"""A front end's connection to an engine that is played by the test."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from warpfit.bench.workload import thesis_mix
+from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError, ResourceExhaustedError, UnavailableError
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit_server.ipc import answers, messages
+from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
+from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.segments import SegmentPool
+
+DATASET = Dataset.of(np.ones((8, 3), "f4"), np.ones(8, "f4"))
+EVALUATION = Evaluation(
+    DATASET.content_id, Batch.of(*thesis_mix(1, 3, variables=3)), loss=Loss.MSE, values=False
+)
+SECONDS = 20.0
+
+
+@pytest.fixture(params=[1, 64], ids=["few cores", "many cores"], autouse=True)
+def cores(request, monkeypatch):
+    """Both kinds of machines: on those with many cores, calls stay awake for a while."""
+    monkeypatch.setattr(answers, "available_cores", lambda: request.param)
+
+
+class Front:
+    """A connection, and the threads of calls on it."""
+
+    def __init__(self):
+        self.lost = threading.Event()
+        self.connection = EngineConnection(SegmentPool(1 << 24))
+        self.connection.on_loss = self.lost.set
+        self.calls = ThreadPoolExecutor(32)
+
+    def open(self):
+        """Return the engine's end of a new connection."""
+        ours, theirs = socket_pair()
+        self.connection.open(ours)
+        return Channel(theirs)
+
+    def start(self):
+        return self.connection.start(EVALUATION, DATASET.layout)
+
+    def wait_for(self, run):
+        """Wait for a run as a call does, on a thread of its own."""
+
+        def call():
+            try:
+                return run.next_event().request
+            finally:
+                run.close()
+
+        return self.calls.submit(call)
+
+    def answer_one(self, engine):
+        """Make a call, and answer it."""
+        run = self.start()
+        waiting = self.wait_for(run)
+        engine.send(messages.Finished(run.number))
+        assert waiting.result(SECONDS) == run.number
+
+
+@pytest.fixture
+def front():
+    made = Front()
+    yield made
+    made.connection.shut()
+    made.calls.shutdown()
+
+
+def receive(engine):
+    message, _ = engine.receive()
+    return message
+
+
+def test_answers_in_any_order_reach_their_calls(front):
+    engine = front.open()
+    runs = [front.start() for _ in range(20)]
+    waiting = [front.wait_for(run) for run in runs]
+    numbers = [receive(engine).request for _ in runs]
+    for number in np.random.default_rng(1).permutation(numbers):
+        engine.send(messages.Finished(int(number)))
+        time.sleep(0.001)  # the lead changes hands in between
+    assert [call.result(SECONDS) for call in waiting] == [run.number for run in runs]
+
+
+def test_many_callers_on_many_threads(front):
+    engine = front.open()
+
+    def serve():
+        random = np.random.default_rng(2)
+        try:
+            while True:
+                asked = [engine.receive(), *engine.receive_waiting()]
+                found = [m for m, _ in asked if isinstance(m, messages.Evaluate)]
+                for index in random.permutation(len(found)):
+                    engine.send(messages.Progress(found[index].request, 1))
+                    engine.send(messages.Finished(found[index].request))
+        except ChannelClosedError:
+            pass
+
+    def call(seed):
+        for turn in range(100):
+            run = front.start()
+            if (seed + turn) % 7 == 0:
+                threading.Timer(0.0001, run.cancel).start()
+            try:
+                events = [run.next_event(), run.next_event()]
+                assert [event.request for event in events] == [run.number] * 2
+            except CancelledError:
+                pass
+            run.close()
+        return True
+
+    server = threading.Thread(target=serve)
+    server.start()
+    assert all(front.calls.map(call, range(16), timeout=120))
+    front.connection.shut()
+    server.join(SECONDS)
+    assert not server.is_alive()
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_cancelled_call_ends_whether_it_reads_or_not(front, cancelled):
+    engine = front.open()
+    runs, waiting = [], []
+    for _ in range(2):  # the first one reads
+        runs.append(front.start())
+        seen = front.calls.submit(runs[-1].next_event)
+        waiting.append(seen)
+        time.sleep(0.05)
+    runs[cancelled].cancel()
+    with pytest.raises(CancelledError):
+        waiting[cancelled].result(SECONDS)
+    engine.send(messages.Finished(runs[1 - cancelled].number))
+    assert waiting[1 - cancelled].result(SECONDS).request == runs[1 - cancelled].number
+    engine.send(messages.Finished(runs[cancelled].number))
+    for run in runs:
+        run.close()
+
+
+def test_calls_of_a_lost_engine_fail_and_its_last_answers_arrive(front):
+    engine = front.open()
+    runs = [front.start() for _ in range(6)]
+    waiting = [front.wait_for(run) for run in runs]
+    engine.send_all([messages.Finished(run.number) for run in runs[:3]])
+    engine.close()
+    assert [call.result(SECONDS) for call in waiting[:3]] == [run.number for run in runs[:3]]
+    for call in waiting[3:]:
+        with pytest.raises(UnavailableError):
+            call.result(SECONDS)
+    assert front.lost.wait(SECONDS)
+    with pytest.raises(UnavailableError):
+        front.start()
+
+
+def test_a_loss_is_noticed_while_no_call_waits(front):
+    front.open().close()
+    assert front.lost.wait(SECONDS)
+    with pytest.raises(UnavailableError):
+        front.start()
+
+
+def test_calls_go_to_a_new_engine_while_old_ones_still_fail(front):
+    old = front.open()
+    before = [front.wait_for(front.start()) for _ in range(4)]
+    new = front.open()
+    front.answer_one(new)
+    for call in before:
+        with pytest.raises(UnavailableError):
+            call.result(SECONDS)
+    assert not front.lost.is_set()
+    front.answer_one(new)
+    old.close()
+    new.close()
+
+
+def test_without_a_free_descriptor_the_old_connection_stays(front, monkeypatch):
+    engine = front.open()
+
+    def eventfd(*_):
+        raise OSError(errno.EMFILE, "no more")
+
+    with monkeypatch.context() as lacking, pytest.raises(ResourceExhaustedError, match="files"):
+        lacking.setattr(os, "eventfd", eventfd)
+        front.open()
+    front.answer_one(engine)
+    assert not front.lost.is_set()
+    engine.close()

@@ -1,0 +1,430 @@
+"""Who is to blame for the end of an engine, and how suspects are run alone."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from support.servers.requests import DATA, an_evaluation
+from warpfit.errors import FailedPreconditionError, UnavailableError
+from warpfit.losses import huber
+from warpfit.request import Loss
+from warpfit_server.engine.isolation import Isolation
+from warpfit_server.engine.request import Connection
+from warpfit_server.engine.scheduler import Scheduler, Task
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.quarantine import Casualty, Quarantine, Survivor, digest
+from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
+from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.tenancy.tenants import PROBE
+
+D, E = b"data set", b"another one"
+
+
+class Engines:
+    """Engines that die one after the other, and the quarantine that hears of it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.quarantine = Quarantine(lambda: self.now)
+        self.number = 0
+
+    def die(self, *batches, alone=(), blamed=True, loading=None, at_start=False, dataset=D):
+        """End with some batches under way, those in ``alone`` as all that ran."""
+        self.number += 1
+        for batch in batches:
+            self.quarantine.report(Casualty(self.number, dataset, batch, batch in alone))
+        self.quarantine.engine_died(
+            self.number, is_blamed=blamed, loading=loading, at_start=at_start
+        )
+
+    def seconds(self, batch, dataset=E):
+        return self.quarantine.suspects.check(dataset, lambda: batch)
+
+    def refuses(self, batch, dataset=E):
+        try:
+            self.seconds(batch, dataset)
+        except FailedPreconditionError as error:
+            return error.reason
+        return None
+
+
+@pytest.fixture
+def engines():
+    return Engines()
+
+
+class TestVerdicts:
+    def test_without_crashes_nothing_is_looked_at(self, engines):
+        assert engines.quarantine.suspects.check(D, lambda: pytest.fail("computed")) == 0.0
+
+    def test_a_batch_that_kills_twice_is_refused_and_one_beside_it_never(self, engines):
+        engines.die(b"killer", b"innocent")
+        assert engines.seconds(b"killer") == engines.seconds(b"innocent") == 2.0
+        engines.die(b"killer", alone=[b"killer"])
+        assert engines.refuses(b"killer") == "BATCH_QUARANTINED"
+        assert engines.refuses(b"innocent") is None
+        engines.quarantine.report(Survivor(D, b"innocent"))
+        assert engines.seconds(b"innocent") == 0.0
+
+    def test_an_innocent_batch_beside_one_killer_after_the_other(self, engines):
+        for number in range(20):
+            engines.die(b"innocent", b"killer %d" % number)
+            assert engines.refuses(b"innocent") is None
+
+    def test_one_crash_is_not_enough(self, engines):
+        engines.die(b"killer", alone=[b"killer"])
+        assert engines.refuses(b"killer") is None
+
+    def test_slow_killers_run_alone_for_longer_each_time(self, engines):
+        seconds = []
+        for _ in range(5):
+            engines.die(b"slow")
+            seconds.append(engines.seconds(b"slow"))
+        assert seconds == [2.0, 8.0, 32.0, 120.0, 120.0]
+
+    def test_an_end_that_is_not_the_works_doing_accuses_nobody(self, engines):
+        for _ in range(3):
+            engines.die(b"innocent", alone=[b"innocent"], blamed=False)
+        assert engines.seconds(b"innocent", D) == 0.0
+
+    def test_reports_that_come_after_the_end_count_and_old_ones_do_not(self, engines):
+        engines.die()
+        engines.quarantine.report(Casualty(1, D, b"late", alone=False))
+        assert engines.seconds(b"late") == 2.0
+        engines.quarantine.report(Casualty(2, D, b"lost long before", alone=False))
+        engines.now += 6.0
+        engines.quarantine.engine_died(2, is_blamed=True, loading=None, at_start=False)
+        assert engines.seconds(b"lost long before") == 0.0
+
+    def test_a_data_set_that_kills_as_it_is_loaded(self, engines):
+        engines.die(b"innocent", loading=D, dataset=E)
+        assert engines.refuses(b"x", D) is None
+        engines.die(b"on its way", loading=D, at_start=True, dataset=E)
+        assert engines.refuses(b"x", D) == "DATASET_QUARANTINED"
+        assert engines.seconds(b"on its way") == 2.0  # of the first crash, its data set
+        with pytest.raises(FailedPreconditionError):
+            engines.quarantine.suspects.check_dataset(D)
+
+    def test_a_data_set_of_which_all_batches_kill(self, engines):
+        engines.die(b"one", b"innocent")
+        assert engines.seconds(b"fresh", D) == 2.0  # batches on it run alone, too
+        engines.die(b"two", alone=[b"two"])
+        assert engines.refuses(b"fresh", D) is None
+        engines.die(b"three", alone=[b"three"])
+        assert engines.refuses(b"fresh", D) == "DATASET_QUARANTINED"
+
+    def test_one_batch_that_kills_does_not_take_its_data_set_along(self, engines):
+        for _ in range(4):
+            engines.die(b"killer", alone=[b"killer"])
+        assert engines.refuses(b"fresh", D) is None
+        engines.quarantine.report(Survivor(D, b"fresh"))
+        assert engines.seconds(b"fresh", D) == 0.0
+        assert engines.refuses(b"killer", D) == "BATCH_QUARANTINED"
+
+    def test_it_forgets(self, engines):
+        engines.die(b"killer", b"suspect")
+        engines.die(b"killer", alone=[b"killer"])
+        engines.now += 601.0
+        engines.quarantine.expire()
+        assert engines.seconds(b"suspect") == 0.0
+        assert engines.refuses(b"killer") == "BATCH_QUARANTINED"
+        engines.now += 3000.0
+        engines.quarantine.expire()
+        assert engines.refuses(b"killer") is None
+
+    def test_its_memory_is_bounded(self, engines):
+        for number in range(1000):
+            engines.die(b"%d" % number)
+            engines.quarantine.report(Casualty(9999, D, b"%d" % number, alone=False))
+        known = engines.quarantine.current
+        assert len(known.suspects) <= 256
+        assert len(engines.quarantine._waiting) <= 256
+        assert len(pickle.dumps(known)) < 32 << 10
+
+    def test_other_processes_hear_of_changes_in_their_order(self, engines):
+        told = []
+        engines.quarantine.on_change = told.append
+        engines.die(b"killer")
+        engines.die(b"killer", alone=[b"killer"])
+        engines.quarantine.expire()
+        assert [known.version for known in told] == [1, 2]
+        other = Quarantine().suspects
+        for known in reversed(told):
+            other.update(known)
+        with pytest.raises(FailedPreconditionError, match="died of this batch"):
+            other.check(E, lambda: b"killer")
+
+
+def test_all_that_is_asked_for_is_in_the_digest():
+    asked = an_evaluation(loss=Loss.MSE)
+    batch = asked.batch
+    others = [
+        replace(asked, rows=(0, 5)),
+        replace(asked, loss=Loss.MAE),
+        replace(asked, loss=None, custom_loss=huber()),
+        replace(asked, gradient=True),
+        replace(asked, dataset_id=bytes(32)),
+        replace(asked, batch=replace(batch, parameters=batch.parameters + 1)),
+        replace(asked, batch=replace(batch, values=batch.values + 1)),
+    ]
+    names = {digest(one) for one in (asked, *others)}
+    names.add(digest(asked, {"lower": np.zeros(3)}))
+    names.add(digest(asked, {"upper": np.zeros(3)}))
+    assert len(names) == len(others) + 3
+    assert digest(asked) == digest(an_evaluation(loss=Loss.MSE))
+
+
+class Link:
+    """A front end's connection, and the engine's end of it."""
+
+    def __init__(self, suspects=None):
+        self.front = EngineConnection(SegmentPool(1 << 20), suspects)
+        self.reports, self.losses = [], []
+        self.front.report = self.reports.append
+        self.front.on_loss = lambda: self.losses.append(True)
+        self.engine = 0
+        self.renew()
+
+    def renew(self):
+        """Connect to a new engine."""
+        self.engine += 1
+        ours, theirs = Channel.pair()
+        self.connection = Connection(ours)
+        self.front.open(theirs, self.engine)
+
+    def receive(self):
+        """Take the next request as an engine does."""
+        return self.connection.receive(*self.connection.channel.receive())
+
+    def finish(self, request):
+        self.connection.send(messages.Finished(request.number))
+
+    def wait_for_loss(self, count):
+        end = time.monotonic() + 5
+        while len(self.losses) < count:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+class TestConnections:
+    def test_a_lost_one_is_renewed_and_names_what_had_begun(self):
+        link, evaluation = Link(), an_evaluation()
+        for engine, state in enumerate((BEGUN, ALONE), 1):
+            run = link.front.start(evaluation, DATA.layout, "me")
+            waiting = link.front.start(an_evaluation(loss=Loss.MSE), DATA.layout, "me")
+            assert link.receive().state[0] == QUEUED
+            link.receive()
+            run.frame.state(run.segment)[0] = state
+            link.connection.channel.close()
+            for lost in (run, waiting):
+                with pytest.raises(UnavailableError):
+                    lost.next_event()
+                lost.close()
+            link.wait_for_loss(engine)
+            with pytest.raises(UnavailableError):
+                link.front.start(evaluation, DATA.layout, "me")
+            link.renew()
+        assert link.reports == [
+            Casualty(engine, DATA.content_id, digest(evaluation), alone)
+            for engine, alone in ((1, False), (2, True))
+        ]
+
+    def test_without_a_connection_it_is_asked_for_again_and_again(self):
+        link = Link()
+        link.front.renew()
+        assert not link.losses
+        link.front.shut()
+        for count in (1, 2):
+            link.front.renew()
+            assert len(link.losses) == count
+
+    def test_a_connection_to_an_earlier_engine_comes_too_late(self):
+        link = Link()
+        link.renew()
+        late, theirs = Channel.pair()
+        link.front.open(theirs, 1)
+        assert late.is_abandoned()
+        run = link.front.start(an_evaluation(), DATA.layout, "me")
+        link.finish(link.receive())
+        run.next_event()
+        run.close()
+
+    def test_the_probe_is_nobodys_fault(self, engines):
+        evaluation = an_evaluation()
+        engines.die(digest(evaluation), dataset=DATA.content_id)
+        link = Link(engines.quarantine.suspects)
+        run = link.front.start(evaluation, DATA.layout, PROBE)
+        request = link.receive()
+        assert request.alone == 0.0
+        request.begins()
+        link.connection.channel.close()
+        with pytest.raises(UnavailableError):
+            run.next_event()
+        assert link.reports == []
+
+    def test_a_suspect_is_sent_to_run_alone_and_cleared_when_it_has_ended(self, engines):
+        evaluation = an_evaluation(loss=Loss.MSE, values=False)
+        engines.die(digest(evaluation), dataset=DATA.content_id)
+        link = Link(engines.quarantine.suspects)
+        link.front.report = engines.quarantine.report
+        for alone in (2.0, 0.0):
+            run = link.front.start(evaluation, DATA.layout, "me")
+            request = link.receive()
+            assert request.alone == alone
+            link.finish(request)
+            run.next_event()
+            run.close()
+
+    def test_a_suspect_that_was_cancelled_stays_one(self, engines):
+        evaluation = an_evaluation(loss=Loss.MSE, values=False)
+        engines.die(digest(evaluation), dataset=DATA.content_id)
+        link = Link(engines.quarantine.suspects)
+        link.front.report = engines.quarantine.report
+        run = link.front.start(evaluation, DATA.layout, "me")
+        run.cancel()
+        link.finish(link.receive())
+        run.close()
+        assert engines.seconds(digest(evaluation)) == 2.0
+
+    def test_what_is_in_quarantine_never_reaches_the_engine(self, engines):
+        evaluation = an_evaluation(loss=Loss.MSE, values=False)
+        name = digest(evaluation)
+        for alone in ([], [name]):
+            engines.die(name, alone=alone, dataset=DATA.content_id)
+        link = Link(engines.quarantine.suspects)
+        with pytest.raises(FailedPreconditionError) as caught:
+            link.front.start(evaluation, DATA.layout, "me")
+        assert caught.value.reason == "BATCH_QUARANTINED"
+        link.front.start(an_evaluation(loss=Loss.MAE), DATA.layout, "me")
+        assert link.receive().evaluation.loss is Loss.MAE
+
+
+class Steps:
+    """The steps of an engine, one after the other, and a clock."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.scheduler = Scheduler(1 << 20)
+        self.isolation = Isolation(self.scheduler, lambda: self.now)
+
+    def add(self, name, alone=0.0, tenant="me"):
+        item = SimpleNamespace(
+            name=name, alone=alone, state=np.zeros(1, np.uint8), cancelled=np.zeros(1, np.uint8)
+        )
+        task = Task(item, tenant)
+        self.scheduler.add(task)
+        return task
+
+    def next(self):
+        """Begin the next step; return its task, or None if there is none for now."""
+        tasks = self.isolation.next()
+        for task in tasks:
+            if not task.item.alone:
+                task.item.state[0] = BEGUN
+        return tasks[0] if tasks else None
+
+    def end(self, task, *, over=True):
+        self.scheduler.ran([task], 0.001)
+        self.isolation.ended([task], [] if over else [task])
+
+
+@pytest.fixture
+def steps():
+    return Steps()
+
+
+class TestIsolation:
+    def test_a_suspect_waits_for_others_and_they_for_it(self, steps):
+        before = steps.add("before")
+        assert steps.next() is before
+        suspect, after = steps.add("suspect", 5.0), steps.add("after")
+        assert steps.next() is None
+        assert suspect.item.state[0] == QUEUED
+        steps.end(before)
+        assert steps.next() is suspect
+        assert suspect.item.state[0] == ALONE
+        assert steps.next() is None
+        steps.end(suspect)
+        assert steps.next() is after
+        assert steps.isolation.timeout is None
+
+    def test_it_has_all_its_steps_alone(self, steps):
+        suspect, after = steps.add("suspect", 5.0), steps.add("after")
+        for over in (False, False, True):
+            assert steps.next() is suspect
+            assert steps.next() is None
+            steps.end(suspect, over=over)
+        assert steps.next() is after
+
+    def test_suspects_run_one_at_a_time(self, steps):
+        suspects = [steps.add(name, 5.0) for name in ("a", "b", "c")]
+        for suspect in suspects:
+            assert steps.next() is suspect
+            assert suspect.item.state[0] == ALONE
+            assert steps.next() is None
+            steps.end(suspect)
+        assert len(steps.scheduler) == 0
+
+    def test_one_that_takes_long_lets_others_in_and_says_so(self, steps):
+        suspect, after = steps.add("suspect", 2.0), steps.add("after")
+        assert steps.next() is suspect
+        steps.now += 1.9
+        assert steps.next() is None
+        steps.now += 0.2
+        assert steps.next() is after
+        assert suspect.item.state[0] == BEGUN
+        steps.end(suspect, over=False)
+        assert steps.next() is suspect  # beside the other
+        assert suspect.item.state[0] == BEGUN
+
+    def test_work_that_takes_long_does_not_keep_it_waiting_for_ever(self, steps):
+        long = steps.add("long")
+        steps.next()
+        suspect, after = steps.add("suspect", 2.0), steps.add("after")
+        assert steps.next() is None
+        steps.now += 2.1
+        assert steps.next() is suspect
+        assert suspect.item.state[0] == BEGUN
+        assert steps.next() is after
+        steps.end(long)
+
+    def test_one_that_has_no_step_left_for_now_keeps_its_turn(self, steps):
+        suspect, after = steps.add("suspect", 2.0), steps.add("after")
+        steps.next()
+        steps.scheduler.ran([suspect], 0.001)  # it waits for a future
+        assert steps.next() is None
+        steps.isolation.ended([suspect], [suspect])
+        assert steps.next() is suspect
+        steps.end(suspect)
+        assert steps.next() is after
+
+    def test_probes_run_beside_it(self, steps):
+        suspect = steps.add("suspect", 2.0)
+        assert steps.next() is suspect
+        probe = steps.add("probe", tenant=PROBE)
+        assert steps.next() is probe
+        assert suspect.item.state[0] == ALONE
+        steps.end(suspect)
+        other = steps.add("other suspect", 2.0)
+        assert steps.next() is other
+        assert other.item.state[0] == ALONE
+
+    def test_a_call_that_has_ended_does_not_wait(self, steps):
+        long = steps.add("long")
+        steps.next()
+        suspect = steps.add("suspect", 60.0)
+        assert steps.next() is None
+        suspect.item.cancelled[0] = 1
+        assert steps.next() is suspect
+        steps.end(suspect)
+        after = steps.add("after")
+        assert steps.next() is after
+        steps.end(long)

@@ -1,0 +1,93 @@
+"""Log lines of calls: which there are, and that nobody fills a disk with them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfit_server.observability import logs
+from warpfit_server.observability.calls import Observer, Request
+from warpfit_server.observability.logs import Allowance
+
+PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
+
+
+@given(st.integers(1, 20), st.sampled_from([0.5, 1.0, 8.0]), PAUSES)
+def test_lines_keep_to_the_rate_and_those_left_out_are_told(at_once, rate, pauses):
+    allowance, now, written, told, left_out = Allowance(at_once, rate), 1000.0, [], 0, 0
+    for pause in pauses:
+        now += pause
+        found = allowance.take("one", now)
+        if found is None:
+            left_out += 1
+            assert len([t for t in written if t > now - at_once / rate]) >= 1, "there was reason"
+        else:
+            written.append(now)
+            told += found
+            assert told == left_out
+    for index, begin in enumerate(written):
+        for count, end in enumerate(written[index:], 1):
+            assert count <= at_once + rate * (end - begin) + 1e-6
+
+
+def test_so_many_are_allowed_at_once_then_one_a_second():
+    allowance = Allowance(3, 1.0)
+    assert [allowance.take("a", 10.0) for _ in range(5)] == [0, 0, 0, None, None]
+    assert allowance.take("a", 10.5) is None
+    assert allowance.take("b", 10.5) == 0, "each has lines of its own"
+    assert allowance.take("a", 11.0) == 3
+    assert [allowance.take("a", 100.0) for _ in range(4)] == [0, 0, 0, None]
+
+
+def test_names_take_a_bounded_amount_of_memory(monkeypatch):
+    monkeypatch.setattr(logs, "_MOST_NAMES", 10)
+    allowance = Allowance(1, 1.0)
+    for number in range(35):
+        assert allowance.take(str(number), 0.0) == 0
+        assert len(allowance._used) <= 10
+
+
+@pytest.fixture
+def end(caplog):
+    observer = Observer(SimpleNamespace(begin=None, end=lambda request, sample: None))
+
+    def end(status, tenant="alice"):
+        observer.ended(Request("Evaluate", "id", 0, tenant), status)
+        return [record.getMessage() for record in caplog.records]
+
+    return end
+
+
+def test_a_client_that_repeats_a_mistake_gets_few_lines(caplog, end):
+    caplog.set_level(logging.INFO, "warpfit.requests")
+    for _ in range(5000):
+        lines = end("INVALID_ARGUMENT")
+    assert 100 <= len(lines) < 1000
+    assert lines[0].startswith("Evaluate ended INVALID_ARGUMENT after ")
+    assert len(end("INTERNAL", "bob")) == len(lines) + 1
+    assert end("OK", "bob")[-1] == end("NOT_FOUND", "bob")[-1], "clients expect these"
+
+
+def test_what_had_no_line_is_told_by_the_next_one(caplog, end, monkeypatch):
+    caplog.set_level(logging.INFO, "warpfit.requests")
+    now = 0
+    monkeypatch.setattr("time.monotonic_ns", lambda: now)
+    for _ in range(137):
+        end("INVALID_ARGUMENT")
+    now = 1_500_000_000
+    line = end("INVALID_ARGUMENT")[-1]
+    assert line.endswith("after 1.500 s, after 37 failed calls of tenant alice without a line")
+    assert caplog.records[-1].fields["left_out"] == 37
+    assert len(caplog.records) == 101
+
+
+def test_whoever_wants_to_see_all_calls_sees_all(caplog, end):
+    caplog.set_level(logging.DEBUG, "warpfit.requests")
+    for _ in range(150):
+        end("INVALID_ARGUMENT")
+        lines = end("OK")
+    assert len(lines) == 300

@@ -1,0 +1,177 @@
+"""The HTTP port of the metrics: what it answers, and what it costs when many connect."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+
+import pytest
+
+from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit_server.config import Config
+from warpfit_server.observability import metrics_port
+from warpfit_server.observability.metrics_port import MetricsPort
+from warpfit_server.rpc.tls import check_exposure
+
+TEXT = b"warpfit_ready 1.0\n" * 10_000
+
+
+class Page:
+    def render(self, accept):
+        if accept == "broken":
+            raise RuntimeError("no figures")
+        return "text/plain; version=0.0.4", TEXT
+
+
+@pytest.fixture
+def port():
+    made = MetricsPort(Page(), "127.0.0.1", 0)
+    yield made.port
+    made.stop()
+
+
+def request(port, method="GET", path="/metrics", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics?name[]=x"])
+def test_the_page(port, path):
+    assert request(port, path=path) == (200, TEXT)
+    assert request(port, "HEAD", path) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/", {}, 404),
+        ("GET", "/metrics/", {}, 404),
+        ("POST", "/metrics", {}, 405),
+        ("GET", "/metrics", {"Accept": "broken"}, 500),
+    ],
+)
+def test_what_is_refused(port, method, path, headers, status):
+    assert request(port, method, path, **headers)[0] == status
+    assert request(port) == (200, TEXT)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\r\n\r\n", b"\x00" * 100 + b"\r\n\r\n", b"GET /metrics", b"x" * (1 << 20)]
+)
+def test_whatever_is_sent_the_port_lives_on(port, sent):
+    with connect(port) as client:
+        try:
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            client.recv(1 << 16)
+        except OSError:
+            pass  # it has closed the connection
+    assert request(port) == (200, TEXT)
+
+
+def test_many_silent_connections_cost_no_threads_and_keep_nobody_out(port):
+    before = threading.active_count()
+    clients = []
+    try:
+        clients.extend(connect(port) for _ in range(500))
+        assert request(port) == (200, TEXT)
+        assert threading.active_count() == before
+        oldest = clients[0]
+        assert oldest.recv(1) == b""  # it made room
+    except ConnectionResetError:
+        pass
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_a_slow_client_is_cut_off(port, monkeypatch):
+    monkeypatch.setattr(metrics_port, "_SECONDS", 0.5)
+    with connect(port) as client:
+        started = time.monotonic()
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            while time.monotonic() < started + 10:
+                client.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() - started < 5
+
+
+def test_a_client_that_takes_no_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(metrics_port, "_SECONDS", 0.5)
+
+    class Large:
+        def render(self, accept):
+            return "text/plain", bytes(64 << 20)
+
+    made = MetricsPort(Large(), "127.0.0.1", 0)
+    try:
+        with connect(made.port) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            deadline = time.monotonic() + 5
+            while made._open and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not made._open
+    finally:
+        made.stop()
+
+
+def test_a_taken_port_is_an_error(port):
+    with pytest.raises(UnavailableError, match="--metrics-port"):
+        MetricsPort(Page(), "127.0.0.1", port)
+
+
+def test_a_closed_port_answers_nobody():
+    made = MetricsPort(Page(), "127.0.0.1", 0)
+    silent = connect(made.port)
+    made.stop()
+    with pytest.raises(OSError, match="refused"):
+        connect(made.port)
+    silent.close()
+
+
+# ------------------------------------------------------------------------------ who can reach it
+
+
+def test_metrics_and_health_are_for_this_machine_alone_unless_told():
+    config = Config.from_arguments(["--host", "0.0.0.0", "--insecure"], {})
+    assert (config.metrics_host, config.health_host) == ("127.0.0.1", "127.0.0.1")
+
+
+TENANTS = {"token_file": "tokens"}
+PUBLIC = {"metrics_port": 9464, "metrics_host": "0.0.0.0"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TENANTS | PUBLIC,
+        {"tls_cert": "x", "tls_key": "x", "tls_client_ca": "x"} | PUBLIC,
+        TENANTS | PUBLIC | {"insecure": True},
+        TENANTS | PUBLIC | {"metrics_host": "::"},
+    ],
+)
+def test_tenants_are_not_shown_to_a_network_by_accident(settings):
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_exposure(Config(**settings))
+    assert caught.value.reason == "TENANTS_EXPOSED"
+    assert "--metrics-host 127.0.0.1" in str(caught.value)
+    check_exposure(Config(**settings, expose_tenants=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [TENANTS, PUBLIC, TENANTS | {"metrics_host": "0.0.0.0"}, TENANTS | {"metrics_port": 9464}],
+)
+def test_other_settings_need_no_such_choice(settings):
+    check_exposure(Config(**settings))

@@ -1,0 +1,139 @@
+"""Health checks of callers that flood, say nothing or do not read, on a port of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from support.servers.health import check
+from support.servers.http2 import RawConnection
+from warpfit_server.config import Config
+from warpfit_server.rpc import health as module
+from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort
+from warpfit_server.rpc.port import listen, make_server
+
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+Status = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def health():
+    return Health("service")
+
+
+@pytest.fixture
+def address(health):
+    port = HealthPort(health, "0.0.0.0", 0)
+    yield f"127.0.0.1:{port.port}"
+    port.stop()
+
+
+@pytest.fixture
+def stub(address):
+    with grpc.insecure_channel(address) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def request(service=READINESS):
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+def test_names(health, stub):
+    for name in (READINESS, "", "service"):
+        assert stub.Check(request(name)).status == Status.NOT_SERVING
+    assert stub.Check(request(LIVENESS)).status == Status.SERVING
+    health.set_ready(True)
+    assert stub.Check(request()).status == Status.SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Check(request("x" * 1000))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert next(iter(stub.Watch(request("what")))).status == Status.SERVICE_UNKNOWN
+
+
+def test_what_is_no_request(address):
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(CHECK)(b"\xff", timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_watcher_hears_of_every_change(health, stub):
+    heard = stub.Watch(request(), timeout=20)
+    for ready in (False, True, False):
+        health.set_ready(ready)
+        assert next(heard).status == (Status.SERVING if ready else Status.NOT_SERVING)
+    heard.cancel()
+
+
+def test_silent_calls_end_and_keep_no_other_address_out(address):
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(RawConnection(address, source="127.0.0.2")) for _ in range(4)
+        ]
+        silent = [(c, c.begin(method)) for c in connections for method in [CHECK, WATCH] * 8]
+        time.sleep(0.3)
+        assert check(address) == "NOT_SERVING"
+        for connection, stream in silent:
+            assert connection.has_ended(stream, timeout=5)
+        assert check(address) == "NOT_SERVING"
+
+
+def test_who_does_not_read_keeps_nobody_waiting(health, address, stub):
+    with RawConnection(address, source="127.0.0.2", reads=False) as deaf:
+        message = b"\0\0\0\0\x0b\x0a\x09readiness"
+        for method in (CHECK, WATCH, WATCH):
+            deaf.send(deaf.begin(method), message, 5)
+        time.sleep(0.3)
+        heard = stub.Watch(request(), timeout=20)
+        assert next(heard).status == Status.NOT_SERVING
+        change = threading.Thread(target=health.set_ready, args=(True,), daemon=True)
+        change.start()
+        change.join(5)
+        assert not change.is_alive(), "it waits for a client"
+        assert next(heard).status == Status.SERVING
+        assert check(address) == "SERVING"
+        heard.cancel()
+
+
+def test_connections_are_limited():
+    server = make_server(Config(max_connections=5), "service", {}, shared=False)
+    Health("service").add_to(server)
+    address = f"127.0.0.1:{listen(server, Config(), 0)}"
+    server.start()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(RawConnection(address)) for _ in range(8)]
+        deadline = time.monotonic() + 10
+        while sum(connection.is_open for connection in connections) > 5:
+            assert time.monotonic() < deadline, "none of them is closed"
+            time.sleep(0.05)
+        assert check(address) == "UNREACHABLE"
+    deadline = time.monotonic() + 10
+    while check(address) != "NOT_SERVING":
+        assert time.monotonic() < deadline, "no room though the others have gone"
+    server.stop(None)
+
+
+def test_the_address_with_most_calls_makes_room(monkeypatch):
+    class Context:
+        def __init__(self, address):
+            self.cancelled, self._address = False, address
+
+        def peer(self):
+            return f"ipv4:{self._address}:1"
+
+        def cancel(self):
+            self.cancelled = True
+
+    calls = module._Calls(3)
+    greedy = [Context("1.1.1.1") for _ in range(4)]
+    assert [calls.enter(call) for call in greedy] == [True, True, True, False]
+    modest = [Context("2.2.2.2"), Context("3.3.3.3"), Context("2.2.2.2")]
+    assert [calls.enter(call) for call in modest] == [True, True, False]
+    assert [call.cancelled for call in greedy] == [True, True, False, False]
+    for call in (*greedy, *modest):
+        calls.leave(call)
+    assert [calls.enter(call) for call in greedy] == [True, True, True, False]

@@ -1,0 +1,108 @@
+"""Processors and memory that a process may use."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from warpfit_server.config import Config
+from warpfit_server.system.resources import ControlGroups, available_cores, available_memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Sixteen cores and 64 GiB."""
+    figures = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "sysconf", figures.__getitem__)
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """Control groups of a process: the file that names them, and files in their directories."""
+
+    def made(names, **files):
+        (tmp_path / "cgroup").write_text(names)
+        for name, content in files.items():
+            path = tmp_path / "mount" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return ControlGroups(tmp_path / "cgroup", tmp_path / "mount")
+
+    return made
+
+
+def test_without_groups_there_is_the_whole_machine(tmp_path):
+    nothing = ControlGroups(tmp_path / "none", tmp_path / "nowhere")
+    assert available_cores(nothing) == 16
+    assert available_memory(nothing) == 64 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [
+        ("max 100000\n", 16),
+        ("400000 100000\n", 4),
+        ("250000 100000\n", 3),
+        ("10000 100000\n", 1),
+        ("9900000 100000\n", 16),
+    ],
+)
+def test_cores_of_a_container(groups, limit, cores):
+    assert available_cores(groups("0::/\n", **{"cpu.max": limit})) == cores
+
+
+@pytest.mark.parametrize(
+    ("limit", "gib"), [("max\n", 64), (f"{8 * GIB}\n", 8), (f"{900 * GIB}\n", 64)]
+)
+def test_memory_of_a_container(groups, limit, gib):
+    assert available_memory(groups("0::/\n", **{"memory.max": limit})) == gib * GIB
+
+
+def test_the_narrowest_group_counts(groups):
+    files = {
+        "system.slice/cpu.max": "200000 100000\n",
+        "system.slice/warpfit.service/cpu.max": "600000 100000\n",
+        "system.slice/memory.max": f"{16 * GIB}\n",
+        "system.slice/warpfit.service/memory.max": f"{4 * GIB}\n",
+        "elsewhere/cpu.max": "100000 100000\n",
+    }
+    found = groups("0::/system.slice/warpfit.service\n", **files)
+    assert available_cores(found) == 2
+    assert available_memory(found) == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("quota", "bytes_", "cores", "gib"),
+    [("-1", 1 << 63, 16, 64), ("300000", 2 * GIB, 3, 2)],
+)
+def test_groups_of_version_1(groups, quota, bytes_, cores, gib):
+    files = {
+        "cpu/cpu.cfs_quota_us": f"{quota}\n",
+        "cpu/cpu.cfs_period_us": "100000\n",
+        "memory/memory.limit_in_bytes": f"{bytes_}\n",
+    }
+    names = "5:memory:/docker/f00\n4:cpu,cpuacct:/docker/f00\n1:name=systemd:/docker/f00\n"
+    assert available_cores(groups(names, **files)) == cores
+    assert available_memory(groups(names, **files)) == gib * GIB
+
+
+def test_this_process_has_some(monkeypatch):
+    monkeypatch.undo()
+    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+    assert available_memory() > 1 << 28
+
+
+@pytest.mark.parametrize(("cores", "doors"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
+def test_one_door_for_each_core_but_one(monkeypatch, cores, doors):
+    monkeypatch.setattr("warpfit_server.config.available_cores", lambda: cores)
+    assert Config().doors == doors
+    assert Config(front_doors=5).doors == 5
+
+
+def test_data_sets_may_take_half_of_the_memory(monkeypatch):
+    monkeypatch.setattr("warpfit_server.config.available_memory", lambda: 8 * GIB)
+    assert Config().limits().resident_bytes == 4 * GIB

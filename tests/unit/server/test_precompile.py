@@ -1,0 +1,98 @@
+"""``warpfit precompile`` leaves nothing to compile for a start and the first calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from warpfit.cli import main as cli
+from warpfit.fitting import Method
+from warpfit_server.engine.cpu.codegen import parts
+from warpfit_server.engine.native import compile_processes
+from warpfit_server.system.cache_directory import engine_environment
+
+#: Counts what a start, a first evaluation, a gradient and what steers fits have compiled.
+SCRIPT = """
+import subprocess
+import numpy as np
+from numba.core import compiler
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.native import compile_processes
+from warpfit_server.engine.cpu.codegen import build
+from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.fit import compiled
+
+count = 0
+
+def counted(function):
+    def call(*arguments, **options):
+        global count
+        count += 1
+        return function(*arguments, **options)
+    return call
+
+compiler.compile_extra = counted(compiler.compile_extra)
+build._compiled = counted(build._compiled)
+compile_processes._start = counted(compile_processes._start)
+engine = CpuEngine(1)
+data = Dataset.of(np.ones((2, 1)), np.ones(2))
+engine.load(data)
+batch = Batch.of([parse("x1 * p1")], [np.ones(1)]).copy()
+for gradient in (False, True):
+    evaluation = Evaluation(
+        data.content_id, batch, loss=Loss.MSE, values=False, gradient=gradient
+    )
+    gradients = np.zeros(1) if gradient else None
+    flag = np.zeros(1, np.uint8)
+    outputs = Outputs(None, np.zeros((1, 1)), flag, lambda _: None, gradients=gradients)
+    run_to_end(engine.evaluate(evaluation, outputs))
+for method in compiled.METHODS:
+    compiled.load(method)
+print(count)
+"""
+
+
+@pytest.mark.timeout(600)  # where the cache is empty, as after a change of these sources
+def test_a_start_and_the_first_calls_compile_nothing():
+    """Into the tests' own cache, where most is already."""
+    environment = engine_environment(None)
+    command = [sys.executable, "-c", "from warpfit.cli.main import main; main(['precompile'])"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.count(" s\n") == 2
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What processes are asked to compile, which do nothing."""
+    found = []
+
+    class Child:
+        def __init__(self, place, module, names, lock, *, urgent):
+            found.extend(names)
+            assert urgent  # whoever has called the command waits
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(compile_processes, "_start", Child)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return found
+
+
+def test_everything_is_compiled_once(started, tmp_path):
+    methods = [Method.LM, Method.BFGS]
+    assert cli.main(["precompile", "--cache-dir", str(tmp_path)]) == 0
+    assert sorted(started) == sorted([*parts.PARTS, *methods])
+    started.clear()
+    assert cli.main(["precompile", "--cache-dir", str(tmp_path)]) == 0
+    assert not started
