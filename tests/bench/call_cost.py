@@ -26,12 +26,12 @@ import warpfit
 from support.repository.results import write_result
 from support.servers.bare import bare_server, serve
 from warpfit import codec
-from warpfit.bench.workload import thesis_mix
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.data import Answer, Data
 from warpfit.calls.info import Limits
 from warpfit.calls.token_cache import RecentTokens
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Evaluation, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine import validate

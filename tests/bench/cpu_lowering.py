@@ -18,8 +18,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.repository.results import write_result
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cpu import evaluation as cpu_work

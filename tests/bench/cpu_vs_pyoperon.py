@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.repository.results import write_result
 from warpfit.bench.measure import AGREEMENT, agreement
 from warpfit.bench.peers.processors import infix
-from warpfit.bench.workload import THESIS_OPERATORS, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
+from warpfit.expressions.workload import THESIS_OPERATORS, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision

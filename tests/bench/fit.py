@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.repository.results import write_result
 from warpfit.bench.peers.processors import infix
-from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import warpfit
 from support.repository.results import write_result
 from support.servers.server import ServerProcess
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier

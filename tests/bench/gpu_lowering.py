@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu_interpreter import device_time
 
 from support.repository.results import write_result
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import Parts, most_levels, pack

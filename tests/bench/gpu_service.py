@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import warpfit
 from support.repository.results import write_result
 from support.servers.server import ServerProcess
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 
 SEED = 20261121

@@ -44,9 +44,9 @@ from support.repository.results import write_result
 from support.servers.secret_files import write_secret
 from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.bench.workload import thesis_mix
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.fit_arguments import build_fit
+from warpfit.expressions.workload import thesis_mix
 from warpfit.transport.security import new_token
 
 SEED = 20261121

@@ -23,7 +23,7 @@ from support.repository.results import write_result
 from support.servers.bare import NO_LIMIT, bare_server, serve
 from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit.v1 import evaluator_pb2 as pb

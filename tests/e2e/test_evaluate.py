@@ -9,8 +9,8 @@ import pytest
 
 import warpfit
 from support.servers.server import ServerProcess
-from warpfit.bench.workload import thesis_mix
 from warpfit.expressions import reference
+from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Loss
 
 ROWS = 1025

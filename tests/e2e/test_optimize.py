@@ -16,9 +16,9 @@ import warpfit
 from support.engines import nist
 from support.servers.server import ServerProcess
 from warpfit import Reason, parse
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference_engine
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation

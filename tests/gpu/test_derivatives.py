@@ -19,8 +19,8 @@ from support.engines.evaluations import POISON
 from support.engines.fits import fit
 from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS

@@ -9,7 +9,6 @@ import pytest
 
 from support.engines.evaluations import Evaluate
 from support.engines.operators import assert_close, expected_of, operand_rows, subprograms
-from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     CancelledError,
@@ -18,6 +17,7 @@ from warpfit.errors import (
 )
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.reference import loss as reference_loss
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Loss, Precision, Tier

@@ -10,7 +10,7 @@ import pytest
 
 from support.machines.device_lowering import lower_on_device
 from support.machines.reference_lowering import Lowering
-from warpfit.bench.workload import random_program, thesis_mix
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering

@@ -16,8 +16,8 @@ from support.engines.derivative_suite import make_dataset, smooth_programs
 from support.engines.derivatives import derive, linearise
 from support.engines.evaluations import POISON, Evaluate
 from support.engines.fits import fit
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier

@@ -11,8 +11,8 @@ import pytest
 
 import warpfit
 from support.servers.server import ServerProcess
-from warpfit.bench.workload import thesis_mix
 from warpfit.expressions import reference
+from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Loss, Tier
 
 ROWS = 100_000

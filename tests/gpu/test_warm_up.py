@@ -13,7 +13,7 @@ from support.engines.compiled_code import compiled
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.bench.workload import THESIS_OPERATORS, WEIGHTS, thesis_mix
+from warpfit.expressions.workload import THESIS_OPERATORS, WEIGHTS, thesis_mix
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 

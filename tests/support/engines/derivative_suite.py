@@ -18,11 +18,11 @@ from support.engines.derivatives import derive, linearise
 from support.engines.evaluations import POISON
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.strategies import edge_values, programs
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError
 from warpfit.expressions import reference_engine
 from warpfit.expressions.derivatives import differentiate
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import (
     ABSOLUTE,

@@ -13,9 +13,9 @@ import warpfit
 from support.load.faults import injected
 from support.load.load import OwnConnection
 from support.servers.server import ServerProcess
-from warpfit.bench.workload import thesis_mix
 from warpfit.cli.prometheus_reader import Scrape, scrape
 from warpfit.errors import DeadlineExceededError, WarpfitError
+from warpfit.expressions.workload import thesis_mix
 
 #: Growth from which on a soak has failed.
 LIMIT_BYTES = 50 << 20

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.planner import STARTING_COSTS, Cost, Costs

@@ -12,7 +12,7 @@ from warpfit.bench import peers
 from warpfit.bench.measure import AGREEMENT, agreement, expected_values
 from warpfit.bench.peers import kernels
 from warpfit.bench.work import Expressions, table
-from warpfit.bench.workload import THESIS_OPERATORS
+from warpfit.expressions.workload import THESIS_OPERATORS
 from warpfit.parse import parse
 
 #: What runs without a GPU; PyTorch and JAX fall back to the CPU.

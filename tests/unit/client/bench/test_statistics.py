@@ -13,7 +13,7 @@ from warpfit.bench.hardware import Peaks
 from warpfit.bench.scenarios import PROFILES, QUICK, Kind, Scenario
 from warpfit.bench.statistics import crossover, summarise, told_percentile
 from warpfit.bench.work import Expressions, moved, redrawn, table
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ops import BY_CODE
 from warpfit.parse import parse
 

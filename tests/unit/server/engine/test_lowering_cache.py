@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit_server.engine import lowering_cache

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("numba")
 
 from support.engines.fits import prepared
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines.evaluations import POISON, Evaluate
-from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     CancelledError,
@@ -24,6 +23,7 @@ from warpfit.errors import (
     ResourceExhaustedError,
 )
 from warpfit.expressions import reference
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE

@@ -20,9 +20,9 @@ from support.engines.hard_cases import (
     near_multiples_of_half_pi,
 )
 from support.engines.strategies import edge_values
-from warpfit.bench.workload import random_program
 from warpfit.dataset import Dataset
 from warpfit.expressions.error_bounds import BOUNDS, excess
+from warpfit.expressions.workload import random_program
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Precision

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("numba")
 
 from support.machines.device_lowering import lower_on_host
-from warpfit.bench.workload import random_program, thesis_mix
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision

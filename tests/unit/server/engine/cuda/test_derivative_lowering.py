@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.engines.strategies import programs
 from support.machines.reference_derivative_code import parts_of, reference_parts
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS

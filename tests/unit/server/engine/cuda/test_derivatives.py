@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
 from support.machines.derivative_machine import Machine
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.losses import SQUARES as SQUARES_LOSS

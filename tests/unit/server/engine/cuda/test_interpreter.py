@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.engines.strategies import programs
 from support.machines.bytecode import Machine
 from support.machines.device_lowering import lower_on_host
-from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.errors import InternalError
 from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision

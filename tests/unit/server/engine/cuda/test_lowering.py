@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support.engines.strategies import programs
 from support.machines.device_lowering import lower_on_host
 from support.machines.reference_lowering import Lowering
-from warpfit.bench.workload import random_program, thesis_mix
 from warpfit.errors import ProgramError, ResourceExhaustedError
+from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering

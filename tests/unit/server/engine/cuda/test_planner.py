@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cachetools")
 pytest.importorskip("cuda.bindings")
 
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.request import Tier
 from warpfit_server.engine.cuda import calibration

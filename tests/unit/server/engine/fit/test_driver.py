@@ -13,9 +13,9 @@ from support.engines.fits import fit
 from support.engines.numpy_engine import NumpyEngine
 from support.engines.strategies import programs
 from warpfit import CancelledError, InternalError, Reason
-from warpfit.bench.workload import thesis_mix
 from warpfit.dataset import Dataset
 from warpfit.expressions.printing import to_text
+from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile

@@ -20,7 +20,7 @@ from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
-from warpfit.bench.workload import thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit import parse
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.cpu.engine import CpuEngine

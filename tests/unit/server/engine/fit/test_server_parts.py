@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfit.bench.workload import thesis_mix
 from warpfit.calls.info import Limits
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions import reference_engine
+from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction, huber

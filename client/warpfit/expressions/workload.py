@@ -1,4 +1,4 @@
-"""Random programs for tests and benchmarks, from a seed."""
+"""Random programs from a seed, for tests, benchmarks and the planner's calibration."""
 
 from __future__ import annotations
 
