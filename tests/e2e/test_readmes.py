@@ -210,8 +210,7 @@ def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None
     assert second.startswith("expression 1")
 
 
-def test_every_readme_has_snippets():
-    assert all(snippets(path) for path in READMES)
+def test_the_languages_of_snippets():
     assert {snippet.language for path in READMES for snippet in snippets(path)} == {
         *("python", "py", "sh")
     }

@@ -22,12 +22,18 @@ COMMANDS = {
     "README.md": ("serve", "eval"),
     "client/README.md": ("serve",),
     "server/README.md": ("serve", "eval"),
+    "server/OPERATING.md": ("serve",),
+    "server/SECURITY.md": ("serve", "eval"),
     "deploy/README.md": ("serve",),
     "client/warpfit/bench/README.md": ("bench", "bench load"),
 }
 EXAMPLE = "client/examples/diabetes_gp.py"
 #: Flags of other programs, each beside its name.
-OTHERS = {"--ipc": "docker run", "--build-arg": "docker build", "--check": "worker.cpp"}
+OTHERS = {
+    "--ipc": "docker run",
+    "--build-arg": "docker build",
+    "--check": "worker.cpp and figures.py",
+}
 
 
 @cache

@@ -1,0 +1,468 @@
+"""Write the tables of the READMEs and the plot of the front page from the result files.
+
+``python tests/bench/figures.py`` rewrites every block between ``<!-- figures: NAME -->`` and
+``<!-- end of figures -->``, the plot ``results/generation.svg`` and ``client/OPERATORS.md``;
+``--check`` changes nothing, names what is out of date and then exits with 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from warpfit.cli import operator_page
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "bench" / "results"
+PAGES = ("README.md", "server/OPERATING.md", "tests/bench/README.md")
+_BLOCK = re.compile(
+    r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL | re.MULTILINE
+)
+
+
+def result(name: str) -> Any:
+    """Read a result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(*rows: tuple[Any, ...]) -> Iterator[str]:
+    """Format rows, of which the first is the head, as lines of a table."""
+    head, *body = ([str(cell) for cell in row] for row in rows)
+    yield from (f"| {' | '.join(head)} |", "|---" * len(head) + "|")
+    yield from (f"| {' | '.join(row)} |" for row in body)
+
+
+# ------------------------------------------------------------------------------ the front page
+
+
+def front_page() -> Iterator[str]:
+    """Six figures of the whole service."""
+    service, device = result("gpu_service"), kernel_times()
+    fresh = service["one client"]["fresh 300 x 100000"]
+    few, many = (case["token_rows_per_second"] / 1e12 for case in service["sustained"])
+    interpreted, compiled = (device[way, "float32 fast"][10**5][1] for way in WAYS)
+    (cpu,) = select(result("cpu_vs_pyoperon")["cases"], rows=10**5, threads=2)
+    (fits,) = select(result("fit")["cases"], iterations=50, threads=2)
+    killed = result("faults")["faults"]["engine_sigkill"]
+    yield from table(
+        ("what", "measured", "result file"),
+        (
+            "300 fresh expressions x 100,000 rows through gRPC, fast mode, H200",
+            f"{fresh['p50_ms']:.1f} ms, 99th percentile {fresh['p99_ms']:.1f} ms",
+            "`gpu_service.json`",
+        ),
+        (
+            "the same from 16 and from 64 workers at once",
+            f"{few:.1f} and {many:.1f} Ttok/s",
+            "`gpu_service.json`",
+        ),
+        (
+            "the same on the device alone, interpreted and compiled",
+            f"{interpreted:.1f} and {compiled:.1f} Ttok/s",
+            "`gpu_interpreter.json`, `gpu_compiled.json`",
+        ),
+        (
+            "CPU engine beside pyoperon 0.6.2, 100,000 rows, values, precise mode, 2 threads",
+            f"{cpu['times_pyoperon']['warpfit precise values']:.1f} times as fast",
+            "`cpu_vs_pyoperon.json`",
+        ),
+        (
+            "fits beside pyoperon's, 10,000 rows, 50 iterations, precise mode, 2 threads",
+            f"{fits['times_pyoperon']['warpfit precise']:.1f} times as many",
+            "`fit.json`",
+        ),
+        (
+            f"engine killed {killed['kills']} times under 8 clients",
+            f"{killed['wrong_answers']} wrong answers, {killed['failures_after_retry']} failed "
+            f"calls, {killed['seconds_without_answers_median']:.1f} s without answers",
+            "`faults.json`",
+        ),
+    )
+
+
+def generation_times() -> list[tuple[str, float]]:
+    """Seconds of one generation, 300 expressions x 100,000 rows, by who evaluates it."""
+    cells = {cell["key"]: cell for cell in result("bench_gpu")["cells"]}
+    scenario = "interpreter/fast/losses/fresh/100000x300x10-50/1v/1w"
+    peers = [
+        (f"{name}, {cores}", f"peer/{name}/{scenario}")
+        for name, cores in (("NumPy", "1 CPU core"), ("pyoperon", "16 CPU cores"))
+    ]
+    ours = [("warpfit, 16 CPU cores", f"evaluate/cpu/{scenario}")]
+    slow = [(name, cells[key]["wall"]["median"]) for name, key in [*peers, *ours]]
+    h200 = result("gpu_service")["one client"]["fresh 300 x 100000"]["p50_ms"] / 1e3
+    return [*slow, ("warpfit, H200", h200)]
+
+
+def plot() -> str:
+    """Draw the times of a generation as bars on a logarithmic axis; SVG."""
+    times, left, step, width = generation_times(), 190, 34, 420
+    least, greatest = 1e-3, 1.0
+
+    def place(seconds: float) -> float:
+        return left + width * math.log(seconds / least) / math.log(greatest / least)
+
+    height = step * len(times) + 56
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" '
+        'font-family="sans-serif" font-size="13">',
+        f'<rect width="720" height="{height}" fill="white"/>',
+    ]
+    for tick, label in ((1e-3, "1 ms"), (1e-2, "10 ms"), (1e-1, "100 ms"), (1.0, "1 s")):
+        x = place(tick)
+        parts += [
+            f'<line x1="{x:.0f}" y1="8" x2="{x:.0f}" y2="{height - 44}" stroke="#ccc"/>',
+            f'<text x="{x:.0f}" y="{height - 28}" text-anchor="middle">{label}</text>',
+        ]
+    for index, (name, seconds) in enumerate(times):
+        y, colour = 12 + step * index, "#2b6cb0" if name.startswith("warpfit") else "#a0aec0"
+        parts += [
+            f'<text x="{left - 8}" y="{y + 16}" text-anchor="end">{name}</text>',
+            f'<rect x="{left}" y="{y}" width="{place(seconds) - left:.0f}" height="22" '
+            f'fill="{colour}"/>',
+            f'<text x="{place(seconds) + 6:.0f}" y="{y + 16}">{1e3 * seconds:,.1f} ms</text>',
+        ]
+    note = "300 expressions, 100,000 rows, losses; NumPy and pyoperon in the worker's own process"
+    parts += [f'<text x="8" y="{height - 8}" fill="#555">{note}</text>', "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+# ------------------------------------------------------------------------- the CPU engine, fits
+
+
+def select(cases: list[Any], **fields: Any) -> list[Any]:
+    """Return the cases that have these fields."""
+    return [case for case in cases if all(case[name] == value for name, value in fields.items())]
+
+
+def cpu_engine() -> Iterator[str]:
+    """Values of all rows beside pyoperon."""
+    rows = [("rows", "threads", "pyoperon, Gtok/s", "warpfit, Gtok/s", "ratio", "fast mode, ratio")]
+    for case in result("cpu_vs_pyoperon")["cases"]:
+        rates, times = case["giga_token_rows_per_second"], case["times_pyoperon"]
+        ours, fast = "warpfit precise values", "warpfit fast values"
+        size = (f"{case['rows']:,}", case["threads"], f"{rates['pyoperon']:.2f}")
+        rows.append((*size, f"{rates[ours]:.2f}", f"{times[ours]:.1f}", f"{times[fast]:.1f}"))
+    yield from table(*rows)
+
+
+def fits() -> Iterator[str]:
+    """Fits beside pyoperon's, and what derivatives cost."""
+    rows = [
+        (
+            *("iterations", "threads", "pyoperon, fits/s", "warpfit, fits/s", "ratio"),
+            "loss better / equal / worse",
+        )
+    ]
+    document = result("fit")
+    for case in document["cases"]:
+        rates, losses = case["fits_per_second"], case["final_loss"]["warpfit precise"]
+        compared = " / ".join(str(losses[name]) for name in ("better", "equal", "worse"))
+        rows.append(
+            (
+                *(case["iterations"], case["threads"], f"{rates['pyoperon']:,.0f}"),
+                f"{rates['warpfit precise']:,.0f}",
+                f"{case['times_pyoperon']['warpfit precise']:.1f}",
+                compared,
+            )
+        )
+    yield from table(*rows)
+    (cost,) = select(document["cost_of_derivatives"], rows=10**5)
+    times = cost["precise"]["times_loss"]
+    yield ""
+    yield (
+        f"At 100,000 rows loss and gradient together take {times['loss and gradient']:.2f} times "
+        "the time of the loss alone,\nwith the normal matrix of a Levenberg-Marquardt step "
+        f"{times['loss, gradient, normal matrix']:.2f} times."
+    )
+
+
+def found_equations() -> Iterator[str]:
+    """Equations of the Feynman database that searches recover."""
+    document = result("feynman")
+    ours, theirs = (document["recovered"][side] for side in ("warpfit", "gplearn"))
+    yield (
+        f"Of the first {len(document['equations'])} equations of the Feynman Symbolic Regression "
+        f"Database `SymbolicRegressor` recovers {ours} and\ngplearn {theirs} in the same time."
+    )
+
+
+# ---------------------------------------------------------------------------------- the service
+
+
+def service() -> Iterator[str]:
+    """What a call costs around the engine, on two shared cores."""
+    cost, document = result("call_cost"), result("service")
+    client, server, transfers = cost["client_us"], cost["server_us"], document["transfers"]
+    overhead = document["evaluate_300_fresh_1000_rows_loss"]["overhead_p50_ms"]
+    yield from table(
+        ("what", "measured"),
+        (
+            "300 programs with parameters, losses back: CPU time in the client",
+            f"{client['fresh'] / 1e3:.2f} ms",
+        ),
+        ("the same programs with other parameters", f"{client['repeated'] / 1e3:.2f} ms"),
+        (
+            f"of that gRPC, which sends {cost['request_bytes'] / 1e3:.0f} kB",
+            f"{client['grpc_alone'] / 1e3:.2f} ms",
+        ),
+        (
+            "CPU time to decode 300 programs, and to check their tokens",
+            f"{server['door'] / 1e3:.2f} + {server['tokens_compiled'] / 1e3:.2f} ms",
+        ),
+        (
+            "300 fresh programs, 1,000 rows: beyond the engine's own time, median",
+            f"{overhead:.1f} ms",
+        ),
+        (
+            "120 MB of values",
+            f"{transfers['answer_gb_s']:.2f} GB/s, {transfers['answer_speed_up']:.1f} times a "
+            "unary call with the same bytes",
+        ),
+        (
+            "400 MB upload, hashing included",
+            f"{transfers['upload_gb_s']:.2f} GB/s, {transfers['upload_speed_up']:.1f} times a "
+            "unary call with the same bytes",
+        ),
+        ("from command to ready, compile cache filled", f"{document['start_up_seconds']:.1f} s"),
+    )
+
+
+def transport() -> Iterator[str]:
+    """Matrices between processes of one machine, and what bounds them."""
+    rows: list[tuple[Any, ...]] = [("what", "2 cores", "16 cores")]
+    documents = [result(name) for name in ("transport", "transport_16_cores")]
+    for title, *path in (
+        ("copying memory", "bounds", "memory_copy"),
+        ("SHA-256", "bounds", "sha256"),
+        ("a gRPC stream of answers that does nothing else", "bounds", "bare_stream_answer"),
+        ("a gRPC stream of uploads that does nothing else", "bounds", "bare_stream_upload"),
+        ("120 MB of values, moved alone", "answer"),
+        ("and computed by the CPU engine on the same cores", "answer_with_cpu_engine"),
+        ("400 MB upload, hashed by the server", "upload"),
+    ):
+        cells = []
+        for document in documents:
+            for name in path:
+                document = document[name]
+            cells.append(f"{document['gb_s']:.2f} GB/s, best {document['best_gb_s']:.2f}")
+        rows.append((title, *cells))
+    ready = (f"{document['upload']['with_ready_gb_s']:.2f} GB/s" for document in documents)
+    yield from table(*rows, ("and transposed and hashed by the client", *ready))
+
+
+# -------------------------------------------------------------------------------------- the GPU
+
+WAYS = ("interpreter", "compiled")
+_MODES = ("float32 fast", "float32 precise", "float64")
+
+
+def kernel_times() -> dict[tuple[str, str], dict[int, tuple[float, float]]]:
+    """Microseconds and Ttok/s on the device by rows, by way and mode, for the thesis mix."""
+    found: dict[tuple[str, str], dict[int, tuple[float, float]]] = {}
+    for case in result("gpu_interpreter")["results"]:
+        rate = case["tokens_per_second"] / 1e12
+        found.setdefault(("interpreter", case["mode"]), {})[case["rows"]] = (
+            case["interpret_us"],
+            rate,
+        )
+    for case in select(result("gpu_compiled")["results"], mix="thesis mix"):
+        rate = case["token_rows_per_second"] / 1e12
+        found.setdefault(("compiled", case["mode"]), {})[case["rows"]] = (
+            case["microseconds"],
+            rate,
+        )
+    return found
+
+
+def device() -> Iterator[str]:
+    """Times of the kernels alone, and of compiling and lowering."""
+    times = kernel_times()
+    rows: list[tuple[Any, ...]] = [
+        ("300 expressions, losses", "10,000 rows", "100,000 rows", "1,000,000 rows")
+    ]
+    for way in WAYS:
+        for mode in _MODES:
+            cells = (times[way, mode][rows_] for rows_ in (10**4, 10**5, 10**6))
+            rows.append(
+                (f"{way}, {mode}", *(f"{us:,.0f} us = {rate:.2f} Ttok/s" for us, rate in cells))
+            )
+    yield from table(*rows)
+    compiled = result("gpu_compiled")
+    seconds, threads = compiled["compile_300_expressions_seconds"], compiled["compiler_threads"]
+    lowered = {case["programs"]: case["lower_us"] for case in result("gpu_lowering")["results"]}
+    yield ""
+    yield (
+        f"From text to loaded kernels 300 fresh expressions take {seconds['float32 fast']:.2f} s "
+        f"on {threads} threads in fast mode,\n{seconds['float32 precise']:.2f} s in precise mode. "
+        f"Lowering on the device takes {lowered[300]:.0f} us for 300 programs, "
+        f"{lowered[50_000]:.0f} us for 50,000."
+    )
+
+
+def gpu_service() -> Iterator[str]:
+    """Calls of one client through gRPC, and many clients."""
+    document = result("gpu_service")
+    rows: list[tuple[Any, ...]] = [("one client", "median", "99th percentile")]
+    for title, case in (
+        ("300 expressions, 1,000 rows", "fresh 300 x 1000"),
+        ("300 expressions, 100,000 rows", "fresh 300 x 100000"),
+        ("300 expressions, 1,000,000 rows", "fresh 300 x 1000000"),
+        ("5,000 expressions, 1,000 rows", "fresh 5000 x 1000"),
+        ("5,000 expressions, 10,000 rows", "fresh 5000 x 10000"),
+        ("50,000 expressions, 1,000 rows", "fresh 50000 x 1000"),
+        ("loss and gradient, 300 expressions, 100,000 rows", "fresh 300 x 100000, gradient"),
+        ("300 expressions that repeat, 100,000 rows", "repeated auto"),
+    ):
+        found = document["one client"][case]
+        rows.append((title, f"{found['p50_ms']:.1f} ms", f"{found['p99_ms']:.1f} ms"))
+    yield from table(*rows)
+    yield ""
+    for case in document["sustained"]:
+        yield (
+            f"{case['workers']} workers together: {case['token_rows_per_second'] / 1e12:.2f} "
+            f"Ttok/s, answers within {case['p99_ms']:.1f} ms (99th percentile)."
+        )
+
+
+def gpu_fits() -> Iterator[str]:
+    """Fits through gRPC."""
+    document = result("gpu_fit")
+    wire = [document["wire"][mode] for mode in ("precise", "fast")]
+    rows: list[tuple[Any, ...]] = [("what", "float32 precise", "fast")]
+    for title, name in (
+        ("`Optimize`, 300 expressions, 50 iterations at most", "default_tolerances"),
+        ("the same without tolerances", "no_tolerances"),
+    ):
+        rows.append((title, *(f"{mode['optimize_viable'][name]['ms']:.0f} ms" for mode in wire)))
+    run = document["run_viable"]
+    generations = f"{run['generations']} generations of 300 such fits, one worker"
+    yield from table(*rows, (generations, f"{run['seconds']:.1f} s", ""))
+
+
+# ------------------------------------------------------------------------- overload and faults
+
+
+def overload() -> Iterator[str]:
+    """Ten times the calls that a server can answer, and a greedy tenant beside a modest one."""
+    rows: list[tuple[Any, ...]] = [
+        (
+            *("machine", "answers a second at the peak", "share of it at overload"),
+            *("refusal, p99", "the modest tenant's p99, times that alone"),
+        )
+    ]
+    for name, machine in (
+        ("guard", "2 cores, CPU engine"),
+        ("guard_16_cores", "16 cores, CPU engine"),
+        ("guard_cuda", "16 cores, H200"),
+    ):
+        document = result(name)
+        over = document["ten_times_overload"]
+        ratios = (f"{case['p99_ratio']:.1f}" for case in document["greedy_tenant"].values())
+        rows.append(
+            (
+                *(machine, f"{over['peak_calls_per_second']:.0f}"),
+                f"{over['goodput_of_peak']:.2f}",
+                f"{over['refused_as_one_client_saw_it']['p99_ms']:.1f} ms",
+                ", ".join(ratios),
+            )
+        )
+    yield from table(*rows)
+
+
+def faults() -> Iterator[str]:
+    """Faults under load, and what clients see of them."""
+    found = result("faults")["faults"]
+    soak, fuzz = result("soak"), result("fuzz")
+    kill, two, stop = (
+        found[f"engine_{name}"] for name in ("sigkill", "sigkill_two_doors", "sigstop")
+    )
+    restart, term = found["server_sigkill"], found["sigterm"]
+    calls = sum(soak["soak"]["calls"].values())
+    grown = max(part["private_mib"] for part in fuzz["growth_after_a_fifth"].values())
+
+    def seen(fault: Any) -> str:
+        return f"{fault['wrong_answers']}, {fault['failures_after_retry']}"
+
+    def silent(fault: Any) -> str:
+        median, most = (fault[f"seconds_without_answers_{which}"] for which in ("median", "max"))
+        return f"no answers for {median:.1f} s at the median, {most:.1f} s at most"
+
+    yield from table(
+        ("fault", "wrong answers, failed calls", "measured"),
+        (f"engine SIGKILL, {kill['kills']} times, 8 clients", seen(kill), silent(kill)),
+        ("the same with two front-end processes", seen(two), silent(two)),
+        (
+            f"engine SIGSTOP, {stop['stops']} times",
+            seen(stop),
+            f"not ready after {stop['seconds_until_unready_max']:.1f} s at most, replaced after "
+            f"{stop['seconds_until_replaced_median']:.1f} s",
+        ),
+        (f"server SIGKILL and restart, {restart['kills']} times", seen(restart), silent(restart)),
+        (
+            f"SIGTERM and restart, {term['stops']} times",
+            seen(term),
+            f"stopped after {term['seconds_to_stop_max']:.1f} s at most",
+        ),
+        (
+            f"{soak['minutes']:.0f} minutes of mixed load, {calls:,} calls",
+            f"{soak['soak']['engine_restarts']} restarts",
+            f"memory grew by {soak['soak']['growth']['memory_bytes'] / 1e6:.0f} MB",
+        ),
+        (
+            f"{fuzz['requests']:,} fuzzed requests",
+            f"{fuzz['crashes']} crashes, {fuzz['internal']} INTERNAL",
+            f"memory grew by {grown:.1f} MiB after the first fifth",
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------- writing
+
+FIGURES: dict[str, Callable[[], Iterator[str]]] = {
+    function.__name__: function
+    for function in (
+        *(front_page, cpu_engine, fits, found_equations, service, transport, device),
+        *(gpu_service, gpu_fits, overload, faults),
+    )
+}
+
+
+def page(text: str) -> str:
+    """Return the text of a README with its figures as the result files have them."""
+
+    def block(match: re.Match[str]) -> str:
+        return match[1] + "\n".join(FIGURES[match[2]]()) + "\n" + match[4]
+
+    return _BLOCK.sub(block, text)
+
+
+def outputs() -> dict[Path, str]:
+    """Return every generated file with its text."""
+    found = {ROOT / name: page((ROOT / name).read_text()) for name in PAGES}
+    found[RESULTS / "generation.svg"] = plot()
+    found[ROOT / "client" / "OPERATORS.md"] = operator_page.operator_page()
+    return found
+
+
+def main() -> int:
+    """Write what is out of date, or name it."""
+    stale = {
+        path: text
+        for path, text in outputs().items()
+        if not path.exists() or path.read_text() != text
+    }
+    for path, text in stale.items():
+        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

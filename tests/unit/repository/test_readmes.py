@@ -1,0 +1,76 @@
+"""The READMEs say what is true: their figures, the files that they name, and the set-up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.repository.readmes import READMES
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "tests" / "bench" / "results"
+
+
+def test_generated_parts_are_up_to_date():
+    command = [sys.executable, ROOT / "tests" / "bench" / "figures.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_a_stale_figure_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    import figures
+
+    text = (ROOT / "README.md").read_text()
+    assert figures.page(text) == text
+    assert figures.page(text.replace("-->\n|", "-->\nout of date\n|")) == text
+
+
+def test_the_front_page_is_short():
+    assert (ROOT / "README.md").read_text().count("\n") <= 150
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_file_that_is_named_exists(readme):
+    text = (ROOT / readme).read_text()
+    for path in re.findall(r"`((?:client|server|proto|tests|deploy)/[\w/.]*)`", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"\]\(([\w/.]+)\)", text):
+        assert ((ROOT / readme).parent / path).exists(), path
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_result_files_name_machine_and_versions(path):
+    result = json.loads(path.read_text())
+    assert result["machine"]["cores"]
+    assert result["versions"]["warpfit"]
+
+
+@pytest.mark.parametrize("name", ["guard", "guard_16_cores", "guard_cuda"])
+def test_overload_and_greedy_tenants_stay_within_what_is_promised(name):
+    measured = json.loads((RESULTS / f"{name}.json").read_text())
+    over = measured["ten_times_overload"]
+    assert max(case["p99_ratio"] for case in measured["greedy_tenant"].values()) <= 2
+    for part in (over, over["ten_times_the_clients_that_obey"]):
+        assert part["goodput_of_peak"] >= 0.9
+    assert over["refused_as_one_client_saw_it"]["p99_ms"] < 10
+
+
+def test_faults_and_fuzzing_ended_as_they_should():
+    faults = json.loads((RESULTS / "faults.json").read_text())["faults"]
+    assert all(fault["as_expected"] for fault in faults.values())
+    fuzz = json.loads((RESULTS / "fuzz.json").read_text())
+    assert fuzz["crashes"] == fuzz["internal"] == len(fuzz["not_allowed"]) == 0
+
+
+def test_few_lines_change_in_a_deap_program():
+    text = (ROOT / "client" / "README.md").read_text()
+    program = next(code for code in text.split("```") if "from deap import" in code)
+    lines = [line for line in program.splitlines() if re.search(r"warpfit|\bevaluate\b", line)]
+    assert len(lines) == 6
+    assert "Six lines make a DEAP program one" in text
