@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from warpfit.environment import prepare
+from warpfit.dataset import PrecisionWarning
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
@@ -38,23 +38,21 @@ from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
 from warpfit.parse import parse
-from warpfit.precision import PrecisionWarning
 from warpfit.request import Precision, Tier
+from warpfit.transport.settings import RetryPolicy, TransportConfig, configure_grpc
 
-prepare()
+configure_grpc()
 
 if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async
     from warpfit.client import Client, connect
     from warpfit.transport.security import TlsConfig
-    from warpfit.transport.settings import RetryPolicy, TransportConfig
 
     __version__: str
 
 _LAZY: Final = {
     "warpfit.aio": ("AsyncClient", "connect_async"),
     "warpfit.client": ("Client", "connect"),
-    "warpfit.transport.settings": ("RetryPolicy", "TransportConfig"),
     "warpfit.transport.security": ("TlsConfig",),
 }
 

@@ -3,78 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
-import grpc
-
-from warpfit.calls.arguments import EvaluateOptions, Parameters, UploadOptions
-from warpfit.calls.core import Call, Operation, Operations, Sleep, Step
-from warpfit.calls.data import Answer, Data, Fit
+from warpfit.calls.arguments import EvaluateOptions, UploadOptions
+from warpfit.calls.batches import Parameters
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
-from warpfit.calls.info import ServerInfo
+from warpfit.calls.operations import Action, ClientOperations, Operation, Sleep
+from warpfit.calls.results import Answer, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
-from warpfit.transport.channel import Methods, check_address, client_closed, failure
+from warpfit.server_info import ServerInfo
+from warpfit.transport.call import Call
+from warpfit.transport.channel import AsyncGrpcTransport, AsyncTransport
 from warpfit.transport.security import Security, TlsConfig
 from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
 
 T = TypeVar("T")
 
 
-class AsyncTransport(Protocol):
-    """Carries calls to a server and answers back."""
-
-    async def call(self, call: Call) -> None:
-        """Perform one call and hand each message of the answer to its collector.
-
-        Raises:
-            WarpfitError: if the call failed.
-
-        """
-
-    async def close(self) -> None:
-        """Close the connection; calls in flight fail."""
-
-
-class AsyncGrpcTransport:
-    """Calls over a gRPC channel of the running event loop."""
-
-    def __init__(
-        self, address: str, config: TransportConfig, security: Security | None = None
-    ) -> None:
-        check_address(address)
-        security = security or Security()
-        self._closed = False
-        self._metadata = security.metadata()
-        self._channel = security.channel(grpc.aio, address, config.channel_options())
-        self._methods = Methods(self._channel)
-
-    async def call(self, call: Call) -> None:
-        """Perform one call; cancelling the task cancels it on the server too."""
-        if self._closed:
-            raise client_closed()
-        method = self._methods.of(call)
-        rpc = method(call.request, timeout=call.timeout, metadata=self._metadata)
-        try:
-            if hasattr(rpc, "__aiter__"):
-                async for message in rpc:
-                    call.collector.add(message)
-            else:
-                call.collector.add(await rpc)
-        except grpc.RpcError as error:
-            raise failure(call, error) from error
-        except BaseException:
-            rpc.cancel()
-            raise
-
-    async def close(self) -> None:
-        """Close the channel."""
-        self._closed = True
-        await self._channel.close(grace=None)
-
-
-class AsyncUploadedData(Data):
-    """Data handle that gives the data set back when its ``async with`` block ends."""
+class AsyncUploadedDataset(DatasetHandle):
+    """Handle that releases the data set when its ``async with`` block ends."""
 
     def __init__(self, dataset: Dataset, client: AsyncClient) -> None:
         super().__init__(dataset)
@@ -90,13 +39,13 @@ class AsyncUploadedData(Data):
 class AsyncClient:
     """`warpfit.Client` for asyncio; any number of tasks of one event loop may share it.
 
-    Arguments, results and errors of each method are those of the same method there.
+    Arguments, results and errors of each method are those of the method of the same name there.
     """
 
     def __init__(self, transport: AsyncTransport, config: ClientConfig) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
         self._transport = transport
-        self._operations = Operations(config)
+        self._operations = ClientOperations(config)
 
     async def upload(
         self,
@@ -104,14 +53,14 @@ class AsyncClient:
         y: Any = None,
         weights: Any = None,
         **options: Unpack[UploadOptions],
-    ) -> AsyncUploadedData:
+    ) -> AsyncUploadedDataset:
         """Make a data set resident on the server."""
-        dataset = await self._drive(self._operations.upload(X, y, weights, options))
-        return AsyncUploadedData(dataset, self)
+        dataset = await self._run(self._operations.upload(X, y, weights, options))
+        return AsyncUploadedDataset(dataset, self)
 
     async def evaluate(
         self,
-        data: Data,
+        data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[EvaluateOptions],
@@ -121,39 +70,39 @@ class AsyncClient:
 
     async def run(
         self,
-        data: Data,
+        data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
         *,
         values: bool | None = None,
         **options: Unpack[EvaluateOptions],
     ) -> Answer:
-        """Evaluate expressions and return everything: values, losses and timings."""
+        """Evaluate expressions and return an `Answer` with the server's timings."""
         operation = self._operations.run(data, expressions, parameters, values, options)
-        return await self._drive(operation)
+        return await self._run(operation)
 
     async def optimize(
         self,
-        data: Data,
+        data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[FitOptions],
     ) -> Fit:
         """Fit the parameters of expressions on the server, all of them at once."""
         operation = self._operations.optimize(data, expressions, parameters, options)
-        return await self._drive(operation)
+        return await self._run(operation)
 
-    async def release(self, data: Data) -> None:
-        """Give a data set back; the handle stays usable."""
-        await self._drive(self._operations.release(data))
+    async def release(self, data: DatasetHandle) -> None:
+        """Release a data set; the handle stays usable."""
+        await self._run(self._operations.release(data))
 
     async def info(self, timeout: float | None = None) -> ServerInfo:
-        """Ask for version, engine, devices, limits and the operator table."""
-        return await self._drive(self._operations.info(timeout))
+        """Return the server's version, engine, devices, limits and operator table."""
+        return await self._run(self._operations.info(timeout))
 
     async def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
         """Wait until the server answers."""
-        return await self._drive(self._operations.wait_ready(timeout))
+        return await self._run(self._operations.wait_ready(timeout))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -165,27 +114,27 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _drive(self, operation: Operation[T]) -> T:
+    async def _run(self, operation: Operation[T]) -> T:
         try:
-            step = next(operation)
+            action = next(operation)
             while True:
                 try:
-                    outcome = await self._perform(step)
+                    outcome = await self._perform(action)
                 except WarpfitError as error:
-                    step = operation.throw(error)
+                    action = operation.throw(error)
                 else:
-                    step = operation.send(outcome)
+                    action = operation.send(outcome)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
         finally:
             operation.close()
 
-    async def _perform(self, step: Step) -> Any:
-        if isinstance(step, Call):
-            return await self._transport.call(step)
-        if isinstance(step, Sleep):
-            return await asyncio.sleep(step.seconds)
-        return await asyncio.to_thread(step.function)
+    async def _perform(self, action: Action) -> Any:
+        if isinstance(action, Call):
+            return await self._transport.call(action)
+        if isinstance(action, Sleep):
+            return await asyncio.sleep(action.seconds)
+        return await asyncio.to_thread(action.function)
 
 
 def connect_async(
@@ -196,7 +145,7 @@ def connect_async(
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
 ) -> AsyncClient:
-    """Make an asyncio client, inside a running event loop; the rest is as for `warpfit.connect`."""
-    config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
+    """Make an asyncio client inside a running event loop; arguments as for `warpfit.connect`."""
+    config = ClientConfig.of(retry, transport)
     security = Security.of(address, token, tls)
     return AsyncClient(AsyncGrpcTransport(address, config.transport, security), config)

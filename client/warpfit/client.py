@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any, Self, TypeVar, Unpack
 
-from warpfit.calls.arguments import EvaluateOptions, Parameters, UploadOptions
-from warpfit.calls.core import Call, Operation, Operations, Sleep, Step
-from warpfit.calls.data import Answer, Data, Fit
+from warpfit.calls.arguments import EvaluateOptions, UploadOptions
+from warpfit.calls.batches import Parameters
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
-from warpfit.calls.info import ServerInfo
+from warpfit.calls.operations import Action, ClientOperations, Operation, Sleep
+from warpfit.calls.results import Answer, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
+from warpfit.server_info import ServerInfo
+from warpfit.transport.call import Call
 from warpfit.transport.channel import GrpcTransport, Transport
 from warpfit.transport.security import Security, TlsConfig
 from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
@@ -19,8 +22,8 @@ from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfi
 T = TypeVar("T")
 
 
-class UploadedData(Data):
-    """Data handle that gives the data set back when its ``with`` block ends."""
+class UploadedDataset(DatasetHandle):
+    """Handle that releases the data set when its ``with`` block ends."""
 
     def __init__(self, dataset: Dataset, client: Client) -> None:
         super().__init__(dataset)
@@ -49,7 +52,7 @@ class Client:
     def __init__(self, transport: Transport, config: ClientConfig) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._transport = transport
-        self._operations = Operations(config)
+        self._operations = ClientOperations(config)
 
     def upload(
         self,
@@ -57,8 +60,8 @@ class Client:
         y: Any = None,
         weights: Any = None,
         **options: Unpack[UploadOptions],
-    ) -> UploadedData:
-        """Make a data set resident on the server; sends nothing if its content is there already.
+    ) -> UploadedDataset:
+        """Make a data set resident on the server; send nothing if its content is there already.
 
         Args:
             X: [rows, variables]: NumPy array, pandas DataFrame, or anything array-like.
@@ -68,18 +71,18 @@ class Client:
                 (callable(bytes_done, bytes_total), or True for a tqdm bar).
 
         Returns:
-            A handle, which is also a context manager that gives the data set back.
+            A handle, which is also a context manager that releases the data set.
 
         Raises:
             InvalidArgumentError: if shapes do not fit or a cell is no number.
             ResourceExhaustedError: if the server has no room for it.
 
         """
-        return UploadedData(self._drive(self._operations.upload(X, y, weights, options)), self)
+        return UploadedDataset(self._run(self._operations.upload(X, y, weights, options)), self)
 
     def evaluate(
         self,
-        data: Data,
+        data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[EvaluateOptions],
@@ -95,14 +98,14 @@ class Client:
             **options: ``loss`` ("sse", "mse", "rmse", "mae", "r2", "nmse", "huber", ..., a
                 `warpfit.LossFunction`, or a text such as ``"abs(d)^1.5"``), ``rows`` (slice or
                 (start, stop)), ``precision`` ("precise" or "fast"), ``tier``, ``timeout``
-                (seconds for everything, retries included), and what else is wanted:
+                (seconds for the whole call, retries included), and further outputs:
                 ``gradient``, ``linear_scaling``, ``jacobian``, ``variable_gradient``,
                 ``reductions``, ``correlation``.
 
         Returns:
             Values [rows, expressions] in the data's dtype, or losses [expressions], float64. With
-            K vectors for each expression there is a leading axis of length K. What else is wanted
-            makes it a tuple: with ``gradient=True`` losses and a list of gradients, with
+            K vectors for each expression there is a leading axis of length K. Further outputs make
+            it a tuple: with ``gradient=True`` losses and a list of gradients, with
             ``linear_scaling=True`` losses, slopes and intercepts; `Answer` describes the rest.
 
         Raises:
@@ -116,23 +119,23 @@ class Client:
 
     def run(
         self,
-        data: Data,
+        data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
         *,
         values: bool | None = None,
         **options: Unpack[EvaluateOptions],
     ) -> Answer:
-        """Evaluate expressions and return everything: values, losses and the server's timings.
+        """Evaluate expressions and return an `Answer` with the server's timings.
 
-        As `evaluate`, and in addition ``values=True`` asks for values beside a loss.
+        Arguments and errors are those of `evaluate`; ``values=True`` asks for values beside a loss.
         """
         operation = self._operations.run(data, expressions, parameters, values, options)
-        return self._drive(operation)
+        return self._run(operation)
 
     def optimize(
         self,
-        data: Data,
+        data: DatasetHandle,
         expressions: Any,
         parameters: Parameters = None,
         **options: Unpack[FitOptions],
@@ -156,7 +159,7 @@ class Client:
 
         Returns:
             Parameters, losses before and after, iterations, and why each search ended. No loss is
-            worse than at the start, which a search that cannot begin returns.
+            worse than at the start; a search that cannot begin returns its start.
 
         Raises:
             InvalidArgumentError: for arguments that are wrong or do not fit together.
@@ -164,15 +167,15 @@ class Client:
             UnimplementedError: if the server's engine computes no derivatives.
 
         """
-        return self._drive(self._operations.optimize(data, expressions, parameters, options))
+        return self._run(self._operations.optimize(data, expressions, parameters, options))
 
-    def release(self, data: Data) -> None:
-        """Give a data set back; the handle stays usable, the next evaluation uploads it again."""
-        self._drive(self._operations.release(data))
+    def release(self, data: DatasetHandle) -> None:
+        """Release a data set; the handle stays usable, the next evaluation uploads it again."""
+        self._run(self._operations.release(data))
 
     def info(self, timeout: float | None = None) -> ServerInfo:
-        """Ask for version, engine, devices, limits and the operator table."""
-        return self._drive(self._operations.info(timeout))
+        """Return the server's version, engine, devices, limits and operator table."""
+        return self._run(self._operations.info(timeout))
 
     def wait_ready(self, timeout: float = 30.0) -> ServerInfo:
         """Wait until the server answers.
@@ -181,10 +184,10 @@ class Client:
             DeadlineExceededError: if it does not within ``timeout`` seconds.
 
         """
-        return self._drive(self._operations.wait_ready(timeout))
+        return self._run(self._operations.wait_ready(timeout))
 
     def close(self) -> None:
-        """Close the connection; data sets stay on the server until they are released or evicted."""
+        """Close the connection; data sets stay resident until they are released or evicted."""
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -193,27 +196,27 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drive(self, operation: Operation[T]) -> T:
+    def _run(self, operation: Operation[T]) -> T:
         try:
-            step = next(operation)
+            action = next(operation)
             while True:
                 try:
-                    outcome = self._perform(step)
+                    outcome = self._perform(action)
                 except WarpfitError as error:
-                    step = operation.throw(error)
+                    action = operation.throw(error)
                 else:
-                    step = operation.send(outcome)
+                    action = operation.send(outcome)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
         finally:
             operation.close()
 
-    def _perform(self, step: Step) -> Any:
-        if isinstance(step, Call):
-            return self._transport.call(step)
-        if isinstance(step, Sleep):
-            return time.sleep(step.seconds)
-        return step.function()
+    def _perform(self, action: Action) -> Any:
+        if isinstance(action, Call):
+            return self._transport.call(action)
+        if isinstance(action, Sleep):
+            return time.sleep(action.seconds)
+        return action.function()
 
 
 def connect(
@@ -240,6 +243,6 @@ def connect(
             leave this machine in plain text without ``tls=False``.
 
     """
-    config = ClientConfig(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
+    config = ClientConfig.of(retry, transport)
     security = Security.of(address, token, tls)
     return Client(GrpcTransport(address, config.transport, security), config)

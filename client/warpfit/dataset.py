@@ -1,10 +1,12 @@
-"""The canonical form of a data set and its content id."""
+"""Data sets in canonical form: layout, columns, content id, and checks of the numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import struct
+import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,18 +19,28 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.precision import Rounding, check_weights
 
 #: Rows transposed at a time: few enough for the cache, which makes it six times as fast.
 _TRANSPOSED_ROWS: Final = 512
-#: Bytes of each row transposed at a time: as the memory delivers them.
+#: Bytes of each row transposed at a time: one cache line.
 _TRANSPOSED_BYTES: Final = 64
-#: Data sets from this size on are hashed beside making them.
-_HASHED_BESIDE: Final = 8 << 20
+#: Data sets of at least this size are hashed in a thread of their own.
+_HASHED_IN_THREAD: Final = 8 << 20
+#: Largest error of rounding to float32: relative, and absolute for numbers next to 0.
+_RELATIVE_ROUNDING: Final = 2.0**-24
+_ABSOLUTE_ROUNDING: Final = 2.0**-150
+#: Rounding by more than this share of a column's span is worth a warning.
+_WARNED_SHARE: Final = 1e-4
+#: Rows that are compared number by number at a time.
+_COMPARED_ROWS: Final = 1 << 16
 _MAGIC: Final = b"warpfit.dataset.v1\n"
 #: Wire code of each dtype.
 DTYPES: Final[dict[int, np.dtype[Any]]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
 DTYPE_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class PrecisionWarning(UserWarning):
+    """A data set is uploaded in float32, which loses digits that matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        """Columns that travel: variables, then target, then weights."""
+        """Number of columns of the payload: variables, target and weights."""
         return self.variables + self.has_target + self.has_weights
 
     @property
@@ -61,7 +73,7 @@ class Layout:
         return self.columns * self.rows * self.dtype.itemsize
 
     def header(self) -> bytes:
-        """Bytes that are hashed before the payload (evaluator.proto gives the layout)."""
+        """Return the bytes that are hashed before the payload; see UploadHeader in the contract."""
         encoded = [name.encode() for name in self.names]
         return b"".join(
             [
@@ -108,24 +120,24 @@ class Layout:
 
 
 class PayloadDigest:
-    """SHA-256 of a data set; that of a large one is computed in a thread beside making it.
+    """SHA-256 of a data set, for a large one computed in a thread while its bytes arrive.
 
     Args:
-        layout: of the data set.
-        most_behind: `update` waits until at most so many bytes are not hashed yet.
+        layout: layout of the data set.
+        most_behind: `update` waits until at most this many bytes are not hashed yet.
 
     """
 
     def __init__(self, layout: Layout, most_behind: float = math.inf) -> None:
         self._sha256 = hashlib.sha256(layout.header())
-        is_large = layout.nbytes >= _HASHED_BESIDE
+        is_large = layout.nbytes >= _HASHED_IN_THREAD
         self._thread = ThreadPoolExecutor(1, "hash") if is_large else None
         self._most_behind = most_behind
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._behind = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes, which must not change any more."""
+        """Hash the next bytes, which must not change any more."""
         if self._thread is None:
             self._sha256.update(data)
             return
@@ -134,7 +146,7 @@ class PayloadDigest:
         self._wait(self._most_behind)
 
     def finish(self) -> bytes:
-        """Return the digest."""
+        """Return the digest, 32 bytes."""
         self._wait(0)
         self.close()
         return self._sha256.digest()
@@ -153,7 +165,7 @@ class PayloadDigest:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A resident or uploadable data set in canonical form.
+    """A data set in canonical form, as it is uploaded and as it is resident on a server.
 
     ``matrix`` is C-contiguous [columns, rows]: the variables, then the target if there is one,
     then the weights if there are any. The arrays must not be written to afterwards.
@@ -208,24 +220,23 @@ class Dataset:
         columns = [_column(c, layout.rows, name) for c, name in named if c is not None]
         if weights is not None:
             check_weights(columns[-1])
-        rounding = Rounding(layout.column_names, layout.dtype)
+        rounding = _RoundingCheck(layout)
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
         digest = PayloadDigest(layout)
         with closing(digest), np.errstate(over="ignore"):
             for group in _transposed(X, matrix):
-                rounding.look(matrix[group], X[:, group].T, group.start, spread=True)
+                rounding.check(matrix[group], X[:, group].T, group.start)
                 digest.update(matrix[group].data)
             for row, column in enumerate(columns, layout.variables):
                 matrix[row] = column
-                is_weight = layout.has_weights and row == layout.columns - 1
-                rounding.look(matrix[row : row + 1], column[np.newaxis], row, spread=not is_weight)
+                rounding.check(matrix[row : row + 1], column[np.newaxis], row)
                 digest.update(matrix[row].data)
             rounding.warn()
             return cls.resident(layout, matrix, digest.finish())
 
     @classmethod
     def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
-        """Wrap canonical arrays whose content id is known, without hashing them again."""
+        """Wrap a canonical matrix whose content id is known, without hashing it again."""
         dataset = cls(layout, matrix)
         dataset.__dict__["content_id"] = content_id
         return dataset
@@ -253,13 +264,13 @@ class Dataset:
         return digest.digest()
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Views of the payload, ``size`` bytes each, the last one shorter."""
+        """Return views of the payload, of ``size`` bytes each, the last one shorter."""
         payload = self.matrix.reshape(-1).data.cast("B")
         return (payload[start : start + size] for start in range(0, len(payload), size))
 
 
 def _transposed(X: NDArray[Any], matrix: NDArray[Any]) -> Iterator[slice]:
-    """Write the columns of X to rows of a matrix; yield groups of columns as they are complete."""
+    """Write the columns of X to the rows of a matrix; yield each group of columns when complete."""
     group = max(1, _TRANSPOSED_BYTES // matrix.itemsize)
     for first in range(0, X.shape[1], group):
         columns = slice(first, min(first + group, X.shape[1]))
@@ -291,3 +302,111 @@ def _column(column: NDArray[Any], rows: int, name: str) -> NDArray[Any]:
             name,
         )
     return array.reshape(rows)
+
+
+class _RoundingCheck:
+    """Finds columns that lose digits, or overflow, when they are rounded to float32."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._names = layout.column_names
+        self._lossy: list[str] = []
+
+    def check(self, rounded: NDArray[Any], given: NDArray[Any], first: int) -> None:
+        """Compare columns with what was given.
+
+        Most columns pass by their least and greatest number, which are found while the columns are
+        in cache; the others are compared number by number.
+
+        Args:
+            rounded: columns in the data set's dtype, [columns, rows].
+            given: the same columns as they were given.
+            first: index of the first of them in the data set.
+
+        Raises:
+            InvalidArgumentError: if a number is too large for the dtype.
+
+        """
+        dtype = self._layout.dtype
+        if np.can_cast(given.dtype, dtype) or dtype.itemsize > 4:
+            return
+        low = np.fmin.reduce(rounded, axis=1).astype(np.float64)
+        high = np.fmax.reduce(rounded, axis=1).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            largest = np.maximum(np.abs(low), np.abs(high))
+            error = _RELATIVE_ROUNDING * largest + _ABSOLUTE_ROUNDING
+            passes = (error <= _WARNED_SHARE * (high - low)) & (largest < np.inf)
+        for column in np.flatnonzero(~passes).tolist():
+            self._compare(rounded[column], given[column], first + column)
+
+    def warn(self) -> None:
+        """Warn of the columns that lose digits, if there are any."""
+        if self._lossy:
+            warnings.warn(
+                f"float32 loses digits of {'; '.join(self._lossy)}. "
+                'Upload with dtype="float64", or subtract an offset',
+                PrecisionWarning,
+                stacklevel=_caller_level(),
+            )
+
+    def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int) -> None:
+        largest, low, high = 0.0, np.inf, -np.inf
+        for start in range(0, len(rounded), _COMPARED_ROWS):
+            exact = given[start : start + _COMPARED_ROWS].astype(np.float64)
+            single = rounded[start : start + _COMPARED_ROWS].astype(np.float64)
+            finite = np.isfinite(exact)
+            _check_overflow(exact, finite & ~np.isfinite(single), start, self._names[column])
+            if finite.any():
+                exact, single = exact[finite], single[finite]
+                largest = max(largest, float(np.abs(exact - single).max()))
+                low, high = min(low, float(exact.min())), max(high, float(exact.max()))
+        is_weight = self._layout.has_weights and column == self._layout.columns - 1
+        if not is_weight and low < high and largest > _WARNED_SHARE * (high - low):
+            self._lossy.append(
+                f"{self._names[column]} (rounds by {largest:.2g} where the column spans "
+                f"{high - low:.2g})"
+            )
+
+
+def check_weights(weights: NDArray[Any]) -> None:
+    """Check that weights [rows] are non-negative and finite.
+
+    Raises:
+        InvalidArgumentError: for the first one that is not.
+
+    """
+    if weights.min() >= 0 and weights.max() < np.inf:
+        return
+    row = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
+    raise InvalidArgumentError(
+        f"the weight of row {row} (counted from 0) is {weights[row]}",
+        "BAD_WEIGHT",
+        "Give finite weights that are not negative; 0 leaves a row out",
+        "weights",
+    )
+
+
+def _check_overflow(
+    exact: NDArray[np.float64], overflows: NDArray[np.bool_], start: int, name: str
+) -> None:
+    if overflows.any():
+        row = int(overflows.argmax())
+        raise InvalidArgumentError(
+            f"{name} is {exact[row]:.6g} in row {start + row} (counted from 0), "
+            "too large for float32",
+            "OVERFLOW",
+            'Upload with dtype="float64", or choose another unit',
+            name,
+        )
+
+
+def _caller_level() -> int:
+    """Return the ``stacklevel`` for `warnings.warn` of the code that called this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]

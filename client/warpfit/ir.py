@@ -1,9 +1,9 @@
-"""Programs in postfix form, alone (`Program`) and as flat arrays for a whole batch (`Batch`).
+"""The intermediate representation: an expression (`Program`) and a batch of them (`Batch`).
 
-A token is a code and a float64 value. The code is VARIABLE, PARAMETER, CONSTANT or the code of an
-operator of `warpfit.ops`; the value is the index of the variable or parameter (from 0), the
-constant itself, or 0 for an operator. Operands come before their operator, the first operand
-first, so ``x1 - p1`` is ``[variable 0, parameter 0, sub]``.
+Both are postfix: operands come before their operator, the first operand first, so ``x1 - p1`` is
+``[variable 0, parameter 0, sub]``. Each token is a code and a float64 value. The code is VARIABLE,
+PARAMETER, CONSTANT or the code of an operator of `warpfit.ops`; the value is the index of the
+variable or parameter (from 0), the constant itself, or 0 for an operator.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
-from warpfit.expressions.tokens import check_indices, check_structure, is_sound
-from warpfit.expressions.vectors import Vectors
+from warpfit.expressions.parameter_vectors import ParameterVectors
+from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.token_checks import are_well_formed, check_indices, check_structure
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class Program:
 
     """
 
-    # Kept as bytes, of which a batch is joined in a tenth of the time that arrays would take.
+    # Stored as bytes, because joining bytes to a batch takes a tenth of the time that arrays take.
     __slots__ = ("__dict__", "__weakref__", "_codes", "_values")
 
     _codes: bytes
@@ -49,12 +50,13 @@ class Program:
         if value_array.shape != code_array.shape or code_array.ndim != 1:
             raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
         starts = np.array([0, len(code_array)])
-        if not is_sound(code_array, value_array, starts, starts[1:]):
+        if not are_well_formed(code_array, value_array, starts, starts[1:]):
             check_structure(code_array, value_array, starts)
         self._codes, self._values = code_array.tobytes(), value_array.tobytes()
 
     @classmethod
-    def _trusted(cls, codes: NDArray[np.uint8], values: NDArray[np.float64]) -> Program:
+    def _unchecked(cls, codes: NDArray[np.uint8], values: NDArray[np.float64]) -> Program:
+        """Make a program of tokens that are known to be well-formed."""
         program = object.__new__(cls)
         program._codes, program._values = codes.tobytes(), values.tobytes()
         return program
@@ -71,42 +73,50 @@ class Program:
 
     @classmethod
     def variable(cls, index: int) -> Program:
-        """Leaf: variable ``index`` (from 0)."""
+        """Return the program that is one variable, by its index from 0."""
         return cls([VARIABLE], [index])
 
     @classmethod
     def parameter(cls, index: int) -> Program:
-        """Leaf: parameter ``index`` (from 0)."""
+        """Return the program that is one parameter, by its index from 0."""
         return cls([PARAMETER], [index])
 
     @classmethod
     def constant(cls, value: float) -> Program:
-        """Leaf: a constant, any float64 including NaN and infinities."""
+        """Return the program that is one constant, any float64 including NaN and infinities."""
         return cls([CONSTANT], [value])
 
     @classmethod
     def apply(cls, operator: str | Operator, *operands: Program) -> Program:
-        """Apply an operator to programs; ``add`` and ``mul`` take two or more (a left chain)."""
+        """Apply an operator to programs.
+
+        Args:
+            operator: the operator or its name.
+            operands: as many as the operator takes; for ``add`` and ``mul`` two or more, which are
+                combined from left to right.
+
+        Raises:
+            ProgramError: for another number of operands.
+
+        """
         op = OPERATORS[operator] if isinstance(operator, str) else operator
-        n = len(operands)
-        chains = (n - 1) if op.name in ("add", "mul") and n > 2 else 1
-        if chains == 1 and n != op.arity:
+        is_chain = op.name in ("add", "mul") and len(operands) > 2
+        if len(operands) != op.arity and not is_chain:
             raise ProgramError(
-                f"operator {op.name} takes {op.arity} operands, got {n}",
+                f"operator {op.name} takes {op.arity} operands, got {len(operands)}",
                 "WRONG_ARITY",
                 "Give each operand of the operator",
             )
-        pieces: list[Program | None] = list(operands) if chains == 1 else [operands[0]]
-        if chains == 1:
-            pieces.append(None)
-        else:
-            for operand in operands[1:]:
-                pieces += [operand, None]
-        code = np.array([op.code], dtype=np.uint8)
-        zero = np.zeros(1)
-        return cls._trusted(
-            np.concatenate([code if piece is None else piece.codes for piece in pieces]),
-            np.concatenate([zero if piece is None else piece.values for piece in pieces]),
+        root = cls._unchecked(np.array([op.code], dtype=np.uint8), np.zeros(1))
+        pieces = [*operands, root]
+        if is_chain:
+            pieces = [
+                operands[0],
+                *(piece for operand in operands[1:] for piece in (operand, root)),
+            ]
+        return cls._unchecked(
+            np.concatenate([piece.codes for piece in pieces]),
+            np.concatenate([piece.values for piece in pieces]),
         )
 
     def __len__(self) -> int:
@@ -129,12 +139,12 @@ class Program:
 
     @cached_property
     def variables(self) -> int:
-        """Number of variables needed: the highest index plus one."""
+        """Number of variables that the program needs: the highest index plus one."""
         return self._needed(VARIABLE)
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters needed: the highest index plus one."""
+        """Number of parameters that the program needs: the highest index plus one."""
         return self._needed(PARAMETER)
 
     def _needed(self, code: int) -> int:
@@ -148,10 +158,9 @@ class Program:
 
     @cached_property
     def structure_hash(self) -> bytes:
-        """16-byte BLAKE2b hash of the structure, with constants and parameters lifted.
+        """BLAKE2b hash of the lifted program (see `lift`), 16 bytes.
 
-        Each constant and each distinct parameter becomes a numbered slot in order of appearance,
-        so ``x1 + p1`` and ``x1 + 2.5`` hash alike: one compiled kernel serves both.
+        ``x1 + p1`` and ``x1 + 2.5`` have the same hash, and one compiled kernel serves both.
         """
         codes, operands = lift(self.codes, self.values)
         return hashlib.blake2b(codes.tobytes() + operands.tobytes(), digest_size=16).digest()
@@ -168,7 +177,7 @@ class Program:
         values = self.values.copy()
         values[constant] = self.parameters + np.arange(int(constant.sum()))
         codes = np.where(constant, np.uint8(PARAMETER), self.codes)
-        return Program._trusted(codes, values), self.values[constant]
+        return Program._unchecked(codes, values), self.values[constant]
 
     def fold(
         self, leaf: Callable[[int, float], T], operator: Callable[[Operator, list[T]], T]
@@ -192,9 +201,7 @@ class Program:
         return stack.pop()
 
     def __str__(self) -> str:
-        """Text that `warpfit.parse` reads back, with variables x1... and parameters p1...."""
-        from warpfit.expressions.printing import to_text
-
+        """Return the text that `warpfit.parse` reads back, over x1, x2, ... and p1, p2, ...."""
         return to_text(self)
 
     def __repr__(self) -> str:
@@ -202,73 +209,42 @@ class Program:
         return f"Program({str(self)!r})"
 
     def _repr_latex_(self) -> str:
-        from warpfit.expressions.printing import to_latex
-
         return f"${to_latex(self)}$"
 
 
 def lift(
     codes: NDArray[np.uint8], values: NDArray[np.float64]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """Lift constants and parameters of one program to numbered slots.
+    """Replace the constants and parameters of one program by slots.
+
+    Each constant and each distinct parameter becomes a slot, numbered in order of appearance.
 
     Returns:
-        Codes with every CONSTANT replaced by PARAMETER, and the operand of each token, uint32:
-        the variable's index, the slot's number in order of appearance, or 0 for an operator.
+        Codes with every CONSTANT replaced by PARAMETER, uint8 [tokens], and the operand of each
+        token, uint32 [tokens]: the variable's index, the slot's number, or 0 for an operator.
 
     """
     operands = np.where(codes == VARIABLE, values, 0.0).astype(np.uint32)
     slots: dict[int, int] = {}
-    fresh = 0
+    next_slot = 0
     for position in np.flatnonzero((codes == PARAMETER) | (codes == CONSTANT)).tolist():
         if codes[position] == CONSTANT:
-            operands[position] = fresh
-            fresh += 1
+            operands[position] = next_slot
+            next_slot += 1
             continue
         index = int(values[position])
         if index not in slots:
-            slots[index] = fresh
-            fresh += 1
+            slots[index] = next_slot
+            next_slot += 1
         operands[position] = slots[index]
     return np.where(codes == CONSTANT, np.uint8(PARAMETER), codes), operands
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """Tokens of several programs, flat: what of a `Batch` stays the same with other parameters."""
-
-    codes: NDArray[np.uint8]
-    """Token codes of all programs, one after the other; [tokens]."""
-    values: NDArray[np.float64]
-    """Token values; [tokens]."""
-    lengths: NDArray[np.uint32]
-    """Tokens of each program; [programs]."""
-
-    @classmethod
-    def of(cls, programs: Sequence[Program]) -> Tokens:
-        """Join the tokens of programs.
-
-        Raises:
-            InvalidArgumentError: if there are none.
-
-        """
-        if not len(programs):
-            raise InvalidArgumentError(
-                "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
-            )
-        codes = [program._codes for program in programs]
-        return cls(
-            np.frombuffer(b"".join(codes), dtype=np.uint8),
-            np.frombuffer(b"".join([program._values for program in programs])),
-            np.fromiter(map(len, codes), np.uint32, len(codes)),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """A batch of programs with their parameter vectors, as flat arrays.
 
-    Made by `Batch.of` or by the codec. `check` must pass before an engine sees the batch.
+    `check` must pass before an engine computes it.
     """
 
     codes: NDArray[np.uint8]
@@ -293,19 +269,30 @@ class Batch:
         """Build a batch from programs and, for each, one vector [n] or K vectors [K, n].
 
         Raises:
-            InvalidArgumentError: if the number of parameter entries is not the number of
-                programs, or if K differs between programs.
+            InvalidArgumentError: if there are no programs, if the number of parameter entries is
+                not the number of programs, or if K differs between programs.
 
         """
-        return cls.joined(Tokens.of(programs), Vectors.of(len(programs), parameters))
+        if not len(programs):
+            raise InvalidArgumentError(
+                "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
+            )
+        codes = [program._codes for program in programs]
+        batch = cls(
+            np.frombuffer(b"".join(codes), dtype=np.uint8),
+            np.frombuffer(b"".join([program._values for program in programs])),
+            np.fromiter(map(len, codes), np.uint32, len(codes)),
+            parameter_counts=np.zeros(len(codes), np.uint32),
+            parameters=np.empty(0),
+        )
+        if parameters is None:
+            return batch
+        return batch.with_parameters(ParameterVectors.of(len(programs), parameters))
 
-    @classmethod
-    def joined(cls, tokens: Tokens, vectors: Vectors) -> Batch:
-        """Build a batch from its two halves, which must be of the same programs."""
-        return cls(
-            tokens.codes,
-            tokens.values,
-            tokens.lengths,
+    def with_parameters(self, vectors: ParameterVectors) -> Batch:
+        """Return a batch of the same programs, which share their arrays, with these parameters."""
+        return replace(
+            self,
             parameter_counts=vectors.counts,
             parameters=vectors.numbers,
             vectors=vectors.count,
@@ -316,11 +303,11 @@ class Batch:
         return len(self.lengths)
 
     def copy(self) -> Batch:
-        """Copy the arrays, for a batch that outlives the memory it lies in."""
+        """Return a copy of the batch with arrays of its own."""
         return replace(self.without_parameters(), parameters=self.parameters.copy())
 
     def without_parameters(self) -> Batch:
-        """Copy the arrays of the programs; there are no parameter values."""
+        """Return a copy of the batch with arrays of its own and no parameter values."""
         return Batch(
             codes=self.codes.copy(),
             values=self.values.copy(),
@@ -341,17 +328,17 @@ class Batch:
         return _starts(self.parameter_counts) * self.vectors
 
     def program(self, index: int) -> Program:
-        """Take one program out of the batch."""
+        """Return one program of the batch."""
         start, stop = self.starts[index : index + 2]
         return Program(self.codes[start:stop], self.values[start:stop])
 
     def program_parameters(self, index: int) -> NDArray[np.float64]:
-        """Parameter vectors of one program, [K, count]."""
+        """Return the parameter vectors of one program, [K, count]."""
         start, stop = self.parameter_starts[index : index + 2]
         return self.parameters[start:stop].reshape(self.vectors, -1)
 
     def check(self, variables: int) -> None:
-        """Check every token against the operator table and the data set; vectorised.
+        """Check every token against the operator table and the data set.
 
         Args:
             variables: number of variables in the data set.
@@ -363,7 +350,7 @@ class Batch:
         """
         self.check_shapes()
         starts, counts = self.starts, self.parameter_counts
-        if is_sound(self.codes, self.values, starts, self.lengths, variables, counts):
+        if are_well_formed(self.codes, self.values, starts, self.lengths, variables, counts):
             return
         check_structure(self.codes, self.values, starts)
         check_indices(self.codes, self.values, starts, variables, counts)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Program
 from warpfit.ops import VARIABLE
+from warpfit.parse import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -113,8 +114,6 @@ class LossFunction:
             InvalidArgumentError: if it has parameters, or the closing is not known.
 
         """
-        from warpfit.parse import parse
-
         numbered = [int(number) for number in re.findall(r"\bx([0-9]+)\b", text)]
         if any(number > len(_VARIABLES) for number in numbered):
             raise _not_a_row_loss(text)

@@ -140,7 +140,7 @@ class Parser:
         program = self._texts.get(text)
         if program is None:
             codes, values = _Reader(self, text).read()
-            program = Program._trusted(np.array(codes, dtype=np.uint8), np.array(values))
+            program = Program._unchecked(np.array(codes, dtype=np.uint8), np.array(values))
             if len(text) <= _LONGEST_TEXT:
                 self._texts.put(text, program)
         return program

@@ -26,8 +26,6 @@ import numpy as np
 import warpfit
 from warpfit import codec
 from warpfit.aio import AsyncClient
-from warpfit.calls.core import Call, Outgoing
-from warpfit.calls.info import Device, Limits, ServerInfo
 from warpfit.client import Client
 from warpfit.dataset import Dataset, Layout
 from warpfit.embedded import require_server
@@ -41,6 +39,8 @@ from warpfit.expressions import reference_engine
 from warpfit.fitting import FitProgress
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
+from warpfit.server_info import Device, Limits, ServerInfo
+from warpfit.transport.call import Call, UploadStream
 from warpfit.transport.settings import ClientConfig, RetryPolicy
 
 #: Repeats at once: a test should not wait.
@@ -169,7 +169,7 @@ class InProcessServer:
         return dataset
 
 
-class _Transport:
+class _InProcessTransport:
     """Hands each call of a `Client` to a server object."""
 
     def __init__(self, server: InProcessServer) -> None:
@@ -182,7 +182,7 @@ class _Transport:
         """Nothing is open."""
 
 
-class _AsyncTransport:
+class _AsyncInProcessTransport:
     """Hands each call of an `AsyncClient` to a server object."""
 
     def __init__(self, server: InProcessServer) -> None:
@@ -197,14 +197,16 @@ class _AsyncTransport:
 
 def client(server: InProcessServer | None = None, *, retry: RetryPolicy = FAST_RETRIES) -> Client:
     """Make a client of an in-process server, by default of a new one."""
-    return Client(_Transport(server or InProcessServer()), ClientConfig(retry=retry))
+    return Client(_InProcessTransport(server or InProcessServer()), ClientConfig(retry=retry))
 
 
 def async_client(
     server: InProcessServer | None = None, *, retry: RetryPolicy = FAST_RETRIES
 ) -> AsyncClient:
     """Make an asyncio client of an in-process server, by default of a new one."""
-    return AsyncClient(_AsyncTransport(server or InProcessServer()), ClientConfig(retry=retry))
+    return AsyncClient(
+        _AsyncInProcessTransport(server or InProcessServer()), ClientConfig(retry=retry)
+    )
 
 
 def _received(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:
@@ -256,7 +258,7 @@ class _ReferenceEngine:
 
 def _arrived(call: Call, error: WarpfitError) -> Exception:
     """Turn a server's error into what the client's transport would raise for it."""
-    if isinstance(call.request, Outgoing) and call.request.failure is not None:
+    if isinstance(call.request, UploadStream) and call.request.failure is not None:
         return call.request.failure
     detail = codec.error_to_detail(error)
     return codec.error_from_status(

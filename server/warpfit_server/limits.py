@@ -7,12 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from warpfit.calls.info import Limits
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitRequest, Method
 from warpfit.ir import Batch
 from warpfit.request import Evaluation
+from warpfit.server_info import Limits
 
 #: Bytes of memory that a fit takes for each token, search and parameter: the batch and what is
 #: left of it when searches have ended, what the engine has made of it, and the searches' state.

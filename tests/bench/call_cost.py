@@ -27,12 +27,13 @@ from support.repository.results import write_result
 from support.servers.bare import bare_server, serve
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
-from warpfit.calls.data import Answer, Data
-from warpfit.calls.info import Limits
-from warpfit.calls.token_cache import RecentTokens
+from warpfit.calls.batches import BatchCache
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.results import Answer
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.request import Evaluation, Timings
+from warpfit.server_info import Limits
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine import validate
 from warpfit_server.limits import check_batch
@@ -56,17 +57,17 @@ def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float
     return {name: round(statistics.median(times), 1) for name, times in rounds.items()}
 
 
-def answer_bytes(data: Data) -> bytes:
+def answer_bytes(data: DatasetHandle) -> bytes:
     """An answer with 300 losses, in one message."""
     timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
     losses = np.random.default_rng(SEED).uniform(size=(300, 1))
     return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(losses, timings)
 
 
-def stage_costs(data: Data, batches: list[Any], answer: bytes) -> dict[str, float]:
+def stage_costs(data: DatasetHandle, batches: list[Any], answer: bytes) -> dict[str, float]:
     """Stages of one call: programs that were never sent, or the same with new parameters."""
     built: dict[int, Evaluation] = {}
-    recent = RecentTokens()
+    recent = BatchCache()
 
     def build(turn: int) -> None:
         built[turn] = build_evaluation(data, *batches[turn], None, OPTIONS, recent)[0]
@@ -89,7 +90,7 @@ def stage_costs(data: Data, batches: list[Any], answer: bytes) -> dict[str, floa
     )
 
 
-def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
+def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
     """Stages of a door's decoder, ``door`` for all of them, and the check of the tokens."""
     requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
     evaluations = [codec.evaluation_from_message(request) for request in requests]
@@ -117,7 +118,7 @@ def server_costs(data: Data, messages: list[bytes]) -> dict[str, float]:
     )
 
 
-def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
+def call_costs(data: DatasetHandle, batches: list[Any], messages: list[bytes]) -> dict[str, float]:
     """Whole calls of the blocking client, and gRPC's own."""
     with (
         bare_server(__file__, "serve") as address,
@@ -136,7 +137,7 @@ def call_costs(data: Data, batches: list[Any], messages: list[bytes]) -> dict[st
 
 def serve_answer() -> None:
     """Answer every Evaluate with the same bytes until standard input ends."""
-    answer = answer_bytes(Data(data_set()))
+    answer = answer_bytes(DatasetHandle(data_set()))
     handler = grpc.unary_stream_rpc_method_handler(lambda _request, _context: iter((answer,)))
     _, service, method = METHOD.split("/")
     serve(service, {method: handler})
@@ -148,7 +149,7 @@ def data_set() -> Dataset:
 
 
 def main() -> None:
-    data = Data(data_set())
+    data = DatasetHandle(data_set())
     data.content_id  # noqa: B018 (hashed once, before anything is measured)
     batches = [thesis_mix(SEED + turn) for turn in range(BATCHES)]
     messages = [

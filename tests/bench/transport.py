@@ -32,8 +32,8 @@ from support.load.faults import injected
 from support.repository.results import write_result
 from support.servers.bare import NO_LIMIT, bare_server, serve
 from support.servers.server import ServerProcess
-from warpfit.calls.core import Deadline
 from warpfit.calls.progress import silent
+from warpfit.calls.retries import Deadline
 from warpfit.dataset import Dataset
 
 SEED = 20261121
@@ -177,7 +177,7 @@ def uploads(client: warpfit.Client, door: psutil.Process) -> dict[str, Any]:
         client._drive(client._operations._send(dataset, Deadline(None), silent))
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(door) - cpu)
-        client.release(warpfit.calls.data.Data(dataset))
+        client.release(warpfit.calls.dataset_handle.DatasetHandle(dataset))
     size = X.nbytes
     found = {"bytes": size, "ready": rates(size, ready), **described(size, seconds, work)}
     for figure, choose in (("gb_s", statistics.median), ("best_gb_s", min)):

@@ -17,6 +17,7 @@ import warpfit
 from support.servers.server import ServerProcess
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
+from warpfit.client import UploadedDataset
 
 DOORS = 3
 CLIENTS = 16
@@ -63,7 +64,7 @@ def processes_with_connections(server: ServerProcess) -> set[int]:
     }
 
 
-def assert_right(client: warpfit.Client, data: warpfit.Data, factor: float) -> None:
+def assert_right(client: warpfit.Client, data: UploadedDataset, factor: float) -> None:
     got = client.evaluate(data, ["p1*x1 + x2"], parameters=[[factor]])
     np.testing.assert_array_equal(got[:, 0], factor * X[:, 0] + X[:, 1])
 

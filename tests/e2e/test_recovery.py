@@ -18,6 +18,7 @@ import pytest
 import warpfit
 from support.servers.server import ServerProcess
 from warpfit import codec
+from warpfit.client import UploadedDataset
 from warpfit.dataset import Dataset
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -138,7 +139,7 @@ def test_over_the_number_of_calls_in_flight():
         _wait_until(lambda: _accepted(client, data))
 
 
-def _accepted(client: warpfit.Client, data: warpfit.Data) -> bool:
+def _accepted(client: warpfit.Client, data: UploadedDataset) -> bool:
     try:
         client.evaluate(data, ["x1"], loss="mse")
     except warpfit.errors.ResourceExhaustedError:

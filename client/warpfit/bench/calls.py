@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.work import Batch, Expressions, table
-from warpfit.calls.data import Data
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
 from warpfit.errors import WarpfitError
 from warpfit.transport.settings import RetryPolicy
@@ -105,7 +105,13 @@ class Callers:
         return max(0.0, now) if now < self.stop else None
 
     def _call(
-        self, client: Client, data: Data, scenario: Scenario, batch: Batch, due: float, start: float
+        self,
+        client: Client,
+        data: DatasetHandle,
+        scenario: Scenario,
+        batch: Batch,
+        due: float,
+        start: float,
     ) -> Outcome:
         time.sleep(max(0.0, start + due - time.monotonic()))
         sent = time.monotonic() - start
@@ -118,7 +124,7 @@ class Callers:
             error = failure.reason or failure.status
         return Outcome(due, sent, time.monotonic() - start, error)
 
-    def _send(self, client: Client, data: Data, scenario: Scenario, batch: Batch) -> None:
+    def _send(self, client: Client, data: DatasetHandle, scenario: Scenario, batch: Batch) -> None:
         options: dict[str, Any] = {"precision": scenario.precision, "timeout": self.timeout}
         if scenario.kind is Kind.OPTIMIZE:
             client.optimize(data, *batch, max_iterations=10, **options)

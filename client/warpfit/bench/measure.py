@@ -17,7 +17,7 @@ from warpfit.bench.hardware import Peaks
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import summarise
 from warpfit.bench.work import Batch, Expressions, Table, moved, several, table, token_count
-from warpfit.calls.data import Data
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.expressions import reference
 from warpfit.ir import Program
@@ -43,9 +43,9 @@ class Session:
     client: Client
     expressions: Expressions
     peaks: Peaks | None = None
-    _tables: dict[tuple[int, str], tuple[Table, Data]] = field(default_factory=dict)
+    _tables: dict[tuple[int, str], tuple[Table, DatasetHandle]] = field(default_factory=dict)
 
-    def data(self, scenario: Scenario) -> tuple[Table, Data]:
+    def data(self, scenario: Scenario) -> tuple[Table, DatasetHandle]:
         """Draw and upload the data of a scenario; only the last is kept."""
         dtype = "float64" if scenario.precision == "float64" else "float32"
         known = self._tables.get((scenario.rows, dtype))
@@ -94,7 +94,7 @@ class Call:
         return {"wall": self.wall / 1e9, **stages, "rest": self.rest / 1e9}
 
 
-def call(client: Client, data: Data, scenario: Scenario, batch: Batch) -> Call:
+def call(client: Client, data: DatasetHandle, scenario: Scenario, batch: Batch) -> Call:
     """Perform one call as the scenario says."""
     programs, parameters = batch
     precision = "precise" if scenario.precision == "float64" else scenario.precision

@@ -25,7 +25,7 @@ from warpfit.bench.measure import (
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import summarise
 from warpfit.bench.work import Batch, Table, token_count
-from warpfit.calls.data import Data
+from warpfit.calls.dataset_handle import DatasetHandle
 
 _USUAL_TURNS: Final = 3
 _MOST_TURNS: Final = 500
@@ -78,7 +78,7 @@ def _checked(
     session: Session,
     scenario: Scenario,
     table: Table,
-    data: Data,
+    data: DatasetHandle,
     batch: Batch,
     job: peers.Job,
 ) -> dict[str, float]:

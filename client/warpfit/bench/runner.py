@@ -17,11 +17,11 @@ from warpfit.bench.progress import Progress
 from warpfit.bench.results import Results
 from warpfit.bench.scenarios import Kind, Profile, Scenario
 from warpfit.bench.work import Expressions
-from warpfit.calls.info import ServerInfo
 from warpfit.client import connect
 from warpfit.embedded import server_at
 from warpfit.errors import UnavailableError, WarpfitError
 from warpfit.request import Tier
+from warpfit.server_info import ServerInfo
 
 _SHORTEST_SLICE: Final = 0.08
 #: Of a scenario's time; data, expressions, first call and warm-up take the rest.

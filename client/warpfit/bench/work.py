@@ -104,7 +104,7 @@ def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Progr
     values[constant] = np.round(rng.uniform(-5, 5, int(constant.sum())), 3)
     ends = np.cumsum([len(program) for program in programs]).tolist()
     # Each token was replaced by one of its kind, so that the programs are as well-formed as before.
-    return [Program._trusted(codes[a:b], values[a:b]) for a, b in itertools.pairwise([0, *ends])]
+    return [Program._unchecked(codes[a:b], values[a:b]) for a, b in itertools.pairwise([0, *ends])]
 
 
 def token_count(programs: Sequence[Program]) -> int:

@@ -1,1 +1,1 @@
-"""What a call takes and what it returns, without any input or output."""
+"""The operations of a client without input or output: arguments, retries, results."""

@@ -1,27 +1,24 @@
-"""From what callers pass to what travels: data sets and evaluations, checked before sending."""
+"""Data sets and evaluations from the arguments of `upload`, `evaluate` and `run`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from warpfit.calls.data import Data
+from warpfit.calls.batches import BatchCache, Parameters, build_batch
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.progress import Progress
-from warpfit.calls.token_cache import RecentTokens
 from warpfit.dataset import Dataset
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.vectors import Vectors
-from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import Evaluation, Loss, Precision, Tier
 
 E = TypeVar("E", bound=StrEnum)
 Rows: TypeAlias = slice | tuple[int, int] | None
-Parameters: TypeAlias = Sequence[ArrayLike] | ArrayLike | None
 
 
 class UploadOptions(TypedDict, total=False):
@@ -63,8 +60,8 @@ class EvaluateOptions(TypedDict, total=False):
     """Ask for Pearson's correlation of values and target."""
 
 
-#: Options that are wishes of an evaluation by the same name.
-_WISHES: Final = (
+#: Options that ask for a further output, which is a field of `Evaluation` by the same name.
+_OUTPUTS: Final = (
     *("gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
@@ -78,7 +75,7 @@ def canonical(
     names: Sequence[str] | None = None,
     dtype: DTypeLike = "float32",
 ) -> Dataset:
-    """Bring anything array-like into canonical form.
+    """Return the canonical form of anything array-like.
 
     Args:
         X: [rows, variables]: an array, nested sequences, or a pandas DataFrame, whose column names
@@ -106,12 +103,12 @@ def canonical(
 
 def _column_names(X: Any) -> tuple[str, ...]:
     columns = tuple(getattr(X, "columns", ()))
-    # A DataFrame that was made without names numbers its columns; those are no names.
+    # pandas numbers the columns of a DataFrame that was made without names.
     return columns if all(isinstance(column, str) for column in columns) else ()
 
 
 def _numbers(data: Any, name: str) -> NDArray[Any]:
-    """Return an array of real numbers; copies only what is not one already."""
+    """Return an array of real numbers; copy only what is not one already."""
     try:
         array = np.asarray(data)
         if array.dtype.kind not in "biufO":
@@ -127,22 +124,22 @@ def _numbers(data: Any, name: str) -> NDArray[Any]:
 
 
 def build_evaluation(
-    data: Data,
+    data: DatasetHandle,
     expressions: Any,
     parameters: Parameters,
     values: bool | None,
     options: EvaluateOptions,
-    recent: RecentTokens | None = None,
+    cache: BatchCache | None = None,
 ) -> tuple[Evaluation, bool]:
     """Turn a caller's arguments into an evaluation; the server checks its tokens.
 
     Args:
         data: the data set.
-        expressions: one expression or a batch of them.
-        parameters: see `warpfit.Client.run`.
-        values: whether values are wanted; None wants them where no loss is asked for.
-        options: what else the caller asked for.
-        recent: the caller's last batches, if it keeps them.
+        expressions: one expression or several.
+        parameters: as for `warpfit.Client.evaluate`.
+        values: whether to return values; None returns them if nothing else is asked for.
+        options: the caller's further options.
+        cache: the client's last batches, or None.
 
     Returns:
         The evaluation, and whether the answer has a leading axis for parameter vectors.
@@ -152,91 +149,29 @@ def build_evaluation(
         ParseError: for the text of an expression.
 
     """
-    batch, leading_axis = build_batch(expressions, parameters, data.names, recent)
+    batch, leading_axis = build_batch(expressions, parameters, data.names, cache or BatchCache())
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
-    wishes = {wish: bool(options.get(wish)) for wish in _WISHES}
+    outputs = {name: bool(options.get(name)) for name in _OUTPUTS}
     if values is None:
-        values = loss is None and not any(wishes.values())
+        values = loss is None and not any(outputs.values())
     evaluation = Evaluation(
         dataset_id=data.content_id,
         batch=batch,
-        rows=as_row_range(options.get("rows"), data.layout.rows),
+        rows=_row_range(options.get("rows"), data.layout.rows),
         precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
         loss=loss if isinstance(loss, Loss) else None,
         values=values,
         tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
         custom_loss=loss if isinstance(loss, LossFunction) else None,
-        **wishes,
+        **outputs,
     )
     evaluation.check_options(data.layout)
     return evaluation, leading_axis
 
 
-def build_batch(
-    expressions: Any,
-    parameters: Parameters,
-    names: tuple[str, ...],
-    recent: RecentTokens | None = None,
-) -> tuple[Batch, bool]:
-    """Turn expressions and parameters into a batch.
-
-    Args:
-        expressions: one expression, several, or a `Batch`, which has its parameters with it.
-        parameters: see `warpfit.Client.run`.
-        names: of the variables.
-        recent: the caller's last batches, if it keeps them.
-
-    Returns:
-        The batch, and whether answers have a leading axis for parameter vectors.
-
-    """
-    if isinstance(expressions, Batch):
-        if parameters is not None:
-            raise InvalidArgumentError(
-                "a Batch has its parameters with it",
-                "BAD_PARAMETERS",
-                "Leave parameters= out, or give a list of Programs",
-                "parameters",
-            )
-        expressions.check_shapes()
-        return expressions, expressions.vectors > 1
-    programs = as_batch(expressions, names)
-    tokens = (recent or RecentTokens()).of(programs)
-    entries = as_entries(parameters, is_single(expressions), len(programs))
-    vectors = Vectors.of(len(programs), entries)
-    return Batch.joined(tokens, vectors), vectors.tables
-
-
-def is_single(expressions: Any) -> bool:
-    """Tell one expression from a batch; a DEAP tree is a list, but of a class of its own."""
-    if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
-        return True
-    return isinstance(expressions, list) and type(expressions) is not list
-
-
-def as_batch(expressions: Any, names: tuple[str, ...]) -> list[Program]:
-    """Convert one expression or several."""
-    batch = [expressions] if is_single(expressions) else list(expressions)
-    if set(map(type, batch)) == {Program}:
-        return batch
-    from warpfit.frontends import as_programs
-
-    return list(as_programs(batch, names))
-
-
-def as_entries(parameters: Parameters, single: bool, programs: int) -> Sequence[ArrayLike] | None:
-    """One entry for each program; a single expression's vector may stand alone."""
-    if parameters is None:
-        return None
-    entries: Any = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    bare = programs == 1 and all(np.ndim(entry) == 0 for entry in entries)
-    whole: list[Any] = [parameters]
-    return whole if single or bare else entries
-
-
-def as_row_range(rows: Rows, count: int) -> tuple[int, int] | None:
-    """Half-open row range of a slice or pair; None for all rows."""
+def _row_range(rows: Rows, count: int) -> tuple[int, int] | None:
+    """Return the half-open row range of a slice or pair; None for all rows."""
     if not isinstance(rows, slice):
         return None if rows is None else (int(rows[0]), int(rows[1]))
     start, stop, step = rows.indices(count)
@@ -251,7 +186,12 @@ def as_row_range(rows: Rows, count: int) -> tuple[int, int] | None:
 
 
 def as_member(kind: type[E], value: str, field: str) -> E:
-    """Member of an enumeration by its name."""
+    """Return the member of an enumeration with this value.
+
+    Raises:
+        InvalidArgumentError: if there is none.
+
+    """
     try:
         return kind(value)
     except ValueError:

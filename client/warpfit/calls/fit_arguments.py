@@ -1,4 +1,4 @@
-"""From what callers pass to `optimize` to a checked fit."""
+"""Fit requests from the arguments of `optimize`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.calls.arguments import (
-    Parameters,
-    Rows,
-    as_member,
-    as_row_range,
-    build_batch,
-    is_single,
-)
-from warpfit.calls.data import Data
-from warpfit.calls.token_cache import RecentTokens
+from warpfit.calls.arguments import EvaluateOptions, Rows, as_member, build_evaluation
+from warpfit.calls.batches import BatchCache, Parameters, is_single
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.errors import InvalidArgumentError
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
-from warpfit.losses import Loss, LossFunction, as_loss
-from warpfit.request import Evaluation, Precision, Tier
+from warpfit.losses import Loss, LossFunction
+from warpfit.request import Precision, Tier
 
 #: One value for all parameters, or an entry (a value, one for each parameter, or None) for each
 #: expression; a single expression's entry may stand alone.
@@ -38,7 +31,7 @@ class FitOptions(TypedDict, total=False):
     accuracy: Accuracy | str
     """``"screening"`` (default), to compare expressions: 50 iterations, tolerances of 1e-6 (float32
     data) or 1e-8 (float64). ``"final"``, to report parameters: 2,000 iterations, tolerances near
-    the rounding errors; upload as float64 for it. The next four keywords go before it."""
+    the rounding errors; upload as float64 for it. The next four keywords override it."""
     max_iterations: int | None
     """Most iterations of each search; None (default) as ``accuracy`` says."""
     gradient_tolerance: float | None
@@ -57,13 +50,13 @@ class FitOptions(TypedDict, total=False):
     """Ask for standard errors. A parameter that ends at a bound has the one that it would have
     without bounds; fix it to have the errors of the others given its value."""
     covariance: bool
-    """Ask for the covariance of each expression's parameters; of bounds as standard errors."""
+    """Ask for the covariance of each expression's parameters; bounds are ignored, as above."""
     rows: Rows
     """slice or (start, stop) of consecutive rows; None for all."""
     precision: Precision | str
     tier: Tier | str
     partial: bool
-    """Return what has been reached when ``timeout`` is about to pass, instead of failing."""
+    """Return the best parameters so far when ``timeout`` is about to pass, instead of failing."""
     progress: Callable[[FitProgress], None] | None
     """Called a few times a second while the searches run."""
     timeout: float | None
@@ -71,11 +64,11 @@ class FitOptions(TypedDict, total=False):
 
 
 def build_fit(
-    data: Data,
+    data: DatasetHandle,
     expressions: Any,
     parameters: Parameters,
     options: FitOptions,
-    recent: RecentTokens | None = None,
+    cache: BatchCache | None = None,
 ) -> FitRequest:
     """Turn a caller's arguments into a fit; the server checks its tokens.
 
@@ -84,20 +77,16 @@ def build_fit(
         ParseError: for the text of an expression.
 
     """
-    batch, _ = build_batch(expressions, parameters, data.names, recent)
-    loss = as_loss(options.get("loss", Loss.MSE))
-    problem = Evaluation(
-        dataset_id=data.content_id,
-        batch=batch,
-        rows=as_row_range(options.get("rows"), data.layout.rows),
-        precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
-        loss=loss if isinstance(loss, Loss) else None,
-        values=False,
-        tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
-        custom_loss=loss if isinstance(loss, LossFunction) else None,
+    shared: EvaluateOptions = {
+        "loss": options.get("loss", Loss.MSE),
+        "rows": options.get("rows"),
+        "precision": options.get("precision", Precision.PRECISE),
+        "tier": options.get("tier", Tier.AUTO),
+    }
+    problem, _ = build_evaluation(data, expressions, parameters, False, shared, cache)
+    settings = _settings(
+        problem.batch.parameter_counts, is_single(expressions), options, data.layout.dtype
     )
-    single, dtype = is_single(expressions), data.layout.dtype
-    settings = _settings(batch.parameter_counts, single, options, dtype)
     request = FitRequest(problem, settings)
     request.check_options(data.layout)
     return request
@@ -132,7 +121,16 @@ def _settings(
 def _flat(
     given: Any, counts: NDArray[np.uint32], single: bool, name: str, otherwise: float
 ) -> NDArray[np.float64] | None:
-    """One number for each parameter of each program, [sum(counts)]; None for nothing given."""
+    """Return one number for each parameter of each program, [sum(counts)]; None if none is given.
+
+    Args:
+        given: what the caller passed.
+        counts: number of parameters of each program.
+        single: whether the caller passed a single expression.
+        name: name of the argument, for errors.
+        otherwise: number for parameters without an entry.
+
+    """
     if given is None:
         return None
     if np.isscalar(given):
@@ -148,13 +146,13 @@ def _flat(
             name,
         )
     pieces = [
-        _piece(entry, int(count), name, otherwise)
+        _entry_numbers(entry, int(count), name, otherwise)
         for entry, count in zip(entries, counts.tolist(), strict=True)
     ]
     return np.concatenate(pieces)
 
 
-def _piece(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
+def _entry_numbers(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:
     if entry is None:
         return np.full(count, otherwise)
     try:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from warpfit.calls.data import Answer, Fit
-    from warpfit.calls.info import ServerInfo
+    from warpfit.calls.results import Answer, Fit
     from warpfit.client import Client
+    from warpfit.server_info import ServerInfo
 
 
 #: Exit status of a command whose reader, such as ``head``, has closed the pipe: 128 plus SIGPIPE.
@@ -234,7 +234,7 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _health(options: argparse.Namespace) -> None:
-    from warpfit.transport.liveness import health
+    from warpfit.transport.health import health
 
     status = health(options.address, options.service, options.timeout)
     print(f"{options.service}: {status}")

@@ -26,7 +26,7 @@ from warpfit.codec.datasets import (
     upload_messages,
     upload_start,
 )
-from warpfit.codec.failures import (
+from warpfit.codec.errors import (
     ERROR_METADATA_KEY,
     REQUEST_ID_KEY,
     error_from_status,
@@ -47,7 +47,7 @@ from warpfit.codec.requests import (
     evaluation_to_bytes,
     evaluation_to_message,
 )
-from warpfit.codec.server import (
+from warpfit.codec.server_info import (
     info_from_message,
     info_request,
     info_to_message,

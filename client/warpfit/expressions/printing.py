@@ -1,4 +1,4 @@
-"""`Program` to text and LaTeX; both read the operator rows."""
+"""Programs as text and as LaTeX, driven by the operator table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import struct
 from collections import deque
 from collections.abc import Sequence, Set
 from string import Formatter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from warpfit.expressions.grammar import COMPARISONS, CONSTANTS, IDENTIFIER, RIGHT_ASSOCIATIVE, WORDS
-from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
+
+if TYPE_CHECKING:
+    from warpfit.ir import Program
 
 #: Text in pieces, so that joining costs no copies, and how strongly its outermost operator binds.
 _Pieces = deque[str]

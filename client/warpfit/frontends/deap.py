@@ -25,7 +25,7 @@ from warpfit.ops import CONSTANT, VARIABLE
 
 if TYPE_CHECKING:
     from warpfit.calls.arguments import Rows
-    from warpfit.calls.data import Data
+    from warpfit.calls.dataset_handle import DatasetHandle
     from warpfit.client import Client
     from warpfit.losses import Loss, LossFunction
 
@@ -81,7 +81,7 @@ class Evaluator:
     def __init__(
         self,
         client: Client,
-        data: Data,
+        data: DatasetHandle,
         pset: Any = None,
         *,
         loss: Loss | LossFunction | str = "mse",

@@ -139,7 +139,7 @@ def to_program(genome: Genome, *, scaled: bool = False, fitted: bool = False) ->
         codes += [PARAMETER, OPERATORS["mul"].code, PARAMETER, OPERATORS["add"].code]
         values += [count, 0.0, count + 1, 0.0]
     # Genomes are well-formed by the way they are made; checking each costs more than scoring it.
-    return Program._trusted(np.array(codes, dtype=np.uint8), np.array(values, dtype=np.float64))
+    return Program._unchecked(np.array(codes, dtype=np.uint8), np.array(values, dtype=np.float64))
 
 
 @dataclass(frozen=True)

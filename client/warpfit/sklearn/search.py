@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from warpfit.calls.data import Data
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.fitting import Reason
 from warpfit.sklearn.genome import (
@@ -87,7 +87,7 @@ class Search:
     """One run: the population, and how often each structure has been tried."""
 
     client: Client
-    data: Data
+    data: DatasetHandle
     breeder: Breeder
     settings: Settings
     tried: Counter[Genome] = field(default_factory=Counter)

@@ -1,1 +1,1 @@
-"""The gRPC channel of a client: address, settings, credentials."""
+"""The connection of a client to a server: settings, credentials, gRPC channel, health check."""

@@ -1,16 +1,39 @@
-"""How a client retries and how it speaks to the network: frozen settings, filled once."""
+"""The settings of a client's connection: retries, messages, keepalive, gRPC's environment."""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
+from typing import Final, Self
+
+#: gRPC's event engine keeps a thread for each core and wakes one of them at every step of a call.
+#: On 16 cores a small call takes 0.4 to 0.8 ms with it, and 0.2 ms with the older poller, where the
+#: waiting thread does the work itself (measured with grpcio 1.85.1).
+_EXPERIMENTS: Final = "-event_engine_client,-event_engine_listener"
+
+#: Between calls nobody waits in the older poller, so that a connection that is being made only
+#: progresses when gRPC polls by itself: every 5,000 ms by default. After a restart of the server
+#: clients were cut off for 3 to 18 s; with this interval it is 0.1 to 0.9 s.
+_POLL_MILLISECONDS: Final = "100"
+
+
+def configure_grpc() -> None:
+    """Choose gRPC's poller and its interval by environment variables that gRPC reads on import.
+
+    Variables that are set already stay, and so does everything if gRPC is imported already.
+    """
+    if "grpc" not in sys.modules:
+        os.environ.setdefault("GRPC_EXPERIMENTS", _EXPERIMENTS)
+        os.environ.setdefault("GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS", _POLL_MILLISECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """When to repeat a call that the server could not take; every call of warpfit is idempotent.
 
-    That is a call that failed with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a time to wait,
-    which is the shortest pause then.
+    A call is repeated if it failed with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a time to wait.
+    That time is then the shortest pause.
     """
 
     total_seconds: float = 20.0
@@ -26,7 +49,13 @@ class RetryPolicy:
     """Share of each pause that is random, so that many workers do not return all at once."""
 
     def pause(self, failures: int, random: float) -> float:
-        """Seconds to wait after ``failures`` failed attempts (from 1), given a draw from [0, 1)."""
+        """Return the seconds to wait after ``failures`` failed attempts (from 1).
+
+        Args:
+            failures: number of failed attempts.
+            random: a random number from [0, 1), for the jitter.
+
+        """
         growth = self.multiplier ** min(failures - 1, 64)
         full = min(self.initial_backoff * growth, self.maximum_backoff)
         return full * (1.0 - self.jitter * random)
@@ -41,13 +70,13 @@ class TransportConfig:
     message_bytes: int = 128 << 20
     """Largest message to send or to accept; a larger matrix always comes in pieces."""
     keepalive_seconds: float = 30.0
-    """Ask this often whether the server is still there while a call is in flight."""
+    """Time between keepalive pings while a call is in flight."""
     keepalive_timeout_seconds: float = 10.0
-    """Give a connection up when that question stays unanswered this long."""
+    """A connection is closed when a ping stays unanswered this long."""
     reconnect_seconds: tuple[float, float] = (0.1, 1.0)
     """First and longest pause between attempts to connect again."""
     connect_seconds: float = 5.0
-    """Give one attempt to connect at least this long: a busy machine needs some time to answer."""
+    """Shortest time limit of one attempt to connect; a busy machine needs some time to answer."""
 
     def channel_options(self) -> list[tuple[str, int]]:
         """Return the same settings as gRPC channel arguments."""
@@ -60,7 +89,7 @@ class TransportConfig:
             ("grpc.initial_reconnect_backoff_ms", first),
             ("grpc.min_reconnect_backoff_ms", round(1000 * self.connect_seconds)),
             ("grpc.max_reconnect_backoff_ms", longest),
-            # The client repeats by itself and knows the caller's deadline.
+            # warpfit retries by itself, because it knows the caller's deadline.
             ("grpc.enable_retries", 0),
         ]
 
@@ -71,3 +100,8 @@ class ClientConfig:
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     transport: TransportConfig = field(default_factory=TransportConfig)
+
+    @classmethod
+    def of(cls, retry: RetryPolicy | None, transport: TransportConfig | None) -> Self:
+        """Take the defaults for what is None."""
+        return cls(retry=retry or RetryPolicy(), transport=transport or TransportConfig())

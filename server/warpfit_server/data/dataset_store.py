@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from warpfit.calls.info import Limits
-from warpfit.dataset import Layout, PayloadDigest
+from warpfit.dataset import Layout, PayloadDigest, check_weights
 from warpfit.errors import DatasetNotFoundError, InvalidArgumentError, ResourceExhaustedError
-from warpfit.precision import check_weights
+from warpfit.server_info import Limits
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.limits import check_dataset
 from warpfit_server.tenancy.tenants import ANONYMOUS, key_of

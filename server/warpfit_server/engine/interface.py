@@ -11,10 +11,10 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.info import Device
 from warpfit.dataset import Dataset
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
+from warpfit.server_info import Device
 
 Result = TypeVar("Result")
 #: Work of an engine, one step of a few milliseconds for each ``next``; it returns the result. It

@@ -12,7 +12,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from warpfit.errors import InternalError
-from warpfit.expressions.tokens import INDEX_LIMIT
+from warpfit.expressions.token_checks import INDEX_LIMIT
 from warpfit.ir import Batch
 from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit_server.engine.native import numba_cache

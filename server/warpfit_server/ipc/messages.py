@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from warpfit.calls.info import Device
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
 from warpfit.fitting import FitProgress, FitSettings
 from warpfit.losses import Closing
 from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit.server_info import Device
 from warpfit_server.ipc.quarantine import Casualty, Survivor, SuspectList
 from warpfit_server.ipc.segment_layout import Frame
 from warpfit_server.observability.measurements import Delta

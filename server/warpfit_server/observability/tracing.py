@@ -46,7 +46,7 @@ class SpanTracer:
                 "warpfit.request_id": request.request_id,
                 "warpfit.tenant": request.tenant,
                 "warpfit.programs": request.programs,
-                "warpfit.expressions.tokens": request.tokens,
+                "warpfit.expressions.token_checks": request.tokens,
             },
         )
         if status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):

@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 
-from warpfit.calls.info import Limits
 from warpfit.dataset import Dataset
 from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Tier
+from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection

@@ -21,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from warpfit.calls.info import Device
 from warpfit.errors import (
     FailedPreconditionError,
     ResourceExhaustedError,
     UnavailableError,
     WarpfitError,
 )
+from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import ResidentDataset
 from warpfit_server.engine.hang_detector import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK

@@ -19,7 +19,6 @@ from typing import Any, Final, Protocol
 import grpc
 
 from warpfit import codec
-from warpfit.calls.info import ServerInfo
 from warpfit.dataset import Layout
 from warpfit.errors import (
     CancelledError,
@@ -29,6 +28,7 @@ from warpfit.errors import (
 )
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation
+from warpfit.server_info import ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.data.dataset_store import DatasetStore, Upload
 from warpfit_server.ipc import messages

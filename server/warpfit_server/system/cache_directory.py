@@ -163,4 +163,4 @@ def _sources() -> Iterator[Path]:
     server, client = Path(__file__).parents[1], Path(warpfit.__file__).parent
     yield server / "engine"
     yield server / "system" / "cache_files.py"
-    yield from (client / name for name in ("ir.py", "ops.py", "expressions/tokens.py"))
+    yield from (client / name for name in ("ir.py", "ops.py", "expressions/token_checks.py"))

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from warpfit.calls.info import Limits
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitRequest
 from warpfit.request import Evaluation
+from warpfit.server_info import Limits
 from warpfit_server.config import Config
 from warpfit_server.ipc.engine_connection import Run
 from warpfit_server.tenancy.quotas import Amounts, Ledger, Shortage, Usage

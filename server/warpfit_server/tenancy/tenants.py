@@ -13,7 +13,7 @@ A tenants file narrows the server's limits, for all tenants or for some::
     [tenants.mallory]
     suspended = true
 
-The keys are the names of `warpfit.calls.info.Limits`. A tenant with a section of its own has that
+The keys are the names of `warpfit.server_info.Limits`. A tenant with a section of its own has that
 section's limits, and the default's where it names none. The file is read again when it changes.
 """
 
@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from warpfit.calls.info import Limits
 from warpfit.errors import InvalidArgumentError, PermissionDeniedError
+from warpfit.server_info import Limits
 from warpfit_server.config import parse_bytes
 from warpfit_server.system.file_watcher import Watch
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from support.engines.numpy_engine import NumpyEngine
 from warpfit import parse
-from warpfit.calls.data import Fit
+from warpfit.calls.results import Fit
 from warpfit.dataset import Dataset
 from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 import warpfit
+from warpfit.client import UploadedDataset
 
 ROWS = 500
 
@@ -107,7 +108,7 @@ class Load:
     def _call(
         self,
         client: warpfit.Client,
-        data: warpfit.Data,
+        data: UploadedDataset,
         X: np.ndarray,
         factor: float,
         tally: Tally,

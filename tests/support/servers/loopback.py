@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import grpc
 
 from warpfit import codec
-from warpfit.calls.core import Call
 from warpfit.errors import WarpfitError
 from warpfit.testing import InProcessServer
+from warpfit.transport.call import Call
 from warpfit.v1 import evaluator_pb2_grpc
 
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from warpfit.dataset import Dataset, PayloadDigest
+from warpfit.dataset import Dataset, PayloadDigest, PrecisionWarning
 from warpfit.errors import InvalidArgumentError
-from warpfit.precision import PrecisionWarning
 
 MATRICES = st.sampled_from([np.float32, np.float64, np.int16]).flatmap(
     lambda dtype: hnp.arrays(

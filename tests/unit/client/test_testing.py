@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import warpfit
 from support.engines.strategies import programs
 from warpfit import codec, testing
-from warpfit.calls.core import Call, Single
-from warpfit.calls.info import Limits
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.ops import OPERATORS
+from warpfit.server_info import Limits
+from warpfit.transport.call import Call, UnaryCollector
 
 X = np.random.default_rng(8).uniform(0.1, 3, size=(20, 3))
 
@@ -77,7 +77,9 @@ def test_servers_are_independent():
 
 
 def upload(messages):
-    testing.InProcessServer().answer(Call("UploadVariables", iter(messages), Single(), None))
+    testing.InProcessServer().answer(
+        Call("UploadVariables", iter(messages), UnaryCollector(), None)
+    )
 
 
 def messages_of(X):

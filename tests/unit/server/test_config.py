@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from support.servers.requests import DATA, an_evaluation
-from warpfit.calls.info import Limits
 from warpfit.errors import (
     ResourceExhaustedError,
 )
+from warpfit.server_info import Limits
 from warpfit_server.config import Config, parse_bytes
 from warpfit_server.limits import check_batch, check_dataset, check_result
 

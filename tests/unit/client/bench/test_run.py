@@ -21,9 +21,9 @@ from warpfit.bench.progress import Pace, PlainProgress, progress
 from warpfit.bench.results import Results
 from warpfit.bench.runner import Clock, Plan, Run
 from warpfit.bench.scenarios import TINY, Kind, Scenario
-from warpfit.calls.info import Device, Limits, ServerInfo
 from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit.request import Tier, Timings
+from warpfit.server_info import Device, Limits, ServerInfo
 
 #: As little as a run can be.
 SMALL = replace(

@@ -10,7 +10,7 @@ import pytest
 import warpfit
 from support.servers.loopback import serve
 from warpfit import InvalidArgumentError, ProgramError, Reason, testing
-from warpfit.calls.data import Data
+from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
 from warpfit.transport.settings import RetryPolicy
@@ -191,7 +191,7 @@ def test_correlation_needs_a_target(client):
     ],
 )
 def test_accuracy_chooses_what_is_not_given(dtype, options, expected):
-    request = build_fit(Data(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
+    request = build_fit(DatasetHandle(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
     settings = request.settings
     found = (settings.max_iterations, settings.gradient_tolerance)
     assert (*found, settings.step_tolerance, settings.loss_tolerance) == expected

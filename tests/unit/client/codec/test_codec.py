@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.engines.strategies import numbers, programs
 from warpfit import codec, errors
-from warpfit.calls import info
+from warpfit import server_info as info
 from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS

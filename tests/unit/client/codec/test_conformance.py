@@ -11,13 +11,13 @@ import pytest
 
 from support.repository.conformance import DATASETS, PROTO, VECTORS, array, assert_met
 from warpfit import codec, parse
-from warpfit.calls.core import Call
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.testing import InProcessServer
+from warpfit.transport.call import Call
 
 
 def generator():

@@ -9,7 +9,7 @@ pytest.importorskip("numba")
 
 from support.engines.strategies import programs
 from warpfit.errors import ProgramError
-from warpfit.expressions.tokens import check_indices, check_structure, is_sound
+from warpfit.expressions.token_checks import are_well_formed, check_indices, check_structure
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
 from warpfit_server.engine.validate import check_sound
@@ -32,7 +32,7 @@ def exact(batch):
 
 
 def fast(batch):
-    return is_sound(
+    return are_well_formed(
         *(batch.codes, batch.values, batch.starts, batch.lengths),
         VARIABLES,
         batch.parameter_counts,
@@ -90,7 +90,7 @@ def test_no_height_of_the_stack_hides_a_code_that_is_none():
     for height in (*range(1, 300), 2**15 + 1, 2**16 + 1):
         codes = np.array([CONSTANT] * height + [0], np.uint8)
         starts = np.array([0, height + 1])
-        assert not is_sound(codes, np.zeros(height + 1), starts, starts[1:]), height
+        assert not are_well_formed(codes, np.zeros(height + 1), starts, starts[1:]), height
         numbers = np.array([height + 1], np.uint32), np.zeros(1, np.uint32), np.empty(0)
         assert not compiled(Batch(codes, np.zeros(height + 1), *numbers)), height
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from support.servers.requests import DATA
-from warpfit.calls.info import Limits
 from warpfit.dataset import Dataset
 from warpfit.errors import (
     DatasetNotFoundError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
+from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.tenancy.tenants import ANONYMOUS, key_of

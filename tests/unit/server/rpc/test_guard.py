@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.servers.secret_files import write_secret
-from warpfit.calls.info import Limits
 from warpfit.codec import error_to_detail
 from warpfit.errors import (
     InvalidArgumentError,
@@ -24,6 +23,7 @@ from warpfit.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from warpfit.server_info import Limits
 from warpfit.transport.security import Security, TlsConfig, is_local, new_token, token_digest
 from warpfit_server.config import Config
 from warpfit_server.rpc.error_details import STATUS_METADATA_KEY, status_details

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from support.servers.requests import DATA, an_evaluation
-from warpfit.calls.info import Limits
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.request import Loss
+from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.engine.request import Connection
 from warpfit_server.ipc import messages

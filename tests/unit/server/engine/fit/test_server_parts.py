@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpfit.calls.info import Limits
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions import reference_engine
@@ -19,6 +18,7 @@ from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Closing, LossFunction, huber
 from warpfit.request import Evaluation, Loss
+from warpfit.server_info import Limits
 from warpfit_server.engine.finalize import correlation, engine_share, finish, scale_linearly
 from warpfit_server.engine.interface import Outputs
 from warpfit_server.ipc import messages

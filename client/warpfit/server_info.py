@@ -1,4 +1,4 @@
-"""What a server says about itself."""
+"""Description of a server: version, devices, limits, operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from warpfit.request import Tier
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What an engine computes on."""
+    """A device that an engine computes on."""
 
     name: str
     threads: int = 0
@@ -21,7 +21,7 @@ class Device:
     driver: str = ""
     """CUDA driver version."""
     tiers: tuple[Tier, ...] = (Tier.INTERPRETER,)
-    """Evaluators that the engine offers on this device."""
+    """Tiers that the engine offers on this device."""
 
 
 @dataclass(frozen=True, slots=True)

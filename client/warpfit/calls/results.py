@@ -1,4 +1,4 @@
-"""What users hold in their hands: the handle of an uploaded data set, and answers as arrays."""
+"""The results of `evaluate` and `optimize` as users see them."""
 
 from __future__ import annotations
 
@@ -9,46 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.display import TextTable, numbers
-from warpfit.dataset import Dataset, Layout
 from warpfit.fitting import REASONS, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Result, Timings
-
-
-class Data:
-    """Handle of an uploaded data set.
-
-    Any client can use it with any server: where the data set is not resident, it is uploaded. For
-    that the handle keeps the numbers, in the dtype and order in which they travel.
-    """
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    @property
-    def content_id(self) -> bytes:
-        """SHA-256 that identifies the content on every server, 32 bytes."""
-        return self.dataset.content_id
-
-    @property
-    def layout(self) -> Layout:
-        """Dtype, numbers of variables and rows, and what else the data set has."""
-        return self.dataset.layout
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Variable names, or empty."""
-        return self.layout.names
-
-    def __repr__(self) -> str:
-        """Show the shape, not the numbers."""
-        layout = self.layout
-        extras = [name for name in ("target", "weights") if getattr(layout, f"has_{name}")]
-        with_extras = f" with {' and '.join(extras)}" if extras else ""
-        return (
-            f"<{type(self).__name__} {self.content_id.hex()[:12]}: {layout.rows} rows x "
-            f"{layout.variables} variables, {layout.dtype.name}{with_extras}>"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ def _height_changes() -> NDArray[np.int64]:
 _HEIGHT_CHANGES: Final = _height_changes()
 
 
-def is_sound(
+def are_well_formed(
     codes: Codes,
     values: Values,
     starts: Starts,

@@ -1,11 +1,10 @@
-"""What a server says about itself."""
+"""Encoding of a server's description."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-from warpfit.calls import info
-from warpfit.calls.info import ServerInfo
+from warpfit import server_info as info
 from warpfit.codec.framing import TIER_MEMBERS, TIERS, enum_member
 from warpfit.ops import OPERATORS
 from warpfit.v1 import evaluator_pb2 as pb
@@ -16,7 +15,7 @@ def info_request() -> pb.GetServerInfoRequest:
     return pb.GetServerInfoRequest()
 
 
-def info_to_message(server: ServerInfo) -> pb.ServerInfo:
+def info_to_message(server: info.ServerInfo) -> pb.ServerInfo:
     """Encode a server's description."""
     return pb.ServerInfo(
         version=server.version,
@@ -40,9 +39,9 @@ def info_to_message(server: ServerInfo) -> pb.ServerInfo:
     )
 
 
-def info_from_message(message: pb.ServerInfo) -> ServerInfo:
+def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
     """Decode a server's description."""
-    return ServerInfo(
+    return info.ServerInfo(
         version=message.version,
         engine=message.engine,
         devices=tuple(

@@ -1,4 +1,4 @@
-"""Asks a server's health service, without the package that has its stubs."""
+"""Queries of a server's health service, without the package that has its stubs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def health(address: str, service: str, timeout: float) -> str:
     name = service.encode()[:127]
     request = b"\n" + bytes([len(name)]) + name if name else b""  # HealthCheckRequest.service
     with grpc.insecure_channel(address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
         try:
-            answer = channel.unary_unary("/grpc.health.v1.Health/Check", None, None)(
-                request, timeout=timeout
-            )
+            answer = check(request, timeout=timeout)
         except grpc.RpcError as error:
             return str(error.code().name)
     number = answer[1] if answer[:1] == b"\x08" else 0  # HealthCheckResponse.status

@@ -1,4 +1,4 @@
-"""Parameter vectors of a batch, as callers give them and as they travel."""
+"""The parameter vectors of a batch as flat arrays."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from warpfit.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Vectors:
-    """The parameter vectors of all programs of a batch, flat."""
+class ParameterVectors:
+    """The parameter vectors of all programs of a batch."""
 
     counts: NDArray[np.uint32]
     """Length of each program's vector; [programs]."""
@@ -21,11 +21,11 @@ class Vectors:
     """For each program in turn its K vectors, C order [K, count]; flat."""
     count: int = 1
     """K, the number of vectors for each program."""
-    tables: bool = False
-    """Whether a caller gave a table [K, n] for a program, so that answers have an axis of K."""
+    leading_axis: bool = False
+    """Whether a caller gave K vectors [K, n] for a program, so that answers have an axis of K."""
 
     @classmethod
-    def of(cls, programs: int, entries: Sequence[ArrayLike] | None) -> Vectors:
+    def of(cls, programs: int, entries: Sequence[ArrayLike] | None) -> ParameterVectors:
         """Take one vector [n] or K vectors [K, n] for each program; None gives none to any.
 
         Raises:
@@ -42,11 +42,11 @@ class Vectors:
                 "Give one vector [n] or K vectors [K, n] for each program, [] where it has none",
                 "parameters",
             )
-        return _one_vector_each(entries) or _converted(entries)
+        return _join_vectors(entries) or _join_any(entries)
 
 
-def _one_vector_each(entries: Sequence[ArrayLike]) -> Vectors | None:
-    """Join the vectors of the common case in one step; None if it is not this case."""
+def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
+    """Join the entries in one step if each is one vector [n], as most are; else return None."""
     try:
         numbers = np.concatenate(entries, dtype=np.float64)
         counts = np.fromiter(map(len, entries), np.uint32, len(entries))  # type: ignore[arg-type]
@@ -54,14 +54,14 @@ def _one_vector_each(entries: Sequence[ArrayLike]) -> Vectors | None:
         return None
     if numbers.ndim != 1 or counts.sum() != len(numbers):
         return None
-    return Vectors(counts, numbers)
+    return ParameterVectors(counts, numbers)
 
 
-def _converted(entries: Sequence[ArrayLike]) -> Vectors:
+def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
     arrays = [_array(index, entry) for index, entry in enumerate(entries)]
     dimensions = {array.ndim for array in arrays}
     if dimensions == {1}:
-        return Vectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
+        return ParameterVectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
     vectors = {array.shape[0] for array in arrays if array.ndim == 2}
     if len(vectors) != 1 or not dimensions <= {1, 2}:
         raise InvalidArgumentError(
@@ -72,11 +72,11 @@ def _converted(entries: Sequence[ArrayLike]) -> Vectors:
         )
     k = vectors.pop()
     blocks = [a if a.ndim == 2 else a.reshape(1, -1).repeat(k, axis=0) for a in arrays]
-    return Vectors(
+    return ParameterVectors(
         np.array([block.shape[1] for block in blocks], np.uint32),
         np.concatenate([block.ravel() for block in blocks]),
         k,
-        tables=True,
+        leading_axis=True,
     )
 
 

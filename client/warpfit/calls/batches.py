@@ -1,0 +1,108 @@
+"""Batches from what callers pass as expressions and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.parameter_vectors import ParameterVectors
+from warpfit.frontends import as_programs
+from warpfit.ir import Batch, Program
+
+#: One vector [n] or K vectors [K, n] for each expression; for a single expression its own alone.
+Parameters: TypeAlias = Sequence[ArrayLike] | ArrayLike | None
+
+#: Number of batches that a client keeps, and the most tokens of one of them (9 bytes a token).
+_MOST_BATCHES: Final = 8
+_MOST_TOKENS: Final = 1 << 17
+
+
+class BatchCache:
+    """The last few batches of a client without their parameters; threads may share it.
+
+    A local search sends the same programs again and again, and joining their tokens takes longer
+    than finding them here. The state is one tuple that is replaced as a whole: if two threads add
+    a batch at the same time, one of the two may be lost, which does no harm.
+    """
+
+    def __init__(self) -> None:
+        self._recent: tuple[tuple[list[Program], Batch], ...] = ()
+
+    def of(self, programs: Sequence[Program]) -> Batch:
+        """Return a batch of these programs without parameters.
+
+        Raises:
+            InvalidArgumentError: if there are no programs.
+
+        """
+        for known, batch in self._recent:
+            # The first and the last one tell most batches apart before equality looks at tokens.
+            if (
+                len(known) == len(programs)
+                and known[0] is programs[0]
+                and known[-1] is programs[-1]
+                and known == programs
+            ):
+                return batch
+        batch = Batch.of(programs)
+        if len(batch.codes) <= _MOST_TOKENS:
+            self._recent = ((list(programs), batch), *self._recent[: _MOST_BATCHES - 1])
+        return batch
+
+
+def build_batch(
+    expressions: Any, parameters: Parameters, names: tuple[str, ...], cache: BatchCache
+) -> tuple[Batch, bool]:
+    """Turn expressions and parameters into a batch.
+
+    Args:
+        expressions: one expression, several, or a `Batch`, which contains its parameters.
+        parameters: as for `warpfit.Client.evaluate`.
+        names: names of the variables, or empty.
+        cache: the client's last batches.
+
+    Returns:
+        The batch, and whether answers have a leading axis for parameter vectors.
+
+    Raises:
+        InvalidArgumentError: for arguments that do not fit together.
+        ParseError: for the text of an expression.
+
+    """
+    if isinstance(expressions, Batch):
+        if parameters is not None:
+            raise InvalidArgumentError(
+                "a Batch contains its parameters",
+                "BAD_PARAMETERS",
+                "Leave parameters= out, or give a list of Programs",
+                "parameters",
+            )
+        expressions.check_shapes()
+        return expressions, expressions.vectors > 1
+    programs = [expressions] if is_single(expressions) else list(expressions)
+    if set(map(type, programs)) != {Program}:
+        programs = as_programs(programs, names)
+    batch = cache.of(programs)
+    entries = _entries(parameters, is_single(expressions), len(programs))
+    vectors = ParameterVectors.of(len(programs), entries)
+    return batch.with_parameters(vectors), vectors.leading_axis
+
+
+def is_single(expressions: Any) -> bool:
+    """Tell one expression from several; a DEAP tree is a subclass of list."""
+    if isinstance(expressions, str) or not hasattr(expressions, "__iter__"):
+        return True
+    return isinstance(expressions, list) and type(expressions) is not list
+
+
+def _entries(parameters: Parameters, single: bool, programs: int) -> Sequence[ArrayLike] | None:
+    """Return one entry for each program; a single expression's vector may stand alone."""
+    if parameters is None:
+        return None
+    entries: Any = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    is_one_vector = programs == 1 and all(np.ndim(entry) == 0 for entry in entries)
+    return [parameters] if single or is_one_vector else entries  # type: ignore[list-item]

@@ -1,0 +1,41 @@
+"""The handle of an uploaded data set, which users pass to `evaluate` and `optimize`."""
+
+from __future__ import annotations
+
+from warpfit.dataset import Dataset, Layout
+
+
+class DatasetHandle:
+    """Handle of an uploaded data set.
+
+    Any client can use it with any server: where the data set is not resident, it is uploaded. For
+    that the handle keeps the numbers, in the dtype and order in which they travel.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    @property
+    def content_id(self) -> bytes:
+        """SHA-256 that identifies the content on every server, 32 bytes."""
+        return self.dataset.content_id
+
+    @property
+    def layout(self) -> Layout:
+        """Dtype, number of variables and rows, and whether there are a target and weights."""
+        return self.dataset.layout
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Variable names, or empty."""
+        return self.layout.names
+
+    def __repr__(self) -> str:
+        """Show the shape, not the numbers."""
+        layout = self.layout
+        extras = [name for name in ("target", "weights") if getattr(layout, f"has_{name}")]
+        with_extras = f" with {' and '.join(extras)}" if extras else ""
+        return (
+            f"<{type(self).__name__} {self.content_id.hex()[:12]}: {layout.rows} rows x "
+            f"{layout.variables} variables, {layout.dtype.name}{with_extras}>"
+        )

@@ -1,0 +1,68 @@
+"""Deadlines and retries of a call."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from warpfit.errors import DeadlineExceededError, InvalidArgumentError, WarpfitError
+from warpfit.transport.settings import RetryPolicy
+
+
+class Deadline:
+    """A moment that all attempts of an operation share."""
+
+    def __init__(self, timeout: float | None) -> None:
+        if timeout is not None and not timeout > 0:
+            raise InvalidArgumentError(
+                f"timeout {timeout} is not positive",
+                "BAD_TIMEOUT",
+                "Give seconds, or None to wait for ever",
+                "timeout",
+            )
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def remaining(self) -> float | None:
+        """Return the seconds left, at least 0; None without a deadline."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+@dataclass(slots=True)
+class Retries:
+    """Counts the failed attempts of one call and decides whether there is another one."""
+
+    policy: RetryPolicy
+    deadline: Deadline
+    failures: int = 0
+    first_failure: float = 0.0
+
+    def pause_after(self, error: WarpfitError) -> float:
+        """Return the seconds to wait before the next attempt.
+
+        That is the policy's pause, or the time that the server asked for if it is longer.
+
+        Raises:
+            WarpfitError: ``error``, once the policy's time is used up or the server asks for more.
+            DeadlineExceededError: if the caller's deadline comes before the next attempt.
+
+        """
+        now = time.monotonic()
+        self.first_failure = self.first_failure if self.failures else now
+        self.failures += 1
+        time_left = self.first_failure + self.policy.total_seconds - now
+        # The time that the server asks for is spread, so that workers do not return all at once.
+        asked = (error.retry_after or 0.0) * (1.0 + self.policy.jitter * random.random())
+        if time_left <= 0 or asked > time_left:
+            raise error
+        pause = max(asked, min(time_left, self.policy.pause(self.failures, random.random())))
+        remaining = self.deadline.remaining()
+        if remaining is not None and pause >= remaining:
+            raise DeadlineExceededError(
+                f"no answer within {self.deadline.timeout:g} s; the last of {self.failures} "
+                f"attempts failed: {error.message}",
+                "DEADLINE_EXCEEDED",
+                "Raise timeout=, and look at the server's log",
+            ) from error
+        return pause

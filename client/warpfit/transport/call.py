@@ -1,0 +1,85 @@
+"""One remote call: its request, and what collects the messages of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from warpfit import codec
+from warpfit.dataset import Dataset
+
+
+class Collector(Protocol):
+    """Takes the messages of an answer one by one, while later ones are still on their way."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the contract promises that the answer is one message."""
+
+    def add(self, message: Any) -> None:
+        """Take the next message."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One attempt of a remote call."""
+
+    method: str
+    """Name of the method in evaluator.proto."""
+    request: Any
+    """The message, or an iterator of messages where the contract says stream."""
+    collector: Collector
+    timeout: float | None
+    """Seconds, or None to wait for ever."""
+
+
+class UnaryCollector:
+    """Keeps the only message of an answer."""
+
+    is_single = True
+
+    def __init__(self) -> None:
+        self.message: Any = None
+
+    def add(self, message: Any) -> None:
+        """Take the message."""
+        self.message = message
+
+
+class UploadStream:
+    """Iterator of the messages of an upload, which keeps an exception of the progress callback.
+
+    gRPC iterates in a thread of its own, where an exception would be lost. So an exception ends
+    the stream, and the transport raises it in the caller's thread.
+
+    Args:
+        dataset: the data set to send.
+        chunk_bytes: size of the payload of each message.
+        report: called with the bytes done and the bytes in total.
+
+    """
+
+    def __init__(
+        self, dataset: Dataset, chunk_bytes: int, report: Callable[[int, int], None]
+    ) -> None:
+        self.failure: Exception | None = None
+        self._messages = self._stream(dataset, chunk_bytes, report)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> bytes:
+        return next(self._messages)
+
+    def _stream(
+        self, dataset: Dataset, chunk_bytes: int, report: Callable[[int, int], None]
+    ) -> Iterator[bytes]:
+        """Yield each message, and report it when the next one is asked for."""
+        total = dataset.layout.nbytes
+        try:
+            for sent, message in enumerate(codec.upload_messages(dataset, chunk_bytes)):
+                yield message
+                report(min(sent * chunk_bytes, total), total)
+        except Exception as error:  # whatever the user's callback raises
+            self.failure = error

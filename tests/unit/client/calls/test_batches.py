@@ -1,0 +1,115 @@
+"""Batches from programs and parameters, and the cache of a client's last batches."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from warpfit import Program, parse
+from warpfit.calls import batches
+from warpfit.calls.batches import BatchCache
+from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.parameter_vectors import ParameterVectors
+
+TEXTS = ["x1 + p1", "sin(x2)", "x1*x2 - 3", "p1/p2"]
+
+
+def parsed(*texts):
+    return [parse(text) for text in texts]
+
+
+def assert_batch_of(programs, batch):
+    assert [batch.program(index) for index in range(len(batch))] == programs
+
+
+def test_the_same_programs_are_joined_once():
+    cache, programs = BatchCache(), parsed(*TEXTS)
+    first = cache.of(programs)
+    assert_batch_of(programs, first)
+    assert cache.of(list(programs)) is first
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_other_programs_are_another_batch(place):
+    cache, programs = BatchCache(), parsed(*TEXTS)
+    cache.of(programs)
+    other = [*programs[:place], parse("exp(x1)"), *programs[place + 1 :]]
+    assert_batch_of(other, cache.of(other))
+    assert_batch_of(programs[:3], cache.of(programs[:3]))
+    programs[place] = parse("exp(x1)")  # in the list that was cached
+    assert_batch_of(programs, cache.of(programs))
+
+
+def test_only_the_last_small_batches_are_kept(monkeypatch):
+    cache, first = BatchCache(), parsed(*TEXTS)
+    batch = cache.of(first)
+    for index in range(batches._MOST_BATCHES - 1):
+        cache.of(parsed(f"x{index + 1}", "x2"))
+    assert cache.of(first) is batch
+    cache.of(parsed("x1", "x3"))
+    assert cache.of(first) is not batch
+    monkeypatch.setattr(batches, "_MOST_TOKENS", 3)
+    large = parsed("x1 + x2 + x3")
+    assert cache.of(large) is not cache.of(large)
+
+
+def test_threads_share_a_cache():
+    cache, failures = BatchCache(), []
+    lists = [parsed(f"x{index} + p1", "x1") for index in range(1, 13)]
+
+    def work(programs):
+        try:
+            for _ in range(200):
+                assert_batch_of(programs, cache.of(programs))
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(programs,)) for programs in lists]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    ("entries", "counts", "numbers", "count", "leading_axis"),
+    [
+        (None, [0, 0], [], 1, False),
+        ([[], [1, 2]], [0, 2], [1, 2], 1, False),
+        ([np.array([1], np.float32), (2, 3)], [1, 2], [1, 2, 3], 1, False),
+        ([np.array([], object), np.array([True])], [0, 1], [1], 1, False),
+        ([[1.0], ["a"]], None, None, None, None),
+        ([[1.0], [[1.0], [1.0, 2.0]]], None, None, None, None),
+        (["", "1"], None, None, None, None),
+        ([range(2), np.arange(3)], [2, 3], [0, 1, 0, 1, 2], 1, False),
+        ([[[1], [2]], [[3], [4]]], [1, 1], [1, 2, 3, 4], 2, True),
+        ([[[1], [2]], [3]], [1, 1], [1, 2, 3, 3], 2, True),
+        ([np.ones((1, 2)), np.ones((1, 0))], [2, 0], [1, 1], 1, True),
+        ([1.0, 2.0], None, None, None, None),
+        ([[1], np.ones((1, 1, 1))], None, None, None, None),
+    ],
+)
+def test_parameter_vectors_of_every_kind(entries, counts, numbers, count, leading_axis):
+    if counts is None:
+        with pytest.raises(InvalidArgumentError):
+            ParameterVectors.of(2, entries)
+        return
+    vectors = ParameterVectors.of(2, entries)
+    assert vectors.counts.tolist() == counts
+    assert vectors.counts.dtype == np.uint32
+    assert vectors.numbers.tolist() == numbers
+    assert vectors.numbers.dtype == np.float64
+    assert (vectors.count, vectors.leading_axis) == (count, leading_axis)
+
+
+def test_the_expression_whose_parameters_are_no_numbers_is_named():
+    with pytest.raises(InvalidArgumentError) as caught:
+        ParameterVectors.of(2, [[1.0], ["a"]])
+    assert (caught.value.reason, caught.value.expression) == ("NOT_NUMBERS", 1)
+
+
+def test_programs_from_unaligned_and_strided_arrays():
+    codes = np.array([1, 9, 2, 9, 16, 9], np.uint8)[::2]
+    values = np.array([0.0, 5.0, 0.0, 5.0, 0.0, 5.0])[::2]
+    assert Program(codes, values) == Program([1, 2, 16], [0, 0, 0])
