@@ -6,7 +6,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from warpfit_server.system.cache_directory import default_cache_directory, engine_environment
+from warpfit_server.system.compile_cache import default_cache_directory, engine_environment
 
 pytest.register_assert_rewrite("support.engines.derivative_suite")
 

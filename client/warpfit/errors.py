@@ -117,8 +117,14 @@ class ParseError(_PlacedError):
     """The text of an expression cannot be parsed; ``str`` shows the place with a caret."""
 
 
+@dataclass(eq=False)
 class DatasetNotFoundError(WarpfitError):
     """The data set is not resident on the server."""
+
+    message: str = "the data set is not resident"
+    reason: str = "DATASET_NOT_FOUND"
+    remedy: str = "Upload it (again) with UploadVariables, then repeat the call"
+    field: str = "content_id"
 
     status = "NOT_FOUND"
 

@@ -160,12 +160,7 @@ class InProcessServer:
     def _dataset(self, content_id: bytes) -> Dataset:
         dataset = self._datasets.get(codec.check_content_id(content_id))
         if dataset is None:
-            raise DatasetNotFoundError(
-                f"data set {content_id.hex()[:12]} is not resident",
-                "DATASET_NOT_FOUND",
-                "Upload it again",
-                "content_id",
-            )
+            raise DatasetNotFoundError
         return dataset
 
 

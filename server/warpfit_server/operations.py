@@ -7,15 +7,15 @@ import time
 
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.metrics import MetricsPage, Sources
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.observability.metrics import MetricsPage, Sources
 from warpfit_server.observability.metrics_port import MetricsPort
 from warpfit_server.observability.tracing import make_tracer
-from warpfit_server.processes.front_ends import Doors
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
 from warpfit_server.processes.probe import Probe
-from warpfit_server.processes.supervisor import EngineSupervisor
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.tls import join_address
@@ -42,7 +42,7 @@ class Operations:
         config: Config,
         supervisor: EngineSupervisor,
         datasets: DatasetStore,
-        doors: Doors,
+        doors: FrontEndSupervisor,
         recorder: Recorder,
         service: str,
     ) -> None:

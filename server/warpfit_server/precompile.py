@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpfit_server.system.cache_directory import (
+from warpfit_server.system.compile_cache import (
     check_private,
     default_cache_directory,
     engine_environment,
+    make_private_directory,
 )
-from warpfit_server.system.cache_files import make_private
 from warpfit_server.system.resources import available_cores
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     directory = options.cache_dir or default_cache_directory()
     directory = directory.absolute()
-    make_private(directory)
+    make_private_directory(directory)
     check_private(directory)
     os.environ.update(engine_environment(directory))  # before Numba is imported
     from warpfit_server.engine.cpu.codegen import kernel_cache

@@ -11,13 +11,13 @@ from warpfit_server.data.dataset_store import DatasetStore, Sweeper
 from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.operations import Operations
-from warpfit_server.processes.front_ends import Doors
-from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
 from warpfit_server.rpc.interceptor import make_guard
 from warpfit_server.rpc.port import check_free, listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, EvaluatorService, ResidentLeases
 from warpfit_server.rpc.tls import check_exposure
-from warpfit_server.system.cache_directory import usable
+from warpfit_server.system.compile_cache import usable_cache_directory
 from warpfit_server.system.server_directory import ServerDirectory
 from warpfit_server.tenancy.quotas import Ledger
 
@@ -34,7 +34,7 @@ class Server:
         self._places.callback(self._directory.remove)
         try:
             cache = self._places.enter_context(
-                usable(config.cache_path, within=str(self._directory.path))
+                usable_cache_directory(config.cache_path, within=str(self._directory.path))
             )
             self._assemble(replace(config, cache_dir=str(cache)))
         except BaseException:
@@ -50,7 +50,7 @@ class Server:
         leases = ResidentLeases(self._datasets, self.supervisor)
         self.ledger = Ledger.create(config.doors)
         recorder = Recorder()
-        self._doors = Doors(config, self.supervisor, leases, self.ledger, recorder)
+        self._doors = FrontEndSupervisor(config, self.supervisor, leases, self.ledger, recorder)
         admission, guard = make_guard(config, self.ledger, trusts_doors=True)
         service = EvaluatorService(
             self._datasets, self.supervisor, admission, config.chunk_bytes, self._doors.forget

@@ -14,7 +14,7 @@ import pytest
 
 import warpfit
 from support.servers.server import ServerProcess
-from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.compile_cache import default_cache_directory
 
 X = np.arange(6.0).reshape(3, 2)
 #: A part of the CPU engine that compiles in a second.

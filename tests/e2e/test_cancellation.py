@@ -63,7 +63,7 @@ def leaves_nothing(server, engine, data):
     def check():
         ended = _work(engine)
         deadline = time.monotonic() + 30
-        while not (server.ledger.used() == Usage() and not server.supervisor.connection._runs):
+        while not (server.ledger.used() == Usage() and not server.supervisor.connection._in_flight):
             assert time.monotonic() < deadline, server.ledger.used()
             time.sleep(0.02)
         time.sleep(0.3)
@@ -130,7 +130,7 @@ def test_while_it_waits_for_the_engine(caller, server, data, leaves_nothing, way
     timeout = 1.5 if way == "deadline" else 60
     calls = [_start(caller, "Evaluate", request, timeout) for _ in range(20)]
     deadline = time.monotonic() + 10
-    while way == "cancelled" and len(server.supervisor.connection._runs) < 10:
+    while way == "cancelled" and len(server.supervisor.connection._in_flight) < 10:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     _end(calls, way, least=0.4)

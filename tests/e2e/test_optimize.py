@@ -23,7 +23,7 @@ from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
 rng = np.random.default_rng(12)

@@ -221,12 +221,7 @@ class DatasetStore:
     def _find(self, key: bytes) -> ResidentDataset:
         dataset = self._resident.get(key)
         if dataset is None or dataset.released:
-            raise DatasetNotFoundError(
-                "the data set is not resident",
-                "DATASET_NOT_FOUND",
-                "Upload it (again) with UploadVariables, then repeat the call",
-                "content_id",
-            )
+            raise DatasetNotFoundError
         return dataset
 
     def _remove(self, dataset: ResidentDataset) -> None:

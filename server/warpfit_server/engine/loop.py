@@ -193,13 +193,15 @@ class Loop:
         self, connection: Connection, message: messages.Message, descriptors: list[int]
     ) -> None:
         match message:
-            case messages.Unmap():
+            case messages.UnmapSegment():
                 connection.segments.pop(message.segment, None)
-            case messages.Evaluate() | messages.Optimize():
+            case messages.SubmitEvaluation() | messages.SubmitFit():
                 try:
                     request = connection.receive(message, descriptors)
                 except ResourceExhaustedError as error:
-                    connection.send(messages.Finished(problem_of(message).request, error=error))
+                    connection.send(
+                        messages.RequestFinished(problem_of(message).request, error=error)
+                    )
                     return
                 task = Task(request, request.problem.tenant, *self._merging(request))
                 with self._queue:
@@ -279,11 +281,11 @@ class Loop:
 
     def _answer(self, requests: list[Request], timings: Timings) -> None:
         """Answer requests that a step has finished, each front end's at once."""
-        answers: dict[Connection, list[messages.Finished]] = {}
+        answers: dict[Connection, list[messages.RequestFinished]] = {}
         for request in requests:
             request.connection.requests.discard(request)
             own = replace(timings, queue=request.waited + timings.queue)
-            answer = messages.Finished(request.number, own)
+            answer = messages.RequestFinished.of(request.number, own)
             answers.setdefault(request.connection, []).append(answer)
         for connection, found in answers.items():
             connection.send(*found)
@@ -296,7 +298,7 @@ class Loop:
             failure = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             error = shortage(error) or failure
         request.connection.requests.discard(request)
-        request.connection.send(messages.Finished(request.number, error=error))
+        request.connection.send(messages.RequestFinished(request.number, error=error))
 
 
 def _ignore(programs: int) -> None:

@@ -57,28 +57,28 @@ class EngineProcess:
         """Serve until Stop or the end of the channel."""
         self._loop.start()
         self._overseer.start()
-        self._channel.send(messages.Ready(self._engine.name, tuple(self._engine.devices())))
+        self._channel.send(messages.EngineReady(self._engine.name, tuple(self._engine.devices())))
         BACKGROUND.submit(_prepare_fits, self._cache_directory)
         while True:
             message, descriptors = self._channel.receive()
             match message:
                 case messages.Stop():
                     return
-                case messages.Connect() if descriptors:
+                case messages.ConnectFrontEnd() if descriptors:
                     self._loop.add(Connection(Channel(socket.socket(fileno=descriptors[0]))))
-                case messages.Connect():  # the front end finds its end closed, and asks again
+                case messages.ConnectFrontEnd():  # the front end's end closes; it asks again
                     _LOG.error("a connection was lost: too many open files")
-                case messages.Load():
+                case messages.LoadDataset():
                     self._load(message, descriptors)
-                case messages.Unload():
+                case messages.UnloadDataset():
                     self._engine.unload(message.content_id)
                     self._datasets.pop(message.content_id, None)
-                case messages.Count():
-                    self._channel.send(messages.Counted(self._engine.counters()))
+                case messages.RequestCounters():
+                    self._channel.send(messages.EngineCounters(self._engine.counters()))
                 case _:
                     raise InternalError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _load(self, message: messages.Load, descriptors: Sequence[int]) -> None:
+    def _load(self, message: messages.LoadDataset, descriptors: Sequence[int]) -> None:
         error: WarpfitError | None = None
         try:
             segment = Segment.received(message.segment, descriptors, message.size)
@@ -94,7 +94,7 @@ class EngineProcess:
             error = shortage(failed)
             if error is None:
                 raise
-        self._channel.send(messages.Loaded(message.content_id, error))
+        self._channel.send(messages.DatasetLoaded(message.content_id, error))
 
 
 def _prepare_fits(cache_directory: Path | None) -> None:

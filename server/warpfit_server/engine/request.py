@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import WarpfitError
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Timings
 from warpfit_server.engine.interface import Steps
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.messages import Evaluate, Event, Optimize, Order
+from warpfit_server.ipc.messages import Reply, Submission, SubmitEvaluation, SubmitFit
 from warpfit_server.ipc.segment_layout import BEGUN
 from warpfit_server.ipc.segments import Segment
 
@@ -32,7 +32,7 @@ class Connection:
         self.requests: set[Request] = set()
         """Those that have no answer yet."""
 
-    def receive(self, order: Order, descriptors: list[int]) -> Request:
+    def receive(self, order: Submission, descriptors: list[int]) -> Request:
         """Make a request of a message; its segment is mapped now if it is a new one.
 
         Raises:
@@ -47,7 +47,7 @@ class Connection:
         self.requests.add(request)
         return request
 
-    def send(self, *answers: Event) -> None:
+    def send(self, *answers: Reply) -> None:
         """Send answers at once; those to a front end that is gone are nobody's any more."""
         try:
             self.channel.send_all(answers)
@@ -62,7 +62,7 @@ class Request:
     """An evaluation or a fit on its way through the engine."""
 
     def __init__(
-        self, connection: Connection, order: Order, problem: Evaluate, segment: Segment
+        self, connection: Connection, order: Submission, problem: SubmitEvaluation, segment: Segment
     ) -> None:
         self.connection = connection
         self.order = order
@@ -70,35 +70,33 @@ class Request:
         """The evaluation, or that of the fit."""
         self.segment = segment
         self.number = problem.request
-        self.cancelled: NDArray[np.uint8] = problem.frame.flag(segment)
+        self.cancelled: NDArray[np.uint8] = problem.segment_layout.cancelled(segment)
         """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
-        self.state = problem.frame.state(segment)
-        """[1], which the front end reads if this process dies; see `Frame.state`."""
+        self.state = problem.segment_layout.state(segment)
+        """[1], which the front end reads if this process dies; see `SegmentLayout.state`."""
         self.alone = problem.alone
         """Seconds for which nothing may run beside it; 0: anything may."""
         self.steps: Steps[Timings] | None = None
         """None until the first step."""
         self.waited = 0
         """Nanoseconds from the front end to the first step."""
-        self.evaluation = _evaluation(problem, segment)
+        self.evaluation = problem.evaluation(segment)
 
     @property
     def is_fit(self) -> bool:
         """Whether it is a fit."""
-        return isinstance(self.order, Optimize)
+        return isinstance(self.order, SubmitFit)
 
     @property
     def token_rows(self) -> int:
         """Tokens x parameter vectors x rows of one evaluation."""
-        frame = self.problem.frame
-        return frame.tokens * frame.vectors * frame.rows
+        layout = self.problem.segment_layout
+        return layout.tokens * layout.vectors * layout.rows
 
     @property
     def losses(self) -> NDArray[np.float64]:
         """View of the losses, [programs, K]; they were asked for."""
-        found = self.problem.frame.losses_view(self.segment)
-        assert found is not None
-        return found
+        return self.problem.segment_layout.require("losses", self.segment)
 
     def begins(self) -> None:
         """Take notice that its first step begins."""
@@ -107,24 +105,6 @@ class Request:
         self.waited = time.monotonic_ns() - self.problem.submitted
 
 
-def problem_of(order: Order) -> Evaluate:
+def problem_of(order: Submission) -> SubmitEvaluation:
     """Return an evaluation itself, or that of a fit."""
-    return order.problem if isinstance(order, Optimize) else order
-
-
-def _evaluation(message: Evaluate, segment: Segment) -> Evaluation:
-    frame, custom = message.frame, None
-    if message.closing is not None:
-        custom = frame.custom_loss(segment, message.closing)
-    requested: Any = dict.fromkeys(message.requested, True)
-    return Evaluation(
-        message.dataset_id,
-        frame.batch(segment),
-        message.rows,
-        message.precision,
-        message.loss,
-        frame.values,
-        message.tier,
-        custom_loss=custom,
-        **requested,
-    )
+    return order.problem if isinstance(order, SubmitFit) else order

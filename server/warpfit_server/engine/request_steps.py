@@ -18,7 +18,7 @@ from warpfit_server.engine.finalize import engine_share, finish
 from warpfit_server.engine.interface import Engine, Outputs, Steps
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.segment_layout import FIT_CELLS
+from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
 
 #: Least time between two messages of progress, in seconds.
 _PROGRESS_SECONDS: Final = 0.1
@@ -49,22 +49,23 @@ class Worker:
 
     def begin(self, request: Request) -> Steps[Timings]:
         """Make the steps of a request; its results are in its segment after the last one."""
-        if isinstance(request.order, messages.Optimize):
+        if isinstance(request.order, messages.SubmitFit):
             return self._optimize(request, request.order)
         return self._evaluate(request)
 
     def _evaluate(self, request: Request) -> Steps[Timings]:
-        asked, segment, frame = request.evaluation, request.segment, request.problem.frame
+        asked = request.evaluation
         dataset = self._dataset(asked.dataset_id)
+        results = request.problem.segment_layout.results(request.segment)
         outputs = Outputs(
-            values=frame.values_view(segment),
-            losses=frame.losses_view(segment),
+            values=results.get("values"),
+            losses=results.get("losses"),
             cancelled=request.cancelled,
             ready=self._progress(request),
-            gradients=frame.extra("gradients", segment),
-            jacobian=frame.jacobian_view(segment),
-            variable_gradients=frame.extra("variable_gradients", segment),
-            reductions=frame.extra("reductions", segment),
+            gradients=results.get("gradients"),
+            jacobian=results.get("jacobian"),
+            variable_gradients=results.get("variable_gradients"),
+            reductions=results.get("reductions"),
         )
         evaluation, share = engine_share(asked, outputs)
         timings = yield from self._engine.evaluate(evaluation, share)
@@ -73,18 +74,18 @@ class Worker:
             dataset,
             outputs,
             share.moments,
-            frame.extra("scaling", segment),
-            frame.extra("correlations", segment),
+            results.get("scaling"),
+            results.get("correlations"),
         )
         return timings
 
-    def _optimize(self, request: Request, message: messages.Optimize) -> Steps[Timings]:
+    def _optimize(self, request: Request, message: messages.SubmitFit) -> Steps[Timings]:
         # Imported on first use, because importing it costs a start of the server some time.
         from warpfit_server.engine.fit.driver import Surroundings, optimize
 
         problem, segment = message.problem, request.segment
-        frame = problem.frame
-        bounds: Any = {name: frame.extra(name, segment) for name in ("lower", "upper", "fixed")}
+        layout = problem.segment_layout
+        bounds: Any = {name: layout.array(name, segment) for name in FIT_SETTING_ARRAYS}
         # An engine keeps what it has made of these arrays, and with it their memory.
         evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
         fit = FitRequest(evaluation, replace(message.settings, **bounds))
@@ -99,37 +100,33 @@ class Worker:
                 cache_directory=self._cache_directory,
             ),
         )
-        for name in ("parameters", *FIT_CELLS, "standard_errors", "covariances"):
-            array = frame.extra(name, segment)
-            if array is not None:
-                np.copyto(array, getattr(result, name))
+        for name, array in layout.results(segment).items():
+            np.copyto(array, getattr(result, name))
         return result.timings
 
     def _dataset(self, content_id: bytes) -> Dataset:
         dataset = self._datasets.get(content_id)
         if dataset is None:
-            raise DatasetNotFoundError(
-                "the data set is not loaded", "DATASET_NOT_FOUND", "Upload it again", "content_id"
-            )
+            raise DatasetNotFoundError
         return dataset
 
     def _progress(self, request: Request) -> Callable[[int], None]:
         """Report progress when it frees at least one chunk of values for sending."""
-        frame = request.problem.frame
-        step = max(1, self._chunk_bytes // max(1, frame.program_bytes))
+        layout = request.problem.segment_layout
+        step = max(1, self._chunk_bytes // max(1, layout.program_bytes))
         reported = 0
 
         def ready(programs: int) -> None:
             nonlocal reported
-            if frame.values and programs - reported >= step:
+            if request.evaluation.values and programs - reported >= step:
                 reported = programs
-                request.connection.send(messages.Progress(request.number, programs))
+                request.connection.send(messages.ValuesReady(request.number, programs))
 
         return ready
 
 
 def _fit_progress(
-    request: Request, message: messages.Optimize
+    request: Request, message: messages.SubmitFit
 ) -> Callable[[FitProgress], None] | None:
     """Report progress a few times a second, if it is asked for."""
     if not message.settings.progress:

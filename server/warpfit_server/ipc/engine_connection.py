@@ -1,10 +1,10 @@
-"""A front end's connection to the engine: requests go out with a number, answers come back with it.
+"""A front end's connection to the engine: numbered requests go out, their replies come back.
 
 Batches and results lie in segments of shared memory, which the engine maps when a request first
-names them. Calls that wait read the answers; see `warpfit_server.ipc.answers`.
+names them. The threads that wait read the replies; see `warpfit_server.ipc.reply_dispatcher`.
 
-If the connection is lost, calls are refused until there is a new one: the engine may be gone. What
-it had begun is then reported, see `warpfit_server.ipc.quarantine`.
+While the connection is lost, requests are refused. Requests that the engine had begun when it was
+lost are reported, see `warpfit_server.ipc.quarantine`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from warpfit.errors import CancelledError, UnavailableError, WarpfitError
 from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.answers import Answers
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.messages import REQUESTED, Evaluate, Event, Optimize, Order
-from warpfit_server.ipc.quarantine import Casualty, Survivor, Suspects, digest
-from warpfit_server.ipc.segment_layout import ALONE, QUEUED, Frame
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, KnownSuspects, digest
+from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
+from warpfit_server.ipc.segment_layout import ALONE, FIT_SETTING_ARRAYS, QUEUED, SegmentLayout
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import current_id
 from warpfit_server.system.shortages import TOO_MANY_FILES, shortage
@@ -39,9 +38,9 @@ from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
 _SEND_SECONDS: Final = 5.0
-#: A connection that was lost sooner is renewed after as many seconds, so that nothing spins.
-_SHORTEST: Final = 0.1
-#: What `Run` finds among its events when the call has ended, and when the engine is gone.
+#: A connection that lived for less is renewed after as many seconds, so that nothing spins.
+_SHORTEST_SECONDS: Final = 0.1
+#: What is put into a request's queue when its call has ended, and when the engine is gone.
 _ENDED, _LOST = object(), object()
 
 
@@ -54,20 +53,19 @@ class EngineConnection:
 
     """
 
-    def __init__(self, pool: SegmentPool, suspects: Suspects | None = None) -> None:
+    def __init__(self, pool: SegmentPool, suspects: KnownSuspects | None = None) -> None:
         self.pool = pool
         self.on_loss: Callable[[], None] = lambda: None
         """Called by any thread when the connection is lost, which also happens while the engine
         lives, and whenever `renew` finds that there is none."""
-        self.report: Callable[[Casualty | Survivor], None] = lambda outcome: None
-        """Told what became of requests that were lost, and of suspects."""
-        self._suspects = suspects or Suspects()
+        self.report: Callable[[InterruptedBatch | ClearedSuspect], None] = lambda outcome: None
+        """Called with what became of requests that were lost, and of suspects."""
+        self._suspects = suspects or KnownSuspects()
         self._channel: Channel | None = None
-        self._answers: Answers | None = None
-        """Those that come over the channel."""
+        self._replies: ReplyDispatcher | None = None
         self._engine = 0
-        self._runs: dict[int, Run] = {}
-        self._known: set[int] = set()
+        self._in_flight: dict[int, InFlightRequest] = {}
+        self._mapped: set[int] = set()
         """Identifiers of the segments that the engine has mapped."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -87,37 +85,37 @@ class EngineConnection:
         channel = Channel(end)
         channel.give_up_after(_SEND_SECONDS)
         try:
-            answers = Answers(channel, self._deliver)
+            replies = ReplyDispatcher(channel, self._deliver)
         except OSError as error:
             channel.close()
             raise shortage(error) or error from error
         with self._lock:
             is_late = engine < self._engine
             if not is_late:
-                old = self._cut()
-                self._channel, self._answers = channel, answers
-                self._engine, self._known = engine, set()
+                old = self._detach()
+                self._channel, self._replies = channel, replies
+                self._engine, self._mapped = engine, set()
         if is_late:
-            answers.close()
+            replies.close()
             return
-        self._lose(*old)
+        self._fail(*old)
         threading.Thread(
-            target=self._watch, args=(channel, answers), name="engine", daemon=True
+            target=self._watch, args=(channel, replies), name="engine", daemon=True
         ).start()
 
     def shut(self) -> None:
         """Fail the requests in flight, and refuse others until the next `open`."""
         with self._lock:
-            found = self._cut()
-        self._lose(*found)
+            old = self._detach()
+        self._fail(*old)
 
     def renew(self) -> None:
         """Ask for a new connection if there is none."""
         if self._channel is None:
             self.on_loss()
 
-    def start(self, evaluation: Evaluation, layout: Layout, tenant: str = "") -> Run:
-        """Hand a checked evaluation to the engine; the caller must `Run.close` in the end.
+    def start(self, evaluation: Evaluation, layout: Layout, tenant: str = "") -> InFlightRequest:
+        """Send a checked evaluation; the caller must `InFlightRequest.close` it in the end.
 
         The caller holds a lease on the data set. A probe, of the tenant `PROBE`, is never suspect.
 
@@ -129,15 +127,17 @@ class EngineConnection:
         Raises:
             UnavailableError: if there is no engine.
             FailedPreconditionError: if engines have died of it.
-            ResourceExhaustedError: if there is no memory for batch and answer.
+            ResourceExhaustedError: if there is no memory for batch and results.
 
         """
-        return self._start(_Request(Frame.of(evaluation, layout), evaluation, layout, tenant))
+        segment_layout = SegmentLayout.of(evaluation, layout)
+        rows = evaluation.row_range(layout)
+        return self._start(_Unsent(segment_layout, evaluation, rows, tenant))
 
     def start_fit(
         self, request: FitRequest, layout: Layout, deadline: float | None, tenant: str = ""
-    ) -> Run:
-        """Hand a checked fit to the engine, as `start` does.
+    ) -> InFlightRequest:
+        """Send a checked fit, as `start` does.
 
         Args:
             request: the fit.
@@ -147,181 +147,181 @@ class EngineConnection:
 
         """
         settings = request.settings
-        arrays = {name: getattr(settings, name) for name in ("lower", "upper", "fixed")}
-        scalars = replace(settings, lower=None, upper=None, fixed=None)
-        given = {name: array for name, array in arrays.items() if array is not None}
-        frame = Frame.of_fit(request, layout)
+        arrays = {name: getattr(settings, name) for name in FIT_SETTING_ARRAYS}
         return self._start(
-            _Request(frame, request.problem, layout, tenant, given, (scalars, deadline))
+            _Unsent(
+                SegmentLayout.of_fit(request, layout),
+                request.problem,
+                request.problem.row_range(layout),
+                tenant,
+                {name: array for name, array in arrays.items() if array is not None},
+                replace(settings, lower=None, upper=None, fixed=None),
+                deadline,
+            )
         )
 
-    def finished(self, run: Run) -> None:
-        """Take a segment back that the engine does not use any more; for `Run`."""
-        if self.pool.release(run.segment):
-            return
-        with self._lock:
-            channel = self._channel
-            self._known.discard(run.segment.identifier)
-        if channel is not None:
-            with suppress(ChannelClosedError, WarpfitError):  # it is unmapped with the connection
-                channel.send(messages.Unmap(run.segment.identifier))
-
-    def unmapped(self, run: Run) -> None:
-        """Send a segment's descriptor again, as the engine could not take it; for `Run`."""
-        with self._lock:
-            self._known.discard(run.segment.identifier)
-
-    def _start(self, request: _Request) -> Run:
+    def _start(self, unsent: _Unsent) -> InFlightRequest:
         alone = 0.0
-        if request.tenant != PROBE:
-            alone = self._suspects.check(request.evaluation.dataset_id, request.digest)
-        segment = self.pool.acquire(request.frame.nbytes, request.tenant)
-        run = Run(self, next(self._numbers), segment, request, is_suspect=alone > 0)
+        if unsent.tenant != PROBE:
+            alone = self._suspects.check(unsent.evaluation.dataset_id, unsent.digest)
+        segment = self.pool.acquire(unsent.segment_layout.nbytes, unsent.tenant)
+        request = InFlightRequest(self, next(self._numbers), segment, unsent, is_suspect=alone > 0)
         try:
-            request.write(segment)
-            self._send(run, request, alone)
+            unsent.segment_layout.write(segment, unsent.evaluation, unsent.arrays)
+            self._send(request, unsent, alone)
         except BaseException:  # nothing was sent
-            self._forget(run)
+            with self._lock:
+                self._in_flight.pop(request.number, None)
+                self._mapped.discard(segment.identifier)  # sending it again does no harm
             self.pool.release(segment)
             raise
-        return run
+        return request
 
-    def _send(self, run: Run, request: _Request, alone: float) -> None:
-        identifier = run.segment.identifier
+    def _send(self, request: InFlightRequest, unsent: _Unsent, alone: float) -> None:
+        identifier = request.segment.identifier
         with self._lock:
-            channel, run.answers = self._channel, self._answers
+            channel, request.replies = self._channel, self._replies
             if channel is None:
                 raise unavailable()
-            run.engine = self._engine
-            descriptors = [] if identifier in self._known else [run.segment.descriptor]
-            self._known.add(identifier)
-            self._runs[run.number] = run
-        with suppress(ChannelClosedError):  # the run is lost like all others, as its reader finds
-            channel.send(request.order(run.number, run.segment, alone), descriptors)
+            request.engine = self._engine
+            descriptors = [] if identifier in self._mapped else [request.segment.descriptor]
+            self._mapped.add(identifier)
+            self._in_flight[request.number] = request
+        with suppress(ChannelClosedError):  # the reader finds this request lost like all others
+            channel.send(unsent.message(request.number, request.segment, alone), descriptors)
 
-    def _forget(self, run: Run) -> None:
-        with self._lock:
-            if self._runs.pop(run.number, None) is not None:
-                self._known.discard(run.segment.identifier)  # it is sent again, which does no harm
+    def _deliver(self, reply: messages.Message) -> None:
+        """Hand a reply to the request that it is for."""
+        assert isinstance(reply, messages.Reply)  # an engine sends nothing else
+        request = self._in_flight.get(reply.request)
+        if isinstance(reply, messages.RequestFinished):
+            self._in_flight.pop(reply.request, None)
+        if request is not None:
+            request.queue.put(reply)
 
-    def _deliver(self, event: messages.Message) -> None:
-        """Hand an answer to the call that waits for it."""
-        assert isinstance(event, Event)  # an engine sends nothing else
-        run = self._runs.get(event.request)
-        if isinstance(event, messages.Finished):
-            self._runs.pop(event.request, None)
-        if run is not None:
-            run.events.put(event)
-
-    def _watch(self, channel: Channel, answers: Answers) -> None:
-        """Fail the calls once the engine is gone."""
+    def _watch(self, channel: Channel, replies: ReplyDispatcher) -> None:
+        """Fail the requests in flight once the engine is gone."""
         began = time.monotonic()
-        answers.watch()
+        replies.watch()
         with self._lock:
             is_lost = channel is self._channel
-            lost = self._cut()[1] if is_lost else {}
-        self._lose(None, lost)
+            lost = self._detach()[1] if is_lost else {}
+        self._fail(None, lost)
         if is_lost:
-            time.sleep(0.0 if time.monotonic() - began > _SHORTEST else _SHORTEST)
+            has_lived = time.monotonic() - began > _SHORTEST_SECONDS
+            time.sleep(0.0 if has_lived else _SHORTEST_SECONDS)
             self.on_loss()
 
-    def _cut(self) -> tuple[Channel | None, dict[int, Run]]:
+    def _detach(self) -> tuple[Channel | None, dict[int, InFlightRequest]]:
         """Take the connection away, and what is in flight on it; under the lock."""
         channel, self._channel = self._channel, None
-        lost, self._runs = self._runs, {}
+        lost, self._in_flight = self._in_flight, {}
         return channel, lost
 
     @staticmethod
-    def _lose(channel: Channel | None, lost: Mapping[int, Run]) -> None:
+    def _fail(channel: Channel | None, lost: Mapping[int, InFlightRequest]) -> None:
         if channel is not None:
-            channel.shut()  # its answers close it
-        for run in lost.values():
-            run.notice(_LOST)
+            channel.shut()  # `_watch` closes it
+        for request in lost.values():
+            request.notice(_LOST)
+
+    def release(self, segment: Segment) -> None:
+        """Take a segment back that the engine does not use any more; for `InFlightRequest`."""
+        if self.pool.release(segment):
+            return
+        with self._lock:
+            channel = self._channel
+            self._mapped.discard(segment.identifier)
+        if channel is not None:
+            with suppress(ChannelClosedError, WarpfitError):  # it is unmapped with the connection
+                channel.send(messages.UnmapSegment(segment.identifier))
+
+    def was_not_mapped(self, segment: Segment) -> None:
+        """Send a segment's descriptor again next time; for `InFlightRequest`."""
+        with self._lock:
+            self._mapped.discard(segment.identifier)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Request:
-    """What to send once a segment is there."""
+class _Unsent:
+    """A checked request for which there is no segment yet."""
 
-    frame: Frame
+    segment_layout: SegmentLayout
     evaluation: Evaluation
-    layout: Layout
+    rows: tuple[int, int]
     tenant: str
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Of a fit, by name."""
-    fit: tuple[FitSettings, float | None] | None = None
-    """Settings of a fit, without arrays, and when it must stop."""
+    """Arrays of a fit's settings by name."""
+    fit_settings: FitSettings | None = None
+    """Settings of a fit without arrays; None for an evaluation."""
+    deadline: float | None = None
+    """When a fit must stop."""
     submitted: int = field(default_factory=time.monotonic_ns)
 
     def digest(self) -> bytes:
-        """Return a name of all that is asked for."""
-        return digest(self.evaluation, self.arrays, self.fit and self.fit[0])
+        """Return a hash of all that is requested."""
+        return digest(self.evaluation, self.arrays, self.fit_settings)
 
-    def write(self, segment: Segment) -> None:
-        """Copy the batch and the arrays of a fit into the segment."""
-        self.frame.write(segment, self.evaluation)
-        for name, array in self.arrays.items():
-            np.copyto(self.frame.require(name, segment), array)
-
-    def order(self, number: int, segment: Segment, alone: float) -> Order:
+    def message(self, number: int, segment: Segment, alone: float) -> messages.Submission:
         """Make the message; ``alone`` are the seconds for which nothing may run beside it."""
-        asked = self.evaluation
-        problem = Evaluate(
+        evaluation, custom = self.evaluation, self.evaluation.custom_loss
+        problem = messages.SubmitEvaluation(
             request=number,
             segment=segment.identifier,
             size=segment.size,
-            frame=self.frame,
-            dataset_id=asked.dataset_id,
-            rows=asked.row_range(self.layout),
-            precision=asked.precision,
-            loss=asked.loss,
-            tier=asked.tier,
+            segment_layout=self.segment_layout,
+            dataset_id=evaluation.dataset_id,
+            rows=self.rows,
+            precision=evaluation.precision.value,
+            loss=None if evaluation.loss is None else evaluation.loss.value,
+            tier=evaluation.tier.value,
             submitted=self.submitted,
-            closing=None if asked.custom_loss is None else asked.custom_loss.closing,
-            requested=tuple([name for name in REQUESTED if getattr(asked, name)]),
+            closing=None if custom is None else custom.closing.value,
+            outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
             tenant=self.tenant,
             request_id=current_id(),
             alone=alone,
         )
-        return problem if self.fit is None else Optimize(problem, *self.fit)
+        if self.fit_settings is None:
+            return problem
+        return messages.SubmitFit(problem, self.fit_settings, self.deadline)
 
 
-class Run:
-    """One request in the engine. Used by one thread; `cancel` may come from any other."""
+class InFlightRequest:
+    """A request in the engine. Used by one thread; `cancel` may come from any other."""
 
     def __init__(
         self,
         connection: EngineConnection,
         number: int,
         segment: Segment,
-        request: _Request,
+        unsent: _Unsent,
         *,
         is_suspect: bool,
     ) -> None:
         self.number = number
         self.segment = segment
-        self.frame = frame = request.frame
+        self.segment_layout = unsent.segment_layout
         self.engine = 0
         """Number of the engine that it was sent to."""
-        self._request = request
-        self._is_suspect = is_suspect
-        self.events: SimpleQueue[Any] = SimpleQueue()
-        """Where `EngineConnection` puts what the engine sends."""
-        self.answers: Answers | None = None
-        """Of the engine that has the request."""
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        """Where `EngineConnection` puts the engine's replies."""
+        self.replies: ReplyDispatcher | None = None
+        """Of the connection that it was sent over."""
         self.timings: Timings | None = None
         """Of the engine, once it has finished without an error."""
         self._connection = connection
+        self._unsent = unsent
+        self._is_suspect = is_suspect
         self._is_over = self._is_lost = self._is_cancelled = False
-        self._flag: NDArray[np.uint8] | None = frame.flag(segment)
+        self._flag: NDArray[np.uint8] | None = self.segment_layout.cancelled(segment)
         self._lock = threading.Lock()
 
-    @property
-    def losses(self) -> NDArray[np.float64] | None:
-        """View of the losses, [programs, K], final once `next_event` has returned Finished."""
-        return self.frame.losses_view(self.segment)
+    def array(self, name: str) -> NDArray[Any] | None:
+        """View of a result, final once `next_reply` has returned RequestFinished, or None."""
+        return self.segment_layout.array(name, self.segment)
 
-    def next_event(self) -> Event:
+    def next_reply(self) -> messages.Reply:
         """Wait for the engine.
 
         Raises:
@@ -329,40 +329,43 @@ class Run:
             CancelledError: if it was cancelled; the engine may still be at work.
 
         """
-        assert self.answers is not None  # it has been sent
-        event = self.answers.next_event(self.events)
-        if event is _ENDED:
+        assert self.replies is not None  # it has been sent
+        reply = self.replies.next_reply(self.queue)
+        if reply is _ENDED:
             raise CancelledError("the call has ended", "CANCELLED")
-        if event is _LOST:
+        if reply is _LOST:
             self._is_over = self._is_lost = True
             self._report_loss()
             raise unavailable()
-        if isinstance(event, messages.Finished):
-            self._is_over = True
-            if self._is_suspect and not self._is_cancelled:
-                dataset = self._request.evaluation.dataset_id
-                self._connection.report(Survivor(dataset, self._request.digest()))
-            if event.error is not None:
-                if event.error.reason == TOO_MANY_FILES:
-                    self._connection.unmapped(self)
-                raise event.error
-            self.timings = event.timings
-        received: Event = event
+        if isinstance(reply, messages.RequestFinished):
+            self._finish(reply)
+        received: messages.Reply = reply
         return received
 
+    def _finish(self, reply: messages.RequestFinished) -> None:
+        self._is_over = True
+        if self._is_suspect and not self._is_cancelled:
+            dataset = self._unsent.evaluation.dataset_id
+            self._connection.report(ClearedSuspect(dataset, self._unsent.digest()))
+        if reply.error is not None:
+            if reply.error.reason == TOO_MANY_FILES:
+                self._connection.was_not_mapped(self.segment)
+            raise reply.error
+        self.timings = reply.timings
+
     def cancel(self) -> None:
-        """Stop the work, because nobody waits for its answer any more."""
+        """Stop the work, because nobody waits for its result any more."""
         with self._lock:
             if self._flag is not None:
                 self._flag[0] = 1
                 self._is_cancelled = True
                 self.notice(_ENDED)
 
-    def notice(self, event: object) -> None:
-        """Let the call know of something that the engine does not tell."""
-        self.events.put(event)
-        if self.answers is not None:
-            self.answers.wake(self.events)
+    def notice(self, entry: object) -> None:
+        """Put something into the queue that the engine has not sent."""
+        self.queue.put(entry)
+        if self.replies is not None:
+            self.replies.wake(self.queue)
 
     def close(self) -> None:
         """Wait until the engine is done, then give the segment back."""
@@ -370,24 +373,24 @@ class Run:
             self.cancel()
         while not self._is_over:
             with suppress(WarpfitError):
-                self.next_event()
+                self.next_reply()
         with self._lock:
             self._flag = None  # the segment may soon be another call's
         if self._is_lost:
             self.segment.close()  # an engine that is being killed may still write to it
         else:
-            self._connection.finished(self)
+            self._connection.release(self.segment)
 
     def _report_loss(self) -> None:
-        """Tell what the engine had begun when it was lost."""
-        state = int(self.frame.state(self.segment)[0])
-        if state != QUEUED and self._request.tenant != PROBE:
-            batch, dataset = self._request.digest(), self._request.evaluation.dataset_id
-            self._connection.report(Casualty(self.engine, dataset, batch, state == ALONE))
+        """Report the request if the engine had begun it when it was lost."""
+        state = int(self.segment_layout.state(self.segment)[0])
+        if state != QUEUED and self._unsent.tenant != PROBE:
+            batch, dataset = self._unsent.digest(), self._unsent.evaluation.dataset_id
+            self._connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
 
 
 def unavailable() -> UnavailableError:
-    """Explain that no engine is ready."""
+    """Return the error for calls that come while no engine is ready."""
     return UnavailableError(
         "the engine is restarting", "ENGINE_RESTARTING", "Repeat the call after a short wait"
     )

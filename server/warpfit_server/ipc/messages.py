@@ -1,43 +1,39 @@
 """Messages between the server's processes, by sender and receiver.
 
-Each is a frozen dataclass that is pickled, because both ends are one program. Bulk data never
-travels in a message: it lies in segments of shared memory, whose file descriptors travel beside.
+They are pickled, because both ends are one program. Those of every call are named tuples of plain
+values, which pickle several times faster than dataclasses and enums. Bulk data never travels in a
+message: it lies in segments of shared memory, whose file descriptors travel beside the message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
 from warpfit.fitting import FitProgress, FitSettings
 from warpfit.losses import Closing
-from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit.server_info import Device
-from warpfit_server.ipc.quarantine import Casualty, Survivor, SuspectList
-from warpfit_server.ipc.segment_layout import Frame
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, SuspectList
+from warpfit_server.ipc.segment_layout import SegmentLayout
+from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.measurements import Delta
 
-#: Outputs of an evaluation that are requested by name.
-REQUESTED: Final = (
-    *("gradient", "jacobian", "variable_gradient"),
+#: Outputs of an evaluation that a message names.
+OUTPUTS: Final = (
+    *("values", "gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
-
-#: Members of enums by their values: much faster than calling the enum.
-_PRECISIONS: Final = {member.value: member for member in Precision}
-_LOSSES: Final = {member.value: member for member in Loss}
-_TIERS: Final = {member.value: member for member in Tier}
-_CLOSINGS: Final = {member.value: member for member in Closing}
 
 # ------------------------------------------------------------------------ supervisor -> engine
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Make the data set in a segment usable; answered by Loaded."""
+class LoadDataset:
+    """Make the data set in a segment usable; answered by DatasetLoaded."""
 
     content_id: bytes
     layout: Layout
@@ -46,48 +42,43 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Unload:
+class UnloadDataset:
     """Forget a data set."""
 
     content_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
-    """Serve the front end whose socket comes along, once every earlier message is dealt with."""
+class ConnectFrontEnd:
+    """Serve the front end whose socket comes along, once all earlier messages are dealt with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """Answer with Counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the process."""
+class RequestCounters:
+    """Answer with EngineCounters."""
 
 
 # ------------------------------------------------------------------------ engine -> supervisor
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine can take work."""
+class EngineReady:
+    """The engine can take requests."""
 
     engine: str
     devices: tuple[Device, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """Outcome of Load."""
+class DatasetLoaded:
+    """Outcome of LoadDataset."""
 
     content_id: bytes
     error: WarpfitError | None
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class EngineCounters:
     """The engine's counters by name."""
 
     counters: Mapping[str, float]
@@ -96,28 +87,27 @@ class Counted:
 # ------------------------------------------------------------------------ front end -> engine
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluate:
-    """Evaluate the batch in a segment; answered by Progress..., then Finished."""
+class SubmitEvaluation(NamedTuple):
+    """Evaluate the batch in a segment; answered by ValuesReady..., then RequestFinished."""
 
     request: int
-    """Number of the request, which its answers carry."""
+    """Number of the request, which its replies carry."""
     segment: int
     """Identifier of the segment; its descriptor comes along the first time."""
     size: int
     """Bytes of the segment."""
-    frame: Frame
+    segment_layout: SegmentLayout
     dataset_id: bytes
     rows: tuple[int, int]
-    precision: Precision
-    loss: Loss | None
-    tier: Tier
+    precision: str
+    loss: str | None
+    tier: str
     submitted: int
     """``time.monotonic_ns()`` of the front end."""
-    closing: Closing | None = None
+    closing: str | None = None
     """Of the caller's own loss function, whose tokens are in the segment; None without one."""
-    requested: tuple[str, ...] = ()
-    """Those of `REQUESTED` that are wanted."""
+    outputs: tuple[str, ...] = ()
+    """Those of `OUTPUTS` that are requested."""
     tenant: str = ""
     """Whose request it is; the engine shares its time fairly among tenants."""
     request_id: str = ""
@@ -125,42 +115,29 @@ class Evaluate:
     alone: float = 0.0
     """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle flat: this is sent often, and dataclasses and enums take long."""
-        return _evaluate, (
-            *(self.request, self.segment, self.size, self.frame.fields(), self.dataset_id),
-            *(self.rows, self.precision.value, self.loss and self.loss.value, self.tier.value),
-            *(self.submitted, self.closing and self.closing.value, self.requested),
-            *(self.tenant, self.request_id, self.alone),
+    def evaluation(self, segment: Segment) -> Evaluation:
+        """Return the evaluation; its batch is a view of the segment."""
+        custom, requested = None, dict.fromkeys(OUTPUTS, False)
+        if self.closing is not None:
+            custom = self.segment_layout.custom_loss(segment, Closing(self.closing))
+        requested.update(dict.fromkeys(self.outputs, True))
+        return Evaluation(
+            dataset_id=self.dataset_id,
+            batch=self.segment_layout.batch(segment),
+            rows=self.rows,
+            precision=Precision(self.precision),
+            loss=None if self.loss is None else Loss(self.loss),
+            tier=Tier(self.tier),
+            custom_loss=custom,
+            **requested,
         )
 
 
-def _evaluate(
-    request: int,
-    segment: int,
-    size: int,
-    frame: tuple[Any, ...],
-    dataset_id: bytes,
-    rows: tuple[int, int],
-    precision: str,
-    loss: str | None,
-    tier: str,
-    submitted: int,
-    closing: str | None,
-    *rest: Any,
-) -> Evaluate:
-    return Evaluate(
-        *(request, segment, size, Frame.of_fields(frame), dataset_id, rows),
-        *(_PRECISIONS[precision], _LOSSES[loss] if loss else None, _TIERS[tier], submitted),
-        *(_CLOSINGS[closing] if closing else None, *rest),
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class Optimize:
-    """Fit the batch in a segment; answered by FitProgressed..., then Finished."""
+class SubmitFit:
+    """Fit the batch in a segment; answered by FitProgressed..., then RequestFinished."""
 
-    problem: Evaluate
+    problem: SubmitEvaluation
     settings: FitSettings
     """Without its arrays, which are in the segment."""
     deadline: float | None
@@ -168,7 +145,7 @@ class Optimize:
 
 
 @dataclass(frozen=True, slots=True)
-class Unmap:
+class UnmapSegment:
     """Forget a segment, which no request will name again."""
 
     segment: int
@@ -178,7 +155,7 @@ class Unmap:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ValuesReady:
     """The values of the first programs are final."""
 
     request: int
@@ -187,141 +164,141 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class FitProgressed:
-    """How far the searches are."""
+    """How far the searches of a fit are."""
 
     request: int
     progress: FitProgress
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class RequestFinished(NamedTuple):
     """The engine is done with a request and does not touch its segment any more."""
 
     request: int
-    timings: Timings = field(default_factory=Timings)
     error: WarpfitError | None = None
+    stages: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Nanoseconds of each stage, in the order of `Timings`."""
+    tier: str = Tier.INTERPRETER.value
+    cache_hits: int = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle flat, as `Evaluate`."""
-        t = self.timings
+    @classmethod
+    def of(cls, request: int, timings: Timings) -> RequestFinished:
+        """Make the message for a request that has succeeded."""
+        t = timings
         stages = (t.decode, t.queue, t.copy_in, t.compute, t.copy_out)
-        return _finished, (self.request, self.error, t.tier.value, t.cache_hits, *stages)
+        return cls(request, None, stages, t.tier.value, t.cache_hits)
+
+    @property
+    def timings(self) -> Timings:
+        """Where the engine's time went."""
+        return Timings(*self.stages, Tier(self.tier), self.cache_hits)
 
 
-def _finished(
-    request: int, error: WarpfitError | None, tier: str, cache_hits: int, *stages: int
-) -> Finished:
-    decode, queue, copy_in, compute, copy_out = stages
-    timings = Timings(decode, queue, copy_in, compute, copy_out, _TIERS[tier], cache_hits)
-    return Finished(request, timings, error)
-
-
-# ------------------------------------------------------ further front end -> main front end
+# ------------------------------------------------------ front-end process -> main process
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class FrontEndReady:
     """The front end has opened the port."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
-    """Lease a data set to the front end; answered by Found or Missing."""
+class LeaseDataset:
+    """Lease a data set to the front end; answered by DatasetLease."""
 
     content_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Reconnect:
-    """The front end has no connection to the engine; answered by EngineSocket if there is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What the front end's own probe has found: whether calls that come to it are answered."""
-
-    answers: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
+class ReturnLease:
     """The front end gives a lease back."""
 
     content_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
-    """Answer to Forget: no new call uses the data set."""
+class ReleaseNoticed:
+    """Answer to DatasetReleased: no new call uses the data set."""
 
     content_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RequestConnection:
+    """Answer with ConnectEngine if there is an engine: the front end has lost its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Whether the front end's own probe of the engine was answered rightly."""
+
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRecorded:
     """What the front end has measured since the last time; it also says that it lives."""
 
     delta: Delta
 
 
-# ------------------------------------------------------ main front end -> further front end
+# ------------------------------------------------------ main process -> front-end process
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The data set is leased to the front end until Unused."""
+class StartServing:
+    """Take calls: the engine is ready."""
 
-    content_id: bytes
-    layout: Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """The data set cannot be leased."""
-
-    content_id: bytes
-    error: WarpfitError
+    seed: int
+    """Of the front end's probe."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSocket:
-    """The front end's socket to an engine comes along."""
+class ConnectEngine:
+    """Use the socket that comes along for calls from now on."""
 
     engine: int
     """Number of the engine process, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """The data set was released."""
+class DatasetLease:
+    """The data set is leased to the front end until ReturnLease, or cannot be."""
+
+    content_id: bytes
+    layout: Layout | None = None
+    error: WarpfitError | None = None
+    """Set if there is no lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetReleased:
+    """The data set was released by a caller; answered by ReleaseNoticed."""
 
     content_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Readiness:
+class SetReadiness:
     """Whether calls can be answered, for health checks on the port."""
 
     ready: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Take calls: the engine is ready."""
+class Stop:
+    """End the process; a front end lets calls in flight finish within the grace period first.
 
-    seed: int
-    """Of the question that the front end's probe asks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quit:
-    """Refuse new calls, let those in flight finish within the grace period, end."""
+    The engine gets it from the supervisor, too.
+    """
 
 
-Order = Evaluate | Optimize
-Event = Progress | FitProgressed | Finished
+Submission = SubmitEvaluation | SubmitFit
+Reply = ValuesReady | FitProgressed | RequestFinished
 Message = (
-    Load | Unload | Connect | Count | Stop | Ready | Loaded | Counted | Order | Unmap | Event
-    | Lookup | Reconnect | Probed | Casualty | Survivor | Unused | Forgotten | Serving | Recorded
-    | Found | Missing | EngineSocket | Forget | Readiness | SuspectList | Begin | Quit
+    LoadDataset | UnloadDataset | ConnectFrontEnd | RequestCounters | Stop
+    | EngineReady | DatasetLoaded | EngineCounters
+    | Submission | UnmapSegment | Reply
+    | FrontEndReady | LeaseDataset | ReturnLease | ReleaseNoticed | RequestConnection
+    | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
+    | StartServing | ConnectEngine | DatasetLease | DatasetReleased | SetReadiness | SuspectList
 )  # fmt: skip

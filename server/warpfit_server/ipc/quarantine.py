@@ -48,7 +48,7 @@ _ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters"
 
 
 @dataclass(frozen=True, slots=True)
-class Casualty:
+class InterruptedBatch:
     """A batch was under way on a connection to an engine that was lost."""
 
     engine: int
@@ -61,7 +61,7 @@ class Casualty:
 
 
 @dataclass(frozen=True, slots=True)
-class Survivor:
+class ClearedSuspect:
     """A suspect has ended, and the engine lives."""
 
     dataset: bytes
@@ -78,7 +78,7 @@ class SuspectList:
     quarantined: frozenset[bytes] = frozenset()
 
 
-class Suspects:
+class KnownSuspects:
     """The suspects as one front-end process knows them."""
 
     def __init__(self) -> None:
@@ -208,14 +208,14 @@ class Quarantine:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.suspects = Suspects()
+        self.suspects = KnownSuspects()
         """As this process knows them."""
         self.on_change: Callable[[SuspectList], None] = lambda known: None
         """Told every new list."""
         self._clock = clock
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
-        self._waiting: list[tuple[float, Casualty]] = []  # for the end of their engine
+        self._waiting: list[tuple[float, InterruptedBatch]] = []  # for the end of their engine
         self._deaths: dict[int, bool] = {}  # whether the work of an engine is to blame
         self._current = SuspectList()
 
@@ -224,10 +224,10 @@ class Quarantine:
         """The list as it is now."""
         return self._current
 
-    def report(self, outcome: Casualty | Survivor) -> None:
+    def report(self, outcome: InterruptedBatch | ClearedSuspect) -> None:
         """Take in what became of a batch."""
         with self._lock:
-            if isinstance(outcome, Survivor):
+            if isinstance(outcome, ClearedSuspect):
                 self._clear(outcome)
             elif outcome.engine not in self._deaths:
                 self._waiting = [*self._waiting, (self._clock(), outcome)][-_MOST_RECORDS:]
@@ -277,12 +277,12 @@ class Quarantine:
             known = self._judge()
         self._publish(known)
 
-    def _accuse(self, casualty: Casualty) -> None:
+    def _accuse(self, casualty: InterruptedBatch) -> None:
         for name, is_dataset in ((casualty.dataset, True), (casualty.batch, False)):
             record = self._record(name, is_dataset=is_dataset)
             record.accuse(casualty.engine, casualty.batch if casualty.alone else None)
 
-    def _clear(self, survivor: Survivor) -> None:
+    def _clear(self, survivor: ClearedSuspect) -> None:
         for name in (survivor.batch, survivor.dataset):
             record = self._records.get(name)
             if record is not None and not record.is_guilty(name):

@@ -1,10 +1,10 @@
-"""A further door: one more process on the server's port, for more calls than one Python can take.
+"""A front-end process: one more process on the server's port, for more calls than one Python takes.
 
-It takes Evaluate and Optimize calls itself, with a connection of its own to the engine, and passes
-all others on to the front door, which owns the data sets. It leases a data set from the front door
-when a call first needs it, and gives the lease back when no call has used it for a while::
+It answers Evaluate and Optimize itself, over a connection of its own to the engine, and forwards
+all other calls to the main process, which owns the data sets. It leases a data set from the main
+process when a call first needs it, and returns the lease when no call has used it for a while::
 
-    python -m warpfit_server.processes.front_end DESCRIPTOR PORT FRONT_DOOR LEDGER NUMBER CONFIG
+    python -m warpfit_server.processes.front_end DESCRIPTOR PORT MAIN_ADDRESS LEDGER NUMBER CONFIG
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from warpfit_server.config import Config
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.quarantine import SuspectList, Suspects
+from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.calls import Observer, passed_on
 from warpfit_server.observability.logs import configure_logging
@@ -45,121 +45,115 @@ from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
 from warpfit_server.tenancy.quotas import Ledger
 from warpfit_server.tenancy.tenants import tenant_of
 
-_LOG: Final = logging.getLogger("warpfit.door")
-#: A lease that no call uses goes back after this many seconds.
+_LOG: Final = logging.getLogger("warpfit.front_end")
+#: Seconds after which a lease is returned that no call uses.
 _IDLE_SECONDS: Final = 1.0
-#: Seconds that only a call without a deadline has left.
+#: gRPC reports this or more remaining seconds for calls without a deadline.
 _NO_DEADLINE: Final = 1e8
-#: Methods that the front door answers.
-_UNARY: Final = ("GetVariables", "ReleaseVariables", "GetServerInfo")
+#: Unary methods that the main process answers.
+_FORWARDED: Final = ("GetVariables", "ReleaseVariables", "GetServerInfo")
 
 
 @dataclass(slots=True)
-class _Leased:
-    """A data set that the front door has leased to this door."""
+class _LeasedDataset:
+    """A data set that the main process has leased to this process, or was asked for."""
 
     layout: Future[Layout]
     uses: int = 0
     idle_since: float = 0.0
-    forgotten: bool = False
-    """Released while the front door was asked for it."""
-    given_back: bool = False
-    """Not for new calls; the lease goes back when the last use ends."""
+    is_released: bool = False
+    """Released by a caller while the main process was asked for it."""
+    is_returned: bool = False
+    """Not for new calls; the lease is returned when the last use ends."""
 
 
 class BorrowedLeases:
-    """The front door's data sets as this door sees them.
+    """The main process's data sets as this process sees them.
 
     Args:
-        send: sends a message to the front door.
+        send: sends a message to the main process.
 
     """
 
     def __init__(self, send: Callable[[messages.Message], None]) -> None:
         self._send = send
-        self._leased: dict[bytes, _Leased] = {}
+        self._leased: dict[bytes, _LeasedDataset] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def lease(self, content_id: bytes) -> Iterator[Layout]:
-        """Lease a data set, from the front door unless this door has it."""
+        """Lease a data set, from the main process unless this process has a lease."""
         with self._lock:
-            entry = self._leased.get(content_id)
-            if entry is None:
-                entry = self._leased[content_id] = _Leased(Future())
-                self._send(messages.Lookup(content_id))
-            entry.uses += 1
+            dataset = self._leased.get(content_id)
+            if dataset is None:
+                dataset = self._leased[content_id] = _LeasedDataset(Future())
+                self._send(messages.LeaseDataset(content_id))
+            dataset.uses += 1
         try:
-            yield entry.layout.result()
+            yield dataset.layout.result()
         finally:
             with self._lock:
-                entry.uses -= 1
-                entry.idle_since = time.monotonic()
-                if entry.given_back and not entry.uses:
-                    self._send(messages.Unused(content_id))
+                dataset.uses -= 1
+                dataset.idle_since = time.monotonic()
+                if dataset.is_returned and not dataset.uses:
+                    self._send(messages.ReturnLease(content_id))
 
-    def found(self, message: messages.Found) -> None:
-        """Take the front door's answer."""
+    def answered(self, lease: messages.DatasetLease) -> None:
+        """Take the main process's answer; after a refusal the next call asks again."""
         with self._lock:
-            entry = self._leased[message.content_id]
-            entry.layout.set_result(message.layout)
-            if entry.forgotten:
-                self._give_back(message.content_id)
+            if lease.layout is None:
+                error = lease.error or UnavailableError("the data set cannot be leased")
+                self._leased.pop(lease.content_id).layout.set_exception(error)
+                return
+            dataset = self._leased[lease.content_id]
+            dataset.layout.set_result(lease.layout)
+            if dataset.is_released:
+                self._return(lease.content_id)
 
-    def missing(self, message: messages.Missing) -> None:
-        """Take the front door's refusal; the next call asks again."""
+    def released(self, content_id: bytes) -> None:
+        """Let no new call use a data set that a caller has released."""
         with self._lock:
-            self._leased.pop(message.content_id).layout.set_exception(message.error)
+            dataset = self._leased.get(content_id)
+            if dataset is not None and dataset.layout.done():
+                self._return(content_id)
+            elif dataset is not None:
+                dataset.is_released = True  # it is returned once the main process has answered
+            self._send(messages.ReleaseNoticed(content_id))
 
-    def forget(self, content_id: bytes) -> None:
-        """Use a data set no more: it was released."""
-        with self._lock:
-            entry = self._leased.get(content_id)
-            if entry is not None and entry.layout.done():
-                self._give_back(content_id)
-            elif entry is not None:
-                entry.forgotten = True  # to be given back once it is found
-            self._send(messages.Forgotten(content_id))
-
-    def give_idle_back(self) -> None:
-        """Give back what no call has used for a while."""
+    def return_idle(self) -> None:
+        """Return leases that no call has used for a while."""
         limit = time.monotonic() - _IDLE_SECONDS
         with self._lock:
             idle = [
                 content_id
-                for content_id, entry in self._leased.items()
-                if not entry.uses and entry.layout.done() and entry.idle_since < limit
+                for content_id, dataset in self._leased.items()
+                if not dataset.uses and dataset.layout.done() and dataset.idle_since < limit
             ]
             for content_id in idle:
-                self._give_back(content_id)
+                self._return(content_id)
 
-    def _give_back(self, content_id: bytes) -> None:
-        entry = self._leased.pop(content_id)
-        entry.given_back = True
-        if not entry.uses:
-            self._send(messages.Unused(content_id))
-
-
-class Forwarder:
-    """Passes calls on to the front door as they are."""
-
-    def __init__(self, address: str) -> None:
-        unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-        self._channel = grpc.insecure_channel(address, unlimited)
-
-    def handlers(self) -> dict[str, Any]:
-        """Handlers by method name."""
-        upload = self._channel.stream_unary(f"/{SERVICE_NAME}/UploadVariables", None, None)
-        handlers = {"UploadVariables": grpc.stream_unary_rpc_method_handler(_passing_on(upload))}
-        for name in _UNARY:
-            method = self._channel.unary_unary(f"/{SERVICE_NAME}/{name}", None, None)
-            handlers[name] = grpc.unary_unary_rpc_method_handler(_passing_on(method))
-        return handlers
+    def _return(self, content_id: bytes) -> None:
+        dataset = self._leased.pop(content_id)
+        dataset.is_returned = True
+        if not dataset.uses:
+            self._send(messages.ReturnLease(content_id))
 
 
-def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
+def forwarding_handlers(address: str) -> dict[str, Any]:
+    """Return handlers by method name that forward calls to the main process as they are."""
+    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    channel = grpc.insecure_channel(address, unlimited)
+    upload = channel.stream_unary(f"/{SERVICE_NAME}/UploadVariables", None, None)
+    handlers = {"UploadVariables": grpc.stream_unary_rpc_method_handler(_forwarding(upload))}
+    for name in _FORWARDED:
+        method = channel.unary_unary(f"/{SERVICE_NAME}/{name}", None, None)
+        handlers[name] = grpc.unary_unary_rpc_method_handler(_forwarding(method))
+    return handlers
+
+
+def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
     def handler(request: Any, context: grpc.ServicerContext) -> bytes:
-        remaining = context.time_remaining()  # centuries for a call without a deadline
+        remaining = context.time_remaining()
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
         about = (*passed_on(context), (FORWARDED_METADATA_KEY, tenant_of(context).encode()))
         call = method.future(request, timeout=timeout, metadata=about)
@@ -175,24 +169,34 @@ def _passing_on(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
     return handler
 
 
-class Door:
-    """State of the process."""
+class FrontEndProcess:
+    """State of a front-end process.
+
+    Args:
+        control: channel to the main process.
+        config: the server's configuration.
+        port: which all front ends share.
+        main_address: where the main process takes forwarded calls.
+        ledger: of what is in use, which all front ends share.
+        seed: of the probe's numbers.
+
+    """
 
     def __init__(
         self,
         control: Channel,
         config: Config,
         port: int,
-        front_door: str,
+        main_address: str,
         ledger: Ledger,
         seed: int,
     ) -> None:
         self._control = control
         self._config = config
-        self._suspects = Suspects()
+        self._suspects = KnownSuspects()
         self._engine = EngineConnection(SegmentPool(config.idle_bytes), self._suspects)
         self._engine.report = self._tell
-        self._engine.on_loss = lambda: self._tell(messages.Reconnect())
+        self._engine.on_loss = lambda: self._tell(messages.RequestConnection())
         self._probe = Probe(self._engine, seed)
         self._probe_now = threading.Event()
         self._leases = BorrowedLeases(control.send)
@@ -201,9 +205,9 @@ class Door:
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
         observer = Observer(self._recorder, self._tracer)
-        forwarded = Forwarder(front_door).handlers()
+        forwarding = forwarding_handlers(main_address)
         handlers = {
-            **guard.protect(forwarded, observer, passes_on=True),
+            **guard.protect(forwarding, observer, passes_on=True),
             **guard.protect(service.handlers(), observer),
         }
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
@@ -212,39 +216,37 @@ class Door:
         listen(self._grpc, config, port)
 
     def run(self) -> None:
-        """Serve until the front door says Quit or is gone."""
-        threading.Thread(target=self._sweep, daemon=True).start()
-        threading.Thread(target=self._ask_forever, name="probe", daemon=True).start()
+        """Serve until the main process says Stop or is gone."""
+        threading.Thread(target=self._report_forever, daemon=True).start()
+        threading.Thread(target=self._probe_forever, name="probe", daemon=True).start()
         self._grpc.start()
-        self._control.send(messages.Serving())
+        self._control.send(messages.FrontEndReady())
         while True:
             message, descriptors = self._control.receive()
             match message:
-                case messages.EngineSocket():
+                case messages.ConnectEngine():
                     self._connect(message, descriptors)
-                case messages.Found():
-                    self._leases.found(message)
-                case messages.Missing():
-                    self._leases.missing(message)
-                case messages.Forget():
-                    self._leases.forget(message.content_id)
+                case messages.DatasetLease():
+                    self._leases.answered(message)
+                case messages.DatasetReleased():
+                    self._leases.released(message.content_id)
                 case SuspectList():
                     self._suspects.update(message)
-                case messages.Readiness():
+                case messages.SetReadiness():
                     self._health.set_ready(message.ready)
-                case messages.Quit():
-                    self._quit()
+                case messages.Stop():
+                    self._stop()
                     return
                 case _:
                     raise UnavailableError(f"unexpected message {message}", "BAD_MESSAGE")
 
-    def _quit(self) -> None:
+    def _stop(self) -> None:
         self._grpc.stop(self._config.grace).wait()
-        self._control.send(messages.Recorded(self._recorder.take()))
+        self._control.send(messages.MetricsRecorded(self._recorder.take()))
         if self._tracer is not None:
             self._tracer.close()
 
-    def _connect(self, message: messages.EngineSocket, descriptors: Sequence[int]) -> None:
+    def _connect(self, message: messages.ConnectEngine, descriptors: Sequence[int]) -> None:
         if not descriptors:  # this process can open no more files; the probe asks again
             _LOG.error("the engine's connection was lost: too many open files")
             return
@@ -256,12 +258,12 @@ class Door:
         self._probe_now.set()
 
     def _tell(self, message: messages.Message) -> None:
-        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+        with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             self._control.send(message)
 
-    def _ask_forever(self) -> None:
-        """Ask the engine again and again, as the calls of this process do."""
-        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+    def _probe_forever(self) -> None:
+        """Probe the engine again and again, as the calls of this process use it."""
+        with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
                 self._probe_now.wait(self._config.probe_seconds)
                 self._probe_now.clear()
@@ -269,32 +271,33 @@ class Door:
                     answers = self._probe.ask()
                 except Exception as error:
                     level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
-                    _LOG.log(level, "no answer to the probe: %s", error)
+                    _LOG.log(level, "the probe of the engine failed: %s", error)
                     answers = False
-                self._control.send(messages.Probed(answers))
+                self._control.send(messages.ProbeResult(answers))
 
-    def _sweep(self) -> None:
-        with suppress(ChannelClosedError):  # the front door is gone, as `run` finds out
+    def _report_forever(self) -> None:
+        """Return idle leases, and send what was measured, again and again."""
+        with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
                 time.sleep(_IDLE_SECONDS / 2)
-                self._leases.give_idle_back()
-                self._control.send(messages.Recorded(self._recorder.take()))
+                self._leases.return_idle()
+                self._control.send(messages.MetricsRecorded(self._recorder.take()))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a door; the front door starts it."""
-    descriptor, port, front_door, table, number, text = arguments
+    """Run a front-end process; `FrontEndSupervisor` starts it."""
+    descriptor, port, main_address, table, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
     take_short_turns()
     control = Channel(socket.socket(fileno=int(descriptor)))
     try:
-        begin, _ = control.receive()
-        assert isinstance(begin, messages.Begin)  # nothing else is sent before
+        start, _ = control.receive()
+        assert isinstance(start, messages.StartServing)  # nothing else is sent before
         ledger = Ledger(int(table), config.doors, int(number))
-        Door(control, config, int(port), front_door, ledger, begin.seed).run()
+        FrontEndProcess(control, config, int(port), main_address, ledger, start.seed).run()
     except ChannelClosedError:
-        _LOG.info("the front door is gone")
+        _LOG.info("the main process is gone")
     logging.shutdown()
     os._exit(0)
 

@@ -19,7 +19,7 @@ from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.tenancy.tenants import PROBE, key_of
 
 _ROWS: Final = 64
@@ -78,9 +78,9 @@ class Probe:
         self._engine.renew()
         run = self._engine.start(self._evaluation, self._dataset.layout, PROBE)
         try:
-            while not isinstance(run.next_event(), messages.Finished):
+            while not isinstance(run.next_reply(), messages.RequestFinished):
                 pass
-            values = run.frame.values_view(run.segment)
+            values = run.array("values")
             assert values is not None  # they were asked for
             return bool(np.abs(values[0, 0] - self._expected).max() <= _TOLERANCE)
         finally:

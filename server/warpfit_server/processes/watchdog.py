@@ -16,8 +16,8 @@ from typing import Final
 
 from warpfit.errors import ResourceExhaustedError, WarpfitError
 from warpfit_server.config import Config
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.probe import Probe
-from warpfit_server.processes.supervisor import EngineSupervisor
 from warpfit_server.rpc.health import Health
 
 _LOG: Final = logging.getLogger("warpfit.watchdog")

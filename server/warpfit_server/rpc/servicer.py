@@ -32,10 +32,10 @@ from warpfit.server_info import ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.data.dataset_store import DatasetStore, Upload
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.engine_connection import EngineConnection, Run
+from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest
 from warpfit_server.limits import check_batch, check_fit, check_loss, check_names, check_result
 from warpfit_server.observability import calls
-from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.tenants import key_of, tenant_of
 
@@ -127,18 +127,18 @@ class EvaluateService:
             _end_with_call(run, context, held)
             yield from _fit_answer(run, decode)
 
-    def _answer(self, run: Run, start: bytes, decode: int) -> Iterator[bytes]:
-        frame = run.frame
-        values = run.segment.view()[frame.value_offset : frame.value_offset + frame.value_bytes]
+    def _answer(self, run: InFlightRequest, start: bytes, decode: int) -> Iterator[bytes]:
+        layout = run.segment_layout
+        values = layout.view("values", run.segment)
         message, sent = start, 0
         timings = None
         while timings is None:
-            event = run.next_event()
-            if isinstance(event, messages.Finished):
-                timings, ready = replace(event.timings, decode=decode), frame.value_bytes
+            event = run.next_reply()
+            if isinstance(event, messages.RequestFinished):
+                timings, ready = replace(event.timings, decode=decode), len(values)
                 calls.answered(timings)
-            elif isinstance(event, messages.Progress):  # only whole chunks before the end
-                ready = event.programs * frame.program_bytes // self._chunk_bytes
+            elif isinstance(event, messages.ValuesReady):  # only whole chunks before the end
+                ready = event.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
             for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
                 if message is not start:
@@ -146,13 +146,13 @@ class EvaluateService:
                     message = b""
                 message += piece
             sent = ready
-        if frame.jacobian_bytes:
+        if jacobian := layout.view("jacobian", run.segment):
             yield message
             message = b""
-            yield from codec.value_pieces(_jacobian(run), 0, self._chunk_bytes, jacobian=True)
-        extras = ((name, frame.extra(name, run.segment)) for name in codec.EXTRAS)
+            yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
+        extras = ((name, run.array(name)) for name in codec.EXTRAS)
         present = {name: array for name, array in extras if array is not None}
-        yield message + codec.result_end(run.losses, timings, present)
+        yield message + codec.result_end(run.array("losses"), timings, present)
 
 
 class EvaluatorService(EvaluateService):
@@ -276,28 +276,19 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
         )
 
 
-def _end_with_call(run: Run, context: grpc.ServicerContext, held: ExitStack) -> None:
+def _end_with_call(run: InFlightRequest, context: grpc.ServicerContext, held: ExitStack) -> None:
     held.callback(run.close)
     if not context.add_callback(run.cancel):
         run.cancel()
 
 
-def _jacobian(run: Run) -> memoryview:
-    begin, size = run.frame.jacobian_offset, run.frame.jacobian_bytes
-    return run.segment.view()[begin : begin + size]
-
-
-def _fit_answer(run: Run, decode: int) -> Iterator[bytes]:
+def _fit_answer(run: InFlightRequest, decode: int) -> Iterator[bytes]:
     while True:
-        event = run.next_event()
+        event = run.next_reply()
         if isinstance(event, messages.FitProgressed):
             yield codec.progress_to_bytes(event.progress)
-        elif isinstance(event, messages.Finished):
-            arrays: Any = {
-                extra.name: run.frame.extra(extra.name, run.segment)
-                for extra in run.frame.extras
-                if extra.name not in ("lower", "upper", "fixed")
-            }
+        elif isinstance(event, messages.RequestFinished):
+            arrays: Any = run.segment_layout.results(run.segment)
             timings = replace(event.timings, decode=decode)
             calls.answered(timings)
             yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))

@@ -17,7 +17,7 @@ from warpfit.fitting import FitRequest
 from warpfit.request import Evaluation
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.ipc.engine_connection import Run
+from warpfit_server.ipc.engine_connection import InFlightRequest
 from warpfit_server.tenancy.quotas import Amounts, Ledger, Shortage, Usage
 from warpfit_server.tenancy.tenants import TenantBook
 
@@ -90,7 +90,7 @@ class Charge:
     amount: Amounts
     held: int
     """Bytes of its message, which are counted already."""
-    run: Run | None = None
+    run: InFlightRequest | None = None
     """To learn from, once it has finished."""
 
     def __enter__(self) -> Charge:

@@ -31,9 +31,9 @@ from support.repository.deployments import (
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import Usage
 from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
+from warpfit_server.metrics import ServerCollector, Sources
 from warpfit_server.observability.gpu_monitor import GpuUsage
 from warpfit_server.observability.measurements import COUNTERS, HISTOGRAMS, STAGES, Recorder, Sample
-from warpfit_server.observability.metrics import ServerCollector, Sources
 from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.tls import check_exposure
 

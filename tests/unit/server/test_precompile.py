@@ -12,7 +12,7 @@ from warpfit.cli import main as cli
 from warpfit.fitting import Method
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import compile_processes
-from warpfit_server.system.cache_directory import engine_environment
+from warpfit_server.system.compile_cache import engine_environment
 
 #: Counts what a start, a first evaluation, a gradient and what steers fits have compiled.
 SCRIPT = """

@@ -53,7 +53,7 @@ from warpfit_server.engine.lowering.lower import Lowered
 from warpfit_server.engine.lowering_cache import Recurring
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.validate import check_sound
-from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
@@ -156,9 +156,7 @@ class CpuEngine:
     def _dataset(self, evaluation: Evaluation) -> Dataset:
         dataset = self._datasets.get(evaluation.dataset_id)
         if dataset is None:
-            raise DatasetNotFoundError(
-                "the data set is not loaded", "DATASET_NOT_FOUND", "Upload it again", "dataset_id"
-            )
+            raise DatasetNotFoundError
         return dataset
 
     def _run(self, work: Work, outputs: Outputs | None = None) -> Steps[None]:

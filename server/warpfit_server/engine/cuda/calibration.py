@@ -22,7 +22,7 @@ from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.nvjitlink import CompileCounters
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.interface import Outputs, run_to_end
-from warpfit_server.system import cache_files
+from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 #: Counts the ways of measuring: what was measured in another way is measured again.
@@ -62,7 +62,7 @@ class Calibration:
         if known is None:
             started = time.perf_counter()
             known = self._measured()
-            cache_files.write_plain(path, write(known))
+            compile_cache.write_plain(path, write(known))
             _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
         return known
 

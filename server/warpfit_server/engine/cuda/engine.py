@@ -237,12 +237,7 @@ class CudaEngine:
         with self._lock:
             resident = self._residents.get(content_id)
         if resident is None:
-            raise DatasetNotFoundError(
-                f"data set {content_id.hex()[:16]} is not on the device",
-                "DATASET_NOT_FOUND",
-                "Upload it again",
-                "dataset_id",
-            )
+            raise DatasetNotFoundError
         return resident
 
     def _explained(self, error: Exception) -> Exception:

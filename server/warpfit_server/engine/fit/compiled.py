@@ -28,15 +28,15 @@ from warpfit_server.engine.fit import (
 from warpfit_server.engine.fit.searches import Limits
 from warpfit_server.engine.native import numba_cache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, compile_once, run_parts
-from warpfit_server.system import cache_files
-from warpfit_server.system.cache_directory import usable
+from warpfit_server.system import compile_cache
+from warpfit_server.system.compile_cache import usable_cache_directory
 
 _LOG: Final = logging.getLogger("warpfit.fit")
 #: Methods with code of their own, that of which most fits need first.
 METHODS: Final = (Method.LM, Method.BFGS)
 _MODULES: Final = (
     *(bfgs, bounds, levenberg_marquardt, searches, separable, triangles),
-    *(numba_cache, cache_files),
+    *(numba_cache, compile_cache),
 )
 _LOCK: Final = threading.Lock()
 _LOADED: Final[dict[tuple[Method, Path | None], Steering]] = {}
@@ -90,7 +90,7 @@ def _compile_elsewhere(method: Method, place: Path, *, urgent: bool) -> None:
 
 def _load(method: Method, directory: Path | None) -> Steering:
     started = time.perf_counter()
-    with usable(directory) as usable_directory:
+    with usable_cache_directory(directory) as usable_directory:
         kept = _place(usable_directory)
         _compile_elsewhere(method, kept, urgent=False)
         steering = _compile(method, kept)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from warpfit_server.engine.cpu.threads import NICE
-from warpfit_server.system import cache_files
+from warpfit_server.system import compile_cache
 from warpfit_server.system.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -59,7 +59,7 @@ def compile_once(
             if child.wait():
                 parts = ", ".join(names)
                 _LOG.warning("a process that compiled %s ended with %s", parts, child.returncode)
-        cache_files.write_plain(done, b"")
+        compile_cache.write_plain(done, b"")
 
 
 def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
@@ -93,7 +93,7 @@ def _start(
 def _locked(path: Path) -> Iterator[int | None]:
     """Lock a file; give None if there can be none, as on a disk that is full or read-only."""
     try:
-        cache_files.make_private(path.parent)
+        compile_cache.make_private_directory(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         _LOG.warning("cannot compile by several processes: %s", error)

@@ -2,7 +2,7 @@
 
 Numba's own cache reads its pickles without a check: a file that is cut off ends the process, a full
 disk does too, and what anybody may have written is executed. Here the same pickles are in files of
-`warpfit_server.system.cache_files`, and what cannot be read is compiled again.
+`warpfit_server.system.compile_cache`, and what cannot be read is compiled again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import caching
 
-from warpfit_server.system import cache_files
-from warpfit_server.system.cache_directory import default_cache_directory, numba_directory
+from warpfit_server.system import compile_cache
+from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
 
 
 def njit(signature: Any = None, **options: Any) -> Any:
@@ -72,7 +72,7 @@ class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
     """Numba's index and data files, with checksums."""
 
     def _load_index(self) -> dict[Any, str]:
-        content = cache_files.find(Path(self._index_path))
+        content = compile_cache.find(Path(self._index_path))
         if content is None:
             return {}
         version, rest = pickle.loads(content)
@@ -83,16 +83,16 @@ class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     def _save_index(self, overloads: dict[Any, str]) -> None:
         rest = self._dump((self._source_stamp, overloads))
-        cache_files.write(Path(self._index_path), pickle.dumps((self._version, rest)))
+        compile_cache.write(Path(self._index_path), pickle.dumps((self._version, rest)))
 
     def _load_data(self, name: str) -> Any:
-        content = cache_files.find(Path(self._data_path(name)))
+        content = compile_cache.find(Path(self._data_path(name)))
         if content is None:
             raise FileNotFoundError(name)  # the caller takes it for a miss
         return pickle.loads(content)
 
     def _save_data(self, name: str, data: Any) -> None:
-        cache_files.write(Path(self._data_path(name)), self._dump(data))
+        compile_cache.write(Path(self._data_path(name)), self._dump(data))
 
 
 class _Implementation(caching.CompileResultCacheImpl):  # type: ignore[misc]
@@ -124,5 +124,5 @@ def directory() -> Path:
 
 @functools.cache
 def _default_directory() -> Path:
-    """For processes that `cache_directory.engine_environment` has told nothing."""
+    """For processes that `compile_cache.engine_environment` has told nothing."""
     return numba_directory(default_cache_directory())

@@ -32,7 +32,7 @@ from warpfit_server.engine.request_steps import Worker
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.quarantine import SuspectList, Suspects, digest
+from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList, digest
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN
 from warpfit_server.ipc.segments import SegmentPool
 
@@ -109,9 +109,9 @@ class Front:
     def answer(self, run):
         """Wait for an answer; return the losses, or the error, and close."""
         try:
-            while not isinstance(run.next_event(), messages.Finished):
+            while not isinstance(run.next_reply(), messages.RequestFinished):
                 pass
-            return None if run.losses is None else run.losses[:, 0].tolist()
+            return None if run.array("losses") is None else run.array("losses")[:, 0].tolist()
         except WarpfitError as error:
             return error
         finally:
@@ -179,10 +179,10 @@ class TestAnswers:
     def test_values_are_announced_as_they_become_final(self, run_loop):
         _, front = run_loop()
         run = front.start(*range(2_000), values=True, loss=None)
-        event = run.next_event()
-        assert event == messages.Progress(run.number, 2_000)
-        assert isinstance(run.next_event(), messages.Finished)
-        values = run.frame.values_view(run.segment)
+        event = run.next_reply()
+        assert event == messages.ValuesReady(run.number, 2_000)
+        assert isinstance(run.next_reply(), messages.RequestFinished)
+        values = run.array("values")
         np.testing.assert_array_equal(values[:, 0, 0], np.arange(2_000))
         assert run.timings.compute == 5
         run.close()
@@ -200,10 +200,10 @@ class TestAnswers:
 
     def test_a_segment_that_did_not_arrive_fails_its_call_alone(self, run_loop):
         _, front = run_loop()
-        front.link._known = type("All", (set,), {"__contains__": lambda self, item: True})()
+        front.link._mapped = type("All", (set,), {"__contains__": lambda self, item: True})()
         error = front.answer(front.start(1.0))
         assert (type(error), error.reason) == (ResourceExhaustedError, "TOO_MANY_FILES")
-        front.link._known = set()
+        front.link._mapped = set()
         assert front.answer(front.start(1.0)) == [1.0]
 
 
@@ -302,7 +302,7 @@ class TestSharing:
         waiting = front.start(1.0, constant=WAITS, values=True)
         for n in range(5):
             assert front.answer(front.start(n)) == [n]
-        assert waiting.events.empty()
+        assert waiting.queue.empty()
         engine.promised.set_result(None)
         assert front.answer(waiting) == [1.0]
 
@@ -356,12 +356,12 @@ class TestFailures:
         assert front.answer(busy) == [1.0]
         wait_until(lambda: ended)
         assert ended == [EXIT_BROKEN]
-        assert all(run.events.empty() for run in runs)
+        assert all(run.queue.empty() for run in runs)
 
 
 class TestSuspects:
     def test_one_runs_alone_and_is_not_merged(self, run_loop):
-        suspects = Suspects()
+        suspects = KnownSuspects()
         engine, front = run_loop(2, suspects=suspects)
         names = {digest(an_evaluation(9.0)): 5.0}
         suspects.update(SuspectList(1, names))
@@ -381,12 +381,12 @@ class TestSuspects:
         assert engine.batches[:2] == [1, 1]
 
     def test_the_front_end_sees_that_it_was_alone(self, run_loop):
-        suspects = Suspects()
+        suspects = KnownSuspects()
         engine, front = run_loop(2, suspects=suspects)
         suspects.update(SuspectList(1, {digest(an_evaluation(9.0)): 0.3}))
         engine.go.clear()
         suspect = front.start(9.0)
-        state = suspect.frame.state(suspect.segment)
+        state = suspect.segment_layout.state(suspect.segment)
         wait_until(lambda: state[0] == ALONE)
         other = front.start(1.0)
         wait_until(lambda: state[0] == BEGUN)  # its time is over

@@ -26,7 +26,7 @@ def ends():
 
 
 def note(size):
-    return messages.Loaded(b"x" * size, UnavailableError("why", "REASON"))
+    return messages.DatasetLoaded(b"x" * size, UnavailableError("why", "REASON"))
 
 
 def test_messages_arrive_whole_and_in_order(ends):

@@ -16,7 +16,7 @@ from warpfit.errors import CancelledError, ResourceExhaustedError, UnavailableEr
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
-from warpfit_server.ipc import answers, messages
+from warpfit_server.ipc import messages, reply_dispatcher
 from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.segments import SegmentPool
@@ -31,7 +31,7 @@ SECONDS = 20.0
 @pytest.fixture(params=[1, 64], ids=["few cores", "many cores"], autouse=True)
 def cores(request, monkeypatch):
     """Both kinds of machines: on those with many cores, calls stay awake for a while."""
-    monkeypatch.setattr(answers, "available_cores", lambda: request.param)
+    monkeypatch.setattr(reply_dispatcher, "available_cores", lambda: request.param)
 
 
 class Front:
@@ -57,7 +57,7 @@ class Front:
 
         def call():
             try:
-                return run.next_event().request
+                return run.next_reply().request
             finally:
                 run.close()
 
@@ -67,7 +67,7 @@ class Front:
         """Make a call, and answer it."""
         run = self.start()
         waiting = self.wait_for(run)
-        engine.send(messages.Finished(run.number))
+        engine.send(messages.RequestFinished(run.number))
         assert waiting.result(SECONDS) == run.number
 
 
@@ -90,7 +90,7 @@ def test_answers_in_any_order_reach_their_calls(front):
     waiting = [front.wait_for(run) for run in runs]
     numbers = [receive(engine).request for _ in runs]
     for number in np.random.default_rng(1).permutation(numbers):
-        engine.send(messages.Finished(int(number)))
+        engine.send(messages.RequestFinished(int(number)))
         time.sleep(0.001)  # the lead changes hands in between
     assert [call.result(SECONDS) for call in waiting] == [run.number for run in runs]
 
@@ -103,10 +103,10 @@ def test_many_callers_on_many_threads(front):
         try:
             while True:
                 asked = [engine.receive(), *engine.receive_waiting()]
-                found = [m for m, _ in asked if isinstance(m, messages.Evaluate)]
+                found = [m for m, _ in asked if isinstance(m, messages.SubmitEvaluation)]
                 for index in random.permutation(len(found)):
-                    engine.send(messages.Progress(found[index].request, 1))
-                    engine.send(messages.Finished(found[index].request))
+                    engine.send(messages.ValuesReady(found[index].request, 1))
+                    engine.send(messages.RequestFinished(found[index].request))
         except ChannelClosedError:
             pass
 
@@ -116,7 +116,7 @@ def test_many_callers_on_many_threads(front):
             if (seed + turn) % 7 == 0:
                 threading.Timer(0.0001, run.cancel).start()
             try:
-                events = [run.next_event(), run.next_event()]
+                events = [run.next_reply(), run.next_reply()]
                 assert [event.request for event in events] == [run.number] * 2
             except CancelledError:
                 pass
@@ -137,15 +137,15 @@ def test_a_cancelled_call_ends_whether_it_reads_or_not(front, cancelled):
     runs, waiting = [], []
     for _ in range(2):  # the first one reads
         runs.append(front.start())
-        seen = front.calls.submit(runs[-1].next_event)
+        seen = front.calls.submit(runs[-1].next_reply)
         waiting.append(seen)
         time.sleep(0.05)
     runs[cancelled].cancel()
     with pytest.raises(CancelledError):
         waiting[cancelled].result(SECONDS)
-    engine.send(messages.Finished(runs[1 - cancelled].number))
+    engine.send(messages.RequestFinished(runs[1 - cancelled].number))
     assert waiting[1 - cancelled].result(SECONDS).request == runs[1 - cancelled].number
-    engine.send(messages.Finished(runs[cancelled].number))
+    engine.send(messages.RequestFinished(runs[cancelled].number))
     for run in runs:
         run.close()
 
@@ -154,7 +154,7 @@ def test_calls_of_a_lost_engine_fail_and_its_last_answers_arrive(front):
     engine = front.open()
     runs = [front.start() for _ in range(6)]
     waiting = [front.wait_for(run) for run in runs]
-    engine.send_all([messages.Finished(run.number) for run in runs[:3]])
+    engine.send_all([messages.RequestFinished(run.number) for run in runs[:3]])
     engine.close()
     assert [call.result(SECONDS) for call in waiting[:3]] == [run.number for run in runs[:3]]
     for call in waiting[3:]:

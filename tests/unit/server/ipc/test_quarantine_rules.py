@@ -20,7 +20,7 @@ from warpfit_server.engine.scheduler import Scheduler, Task
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.ipc.quarantine import Casualty, Quarantine, Survivor, digest
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Quarantine, digest
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.tenancy.tenants import PROBE
@@ -40,7 +40,7 @@ class Engines:
         """End with some batches under way, those in ``alone`` as all that ran."""
         self.number += 1
         for batch in batches:
-            self.quarantine.report(Casualty(self.number, dataset, batch, batch in alone))
+            self.quarantine.report(InterruptedBatch(self.number, dataset, batch, batch in alone))
         self.quarantine.engine_died(
             self.number, is_blamed=blamed, loading=loading, at_start=at_start
         )
@@ -71,7 +71,7 @@ class TestVerdicts:
         engines.die(b"killer", alone=[b"killer"])
         assert engines.refuses(b"killer") == "BATCH_QUARANTINED"
         assert engines.refuses(b"innocent") is None
-        engines.quarantine.report(Survivor(D, b"innocent"))
+        engines.quarantine.report(ClearedSuspect(D, b"innocent"))
         assert engines.seconds(b"innocent") == 0.0
 
     def test_an_innocent_batch_beside_one_killer_after_the_other(self, engines):
@@ -97,9 +97,9 @@ class TestVerdicts:
 
     def test_reports_that_come_after_the_end_count_and_old_ones_do_not(self, engines):
         engines.die()
-        engines.quarantine.report(Casualty(1, D, b"late", alone=False))
+        engines.quarantine.report(InterruptedBatch(1, D, b"late", alone=False))
         assert engines.seconds(b"late") == 2.0
-        engines.quarantine.report(Casualty(2, D, b"lost long before", alone=False))
+        engines.quarantine.report(InterruptedBatch(2, D, b"lost long before", alone=False))
         engines.now += 6.0
         engines.quarantine.engine_died(2, is_blamed=True, loading=None, at_start=False)
         assert engines.seconds(b"lost long before") == 0.0
@@ -125,7 +125,7 @@ class TestVerdicts:
         for _ in range(4):
             engines.die(b"killer", alone=[b"killer"])
         assert engines.refuses(b"fresh", D) is None
-        engines.quarantine.report(Survivor(D, b"fresh"))
+        engines.quarantine.report(ClearedSuspect(D, b"fresh"))
         assert engines.seconds(b"fresh", D) == 0.0
         assert engines.refuses(b"killer", D) == "BATCH_QUARANTINED"
 
@@ -143,7 +143,7 @@ class TestVerdicts:
     def test_its_memory_is_bounded(self, engines):
         for number in range(1000):
             engines.die(b"%d" % number)
-            engines.quarantine.report(Casualty(9999, D, b"%d" % number, alone=False))
+            engines.quarantine.report(InterruptedBatch(9999, D, b"%d" % number, alone=False))
         known = engines.quarantine.current
         assert len(known.suspects) <= 256
         assert len(engines.quarantine._waiting) <= 256
@@ -205,7 +205,7 @@ class Link:
         return self.connection.receive(*self.connection.channel.receive())
 
     def finish(self, request):
-        self.connection.send(messages.Finished(request.number))
+        self.connection.send(messages.RequestFinished(request.number))
 
     def wait_for_loss(self, count):
         end = time.monotonic() + 5
@@ -222,18 +222,18 @@ class TestConnections:
             waiting = link.front.start(an_evaluation(loss=Loss.MSE), DATA.layout, "me")
             assert link.receive().state[0] == QUEUED
             link.receive()
-            run.frame.state(run.segment)[0] = state
+            run.segment_layout.state(run.segment)[0] = state
             link.connection.channel.close()
             for lost in (run, waiting):
                 with pytest.raises(UnavailableError):
-                    lost.next_event()
+                    lost.next_reply()
                 lost.close()
             link.wait_for_loss(engine)
             with pytest.raises(UnavailableError):
                 link.front.start(evaluation, DATA.layout, "me")
             link.renew()
         assert link.reports == [
-            Casualty(engine, DATA.content_id, digest(evaluation), alone)
+            InterruptedBatch(engine, DATA.content_id, digest(evaluation), alone)
             for engine, alone in ((1, False), (2, True))
         ]
 
@@ -254,7 +254,7 @@ class TestConnections:
         assert late.is_abandoned()
         run = link.front.start(an_evaluation(), DATA.layout, "me")
         link.finish(link.receive())
-        run.next_event()
+        run.next_reply()
         run.close()
 
     def test_the_probe_is_nobodys_fault(self, engines):
@@ -267,7 +267,7 @@ class TestConnections:
         request.begins()
         link.connection.channel.close()
         with pytest.raises(UnavailableError):
-            run.next_event()
+            run.next_reply()
         assert link.reports == []
 
     def test_a_suspect_is_sent_to_run_alone_and_cleared_when_it_has_ended(self, engines):
@@ -280,7 +280,7 @@ class TestConnections:
             request = link.receive()
             assert request.alone == alone
             link.finish(request)
-            run.next_event()
+            run.next_reply()
             run.close()
 
     def test_a_suspect_that_was_cancelled_stays_one(self, engines):

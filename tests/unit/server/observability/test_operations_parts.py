@@ -27,14 +27,14 @@ from warpfit_server.data.dataset_store import Usage
 from warpfit_server.engine.hang_detector import EXIT_STUCK, Overseer
 from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.ipc.quarantine import Quarantine
+from warpfit_server.metrics import ServerCollector, Sources
 from warpfit_server.observability import gpu_monitor
 from warpfit_server.observability.calls import Request
 from warpfit_server.observability.gpu_monitor import GpuMonitor, GpuUsage
 from warpfit_server.observability.measurements import BOUNDS, Delta, Recorder, Sample
-from warpfit_server.observability.metrics import ServerCollector, Sources
 from warpfit_server.observability.tracing import SpanTracer, make_tracer
-from warpfit_server.processes.front_ends import Doors, _Door
-from warpfit_server.processes.supervisor import cause_of_death
+from warpfit_server.processes.engine_supervisor import cause_of_death
+from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health
 
@@ -145,7 +145,7 @@ class TestTracing:
 
 
 def test_nothing_is_left_of_a_lease_that_ended():
-    door, ended = _Door(None, None), []
+    door, ended = _FrontEnd(None, None), []
     for number in (1, 2):
         lease = ExitStack()
         lease.callback(ended.append, number)
@@ -268,15 +268,15 @@ class TestWatchdog:
         assert health.ready
 
 
-class TestDoors:
+class TestFrontEndSupervisor:
     def make(self):
         config = Config(probe_seconds=2.0, probe_timeout=3.0, hang_seconds=10.0)
         supervisor = SimpleNamespace(quarantine=Quarantine())
-        doors, killed = Doors(config, supervisor, None, None, None), []
+        doors, killed = FrontEndSupervisor(config, supervisor, None, None, None), []
         process = SimpleNamespace(pid=7, kill=lambda: killed.append(True))
-        door = _Door(process, None)
+        door = _FrontEnd(process, None)
         door.serving.set()
-        doors._doors.append(door)
+        doors._front_ends.append(door)
         return doors, door, killed
 
     def test_a_door_answers_from_its_first_right_probe_until_it_has_none_for_long(self):

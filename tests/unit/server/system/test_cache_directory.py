@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from warpfit.errors import InvalidArgumentError
-from warpfit_server.system import cache_directory
-from warpfit_server.system.cache_directory import (
+from warpfit_server.system import compile_cache
+from warpfit_server.system.compile_cache import (
     check_private,
     default_cache_directory,
     engine_environment,
     fingerprint,
-    usable,
+    usable_cache_directory,
 )
 
 OTHER_USER = 65534
@@ -65,14 +65,14 @@ def test_an_engine_keeps_code_below_the_cache_whatever_was_said(monkeypatch, tmp
 
 def test_a_private_directory_is_used(cache):
     check_private(cache)
-    with usable(cache) as place:
+    with usable_cache_directory(cache) as place:
         assert place == cache
 
 
 def test_what_is_missing_is_made_for_this_user_alone(tmp_path):
     before = os.umask(0o002)
     try:
-        with usable(tmp_path / "new" / "cache") as place:
+        with usable_cache_directory(tmp_path / "new" / "cache") as place:
             assert place == tmp_path / "new" / "cache"
     finally:
         os.umask(before)
@@ -86,7 +86,7 @@ def test_what_is_missing_is_made_for_this_user_alone(tmp_path):
 def test_a_level_that_others_may_write_is_named(cache, level, mode):
     place = cache / level
     place.chmod(place.stat().st_mode | mode)
-    with pytest.raises(InvalidArgumentError) as caught, usable(cache):
+    with pytest.raises(InvalidArgumentError) as caught, usable_cache_directory(cache):
         pass
     assert caught.value.reason == "UNSAFE_CACHE"
     assert f"{cache / level} can be written by its group or by others" in str(caught.value)
@@ -98,7 +98,7 @@ def test_a_level_of_another_user_is_named(cache, level):
     os.chown(cache / level, OTHER_USER, OTHER_USER)
     with (
         pytest.raises(InvalidArgumentError, match=f"{level.strip('.')} belongs to user"),
-        usable(cache),
+        usable_cache_directory(cache),
     ):
         pass
 
@@ -119,13 +119,13 @@ def test_a_link_to_a_directory_is_followed_and_checked(cache, tmp_path):
 def refusing(monkeypatch):
     """Make a directory one that cannot be written, without touching its files."""
     problems = {}
-    monkeypatch.setattr(cache_directory, "_unwritable", lambda path: problems.get(path))
+    monkeypatch.setattr(compile_cache, "_unwritable", lambda path: problems.get(path))
     return problems
 
 
 def test_a_directory_that_cannot_be_written_is_copied(cache, refusing, caplog):
     refusing[cache] = "Read-only file system"
-    with usable(cache) as place:
+    with usable_cache_directory(cache) as place:
         assert place != cache
         assert (place / "cpu-1/engine_1/file").read_text() == "code"
         assert not (place / "kernels").exists()
@@ -139,22 +139,22 @@ def test_without_room_for_a_temporary_directory_the_cache_is_read_in_place(
     cache, tmp_path, refusing, caplog
 ):
     refusing[cache] = refusing[tmp_path] = "No space left on device"
-    with usable(cache, within=str(tmp_path)) as place:
+    with usable_cache_directory(cache, within=str(tmp_path)) as place:
         assert place == cache
     assert len(caplog.records) == 1
 
 
 def test_a_file_in_the_way_is_no_reason_to_stop(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    with usable(tmp_path / "file" / "cache") as place:
+    with usable_cache_directory(tmp_path / "file" / "cache") as place:
         assert place.is_dir()
     assert len(caplog.records) == 1
 
 
 def test_a_disk_that_is_nearly_full_is_not_used(cache, monkeypatch):
     usage = type("Usage", (), {"free": 5 << 20})
-    monkeypatch.setattr(cache_directory.shutil, "disk_usage", lambda path: usage)
-    assert cache_directory._unwritable(cache) == "only 5 MiB of its disk are free"
+    monkeypatch.setattr(compile_cache.shutil, "disk_usage", lambda path: usage)
+    assert compile_cache._unwritable(cache) == "only 5 MiB of its disk are free"
 
 
 @pytest.mark.parametrize(

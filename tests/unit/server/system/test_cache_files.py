@@ -14,7 +14,7 @@ import pytest
 
 import warpfit_server
 from warpfit_server.engine.native.numba_cache import njit
-from warpfit_server.system import cache_files
+from warpfit_server.system import compile_cache
 
 CODE = b"machine code" * 100
 OTHER_USER = 65534
@@ -32,8 +32,8 @@ def full_disk(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cache_files.tempfile, "NamedTemporaryFile", refuse)
-    cache_files._report.cache_clear()
+    monkeypatch.setattr(compile_cache.tempfile, "NamedTemporaryFile", refuse)
+    compile_cache._log_once.cache_clear()
 
 
 @pytest.fixture
@@ -44,15 +44,15 @@ def numba_place(monkeypatch, tmp_path):
 
 def test_what_was_written_is_read(tmp_path):
     path = tmp_path / "new" / "inner" / "code"
-    assert cache_files.write(path, CODE) == path.stat().st_size
-    assert cache_files.read(path) == cache_files.find(path) == CODE
-    assert cache_files.find(tmp_path / "else") is None
+    assert compile_cache.write(path, CODE) == path.stat().st_size
+    assert compile_cache.read(path) == compile_cache.find(path) == CODE
+    assert compile_cache.find(tmp_path / "else") is None
 
 
 def test_files_and_directories_are_this_users_alone_whatever_the_umask(tmp_path):
     before = os.umask(0o002)
     try:
-        cache_files.write(tmp_path / "new" / "inner" / "code", CODE)
+        compile_cache.write(tmp_path / "new" / "inner" / "code", CODE)
     finally:
         os.umask(before)
     for name in ("new", "new/inner", "new/inner/code"):
@@ -62,43 +62,43 @@ def test_files_and_directories_are_this_users_alone_whatever_the_umask(tmp_path)
 @pytest.mark.parametrize("change", [lambda b: b"", lambda b: b[:-1], lambda b: b[:-1] + b"x"])
 def test_what_is_not_whole_is_not_used(tmp_path, change, caplog):
     path = tmp_path / "code"
-    cache_files.write(path, CODE)
+    compile_cache.write(path, CODE)
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(cache_files.DamagedFileError, match="damaged"):
-        cache_files.read(path)
-    assert cache_files.find(path) is None
+    with pytest.raises(compile_cache.DamagedFileError, match="damaged"):
+        compile_cache.read(path)
+    assert compile_cache.find(path) is None
     assert caplog.text.count(str(path)) == 1
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o602, 0o666])
 def test_what_others_may_write_is_not_used(tmp_path, mode):
     path = tmp_path / "code"
-    cache_files.write(path, CODE)
+    compile_cache.write(path, CODE)
     path.chmod(mode)
-    with pytest.raises(cache_files.DamagedFileError, match="group or by others"):
-        cache_files.read(path)
+    with pytest.raises(compile_cache.DamagedFileError, match="group or by others"):
+        compile_cache.read(path)
 
 
 @is_root
 def test_what_belongs_to_another_user_is_not_used(tmp_path):
     path = tmp_path / "code"
-    cache_files.write(path, CODE)
+    compile_cache.write(path, CODE)
     os.chown(path, OTHER_USER, OTHER_USER)
-    with pytest.raises(cache_files.DamagedFileError, match=f"user {OTHER_USER}"):
-        cache_files.read(path)
+    with pytest.raises(compile_cache.DamagedFileError, match=f"user {OTHER_USER}"):
+        compile_cache.read(path)
 
 
 def test_links_and_pipes_are_not_followed(tmp_path):
-    cache_files.write(tmp_path / "code", CODE)
+    compile_cache.write(tmp_path / "code", CODE)
     (tmp_path / "link").symlink_to(tmp_path / "code")
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert cache_files.find(tmp_path / "link") is None
-    assert cache_files.find(tmp_path / "pipe") is None
+    assert compile_cache.find(tmp_path / "link") is None
+    assert compile_cache.find(tmp_path / "pipe") is None
 
 
 def test_a_full_disk_costs_one_line(tmp_path, full_disk, caplog):
     for number in range(5):
-        cache_files.write(tmp_path / str(number), CODE)
+        compile_cache.write(tmp_path / str(number), CODE)
     assert list(tmp_path.iterdir()) == []
     assert caplog.text.count("No space left on device") == 1
 
@@ -108,7 +108,7 @@ def test_nothing_is_left_of_a_file_that_did_not_fit(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(Path, "replace", refuse)
-    cache_files.write(tmp_path / "code", CODE)
+    compile_cache.write(tmp_path / "code", CODE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,7 +134,7 @@ def test_numba_compiles_again_what_is_not_whole(numba_place, suffix, keep, caplo
     path.write_bytes(whole[: int(keep * len(whole))])
     assert njit("int64(int64)")(add_one)(1) == 2
     assert str(path) in caplog.text
-    cache_files.read(path)  # it is whole again
+    compile_cache.read(path)  # it is whole again
     assert sum(njit("int64(int64)")(add_one).stats.cache_hits.values()) == 1
 
 

@@ -48,15 +48,15 @@ class TestOldBytes:
             run = front.start(an_evaluation(loss=Loss.MSE), layout, tenant)
             request = engine.receive(*ours.receive())
             segments.add(request.segment.identifier)
-            values = run.frame.values_view(request.segment)
+            values = run.array("values")
             if tenant == "bob":  # an engine that writes nothing
                 assert not values.any()
                 assert not request.losses.any()
             else:
                 values[...] = 7.0
                 request.losses[...] = 7.0
-            engine.send(messages.Finished(request.number))
-            run.next_event()
+            engine.send(messages.RequestFinished(request.number))
+            run.next_reply()
             run.close()
         assert len(segments) == 1, "the memory is used again"
 

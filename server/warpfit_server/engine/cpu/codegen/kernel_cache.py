@@ -20,7 +20,7 @@ from warpfit_server.engine.cpu.codegen import build, dot_products, partials, par
 from warpfit_server.engine.cpu.codegen.kernels import COPY, LOSS_KERNELS, Flavour, symbol
 from warpfit_server.engine.cpu.threads import ParallelCode
 from warpfit_server.engine.lowering import schedule
-from warpfit_server.system.cache_directory import usable
+from warpfit_server.system.compile_cache import usable_cache_directory
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def load(directory: Path, processes: int = 1) -> Compiled:
 
     """
     start = time.perf_counter()
-    with usable(directory) as usable_directory:
+    with usable_cache_directory(directory) as usable_directory:
         kept = _place(usable_directory)
         parts.compile_group(kept, "values", processes)
         runners = parts.lower(kept), parts.interpret(kept)
@@ -93,7 +93,7 @@ def load(directory: Path, processes: int = 1) -> Compiled:
 def load_derivatives(directory: Path, compiled: Compiled, processes: int = 1) -> Derivatives:
     """Load the code for derivatives; otherwise as `load`."""
     start = time.perf_counter()
-    with usable(directory) as usable_directory:
+    with usable_cache_directory(directory) as usable_directory:
         kept = _place(usable_directory)
         parts.compile_group(kept, "derivatives", processes, urgent=False)
         runners = parts.derive(kept), parts.linearise(kept)

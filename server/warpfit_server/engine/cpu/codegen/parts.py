@@ -44,7 +44,7 @@ from warpfit_server.engine.cpu.threads import ParallelCode
 from warpfit_server.engine.lowering import lower as cpu_lower
 from warpfit_server.engine.lowering import schedule
 from warpfit_server.engine.native import calls, compile_processes, intrinsics, numba_cache, records
-from warpfit_server.system import cache_files
+from warpfit_server.system import compile_cache
 
 #: Modules that shape the code.
 _SOURCES: Final = (
@@ -60,7 +60,7 @@ _SOURCES: Final = (
     ),
     *(dot_products, cpu_build),
     *(intrinsics, calls, schedule, records, cpu_lower, interpreter, backward_sweep, differentiate),
-    *(statistics, row_loss, derivative_interpreter, parallel_loop, numba_cache, cache_files),
+    *(statistics, row_loss, derivative_interpreter, parallel_loop, numba_cache, compile_cache),
 )
 _WORD: Final = types.int64
 _WORDS: Final = types.Array(types.int64, 1, "C")
@@ -166,12 +166,7 @@ def derivative_kernels(place: Path) -> dict[Flavour, bytes]:
 
 
 def _object(path: Path, flavour: Flavour, build: Callable[[Flavour], bytes]) -> bytes:
-    stored = cache_files.find(path)
-    if stored is not None:
-        return stored
-    code = build(flavour)
-    cache_files.write(path, code)
-    return code
+    return compile_cache.find_or_make(path, lambda: build(flavour))
 
 
 # ------------------------------------------------------------------------------ side by side

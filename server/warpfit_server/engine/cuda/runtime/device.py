@@ -18,8 +18,8 @@ from numpy.typing import DTypeLike
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.cuda.runtime.submission import HELD, PAUSE, driver_functions
-from warpfit_server.system import cache_files
-from warpfit_server.system.cache_directory import check_private, default_cache_directory
+from warpfit_server.system import compile_cache
+from warpfit_server.system.compile_cache import check_private, default_cache_directory
 
 #: Share of the device's memory that is used when no limit is given; the rest is for the driver.
 _DEFAULT_SHARE: Final = 0.9
@@ -202,13 +202,7 @@ def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]
     A file that cannot be used is built again.
     """
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
-    path = directory / "cubin" / f"{name}.cubin"
-    stored = cache_files.find(path)
-    if stored is not None:
-        return stored
-    cubin = build()
-    cache_files.write(path, cubin)
-    return cubin
+    return compile_cache.find_or_make(directory / "cubin" / f"{name}.cubin", build)
 
 
 def device_array(device: CudaDevice, memory: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Any:

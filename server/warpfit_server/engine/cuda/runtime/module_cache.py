@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 
 from cachetools import LRUCache
 
-from warpfit_server.system import cache_files
+from warpfit_server.system import compile_cache
 
 Value = TypeVar("Value")
 
@@ -157,7 +157,7 @@ class LeasedCache(Generic[Value]):
 class DiskCache:
     """Files named by key, shared by any number of processes, capped in bytes.
 
-    An entry is a file of `cache_files`; one that is damaged is removed and counted.
+    An entry is a file of `compile_cache`; one that is damaged is removed and counted.
     A directory that cannot be used makes every look-up a miss.
     """
 
@@ -171,11 +171,11 @@ class DiskCache:
         """Read an entry, or None; a read makes it the youngest."""
         path = self._path(key)
         try:
-            content = cache_files.read(path)
+            content = compile_cache.read(path)
         except OSError:
             self._missed()
             return None
-        except cache_files.DamagedFileError:
+        except compile_cache.DamagedFileError:
             with suppress(OSError):
                 path.unlink()
             self._missed(damaged=1)
@@ -188,7 +188,7 @@ class DiskCache:
 
     def put(self, key: str, content: bytes) -> None:
         """Write an entry, then remove the oldest ones if the directory has grown over its cap."""
-        written = cache_files.write(self._path(key), content)
+        written = compile_cache.write(self._path(key), content)
         with self._lock:
             known = self._bytes
             self._bytes = None if known is None else known + written

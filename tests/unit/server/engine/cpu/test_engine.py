@@ -56,7 +56,7 @@ from warpfit_server.engine.lowering.schedule import (
     PROLOGUE_END,
     SLOTS,
 )
-from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.compile_cache import default_cache_directory
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 RNG_SEED = 5
@@ -198,7 +198,7 @@ def test_evaluations_at_the_same_time(evaluate):
 
 @pytest.mark.parametrize("derivatives", [False, True])
 def test_programs_that_are_known_are_checked_against_other_data_sets(derivatives):
-    """Doors do not look at tokens: what the engine has found sound is so for that data set."""
+    """Programs that were valid for one data set may not be for another one."""
     wide = make_dataset(100)
     narrow = Dataset.of(np.ones((100, 1)), np.ones(100))
     engine, batch = CpuEngine(threads=1), Batch.of([Program.apply("mul", X2, P1)], [[2.0]])

@@ -18,14 +18,14 @@ from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cpu.evaluation import Work
 from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.native.records import CANCELLED, FAILED, FINISHED
-from warpfit_server.system.cache_directory import usable
+from warpfit_server.system.compile_cache import usable_cache_directory
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @pytest.fixture(scope="module")
 def code():
-    with usable(None) as kept:
+    with usable_cache_directory(None) as kept:
         return parts.parallel(kept / f"cpu-{parts.fingerprint()[:32]}")
 
 

@@ -28,7 +28,7 @@ from warpfit_server.engine.cuda.derivatives import lowering as derivative_loweri
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.native.records import FINISHED, record_of
-from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 10
 NOTHING = differentiate.no_row_loss()

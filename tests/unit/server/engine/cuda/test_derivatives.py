@@ -33,7 +33,7 @@ from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier, derivative_cubin
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.lowering_cache import Recurring
-from warpfit_server.system.cache_directory import default_cache_directory
+from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 4
 COLUMNS = np.random.default_rng(1).uniform(0.2, 2, size=(VARIABLES + 1, 30))

@@ -1,9 +1,8 @@
-"""Frames, messages, limits and closings of fits and of the newer parts of evaluations."""
+"""Segment layouts, messages, limits and closings of fits and of the newer parts of evaluations."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,8 +22,8 @@ from warpfit_server.engine.finalize import correlation, engine_share, finish, sc
 from warpfit_server.engine.interface import Outputs
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
-from warpfit_server.ipc.messages import Evaluate, Optimize
-from warpfit_server.ipc.segment_layout import Frame
+from warpfit_server.ipc.messages import SubmitEvaluation, SubmitFit
+from warpfit_server.ipc.segment_layout import FIT_RESULT_ARRAYS, SegmentLayout
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.limits import check_fit, check_result, fit_memory
 from warpfit_server.rpc.servicer import _stop_time
@@ -45,18 +44,16 @@ def fit(**settings_):
     return FitRequest(evaluation(loss=Loss.MSE, values=False), FitSettings(**settings_))
 
 
-def test_the_arrays_of_a_frame_do_not_overlap():
-    wanted = evaluation(loss=Loss.MSE, **dict.fromkeys(WISHES, True))
+def test_the_arrays_of_a_request_do_not_overlap():
     custom = huber()
-    frame = replace(Frame.of(wanted, DATA.layout), loss_tokens=len(custom.row.codes))
-    segment = Segment.create(1, frame.nbytes)
-    frame.write(segment, evaluation(custom_loss=custom))
-    views = {
-        "values": frame.values_view(segment),
-        "losses": frame.losses_view(segment),
-        "jacobian": frame.jacobian_view(segment),
-        **{extra.name: frame.extra(extra.name, segment) for extra in frame.extras},
-    }
+    wanted = evaluation(custom_loss=custom, **dict.fromkeys(WISHES, True))
+    layout = SegmentLayout.of(wanted, DATA.layout)
+    segment = Segment.create(1, layout.nbytes)
+    layout.write(segment, wanted)
+    views = layout.results(segment)
+    assert views["losses"].shape == (7, 2)
+    assert views["values"].shape == (7, 2, 40)
+    assert len(layout.view("values", segment)) == views["values"].nbytes
     assert views["gradients"].shape == (2 * TOTAL,)
     assert views["jacobian"].shape == (2 * TOTAL, 40)
     assert views["variable_gradients"].shape == (7, 2, 4)
@@ -64,49 +61,53 @@ def test_the_arrays_of_a_frame_do_not_overlap():
         view[...] = number
     for number, (name, view) in enumerate(views.items(), start=1):
         assert (view == number).all(), name
-    np.testing.assert_array_equal(frame.batch(segment).parameters, BATCH.parameters)
-    assert frame.custom_loss(segment, Closing.MEAN) == custom
-    assert frame.extra("scaling", segment) is None
+    np.testing.assert_array_equal(layout.batch(segment).parameters, BATCH.parameters)
+    assert layout.custom_loss(segment, Closing.MEAN) == custom
+    assert layout.array("scaling", segment) is None
+    assert not layout.view("scaling", segment)
 
 
 @pytest.mark.parametrize(("all_starts", "vectors"), [(False, 1), (True, 2)])
-def test_the_frame_of_a_fit_holds_bounds_and_result(all_starts, vectors):
+def test_the_segment_of_a_fit_holds_bounds_and_result(all_starts, vectors):
     request = fit(
         lower=np.zeros(TOTAL), fixed=np.ones(TOTAL, bool), all_starts=all_starts, covariance=True
     )
-    frame = Frame.of_fit(request, DATA.layout)
-    segment = Segment.create(1, frame.nbytes)
-    assert frame.require("lower", segment).shape == (TOTAL,)
-    assert frame.extra("upper", segment) is None
-    assert frame.require("parameters", segment).shape == (vectors * TOTAL,)
-    assert frame.require("reasons", segment).shape == (7, vectors)
+    layout = SegmentLayout.of_fit(request, DATA.layout)
+    segment = Segment.create(1, layout.nbytes)
+    assert layout.require("lower", segment).shape == (TOTAL,)
+    assert layout.array("upper", segment) is None
+    assert layout.require("parameters", segment).shape == (vectors * TOTAL,)
+    assert layout.require("reasons", segment).shape == (7, vectors)
     squares = sum(len(p) ** 2 for p in PARAMETERS)
-    assert frame.require("covariances", segment).shape == (vectors * squares,)
-    assert frame.value_bytes == frame.jacobian_bytes == 0
+    assert layout.require("covariances", segment).shape == (vectors * squares,)
+    assert set(layout.results(segment)) == {
+        *FIT_RESULT_ARRAYS,
+        *("parameters", "covariances"),
+    }
     with pytest.raises(KeyError):
-        frame.require("upper", segment)
+        layout.require("upper", segment)
 
 
 def test_requests_and_progress_of_fits_cross_the_channel():
     ours, socket = Channel.pair()
     theirs = Channel(socket)
     request = fit(method=Method.LM, partial=True)
-    problem = Evaluate(
+    problem = SubmitEvaluation(
         request=3,
         segment=7,
         size=4096,
-        frame=Frame.of_fit(request, DATA.layout),
+        segment_layout=SegmentLayout.of_fit(request, DATA.layout),
         dataset_id=DATA.content_id,
         rows=(0, 10),
-        precision=request.problem.precision,
+        precision=request.problem.precision.value,
         loss=None,
-        tier=request.problem.tier,
+        tier=request.problem.tier.value,
         submitted=123,
-        closing=Closing.SUM,
-        requested=("gradient",),
+        closing=Closing.SUM.value,
+        outputs=("gradient",),
         alone=2.0,
     )
-    ours.send(Optimize(problem, request.settings, 17.5))
+    ours.send(SubmitFit(problem, request.settings, 17.5))
     received, _ = theirs.receive()
     assert (received.problem, received.deadline) == (problem, 17.5)
     assert received.settings.method is Method.LM

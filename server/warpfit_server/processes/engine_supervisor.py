@@ -36,7 +36,7 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
 from warpfit_server.ipc.engine_connection import EngineConnection, unavailable
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.system.cache_directory import engine_environment
+from warpfit_server.system.compile_cache import engine_environment
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
 _LONGEST_PAUSE: Final = 30.0
@@ -73,7 +73,7 @@ class EngineSupervisor:
         self._channel: Channel | None = None  # None while no engine is ready
         self._loads: dict[bytes, Future[None]] = {}
         self._starting: set[bytes] = set()  # of these, those that the engine loads as it starts
-        self._ready: messages.Ready | None = None
+        self._ready: messages.EngineReady | None = None
         self._started = threading.Event()
         self._stopping = threading.Event()
         self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
@@ -150,7 +150,7 @@ class EngineSupervisor:
     def ask_counters(self) -> None:
         """Ask the engine for its counters; `counters` has them soon."""
         with self._lock:
-            self._tell(messages.Count())
+            self._tell(messages.RequestCounters())
 
     def connect(self) -> tuple[int, socket.socket]:
         """Make a connection to the engine; return its number and this side's end.
@@ -166,7 +166,7 @@ class EngineSupervisor:
             ours, theirs = socket_pair()
             with theirs:
                 try:
-                    self._channel.send(messages.Connect(), [theirs.fileno()])
+                    self._channel.send(messages.ConnectFrontEnd(), [theirs.fileno()])
                 except BaseException as error:
                     ours.close()
                     if isinstance(error, ChannelClosedError):
@@ -217,7 +217,7 @@ class EngineSupervisor:
         """Make the engine forget a data set."""
         with self._lock:
             if self._loads.pop(content_id, None) is not None:
-                self._tell(messages.Unload(content_id))
+                self._tell(messages.UnloadDataset(content_id))
 
     def stop(self) -> None:
         """End the engine process; jobs in flight fail."""
@@ -236,7 +236,7 @@ class EngineSupervisor:
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
         layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
-        load = messages.Load(dataset.key, layout, segment.identifier, segment.size)
+        load = messages.LoadDataset(dataset.key, layout, segment.identifier, segment.size)
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:
@@ -336,16 +336,16 @@ class EngineSupervisor:
 
     def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
         match message:
-            case messages.Ready():
+            case messages.EngineReady():
                 self._welcome(channel, message)
-            case messages.Loaded():
+            case messages.DatasetLoaded():
                 self._settle_load(message)
-            case messages.Counted():
+            case messages.EngineCounters():
                 self.counters = message.counters
             case _:
                 _LOG.error("unexpected message %s with %d files", message, len(descriptors))
 
-    def _welcome(self, channel: Channel, ready: messages.Ready) -> None:
+    def _welcome(self, channel: Channel, ready: messages.EngineReady) -> None:
         with self._lock:
             self._ready = ready
             self._was_ready = True
@@ -365,7 +365,7 @@ class EngineSupervisor:
         with self._lock:
             return sum(not future.done() for future in self._loads.values())
 
-    def _settle_load(self, message: messages.Loaded) -> None:
+    def _settle_load(self, message: messages.DatasetLoaded) -> None:
         with self._lock:
             future = self._loads.get(message.content_id)
             if message.error is not None:

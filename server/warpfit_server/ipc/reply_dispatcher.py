@@ -1,8 +1,9 @@
-"""Answers of the engine on their way to the calls that wait for them.
+"""Reads the engine's replies on the threads that wait for them.
 
-A call that waits reads from the connection itself and hands the answers of other calls to them, so
-that a lone call waits for no second thread. One call *leads* at a time, which means that it reads;
-when its own answer is there, it passes the lead on to another one that waits.
+A thread that waits for a reply reads from the connection itself and hands the replies of other
+requests to their threads, so that a lone call does not wait for a second thread to wake up (the
+leader/follower pattern). One thread leads at a time, which means that it reads; when it has its own
+reply it passes the lead on to another one that waits.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.messages import Message
 from warpfit_server.system.resources import available_cores
 
-#: Seconds that a lone call looks for its answer before it sleeps: an idle core of a virtual machine
-#: takes some 50 to 100 microseconds to wake up.
-_AWAKE_SECONDS: Final = 0.001
+#: Seconds that a lone leader polls before it sleeps: an idle core of a virtual machine takes some
+#: 50 to 100 microseconds to wake up.
+_POLL_SECONDS: Final = 0.001
 #: Cores from which on one of them is spared for that.
 _MANY_CORES: Final = 8
-#: What a call that waits finds among its events when it has to read.
+#: What a thread finds in its queue when it becomes the leader.
 _LEAD: Final = object()
 
 
-class Answers:
-    """Reads the answers that come over a channel, on the threads that wait for them.
+class ReplyDispatcher:
+    """Reads the replies that come over a channel.
 
     Args:
         channel: of the engine; it is closed by `watch`.
-        deliver: puts a message into the queue of the call that it is for.
+        deliver: puts a message into the queue of the request that it is for.
 
     """
 
@@ -47,39 +48,39 @@ class Answers:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
         self._reading = threading.Lock()
-        """Held while the channel is waited for or read."""
+        """Held while the channel is polled or read."""
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
         self._has_many_cores = available_cores() >= _MANY_CORES
 
-    def next_event(self, events: SimpleQueue[Any]) -> Any:
-        """Wait for the next event of a call; read for all calls if no other one does."""
+    def next_reply(self, queue: SimpleQueue[Any]) -> Any:
+        """Wait for the next entry of a request's queue; lead if no other thread does."""
         with self._lock:
             if self._leader is None:
-                self._leader = events
+                self._leader = queue
             else:
-                self._followers[events] = None
+                self._followers[queue] = None
         try:
             while True:
-                if self._leader is events:
-                    self._lead(events)
-                event = events.get()
-                if event is not _LEAD:
-                    return event
+                if self._leader is queue:
+                    self._lead(queue)
+                reply = queue.get()
+                if reply is not _LEAD:
+                    return reply
         finally:
-            self._leave(events)
+            self._leave(queue)
 
-    def wake(self, events: SimpleQueue[Any]) -> None:
-        """Let a call notice an event that did not come over the channel."""
+    def wake(self, queue: SimpleQueue[Any]) -> None:
+        """Let a thread notice an entry that did not come over the channel."""
         with self._lock:
-            if self._leader is events and not self._is_closed:
+            if self._leader is queue and not self._is_closed:
                 os.eventfd_write(self._wake, 1)
 
     def watch(self) -> None:
-        """Wait until the engine is gone, deliver its last answers, and close the channel."""
+        """Wait until the engine is gone, deliver its last replies, and close the channel."""
         hang_up = select.poll()
-        hang_up.register(self._channel.fileno(), 0)  # hang-ups are always told
+        hang_up.register(self._channel.fileno(), 0)  # poll always reports hang-ups
         hang_up.poll()
         with self._reading:
             try:
@@ -91,23 +92,23 @@ class Answers:
                 self.close()
 
     def close(self) -> None:
-        """Close the channel while nobody reads from it."""
+        """Close the channel while no thread reads from it."""
         with self._lock:
             self._is_closed = True
             os.close(self._wake)
         self._channel.close()
 
-    def _lead(self, events: SimpleQueue[Any]) -> None:
-        """Read until there is an event for this call, or nothing to read from any more."""
+    def _lead(self, queue: SimpleQueue[Any]) -> None:
+        """Read until this queue has an entry or the channel is closed."""
         with self._reading:
-            end = time.perf_counter() + _AWAKE_SECONDS
-            while events.empty() and not self._is_closed:
-                stays_awake = self._has_many_cores and not self._followers
-                if not self._read(0 if stays_awake and time.perf_counter() < end else None):
+            end = time.perf_counter() + _POLL_SECONDS
+            while queue.empty() and not self._is_closed:
+                keeps_polling = self._has_many_cores and not self._followers
+                if not self._read(0 if keeps_polling and time.perf_counter() < end else None):
                     return
 
     def _read(self, timeout: int | None) -> bool:
-        """Deliver what arrives within a timeout; tell whether there may be more."""
+        """Deliver what arrives within a timeout; return whether there may be more."""
         for descriptor, _ in self._poll.poll(timeout):
             if descriptor == self._wake:
                 os.eventfd_read(self._wake)
@@ -115,15 +116,15 @@ class Answers:
             try:
                 for message, _ in self._channel.receive_waiting():
                     self._deliver(message)
-            except ChannelClosedError:  # `watch` tells everybody
+            except ChannelClosedError:  # `watch` has all requests fail
                 return False
         return True
 
-    def _leave(self, events: SimpleQueue[Any]) -> None:
+    def _leave(self, queue: SimpleQueue[Any]) -> None:
         """Pass the lead on."""
         with self._lock:
-            self._followers.pop(events, None)
-            if self._leader is not events:
+            self._followers.pop(queue, None)
+            if self._leader is not queue:
                 return
             self._leader = next(iter(self._followers), None)
             if self._leader is not None:

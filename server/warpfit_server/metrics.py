@@ -29,7 +29,7 @@ from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.engine.interface import CACHE_EVENTS, CACHE_SIZES, CACHES
 from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import BOUNDS, COUNTERS, HISTOGRAMS, Delta, Recorder
-from warpfit_server.processes.supervisor import EngineSupervisor
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.rpc.health import Health
 
 _PREFIX: Final = "warpfit_"

@@ -1,0 +1,323 @@
+"""Starts, watches and restarts the front-end processes, and leases data sets to them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
+from warpfit_server.config import Config
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
+from warpfit_server.observability.measurements import Recorder
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.rpc.servicer import ResidentLeases
+from warpfit_server.tenancy.quotas import Ledger
+
+_LOG: Final = logging.getLogger("warpfit.front_ends")
+#: Seconds after which a process that has ended is started again.
+_RESTART_SECONDS: Final = 0.5
+#: Longest wait in seconds until a front end takes notice of a release.
+_RELEASE_SECONDS: Final = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _FrontEnd:
+    """A front-end process, its control channel and what is leased to it."""
+
+    process: subprocess.Popen[bytes]
+    control: Channel
+    serving: threading.Event = field(default_factory=threading.Event)
+    last_message: float = field(default_factory=time.monotonic)
+    """When the last message came, on the monotonic clock, as all moments here."""
+    answers: bool = False
+    """Whether its last probe of the engine was answered rightly."""
+    probed: float = 0.0
+    """When its last probe ended."""
+    answered: float = field(default_factory=time.monotonic)
+    """When a probe was last answered rightly, or it got a connection to a new engine."""
+    leases: dict[bytes, list[ExitStack]] = field(default_factory=dict)
+    """More than one if it asks again while calls still use a data set that was released."""
+    releases: dict[bytes, threading.Event] = field(default_factory=dict)
+    """Released data sets; each event is set once the process has taken notice."""
+
+    def end_lease(self, content_id: bytes) -> None:
+        """End one lease on a data set."""
+        leases = self.leases[content_id]
+        leases.pop().close()
+        if not leases:
+            del self.leases[content_id]
+
+
+class FrontEndSupervisor:
+    """Owns the front-end processes beside this one, the main process.
+
+    Each has a thread here that starts it, answers its messages and restarts it.
+
+    Args:
+        config: the server's configuration.
+        supervisor: of the engine.
+        leases: the data sets of the main process.
+        ledger: of what is in use, which all front ends share.
+        recorder: takes in what the processes measure.
+
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        supervisor: EngineSupervisor,
+        leases: ResidentLeases,
+        ledger: Ledger,
+        recorder: Recorder,
+    ) -> None:
+        self.seed = secrets.randbits(64)
+        """Of the numbers of the probe, which are the same in all processes."""
+        self._config = config
+        self._engine = supervisor
+        self._engine.quarantine.on_change = self._tell_all
+        self._leases = leases
+        self._ledger = ledger
+        self._recorder = recorder
+        self._ready = False
+        self._lock = threading.Lock()
+        self._front_ends: list[_FrontEnd] = []
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._started: list[threading.Event] = []
+        self._open = threading.Event()
+
+    def start(self, count: int, port: int, main_address: str) -> None:
+        """Start the processes, which takes a second; returns at once.
+
+        Args:
+            count: how many.
+            port: which they share with the main process.
+            main_address: where the main process takes forwarded calls.
+
+        """
+        self._started = [threading.Event() for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._keep, args=(port, main_address, number, event))
+            for number, event in enumerate(self._started, 1)
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def open(self) -> None:
+        """Let the processes take calls and wait until they do.
+
+        Raises:
+            UnavailableError: if one ends as it starts.
+
+        """
+        self._open.set()
+        for event in self._started:
+            event.wait()
+        if len(self._serving()) < len(self._started):
+            raise UnavailableError(
+                "a front-end process did not start",
+                "DOOR_FAILED",
+                "See the log lines above; --front-doors 1 needs none",
+            )
+
+    def engine_ready(self) -> None:
+        """Give every process a connection to the new engine."""
+        for front_end in self._serving():
+            front_end.answered = time.monotonic()
+            self._connect(front_end)
+
+    def tell_readiness(self, ready: bool) -> None:
+        """Tell every process whether calls can be answered."""
+        self._ready = ready
+        self._tell_all(messages.SetReadiness(ready))
+
+    def answer(self) -> bool:
+        """Return whether the last probe of every process was answered, not too long ago."""
+        limit = time.monotonic() - self._config.probe_seconds - self._config.probe_timeout
+        return all(front.answers and front.probed >= limit for front in self._serving())
+
+    def kill_silent(self, *, engine_answers: bool) -> None:
+        """Kill processes that hang, so that new ones start.
+
+        Args:
+            engine_answers: whether the engine answers the main process, so that one to which it
+                has given no answer for long is broken, too.
+
+        """
+        limit = time.monotonic() - self._config.hang_seconds
+        for front_end in self._serving():
+            if front_end.last_message < limit or (engine_answers and front_end.answered < limit):
+                _LOG.error("front end %d hangs", front_end.process.pid)
+                front_end.process.kill()
+
+    def processes(self) -> dict[str, int]:
+        """Return the process ids by role."""
+        return {f"door {n}": front.process.pid for n, front in enumerate(self._serving(), 1)}
+
+    def forget(self, content_id: bytes) -> None:
+        """Tell every process that a data set was released; return when no new call uses it."""
+        told = []
+        for front_end in self._serving():
+            event = front_end.releases.setdefault(content_id, threading.Event())
+            try:
+                front_end.control.send(messages.DatasetReleased(content_id))
+            except ChannelClosedError:
+                continue
+            told.append((front_end, event))
+        for front_end, event in told:
+            if not event.wait(_RELEASE_SECONDS):
+                _LOG.warning("front end %d does not answer", front_end.process.pid)
+
+    def stop(self) -> None:
+        """Let the processes finish their calls within the grace period, and end them."""
+        self._stopping.set()
+        self._tell_all(messages.Stop())
+        for thread in self._threads:
+            thread.join(self._config.grace + 5)
+
+    def _serving(self) -> list[_FrontEnd]:
+        with self._lock:
+            return [front_end for front_end in self._front_ends if front_end.serving.is_set()]
+
+    def _keep(self, port: int, main_address: str, number: int, started: threading.Event) -> None:
+        """Run one process after the other until the server stops or one has never served."""
+        while not self._stopping.is_set():
+            try:
+                front_end = self._spawn(port, main_address, number)
+            except OSError as error:
+                _LOG.error("no new front-end process: %s", error)
+            else:
+                self._run(front_end, started)
+                self._ledger.bury(number)
+                if started.is_set() and not self._stopping.is_set():
+                    _LOG.error("front end %d ended; a new one starts", front_end.process.pid)
+            if not started.is_set():
+                started.set()
+                return
+            self._stopping.wait(_RESTART_SECONDS)
+
+    def _spawn(self, port: int, main_address: str, number: int) -> _FrontEnd:
+        control, theirs = Channel.pair()
+        arguments = (theirs.fileno(), port, main_address, self._ledger.descriptor, number)
+        command = (sys.executable, "-m", "warpfit_server.processes.front_end")
+        with theirs:
+            process = subprocess.Popen(
+                [*command, *map(str, arguments), self._config.to_json()],
+                pass_fds=[theirs.fileno(), self._ledger.descriptor],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for the main process, which drains first
+            )
+        return _FrontEnd(process, control)
+
+    def _run(self, front_end: _FrontEnd, started: threading.Event) -> None:
+        """Answer a process's messages until it ends."""
+        with self._lock:
+            self._front_ends.append(front_end)
+        try:
+            self._open.wait()
+            front_end.control.send(messages.StartServing(self.seed))
+            while True:
+                message, _ = front_end.control.receive()
+                front_end.last_message = time.monotonic()
+                self._handle(front_end, message)
+                if front_end.serving.is_set():
+                    started.set()
+        except ChannelClosedError:
+            _LOG.debug("front end %d has closed its channel", front_end.process.pid)
+        except Exception:
+            _LOG.exception("front end %d is replaced", front_end.process.pid)
+            front_end.process.kill()
+        finally:
+            self._clean_up(front_end)
+
+    def _handle(self, front_end: _FrontEnd, message: messages.Message) -> None:
+        match message:
+            case messages.MetricsRecorded():
+                self._recorder.add(front_end.process.pid, message.delta)
+            case messages.FrontEndReady():
+                front_end.serving.set()
+                self._tell(front_end, self._engine.quarantine.current)
+                self._connect(front_end)
+                self._tell(front_end, messages.SetReadiness(self._ready))
+            case messages.RequestConnection():
+                self._connect(front_end)
+            case messages.ProbeResult():
+                front_end.answers, front_end.probed = message.answers, front_end.last_message
+                if message.answers:
+                    front_end.answered = front_end.last_message
+            case InterruptedBatch() | ClearedSuspect():
+                self._engine.quarantine.report(message)
+            case messages.LeaseDataset():
+                front_end.control.send(self._lease(front_end, message.content_id))
+            case messages.ReturnLease():
+                front_end.end_lease(message.content_id)
+            case messages.ReleaseNoticed():
+                event = front_end.releases.pop(message.content_id, None)
+                if event is not None:
+                    event.set()
+            case _:
+                _LOG.error("unexpected message %s", message)
+
+    def _lease(self, front_end: _FrontEnd, content_id: bytes) -> messages.DatasetLease:
+        lease = ExitStack()
+        try:
+            layout = lease.enter_context(self._leases.lease(content_id))
+        except WarpfitError as error:
+            return messages.DatasetLease(content_id, error=error)
+        front_end.leases.setdefault(content_id, []).append(lease)
+        return messages.DatasetLease(content_id, replace(layout, names=()))  # names may be long
+
+    def _connect(self, front_end: _FrontEnd) -> None:
+        try:
+            engine, end = self._engine.connect()
+        except UnavailableError:
+            return  # the next engine brings a connection
+        except ResourceExhaustedError as error:
+            pid = front_end.process.pid
+            _LOG.error("no connection of front end %d to the engine: %s", pid, error)
+            return  # the front end asks again
+        with end:
+            self._tell(front_end, messages.ConnectEngine(engine), [end.fileno()])
+
+    def _tell_all(self, message: messages.Message) -> None:
+        for front_end in self._serving():
+            self._tell(front_end, message)
+
+    def _tell(
+        self, front_end: _FrontEnd, message: messages.Message, descriptors: Sequence[int] = ()
+    ) -> None:
+        try:
+            front_end.control.send(message, descriptors)
+        except ChannelClosedError:
+            _LOG.debug("front end %d is gone", front_end.process.pid)
+        except WarpfitError as error:
+            _LOG.error("a message to front end %d failed: %s", front_end.process.pid, error)
+
+    def _clean_up(self, front_end: _FrontEnd) -> None:
+        """Forget a process that has closed its channel, and make sure that it ends."""
+        with self._lock:
+            self._front_ends.remove(front_end)
+        self._recorder.forget(front_end.process.pid)
+        front_end.serving.clear()
+        for leases in front_end.leases.values():
+            for lease in leases:
+                lease.close()
+        for event in list(front_end.releases.values()):
+            event.set()
+        front_end.control.close()
+        try:
+            front_end.process.wait(self._config.grace if self._stopping.is_set() else 0.1)
+        except subprocess.TimeoutExpired:
+            front_end.process.kill()
+            front_end.process.wait()
