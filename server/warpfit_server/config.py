@@ -1,4 +1,4 @@
-"""The server's configuration: one frozen dataclass, from flags and WARPFIT_* variables."""
+"""The server's configuration: one frozen dataclass, read from flags and WARPFIT_* variables."""
 
 from __future__ import annotations
 
@@ -16,26 +16,18 @@ from warpfit.server_info import Limits
 from warpfit_server.system.resources import available_cores, available_memory
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
 _LIMITS: Final = Limits()
-#: Part of the bytes in flight that one message may take, and what every message may have.
+#: One message may take this part of the bytes in flight, and in any case this many bytes.
 _MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
-_MOST_DOORS: Final = 16
+_MOST_FRONT_ENDS: Final = 16
 _LAST_PORT: Final = 65_535
-#: Most connections of a front-door process unless it is told, and the part of its file descriptors
-#: that they may take.
-_MOST_CONNECTIONS: Final = 4096
-_CONNECTIONS_SHARE: Final = 0.5
+#: Default of the most connections of a front-end process: this part of its file descriptors, but
+#: no more than this.
+_CONNECTIONS_PART, _MOST_CONNECTIONS = 0.5, 4096
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size: ``4096``, ``256MiB``, ``16GB``.
-
-    Raises:
-        ValueError: if it is none.
-
-    """
+    """Return the bytes of a size like ``4096``, ``256MiB`` or ``16GB``; raise ValueError."""
     match = re.fullmatch(r"(\d+)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write it like 4096, 256MiB or 16GB")
@@ -43,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_switch(text: str) -> bool:
-    """Read yes or no."""
+    """Return the value of ``yes`` or ``no``; raise ValueError."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in words:
         raise ValueError(f"{text!r} is neither yes nor no")
@@ -51,19 +43,14 @@ def parse_switch(text: str) -> bool:
 
 
 def parse_port(text: str) -> int:
-    """Read the number of a port, 0 for a free one.
-
-    Raises:
-        ValueError: if it is none.
-
-    """
+    """Return the number of a port; raise ValueError."""
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > _LAST_PORT:
         raise ValueError(f"{text!r} is no port; there are those from 0 to {_LAST_PORT}")
     return int(text)
 
 
 def parse_log_level(text: str) -> str:
-    """Read a log level by name."""
+    """Return the name of a log level in lower case; raise ValueError."""
     if text.lower() not in ("debug", "info", "warning", "error"):
         raise ValueError(f"{text!r} is no log level; use debug, info, warning or error")
     return text.lower()
@@ -79,10 +66,6 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
-def _half_of_memory() -> int:
-    return available_memory() // 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Every setting of the server.
@@ -94,11 +77,11 @@ class Config:
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(50551, "port to listen on; 0 takes a free one", parse_port)
     engine: str = _option(
-        "auto", "auto takes CUDA when a device answers", choices=("auto", "cpu", "cuda")
+        "auto", "auto chooses CUDA if there is a device", choices=("auto", "cpu", "cuda")
     )
     device: int = _option(0, "CUDA device", int)
     front_doors: int = _option(
-        0, "processes that take calls; 0 takes one for each core but one, at most 16", int
+        0, "front-end processes; 0 chooses one for each core but one, at most 16", int
     )
     threads: int | None = _option(None, "threads of the CPU engine (default: all cores)", int)
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
@@ -107,10 +90,10 @@ class Config:
     tracing: str = _option("none", "where OpenTelemetry traces go", choices=("none", "otlp"))
     grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM", float)
     notice: float = _option(
-        0.0, "seconds on SIGTERM between readiness ending and refusing new calls", float
+        0.0, "seconds on SIGTERM between the end of readiness and refusing new calls", float
     )
     health_port: int | None = _option(
-        None, "plain port for health checks alone; 0 takes a free one (default: none)", parse_port
+        None, "plain port for health checks only; 0 takes a free one (default: none)", parse_port
     )
     health_host: str = _option("127.0.0.1", "address of the health port")
     metrics_port: int | None = _option(
@@ -119,7 +102,7 @@ class Config:
     metrics_host: str = _option("127.0.0.1", "address of the metrics port")
     expose_tenants: bool = _option(
         False,
-        "let whoever can reach the metrics port on a network read the names of the tenants",
+        "allow a metrics port on a network although it tells the names of the tenants",
         parse_switch,
     )
     probe_seconds: float = _option(2.0, "pause between probes of the engine", float)
@@ -130,10 +113,10 @@ class Config:
         30.0, "seconds without an answer after which the engine is replaced", float
     )
     stuck_seconds: float = _option(
-        120.0, "seconds that a cancelled evaluation may take to stop", float
+        120.0, "seconds that a cancelled request may take to stop", float
     )
     start_seconds: float = _option(600.0, "seconds that an engine may take to start", float)
-    chunk_bytes: int = _option(1 << 20, "values in one message of an answer", parse_bytes)
+    chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer", parse_bytes)
     idle_bytes: int = _option(512 << 20, "result memory kept for reuse", parse_bytes)
     max_message_bytes: int = _option(
         _LIMITS.message_bytes,
@@ -152,10 +135,10 @@ class Config:
     max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program", int)
     max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
     max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
-    max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front doors", int)
+    max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front ends", int)
     max_connections: int | None = _option(
         None,
-        "connections of each front-door process (default: half of its file descriptors, at most "
+        "connections of each front-end process (default: half of its file descriptors, at most "
         "4,096)",
         int,
     )
@@ -169,14 +152,14 @@ class Config:
     )
     max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit", float)
     max_queue_seconds: float = _option(
-        60.0, "estimated time of the engine for one tenant's calls in flight", float
+        60.0, "estimated engine time of one tenant's calls in flight", float
     )
     max_pending_bytes: int | None = _option(
         None,
-        "messages that arrive, batches and answers in flight (default: a quarter of the memory)",
+        "arriving messages, batches and answers in flight (default: a quarter of the memory)",
         parse_bytes,
     )
-    lease_seconds: float = _option(86_400.0, "an unused data set goes after this time", float)
+    lease_seconds: float = _option(86_400.0, "an unused data set is removed after this time", float)
     insecure: bool = _option(False, "allow plain text on a network", parse_switch)
     tls_cert: str = _option("", "file with the certificate chain; switches TLS on")
     tls_key: str = _option("", "file with the certificate's key")
@@ -185,15 +168,15 @@ class Config:
     tenants_file: str = _option("", "file with limits of tenants (TOML)")
 
     @property
-    def doors(self) -> int:
-        """Number of processes that take calls."""
-        return self.front_doors or max(1, min(_MOST_DOORS, available_cores() - 1))
+    def front_ends(self) -> int:
+        """Number of front-end processes, the main process included."""
+        return self.front_doors or max(1, min(_MOST_FRONT_ENDS, available_cores() - 1))
 
     @property
     def connections(self) -> int:
-        """Most connections of one front-door process."""
+        """Most connections of one front-end process."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_SHARE))
+        return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
 
     @property
     def cache_path(self) -> Path | None:
@@ -203,27 +186,27 @@ class Config:
     @property
     def pending_bytes(self) -> int:
         """Most bytes of arriving messages, batches and answers in flight."""
-        return self.max_pending_bytes or _half_of_memory() // 2
+        return self.max_pending_bytes or available_memory() // 4
 
     @property
     def message_bytes(self) -> int:
-        """Most bytes of a message: a few calls must be able to send one at the same time."""
+        """Most bytes of a message, so that a few calls can send one at the same time."""
         part = max(_LEAST_MESSAGE_BYTES, self.pending_bytes // _MESSAGE_PART)
         return min(self.max_message_bytes, part)
 
     def limits(self) -> Limits:
-        """Collect the limits that clients are told."""
+        """Return the limits, as clients see them."""
         computed = ("message_bytes", "resident_bytes")
         names = [f.name for f in fields(Limits) if f.name not in computed]
         resident = self.max_resident_bytes
         return Limits(
             message_bytes=self.message_bytes,
-            resident_bytes=_half_of_memory() if resident is None else resident,
+            resident_bytes=available_memory() // 2 if resident is None else resident,
             **{name: getattr(self, f"max_{name}") for name in names},
         )
 
     def to_json(self) -> str:
-        """Serialize for the engine process."""
+        """Serialize for the other processes of the server."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -238,7 +221,7 @@ class Config:
         """Read flags and variables; print help or an error and exit where they are wrong."""
         parser = argparse.ArgumentParser(
             prog="warpfit serve",
-            usage="warpfit serve [--setting VALUE ...]",  # all of them would hide an error below
+            usage="warpfit serve [--setting VALUE ...]",  # naming all flags would hide an error
             description="Serve expression evaluation over gRPC.",
             epilog="Each flag --some-name may also be set as WARPFIT_SOME_NAME. Sizes may be "
             "written like 256MiB.",
@@ -255,7 +238,7 @@ def _add_flag(
     default = environment.get(f"WARPFIT_{setting.name.upper()}", setting.default)
     if metadata["choices"] and default not in metadata["choices"]:
         parser.error(f"WARPFIT_{setting.name.upper()} must be one of {metadata['choices']}")
-    is_switch = metadata["parse"] is parse_switch  # may stand alone
+    is_switch = metadata["parse"] is parse_switch  # whose flag needs no value
     switch: dict[str, Any] = {"nargs": "?", "const": True} if is_switch else {}
     parser.add_argument(
         "--" + setting.name.replace("_", "-"),
@@ -269,8 +252,8 @@ def _add_flag(
 
 
 def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Have argparse print why a value is none; of errors of other types it prints no text."""
-    if parse in (int, float, str):  # it has texts of its own for these
+    """Let argparse print the text of a ValueError, which it replaces by one of its own."""
+    if parse in (int, float, str):  # for these argparse's own text says enough
         return parse
 
     def read(text: str) -> Any:

@@ -1,4 +1,7 @@
-"""What a request may ask for at most; every refusal names the limit and its flag."""
+"""Size limits of requests, checked before anything is allocated for them.
+
+Every check raises ResourceExhaustedError, which names the limit and the flag that raises it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit.server_info import Limits
 
-#: Bytes of memory that a fit takes for each token, search and parameter: the batch and what is
-#: left of it when searches have ended, what the engine has made of it, and the searches' state.
+#: Bytes of memory that a fit takes for each token, search and parameter: the batch and the smaller
+#: ones that remain when searches have ended, the lowered programs, and the state of the searches.
 _TOKEN_BYTES: Final = 64
 _SEARCH_BYTES: Final = 600
 _PARAMETER_BYTES: Final = 200
@@ -23,111 +26,72 @@ _PARAMETER_BYTES: Final = 200
 #: those that still run, and of what the pass returns; BFGS has squares of the first two.
 _TRIANGLES: Final = 3
 _SQUARES: Final = 2
-#: Numbers that the CPU engine adds up for spans of rows apart, and the rows of a span.
+#: Most numbers for which the CPU engine keeps separate sums for each block of rows, the rows of a
+#: block, and the most blocks.
 _MOST_SUMS: Final = 2**25
-_SPAN_ROWS: Final = 2048
-_MOST_SPANS: Final = 64
+_BLOCK_ROWS: Final = 2048
+_MOST_BLOCKS: Final = 64
 
 
 def check_batch(batch: Batch, limits: Limits) -> None:
-    """Refuse a batch that is too large, before its tokens are looked at.
-
-    Raises:
-        ResourceExhaustedError: naming the limit and the flag that raises it.
-
-    """
+    """Refuse a batch that is too large, before its tokens are looked at."""
     longest = int(batch.lengths.max(initial=0))
-    for reason, what, needed, allowed, flag in (
-        (
-            "PROGRAM_TOO_LONG",
-            "tokens in a program",
-            longest,
-            limits.program_tokens,
-            "program-tokens",
-        ),
-        ("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs"),
-        ("TOO_MANY_TOKENS", "tokens in the batch", len(batch.codes), limits.tokens, "tokens"),
-        ("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors"),
-    ):
-        _refuse_over(reason, what, needed, allowed, flag)
+    tokens = ("tokens in a program", longest, limits.program_tokens, "program-tokens")
+    _check("PROGRAM_TOO_LONG", *tokens)
+    _check("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs")
+    _check("TOO_MANY_TOKENS", "tokens in the batch", len(batch.codes), limits.tokens, "tokens")
+    _check("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors")
 
 
 def check_loss(tokens: int, limits: Limits) -> None:
-    """Refuse a loss function of the caller's own that is too long, before it is decoded.
-
-    Raises:
-        ResourceExhaustedError: naming the limit and the flag that raises it.
-
-    """
-    _refuse_over(
-        "LOSS_TOO_LONG",
-        "tokens in the loss function",
-        tokens,
-        limits.loss_tokens,
-        "loss-tokens",
-        "Write a shorter loss",
-        "loss_function",
-    )
+    """Refuse a loss function of the caller's own that is too long, before it is decoded."""
+    what = "tokens in the loss function"
+    place = ("Write a shorter loss", "loss_function")
+    _check("LOSS_TOO_LONG", what, tokens, limits.loss_tokens, "loss-tokens", *place)
 
 
 def check_names(names: Sequence[str], limits: Limits) -> None:
-    """Refuse too many or too long names of variables, before they are copied.
-
-    Raises:
-        ResourceExhaustedError: naming the limit and the flag that raises it.
-
-    """
+    """Refuse too many or too long names of variables, before they are copied."""
     place = ("Send fewer or shorter names, or none", "layout.names")
-    _refuse_over("TOO_MANY_NAMES", "variable names", len(names), limits.names, "names", *place)
+    _check("TOO_MANY_NAMES", "variable names", len(names), limits.names, "names", *place)
     size = sum(len(name.encode()) for name in names)
     what = "bytes of variable names"
-    _refuse_over("NAMES_TOO_LONG", what, size, limits.name_bytes, "name-bytes", *place)
+    _check("NAMES_TOO_LONG", what, size, limits.name_bytes, "name-bytes", *place)
+
+
+def check_dataset(layout: Layout, limits: Limits) -> None:
+    """Refuse a data set that is too large."""
+    place = ("Use float32 or fewer rows", "layout")
+    what = "bytes in the data set"
+    _check("DATASET_TOO_LARGE", what, layout.nbytes, limits.dataset_bytes, "dataset-bytes", *place)
+    place = ("Use fewer rows", "layout.rows")
+    _check("TOO_MANY_ROWS", "rows in the data set", layout.rows, limits.rows, "rows", *place)
 
 
 def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
-    """Refuse an answer that is too large, before it is allocated; the rows have been checked.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        ResourceExhaustedError: naming the limit and the flag that raises it.
-
-    """
+    """Refuse an answer that is too large; return its size in bytes. The rows have been checked."""
     programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = programs * vectors, len(evaluation.batch.parameters)
     numbers = evaluation.values * cells + evaluation.jacobian * parameters
     variables = layout.variables * evaluation.variable_gradient
     small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
     needed = 8 * small + numbers * rows * layout.dtype.itemsize
-    _refuse_over(
-        "RESULT_TOO_LARGE", "bytes of results", needed, limits.result_bytes, "result-bytes"
-    )
+    _check("RESULT_TOO_LARGE", "bytes of results", needed, limits.result_bytes, "result-bytes")
     return needed
 
 
 def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:
-    """Refuse a fit whose searches are too large together, before anything is allocated.
-
-    Returns:
-        The size of `fit_memory`.
-
-    Raises:
-        ResourceExhaustedError: naming the limit and the flag that raises it.
-
-    """
+    """Refuse a fit whose searches together are too large; return its `fit_memory`."""
     needed = fit_memory(request, layout)
-    _refuse_over(
-        "RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes"
-    )
+    _check("RESULT_TOO_LARGE", "bytes of searches", needed, limits.result_bytes, "result-bytes")
     return needed
 
 
 def fit_memory(request: FitRequest, layout: Layout) -> int:
     """Estimate the memory of a fit at its peak, in bytes.
 
-    A search is a program with one start: it has tokens, a few vectors and matrices of its own, and
-    the engine adds up a sum for each two of its parameters.
+    A search is a program with one start. It has tokens, a few vectors and matrices of its own, and
+    the engine computes a sum over the rows for each pair of its parameters.
     """
     batch = request.problem.batch
     counts = batch.parameter_counts.astype(np.float64)
@@ -136,18 +100,18 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     searches = batch.vectors * len(batch)
     sums = searches + parameters + squares
     start, stop = request.problem.row_range(layout)
-    spans = min(_MOST_SPANS, -(-(stop - start) // _SPAN_ROWS), max(1.0, _MOST_SUMS // sums))
+    blocks = min(_MOST_BLOCKS, -(-(stop - start) // _BLOCK_ROWS), max(1.0, _MOST_SUMS // sums))
     triangles = _TRIANGLES * (squares + parameters) / 2
     matrices = _SQUARES * squares if request.method == Method.BFGS else triangles
     return int(
         _TOKEN_BYTES * batch.vectors * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
-        + 8 * (matrices + sums * (spans + (spans > 1)))
+        + 8 * (matrices + sums * (blocks + (blocks > 1)))
     )
 
 
-def _refuse_over(
+def _check(
     reason: str,
     what: str,
     needed: int,
@@ -164,31 +128,4 @@ def _refuse_over(
             field,
             needed=needed,
             available=allowed,
-        )
-
-
-def check_dataset(layout: Layout, limits: Limits) -> None:
-    """Refuse a data set that is too large, before anything is allocated for it.
-
-    Raises:
-        ResourceExhaustedError: naming the limit and the flag that raises it.
-
-    """
-    if layout.nbytes > limits.dataset_bytes:
-        raise ResourceExhaustedError(
-            f"the data set has {layout.nbytes} bytes, the limit is {limits.dataset_bytes}",
-            "DATASET_TOO_LARGE",
-            "Use float32 or fewer rows, or start the server with a higher --max-dataset-bytes",
-            "layout",
-            needed=layout.nbytes,
-            available=limits.dataset_bytes,
-        )
-    if layout.rows > limits.rows:
-        raise ResourceExhaustedError(
-            f"the data set has {layout.rows} rows, the limit is {limits.rows}",
-            "TOO_MANY_ROWS",
-            "Use fewer rows, or start the server with a higher --max-rows",
-            "layout.rows",
-            needed=layout.rows,
-            available=limits.rows,
         )

@@ -21,7 +21,7 @@ from warpfit.dataset import Dataset
 from warpfit_server.config import Config
 from warpfit_server.limits import check_batch
 from warpfit_server.server import Server
-from warpfit_server.tenancy.quotas import Usage
+from warpfit_server.tenancy.quotas import Amounts
 
 WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
 LONG = "+".join(f"sin(x1*{k})" for k in range(1, 300))
@@ -63,12 +63,14 @@ def leaves_nothing(server, engine, data):
     def check():
         ended = _work(engine)
         deadline = time.monotonic() + 30
-        while not (server.ledger.used() == Usage() and not server.supervisor.connection._in_flight):
-            assert time.monotonic() < deadline, server.ledger.used()
+        while not (
+            server.quotas.in_flight() == Amounts() and not server.supervisor.connection._in_flight
+        ):
+            assert time.monotonic() < deadline, server.quotas.in_flight()
             time.sleep(0.02)
         time.sleep(0.3)
         assert _work(engine) - ended < SECONDS_OF_WORK, "cancelled work was executed"
-        assert server.ledger.used() == Usage()
+        assert server.quotas.in_flight() == Amounts()
 
     return check
 

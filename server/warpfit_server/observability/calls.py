@@ -1,8 +1,8 @@
-"""The call that a thread serves: its id, its tenant, and what is measured of it.
+"""Records of calls: the id of each call, what is measured of it, its log line and its trace.
 
-Every call has an id, the client's own from the metadata ``x-request-id`` or one made here. It goes
-back in the trailing metadata, stands in every log line of the call, the engine's too, and travels
-with it to the process that answers it.
+Every call has an id: the client's own from the metadata entry ``x-request-id``, or one made here.
+The id goes back in the trailing metadata, stands in every log line of the call, also in those of
+the engine process, and travels with a call that is forwarded to another process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -24,56 +24,45 @@ from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Timings
 from warpfit_server.observability.logs import Allowance, works_for
 from warpfit_server.observability.measurements import Recorder, Sample
-from warpfit_server.tenancy.fair_lock import Turnstile
-from warpfit_server.tenancy.tenants import ANONYMOUS
 
 _LOG: Final = logging.getLogger("warpfit.requests")
-#: What a client's own id may look like; anything else is replaced.
+#: Ids that clients may choose; any other is replaced.
 _ID: Final = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
-#: Ends of calls that a client expects and deals with.
+#: Statuses that clients expect and handle; calls that end with another one are logged.
 _ORDINARY: Final = ("OK", "NOT_FOUND", "CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
-#: Lines that failed calls of a tenant may cause in a process: at once, and a second.
-_LINES_AT_ONCE, _LINES_A_SECOND = 100, 1.0
-#: Metadata of the standard for distributed traces (W3C Trace Context).
+#: Log lines that the failed calls of a tenant may cause in a process: in a burst, and a second.
+_BURST_LINES, _LINES_A_SECOND = 100, 1.0
+#: Metadata entries of W3C Trace Context.
 _TRACE_KEYS: Final = ("traceparent", "tracestate")
-#: Characters of each of them that are passed on at most, which is what the standard asks for; of a
-#: longer one nothing is.
+#: Longest value of a trace entry that is passed on; the standard asks for at least 512 characters.
 _TRACE_CHARACTERS: Final = 512
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A call while it runs."""
+class CallRecord:
+    """What is known and measured of one call. All moments are ``time.monotonic_ns()``."""
 
     method: str
     request_id: str
     started: int
-    """``time.monotonic_ns()``, as all moments here."""
-    tenant: str = ANONYMOUS
-    """Whose call it is, once its credentials have been checked."""
+    tenant: str
+    """Owner of the call; the anonymous tenant until the credentials have been checked."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """That came with the call."""
-    places: list[str] = field(default_factory=list)
-    """The tenant whose place it has, while it has one."""
-    reserved: int = 0
-    """Bytes that are counted for its messages."""
-    is_over: bool = False
-    """Whether it was ended because its message did not come."""
-    turnstile: Turnstile | None = None
-    """In which it is while it is taken in."""
+    on_decoded: Callable[[], None] | None = None
+    """Called when the batch of the call has been decoded and checked."""
     programs: int = 0
     tokens: int = 0
     token_rows: int = 0
     received: int = 0
     """Bytes of payload uploaded."""
     timings: Timings | None = None
-    """The engine's, once it has finished."""
+    """Timings of the engine, once it has finished."""
     finished: int = 0
-    """When the engine had finished."""
+    """When the engine had finished; 0 before."""
     suspended: int = 0
-    """Nanoseconds since then in which the client or the network was waited for."""
+    """Nanoseconds since `finished` spent waiting for the client or the network."""
     encode: int = 0
-    """Nanoseconds from then to the last message, but for `suspended`."""
+    """Nanoseconds from `finished` to the last message, without `suspended`."""
 
     @property
     def trace(self) -> dict[str, str]:
@@ -89,108 +78,103 @@ class Request:
         """Metadata that every answer carries."""
         return ((REQUEST_ID_KEY, self.request_id),)
 
-    def leave_turnstile(self) -> None:
-        """Let the next call be taken in, if this one was."""
-        turnstile, self.turnstile = self.turnstile, None
-        if turnstile is not None:
-            turnstile.leave(self.tenant)
 
-
-_CURRENT: Final[ContextVar[Request | None]] = ContextVar("request", default=None)
+_CURRENT: Final[ContextVar[CallRecord | None]] = ContextVar("call", default=None)
 
 
 class Tracer(Protocol):
-    """Makes a trace of a call; see `warpfit_server.observability.tracing`."""
+    """Records traces of calls; see `warpfit_server.observability.tracing`."""
 
-    def record(self, request: Request, status: str, ended: int) -> None:
+    def record(self, call: CallRecord, status: str, ended: int) -> None:
         """Record a call that ended at ``time.monotonic_ns()`` ``ended``."""
 
     def close(self) -> None:
         """Send what is left."""
 
 
-def serve(request: Request) -> None:
-    """Let this thread serve a call from now on."""
-    _CURRENT.set(request)
-    works_for(request.request_id)
+def set_current_call(call: CallRecord) -> None:
+    """Let the functions below, and the log lines of this thread, refer to a call."""
+    _CURRENT.set(call)
+    works_for(call.request_id)
 
 
-def passed_on(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call that go along when another process answers it."""
+def record_work(evaluation: Evaluation, layout: Layout) -> None:
+    """Note what the current call asks for: its batch has been decoded and checked."""
+    call = _CURRENT.get()
+    if call is not None:
+        if call.on_decoded is not None:
+            call.on_decoded()
+        programs, vectors, rows = evaluation.shape(layout)
+        call.programs, call.tokens = programs, len(evaluation.batch.codes)
+        call.token_rows = call.tokens * vectors * rows
+
+
+def record_answer(timings: Timings) -> None:
+    """Note that the engine has finished the current call."""
+    call = _CURRENT.get()
+    if call is not None:
+        call.timings, call.finished = timings, time.monotonic_ns()
+
+
+def record_upload(size: int) -> None:
+    """Note that the current call has uploaded a data set of ``size`` bytes."""
+    call = _CURRENT.get()
+    if call is not None:
+        call.received = size
+
+
+def forwarded_metadata(context: grpc.ServicerContext) -> tuple[tuple[str, str], ...]:
+    """Return the metadata entries of a call that go along when another process answers it."""
     kept = (REQUEST_ID_KEY, *_TRACE_KEYS)
     metadata = dict(context.invocation_metadata())
     found = ((key, str(metadata[key])) for key in kept if key in metadata)
     return tuple((key, value) for key, value in found if len(value) <= _TRACE_CHARACTERS)
 
 
-def asks_for(evaluation: Evaluation, layout: Layout) -> None:
-    """Note what the current call wants to be evaluated: it has been decoded and checked."""
-    request = _CURRENT.get()
-    if request is not None:
-        if request.turnstile is not None:
-            request.leave_turnstile()
-        programs, vectors, rows = evaluation.shape(layout)
-        request.programs, request.tokens = programs, len(evaluation.batch.codes)
-        request.token_rows = request.tokens * vectors * rows
-
-
-def answered(timings: Timings) -> None:
-    """Note that the engine has finished the current call."""
-    request = _CURRENT.get()
-    if request is not None:
-        request.timings, request.finished = timings, time.monotonic_ns()
-
-
-def received(size: int) -> None:
-    """Note that the current call has uploaded a data set of ``size`` bytes."""
-    request = _CURRENT.get()
-    if request is not None:
-        request.received = size
-
-
 class Observer:
     """Measures, logs and traces the calls of a process.
 
     Args:
-        recorder: takes the figures.
-        tracer: takes traces, or None.
+        recorder: receives the measurements.
+        tracer: receives the traces; None to make none.
 
     """
 
     def __init__(self, recorder: Recorder, tracer: Tracer | None = None) -> None:
-        self.begun = recorder.begin
+        self.begin = recorder.begin
         """Counts a call as running."""
         self._recorder = recorder
         self._tracer = tracer
-        self._lines = Allowance(_LINES_AT_ONCE, _LINES_A_SECOND)
-        self._names = itertools.count()
+        self._lines = Allowance(_BURST_LINES, _LINES_A_SECOND)
+        self._numbers = itertools.count()
         self._prefix = secrets.token_hex(6)
 
-    def arrived(self, method: str, context: grpc.ServicerContext) -> Request:
-        """Take notice of a call, and give it its id."""
+    def new_call(self, method: str, context: grpc.ServicerContext, tenant: str) -> CallRecord:
+        """Make the record of a call that has arrived, and give the call its id."""
         metadata = dict(context.invocation_metadata())
         name = metadata.get(REQUEST_ID_KEY)
         if not isinstance(name, str) or _ID.fullmatch(name) is None:
-            name = f"{self._prefix}{next(self._names):04x}"
-        context.set_trailing_metadata(((REQUEST_ID_KEY, name),))
-        return Request(method, name, time.monotonic_ns(), metadata=metadata)
+            name = f"{self._prefix}{next(self._numbers):04x}"
+        call = CallRecord(method, name, time.monotonic_ns(), tenant, metadata)
+        context.set_trailing_metadata(call.trailing)
+        return call
 
-    def ended(self, request: Request, status: str) -> None:
-        """Measure, log and trace a call that has ended, whether it had begun or was refused."""
+    def end(self, call: CallRecord, status: str) -> None:
+        """Measure, log and trace a call that has ended, whether it was served or refused."""
         ended = time.monotonic_ns()
-        self._recorder.end(request, _sample(request, status, ended))
+        self._recorder.end(call, _sample(call, status, ended))
         if _LOG.isEnabledFor(logging.DEBUG):
-            _log(logging.DEBUG if status in _ORDINARY else logging.INFO, request, status, ended)
+            _log(logging.DEBUG if status in _ORDINARY else logging.INFO, call, status, ended)
         elif status not in _ORDINARY and _LOG.isEnabledFor(logging.INFO):
-            left_out = self._lines.take(request.tenant, ended / 1e9)
+            left_out = self._lines.take(call.tenant, ended / 1e9)
             if left_out is not None:
-                _log(logging.INFO, request, status, ended, left_out)
+                _log(logging.INFO, call, status, ended, left_out)
         if self._tracer is not None:
-            self._tracer.record(request, status, ended)
+            self._tracer.record(call, status, ended)
 
 
 def status_of(context: Any) -> str:
-    """Name of the status with which a call is about to end."""
+    """Return the name of the status with which a call is about to end."""
     code = context.code()
     if code is not None and code is not grpc.StatusCode.CANCELLED:
         return str(code.name)
@@ -200,42 +184,42 @@ def status_of(context: Any) -> str:
     return "DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED"
 
 
-def _sample(request: Request, status: str, ended: int) -> Sample:
-    labels, seconds = (request.method, status, request.tenant), (ended - request.started) / 1e9
-    timings = request.timings
+def stages(call: CallRecord, timings: Timings) -> tuple[int, ...]:
+    """Return the nanoseconds of each of `measurements.STAGES` of an answered call."""
+    copy = timings.copy_in + timings.copy_out
+    return timings.decode, timings.queue, copy, timings.compute, call.encode
+
+
+def _sample(call: CallRecord, status: str, ended: int) -> Sample:
+    labels, seconds = (call.method, status, call.tenant), (ended - call.started) / 1e9
+    timings = call.timings
     if timings is None:
-        return Sample(labels, seconds, request.received)
+        return Sample(labels, seconds, call.received)
     return Sample(
         labels,
         seconds,
-        request.received,
-        request.programs,
-        request.tokens,
-        request.token_rows,
+        call.received,
+        call.programs,
+        call.tokens,
+        call.token_rows,
         timings.tier,
         timings.cache_hits,
-        stages(request, timings),
+        stages(call, timings),
     )
 
 
-def stages(request: Request, timings: Timings) -> tuple[int, ...]:
-    """Nanoseconds of each of `measurements.STAGES` of an answered call."""
-    copy = timings.copy_in + timings.copy_out
-    return timings.decode, timings.queue, copy, timings.compute, request.encode
-
-
-def _log(level: int, request: Request, status: str, ended: int, left_out: int = 0) -> None:
-    works_for(request.request_id)
-    seconds = (ended - request.started) / 1e9
-    fields = {"method": request.method, "status": status, "tenant": request.tenant}
-    measured: dict[str, Any] = {"seconds": round(seconds, 6), "programs": request.programs}
+def _log(level: int, call: CallRecord, status: str, ended: int, left_out: int = 0) -> None:
+    works_for(call.request_id)
+    seconds = (ended - call.started) / 1e9
+    fields = {"method": call.method, "status": status, "tenant": call.tenant}
+    measured: dict[str, Any] = {"seconds": round(seconds, 6), "programs": call.programs}
     more = ""
     if left_out:
         measured["left_out"] = left_out
-        more = f", after {left_out} failed calls of tenant {request.tenant} without a line"
+        more = f", after {left_out} failed calls of tenant {call.tenant} without a line"
     _LOG.log(
         level,
         "%s ended %s after %.3f s%s",
-        *(request.method, status, seconds, more),
+        *(call.method, status, seconds, more),
         extra={"fields": {**fields, **measured}},
     )

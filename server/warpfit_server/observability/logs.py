@@ -27,7 +27,7 @@ def current_id() -> str:
 class Allowance:
     """How many lines somebody may cause: a number at once, then some a second.
 
-    So who repeats a mistake for weeks fills no disk (generic cell rate algorithm, as in `ledger`).
+    So who repeats a mistake for weeks fills no disk (generic cell rate algorithm, as in `quotas`).
 
     Args:
         at_once: lines without a pause.

@@ -1,8 +1,8 @@
-"""OpenTelemetry traces of calls, if the extra ``tracing`` is installed and ``--tracing`` asks.
+"""OpenTelemetry traces of calls, made if ``--tracing`` asks for them (extra ``tracing``).
 
-A call becomes a span of kind server, a child of the caller's if the metadata has a Trace Context,
-and each stage of an answered call a child of that. Spans are made when the call has ended, from
-the figures that are measured anyway, so that a call that nobody traces costs nothing.
+A call becomes a span of kind server, a child of the caller's span if the metadata have a Trace
+Context, and each stage of an answered call becomes a child of that. Spans are made after the call
+has ended, from the times that are measured anyway, so that they do not delay it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from importlib.metadata import version
 from typing import Any, Final
 
 from warpfit.errors import UnavailableError
-from warpfit_server.observability.calls import Request, stages
+from warpfit_server.observability.calls import CallRecord, stages
 from warpfit_server.observability.measurements import STAGES
 
 _SERVICE: Final = "warpfit.v1.Evaluator"
 
 
 class SpanTracer:
-    """Implements `requests.Tracer` over a tracer provider of the OpenTelemetry SDK."""
+    """Implements `calls.Tracer` over a tracer provider of the OpenTelemetry SDK."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import trace
@@ -30,41 +30,41 @@ class SpanTracer:
         self._propagator = tracecontext.TraceContextTextMapPropagator()
         self._tracer = provider.get_tracer("warpfit", version("warpfit"))
 
-    def record(self, request: Request, status: str, ended: int) -> None:
+    def record(self, call: CallRecord, status: str, ended: int) -> None:
         """Make the spans of a call that has ended."""
         to_wall = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
-            f"{_SERVICE}/{request.method}",
-            context=self._propagator.extract(request.trace),
+            f"{_SERVICE}/{call.method}",
+            context=self._propagator.extract(call.trace),
             kind=self._api.SpanKind.SERVER,
-            start_time=request.started + to_wall,
+            start_time=call.started + to_wall,
             attributes={
                 "rpc.system": "grpc",
                 "rpc.service": _SERVICE,
-                "rpc.method": request.method,
+                "rpc.method": call.method,
                 "rpc.grpc.status": status,
-                "warpfit.request_id": request.request_id,
-                "warpfit.tenant": request.tenant,
-                "warpfit.programs": request.programs,
-                "warpfit.expressions.token_checks": request.tokens,
+                "warpfit.request_id": call.request_id,
+                "warpfit.tenant": call.tenant,
+                "warpfit.programs": call.programs,
+                "warpfit.tokens": call.tokens,
             },
         )
         if status in ("INTERNAL", "UNKNOWN", "UNAVAILABLE"):
             span.set_status(self._api.StatusCode.ERROR, status)
-        self._record_stages(span, request, to_wall)
+        self._record_stages(span, call, to_wall)
         span.end(ended + to_wall)
 
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
 
-    def _record_stages(self, parent: Any, request: Request, to_wall: int) -> None:
-        """Make a span of each stage, one after the other; the kernel's end is known."""
-        if request.timings is None:
+    def _record_stages(self, parent: Any, call: CallRecord, to_wall: int) -> None:
+        """Make a span of each stage, one after the other, so that `finished` ends the kernel's."""
+        if call.timings is None:
             return
-        named = dict(zip(STAGES, stages(request, request.timings), strict=True))
+        named = dict(zip(STAGES, stages(call, call.timings), strict=True))
         encode = named.pop("encode")
-        start = request.finished - sum(named.values()) + to_wall
+        start = call.finished - sum(named.values()) + to_wall
         context = self._api.set_span_in_context(parent)
         for name, nanoseconds in (*named.items(), ("encode", encode)):
             stage = self._tracer.start_span(name, context=context, start_time=start)
@@ -73,7 +73,7 @@ class SpanTracer:
 
 
 def make_tracer(kind: str) -> SpanTracer | None:
-    """Make the tracer that ``--tracing`` asks for; where spans go is in the OTEL_* variables.
+    """Make the tracer that ``--tracing`` asks for; the OTEL_* variables say where spans go.
 
     Raises:
         UnavailableError: if OpenTelemetry is not installed.

@@ -184,16 +184,6 @@ class EngineSupervisor:
         except ResourceExhaustedError as error:
             _LOG.error("no connection to the engine: %s", error)  # the probe asks again
 
-    def settled(self, dataset: ResidentDataset) -> None:
-        """Wait until the engine has a data set that is on its way to it.
-
-        Raises:
-            ResourceExhaustedError: if the device has no room for it.
-            FailedPreconditionError: if engines have died of it.
-
-        """
-        self.load(dataset).result()
-
     def load(self, dataset: ResidentDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 

@@ -4,7 +4,7 @@ It answers Evaluate and Optimize itself, over a connection of its own to the eng
 all other calls to the main process, which owns the data sets. It leases a data set from the main
 process when a call first needs it, and returns the lease when no call has used it for a while::
 
-    python -m warpfit_server.processes.front_end DESCRIPTOR PORT MAIN_ADDRESS LEDGER NUMBER CONFIG
+    python -m warpfit_server.processes.front_end DESCRIPTOR PORT MAIN_ADDRESS QUOTAS NUMBER CONFIG
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
 from warpfit_server.ipc.segments import SegmentPool
-from warpfit_server.observability.calls import Observer, passed_on
+from warpfit_server.observability.calls import Observer, forwarded_metadata
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.probe import Probe
 from warpfit_server.rpc.health import Health
-from warpfit_server.rpc.interceptor import make_guard
+from warpfit_server.rpc.interceptor import make_interceptor
 from warpfit_server.rpc.port import listen, make_server
-from warpfit_server.rpc.servicer import SERVICE_NAME, EvaluateService
+from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
 from warpfit_server.system.worker_threads import take_short_turns
 from warpfit_server.tenancy.authentication import FORWARDED_METADATA_KEY
-from warpfit_server.tenancy.quotas import Ledger
+from warpfit_server.tenancy.quotas import QuotaTable
 from warpfit_server.tenancy.tenants import tenant_of
 
 _LOG: Final = logging.getLogger("warpfit.front_end")
@@ -155,8 +155,9 @@ def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
     def handler(request: Any, context: grpc.ServicerContext) -> bytes:
         remaining = context.time_remaining()
         timeout = remaining if remaining is not None and remaining < _NO_DEADLINE else None
-        about = (*passed_on(context), (FORWARDED_METADATA_KEY, tenant_of(context).encode()))
-        call = method.future(request, timeout=timeout, metadata=about)
+        tenant = (FORWARDED_METADATA_KEY, tenant_of(context).encode())
+        metadata = (*forwarded_metadata(context), tenant)
+        call = method.future(request, timeout=timeout, metadata=metadata)
         if not context.add_callback(call.cancel):
             call.cancel()
         try:
@@ -177,7 +178,7 @@ class FrontEndProcess:
         config: the server's configuration.
         port: which all front ends share.
         main_address: where the main process takes forwarded calls.
-        ledger: of what is in use, which all front ends share.
+        quotas: what is in flight in all front ends.
         seed: of the probe's numbers.
 
     """
@@ -188,7 +189,7 @@ class FrontEndProcess:
         config: Config,
         port: int,
         main_address: str,
-        ledger: Ledger,
+        quotas: QuotaTable,
         seed: int,
     ) -> None:
         self._control = control
@@ -200,15 +201,15 @@ class FrontEndProcess:
         self._probe = Probe(self._engine, seed)
         self._probe_now = threading.Event()
         self._leases = BorrowedLeases(control.send)
-        admission, guard = make_guard(config, ledger)
-        service = EvaluateService(self._leases, self._engine, admission, config.chunk_bytes)
+        admission, interceptor = make_interceptor(config, quotas)
+        servicer = ComputeServicer(self._leases, self._engine, admission, config.chunk_bytes)
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
         observer = Observer(self._recorder, self._tracer)
         forwarding = forwarding_handlers(main_address)
         handlers = {
-            **guard.protect(forwarding, observer, passes_on=True),
-            **guard.protect(service.handlers(), observer),
+            **interceptor.intercept(forwarding, observer, forwards=True),
+            **interceptor.intercept(servicer.handlers(), observer),
         }
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
         self._health = Health(SERVICE_NAME)
@@ -294,8 +295,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         start, _ = control.receive()
         assert isinstance(start, messages.StartServing)  # nothing else is sent before
-        ledger = Ledger(int(table), config.doors, int(number))
-        FrontEndProcess(control, config, int(port), main_address, ledger, start.seed).run()
+        quotas = QuotaTable(int(table), config.front_ends, int(number))
+        FrontEndProcess(control, config, int(port), main_address, quotas, start.seed).run()
     except ChannelClosedError:
         _LOG.info("the main process is gone")
     logging.shutdown()

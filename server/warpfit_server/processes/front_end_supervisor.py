@@ -20,8 +20,8 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
-from warpfit_server.rpc.servicer import ResidentLeases
-from warpfit_server.tenancy.quotas import Ledger
+from warpfit_server.rpc.servicer import LocalLeases
+from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
 #: Seconds after which a process that has ended is started again.
@@ -67,7 +67,7 @@ class FrontEndSupervisor:
         config: the server's configuration.
         supervisor: of the engine.
         leases: the data sets of the main process.
-        ledger: of what is in use, which all front ends share.
+        quotas: what is in flight in all front ends.
         recorder: takes in what the processes measure.
 
     """
@@ -76,8 +76,8 @@ class FrontEndSupervisor:
         self,
         config: Config,
         supervisor: EngineSupervisor,
-        leases: ResidentLeases,
-        ledger: Ledger,
+        leases: LocalLeases,
+        quotas: QuotaTable,
         recorder: Recorder,
     ) -> None:
         self.seed = secrets.randbits(64)
@@ -86,7 +86,7 @@ class FrontEndSupervisor:
         self._engine = supervisor
         self._engine.quarantine.on_change = self._tell_all
         self._leases = leases
-        self._ledger = ledger
+        self._quotas = quotas
         self._recorder = recorder
         self._ready = False
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class FrontEndSupervisor:
                 _LOG.error("no new front-end process: %s", error)
             else:
                 self._run(front_end, started)
-                self._ledger.bury(number)
+                self._quotas.clear_process(number)
                 if started.is_set() and not self._stopping.is_set():
                     _LOG.error("front end %d ended; a new one starts", front_end.process.pid)
             if not started.is_set():
@@ -209,12 +209,12 @@ class FrontEndSupervisor:
 
     def _spawn(self, port: int, main_address: str, number: int) -> _FrontEnd:
         control, theirs = Channel.pair()
-        arguments = (theirs.fileno(), port, main_address, self._ledger.descriptor, number)
+        arguments = (theirs.fileno(), port, main_address, self._quotas.descriptor, number)
         command = (sys.executable, "-m", "warpfit_server.processes.front_end")
         with theirs:
             process = subprocess.Popen(
                 [*command, *map(str, arguments), self._config.to_json()],
-                pass_fds=[theirs.fileno(), self._ledger.descriptor],
+                pass_fds=[theirs.fileno(), self._quotas.descriptor],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the main process, which drains first
             )

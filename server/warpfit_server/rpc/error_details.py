@@ -1,4 +1,4 @@
-"""Errors as statuses of calls: warpfit's own detail, and google.rpc.Status for general tools."""
+"""Statuses of failed calls: warpfit's own error detail, and google.rpc.Status for general tools."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FACTS: Final = ("field", "expression", "token", "needed", "available")
 
 
 def fail(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
-    """Give a call the status of an error, unless it has one already.
+    """Give a call the status of an error, unless it has a status already.
 
     Args:
-        context: of the call.
-        error: what its handler raised.
-        trailing: metadata that go along with those of the error.
+        context: gRPC's context of the call.
+        error: what the handler raised.
+        trailing: trailing metadata to send beside those of the error.
 
     """
     if context.code() is not None:
@@ -58,7 +58,7 @@ def fail(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) 
 
 
 def status_details(error: WarpfitError) -> bytes:
-    """Serialize an error: ErrorInfo, BadRequest, QuotaFailure and RetryInfo, where they apply."""
+    """Serialize an error as google.rpc.Status, with those of its standard details that apply."""
     status = status_pb2.Status(
         code=grpc.StatusCode[error.status].value[0], message=str(error), details=_details(error)
     )
@@ -88,18 +88,15 @@ def _details(error: WarpfitError) -> list[any_pb2.Any]:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after * 1e9))
         messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    return [_packed(message) for message in messages]
+    packed = [any_pb2.Any() for _ in messages]
+    for entry, message in zip(packed, messages, strict=True):
+        entry.Pack(message)
+    return packed
 
 
 def _place(error: WarpfitError) -> str:
-    """Name the place as a path: ``programs[3].tokens[4]``."""
+    """Return the place of an error as a path such as ``programs[3].tokens[4]``."""
     if error.expression is None:
         return error.field
     token = "" if error.token is None else f".tokens[{error.token}]"
     return f"programs[{error.expression}]{token}"
-
-
-def _packed(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed

@@ -1,11 +1,11 @@
-"""Health checks as grpc.health.v1, on the server's own port and on a plain one beside it.
+"""Health checks as grpc.health.v1, on the server's own port and on a plain port beside it.
 
 Service ``liveness`` says that the process works, ``readiness`` that the engine has just given the
-right answer to a small evaluation (`processes.watchdog`). The empty name and the name of the
-service itself mean readiness.
+right answer to a small evaluation (`warpfit_server.processes.watchdog`). The empty name and the
+name of the gRPC service mean readiness.
 
-Nobody needs credentials to ask, so the calls have threads and limits of their own, on each port,
-and none of them waits long for a client.
+Health checks need no credentials. So they have threads and limits of their own, on each port, and
+none of them waits long for a client.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from warpfit.errors import UnavailableError
-from warpfit_server.rpc.port import AtOnce
+from warpfit_server.rpc.port import InlineExecutor, join_address, port_in_use
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
-from warpfit_server.rpc.tls import join_address
 from warpfit_server.system.worker_threads import Workers
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
 _SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-#: Calls at a time of which the message has not come, and calls that watch.
-_READING, _WATCHING = 8, 64
+#: Most calls at a time that wait for their message, and that watch.
+_MOST_READING, _MOST_WATCHING = 8, 64
 #: Seconds in which a call that does not watch must be over.
-_SECONDS: Final = 1.0
-#: On the port of their own: most bytes of a message, calls of one connection, and connections.
-_MOST_BYTES, _STREAMS, _CONNECTIONS = 4096, 16, 256
-#: Seconds in which a connection of that port must be made, and after which a client has to make a
-#: new one: connections that nobody needs must not keep others out.
-_HANDSHAKE_SECONDS, _CONNECTION_SECONDS = 5, 60
-#: Seconds after which a call that watches looks whether its client has gone.
-_LOOK_SECONDS: Final = 5.0
+_CALL_SECONDS: Final = 1.0
+#: Seconds after which a watching call looks whether its client has gone.
+_WATCH_SECONDS: Final = 5.0
+#: Options of the plain port. Clients have to connect again after a minute, so that connections that
+#: nobody needs do not keep others out.
+_PORT_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 4096),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_age_ms", 60_000),
+)
 
 _Response = health_pb2.HealthCheckResponse
 Send = Callable[[bytes | None], None]
 
 
 class Health:
-    """What health checks are told.
+    """Readiness of the server, and the health service that reports it.
 
     Args:
         service: full name of the gRPC service, which is healthy when it is ready.
@@ -67,7 +70,7 @@ class Health:
         return self._ready
 
     def set_ready(self, ready: bool) -> None:
-        """Tell whether calls can be answered; after `drain` they no longer can."""
+        """Set whether calls can be answered; after `drain` it stays False."""
         with self._changed:
             ready = ready and not self._draining
             if ready is not self._ready:
@@ -88,17 +91,12 @@ class Health:
         is_well = name == LIVENESS or self._ready
         return int(_Response.SERVING if is_well else _Response.NOT_SERVING)
 
-    def wait_for_change(self, name: str, status: int, seconds: float) -> None:
-        """Wait until a service has another status, or for some time."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.status(name) != status, seconds)
-
     def add_to(self, server: grpc.Server) -> None:
         """Answer health checks on a server that has not started yet."""
-        reading = _Calls(_READING)
+        reading = _CallLimit(_MOST_READING)
         methods = {
-            "Check": _Method(self._check, reading),
-            "Watch": _Method(self._watch, reading, _Calls(_WATCHING)),
+            "Check": _HealthMethod(self._check, reading),
+            "Watch": _HealthMethod(self._watch, reading, _CallLimit(_MOST_WATCHING)),
         }
         handlers = {n: grpc.stream_stream_rpc_method_handler(m) for n, m in methods.items()}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
@@ -118,14 +116,18 @@ class Health:
                 yield _Response(status=status).SerializeToString()
                 told = status
             else:
-                self.wait_for_change(name, status, _LOOK_SECONDS)
+                self._wait_for_change(name, status)
+
+    def _wait_for_change(self, name: str, status: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.status(name) != status, _WATCH_SECONDS)
 
 
-class _Calls:
-    """Calls of one kind, of which there are only so many at a time.
+class _CallLimit:
+    """Limits the calls of one kind that run at a time.
 
-    Where there are too many, the address that has most of them loses its oldest one: who floods
-    the port is in its own way.
+    Where there are too many, the address with most calls loses its oldest one, so that a client
+    that floods the port harms itself.
     """
 
     def __init__(self, most: int) -> None:
@@ -135,7 +137,7 @@ class _Calls:
         self._count = 0
 
     def enter(self, context: grpc.ServicerContext) -> bool:
-        """Take a call; False if it is its own address that has too many."""
+        """Count a call; return False if its own address has too many."""
         address = _address(context)
         victim = None
         with self._lock:
@@ -152,7 +154,7 @@ class _Calls:
         return True
 
     def leave(self, context: grpc.ServicerContext) -> None:
-        """End a call, unless it has made room for another one."""
+        """Count a call no more, unless it has made room for another one."""
         address = _address(context)
         with self._lock:
             calls = self._calls.get(address, [])
@@ -163,30 +165,31 @@ class _Calls:
                 self._calls.pop(address, None)
 
 
-class _Method:
-    """A method of grpc.health.v1, taken in where it arrives, as `rpc.interceptor` says.
+class _HealthMethod:
+    """A method of grpc.health.v1 as a handler for gRPC.
 
     Args:
         answer: makes the messages of the answer for the name of a service.
-        reading: the calls whose message has not come.
-        watching: the calls that last, None where the answer is one message.
+        reading: limits the calls whose message has not arrived.
+        watching: limits the calls that last; None where the answer is one message.
 
     """
 
+    #: Tells gRPC to call this object on the port's own thread, and that it answers with ``send``.
     experimental_non_blocking: Final = True
-    experimental_thread_pool: Final = AtOnce()
+    experimental_thread_pool: Final = InlineExecutor()
 
     def __init__(
         self,
         answer: Callable[[str, grpc.ServicerContext], Iterator[bytes]],
-        reading: _Calls,
-        watching: _Calls | None = None,
+        reading: _CallLimit,
+        watching: _CallLimit | None = None,
     ) -> None:
         self._answer = answer
         self._reading = reading
         self._watching = watching
-        # A call that has made room for another one leaves its thread a moment later.
-        self._workers = Workers(2 * (_READING if watching is None else _READING + _WATCHING))
+        # Twice as many: a call that has made room for another one leaves its thread a moment later.
+        self._workers = Workers(2 * (_MOST_READING + (_MOST_WATCHING if watching else 0)))
         self._timeouts = ReceiveTimeouts()
 
     def __call__(
@@ -195,14 +198,14 @@ class _Method:
         if self._workers.has_room("") and self._reading.enter(context):
             self._workers.start("", self._serve, messages, context, send)
         else:
-            _refuse_crowd(context)
+            _refuse_excess(context)
             send(None)
 
     def _serve(self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send) -> None:
-        self._timeouts.begin(context, _SECONDS, context.cancel)
+        self._timeouts.begin(context, _CALL_SECONDS, context.cancel)
         try:
             name = _name(next(messages, b""), context)
-            if name is not None and self._stays(context):
+            if name is not None and self._may_last(context):
                 for message in self._answer(name, context):
                     send(message)
             send(None)
@@ -214,39 +217,16 @@ class _Method:
             if self._watching is not None:
                 self._watching.leave(context)
 
-    def _stays(self, context: grpc.ServicerContext) -> bool:
-        """Let a call last that may."""
+    def _may_last(self, context: grpc.ServicerContext) -> bool:
+        """Stop the timeout of a call that watches; return False if too many watch."""
         if self._watching is None:
             return True
         self._timeouts.stop(context)
         self._reading.leave(context)
         if not self._watching.enter(context):
-            _refuse_crowd(context)
+            _refuse_excess(context)
             return False
         return True
-
-
-def _name(message: bytes, context: grpc.ServicerContext) -> str | None:
-    """Read the name of a service; None if the call is refused."""
-    try:
-        return str(health_pb2.HealthCheckRequest.FromString(message).service)
-    except DecodeError:
-        _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
-        return None
-
-
-def _refuse_crowd(context: grpc.ServicerContext) -> None:
-    _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at a time")
-
-
-def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> None:
-    context.set_code(code)
-    context.set_details(details)
-
-
-def _address(context: grpc.ServicerContext) -> str:
-    """Return the caller's address without its port."""
-    return str(context.peer()).rpartition(":")[0]
 
 
 class HealthPort:
@@ -258,24 +238,37 @@ class HealthPort:
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:
-        options = [
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", _MOST_BYTES),
-            ("grpc.max_concurrent_streams", _STREAMS),
-            ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
-            ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
-            ("grpc.max_connection_age_ms", 1000 * _CONNECTION_SECONDS),
-        ]
-        self._server = grpc.server(AtOnce(), options=options)
+        self._server = grpc.server(InlineExecutor(), options=list(_PORT_OPTIONS))
         health.add_to(self._server)
         try:
             self.port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
-            raise UnavailableError(
-                f"cannot listen on {host}:{port}", "PORT_IN_USE", "Choose another --health-port"
-            ) from error
+            raise port_in_use(host, port, "--health-port") from error
         self._server.start()
 
     def stop(self) -> None:
         """Close the port."""
         self._server.stop(None)
+
+
+def _name(message: bytes, context: grpc.ServicerContext) -> str | None:
+    """Read the name of a service; refuse the call and return None if there is none."""
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(message).service)
+    except DecodeError:
+        _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+        return None
+
+
+def _refuse_excess(context: grpc.ServicerContext) -> None:
+    _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks at a time")
+
+
+def _refuse(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> None:
+    context.set_code(code)
+    context.set_details(details)
+
+
+def _address(context: grpc.ServicerContext) -> str:
+    """Return the caller's address without its port."""
+    return str(context.peer()).rpartition(":")[0]

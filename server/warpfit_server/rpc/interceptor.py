@@ -1,12 +1,12 @@
-"""What stands before every method: who calls, may they, not too often, not too much at once.
+"""Interceptor of all calls: authentication, admission, message timeouts and observation.
 
-gRPC hands a call over on the thread that serves the port, as soon as its metadata are there. On
-that thread the guard decides, so that a refusal costs neither a thread nor the message, which
-gRPC then does not even read; what is taken is served on a thread of `workers`.
+gRPC hands a call over on the thread that serves the port, as soon as its metadata have arrived. The
+interceptor admits or refuses it on that thread, so that a refusal costs neither a thread nor the
+message, which gRPC then does not even read. An admitted call is served by a worker thread.
 
-What is taken has a place, a thread and the bytes of the longest message that gRPC would collect,
-all counted for its tenant, before a byte of the message is asked for; and its messages must arrive
-within a time.
+Before a byte of its message is read, an admitted call has a slot, a thread and the bytes of the
+longest message that gRPC would receive, all counted for its tenant; and each of its messages must
+arrive within a time limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -26,60 +25,36 @@ from warpfit.errors import (
     ResourceExhaustedError,
 )
 from warpfit_server.config import Config
-from warpfit_server.observability.calls import Observer, Request, serve, status_of
+from warpfit_server.observability.calls import CallRecord, Observer, set_current_call, status_of
 from warpfit_server.rpc.error_details import fail
-from warpfit_server.rpc.port import AtOnce
+from warpfit_server.rpc.port import InlineExecutor
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.authentication import Authenticator, TokenFile
-from warpfit_server.tenancy.fair_lock import Turnstile
-from warpfit_server.tenancy.quotas import Ledger
-from warpfit_server.tenancy.tenants import TenantBook, assign_tenant
+from warpfit_server.tenancy.quotas import QuotaTable
+from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
+from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits, assign_tenant
 
 Send = Callable[[bytes | None], None]
-#: Methods whose calls bring batches, and those whose messages may be long.
-_BATCHES: Final = ("Evaluate", "Optimize")
-_LONG_MESSAGES: Final = (*_BATCHES, "UploadVariables")
+#: Methods whose messages are batches, and those whose messages may be long.
+_BATCH_METHODS: Final = ("Evaluate", "Optimize")
+_LONG_MESSAGE_METHODS: Final = (*_BATCH_METHODS, "UploadVariables")
 #: Most bytes of any other message, and most seconds in which it must arrive.
 _SHORT_MESSAGE, _SHORT_SECONDS = 64 << 10, 5.0
-#: Seconds after which a call may come again for which there was no thread.
-_CROWDED_SECONDS: Final = 0.1
+#: Seconds after which a call may be repeated that was refused for want of a thread.
+_NO_THREAD_SECONDS: Final = 0.1
 
 
-def make_guard(
-    config: Config, ledger: Ledger, *, trusts_doors: bool = False
-) -> tuple[Admission, Guard]:
-    """Make admission and guard of one door.
+class Interceptor:
+    """Puts authentication, limits and observation before the methods of a service.
 
     Args:
-        config: the server's configuration.
-        ledger: what all doors count in.
-        trusts_doors: whether this is the front door, to which the others pass calls on.
+        authenticator: finds the tenant of a call.
+        admission: accepts or refuses the calls of this process.
+        workers: the threads that serve calls.
+        message_seconds: time in which a message must arrive.
 
-    Raises:
-        InvalidArgumentError: if the token file or the tenants file cannot be used.
-
-    """
-    has_tenants = bool(config.token_file or config.tls_client_ca)
-    book = TenantBook(config.limits(), config.tenants_file or None, shared=has_tenants)
-    admission = Admission(config, book, ledger)
-    authenticator = Authenticator(
-        TokenFile(config.token_file) if config.token_file else None,
-        certificates=bool(config.tls_client_ca),
-        trusts_doors=trusts_doors,
-    )
-    # Twice as many as places: a call that was cancelled leaves its place at once, its thread when
-    # the engine has stopped.
-    threads = 2 * max(1, config.max_requests)
-    workers = Workers(threads, max(1, int(book.share(threads))))
-    return admission, Guard(authenticator, admission, workers, config.message_seconds)
-
-
-class Guard:
-    """Puts authentication and limits before the methods of a service.
-
-    After it, `warpfit_server.tenancy.tenants.tenant_of` names a call's tenant.
     """
 
     def __init__(
@@ -89,45 +64,138 @@ class Guard:
         workers: Workers,
         message_seconds: float,
     ) -> None:
+        self.authenticator = authenticator
+        self.admission = admission
         self.workers = workers
-        """Threads that serve the calls."""
         self.message_seconds = message_seconds
-        """In which a message must have arrived."""
         self.timeouts = ReceiveTimeouts()
-        """Of the calls that wait for a message."""
-        self.turnstile = Turnstile()
-        """Through which the calls go that bring batches."""
-        self._authenticator = authenticator
-        self._admission = admission
+        """Of calls that wait for a message."""
+        self.decoding = TenantSemaphore()
+        """Held by calls while their batch is decoded."""
 
-    def protect(
-        self, handlers: Mapping[str, Any], observer: Observer, *, passes_on: bool = False
+    def intercept(
+        self, handlers: Mapping[str, Any], observer: Observer, *, forwards: bool = False
     ) -> dict[str, Any]:
-        """Return the handlers, each behind the guard and observed.
+        """Return the handlers, each behind this interceptor.
 
         Args:
-            handlers: by the name of the method.
-            observer: of this process.
-            passes_on: whether another process answers them, which observes them; what is refused
-                here it does not see.
+            handlers: gRPC method handlers by the name of the method.
+            observer: observer of this process.
+            forwards: whether the handlers forward calls to another process, which observes them;
+                then this process observes only those that it refuses.
 
         """
         return {
             name: grpc.stream_stream_rpc_method_handler(
-                _Method(name, handler, self, observer, passes_on=passes_on)
+                _InterceptedMethod(name, handler, self, observer, forwards=forwards)
             )
             for name, handler in handlers.items()
         }
 
-    def let_in(self, request: Request, context: grpc.ServicerContext) -> int:
-        """Name the caller's tenant and take the call, which `leave` and `finish` give back.
 
-        Args:
-            request: the call.
-            context: of the call.
+def make_interceptor(
+    config: Config, quotas: QuotaTable, *, is_main: bool = False
+) -> tuple[Admission, Interceptor]:
+    """Make admission and interceptor of one front-end process.
 
-        Returns:
-            Bytes that a message of it may have.
+    Args:
+        config: the server's configuration.
+        quotas: what is in flight in all front-end processes.
+        is_main: whether this is the main process, to which the others forward calls.
+
+    Raises:
+        InvalidArgumentError: if the token file or the tenants file cannot be used.
+
+    """
+    has_tenants = bool(config.token_file or config.tls_client_ca)
+    tenants = TenantLimits(config.limits(), config.tenants_file or None, shared=has_tenants)
+    admission = Admission(config, tenants, quotas)
+    authenticator = Authenticator(
+        TokenFile(config.token_file) if config.token_file else None,
+        certificates=bool(config.tls_client_ca),
+        trusts_local_socket=is_main,
+    )
+    # Twice as many as slots: a cancelled call leaves its slot at once, but its thread only when
+    # the engine has stopped.
+    threads = 2 * max(1, config.max_requests)
+    workers = Workers(threads, max(1, int(tenants.share(threads))))
+    return admission, Interceptor(authenticator, admission, workers, config.message_seconds)
+
+
+class _InterceptedMethod:
+    """One method as a handler for gRPC: it admits calls and has them served by worker threads."""
+
+    #: Tells gRPC to call this object on the port's own thread, and that it answers with `send`.
+    experimental_non_blocking: Final = True
+    experimental_thread_pool: Final = InlineExecutor()
+
+    def __init__(
+        self,
+        name: str,
+        handler: Any,
+        interceptor: Interceptor,
+        observer: Observer,
+        *,
+        forwards: bool,
+    ) -> None:
+        self.name = name
+        self.interceptor = interceptor
+        self.observer = observer
+        self.forwards = forwards
+        self.behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
+        self.streams_in = handler.request_streaming
+        self.streams_out = handler.response_streaming
+        self.has_batch = name in _BATCH_METHODS
+        is_long = name in _LONG_MESSAGE_METHODS
+        self.most_bytes = sys.maxsize if is_long else _SHORT_MESSAGE
+        seconds = interceptor.message_seconds
+        self.message_seconds = seconds if is_long else min(_SHORT_SECONDS, seconds)
+
+    def __call__(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
+    ) -> None:
+        record = self.observer.new_call(self.name, context, ANONYMOUS)
+        call = _Call(self, record, messages, context, send)
+        try:
+            call.admit()
+        except Exception as error:
+            fail(context, error, record.trailing)
+            self.observer.end(record, status_of(context))
+            send(None)
+            return
+        # A cancelled call leaves its slot at once, but its memory only when the engine has stopped.
+        context.add_callback(call.leave_slot)
+        if not self.forwards:
+            self.observer.begin(record)
+        self.interceptor.workers.start(record.tenant, call.serve)
+
+
+class _Call:
+    """One call, from its arrival to its end, and what is counted for it."""
+
+    def __init__(
+        self,
+        method: _InterceptedMethod,
+        record: CallRecord,
+        messages: Iterator[bytes],
+        context: grpc.ServicerContext,
+        send: Send,
+    ) -> None:
+        self._method = method
+        self._record = record
+        self._messages = messages
+        self._context = context
+        self._send = send
+        self._interceptor = method.interceptor
+        self._admission = method.interceptor.admission
+        self._most_bytes = 0
+        self._reserved = 0  # bytes that are counted for its message
+        self._slots: list[str] = []  # its tenant, while the call has a slot
+        self._is_decoding = False  # whether it holds the semaphore
+        self._is_over = False  # whether it has been ended because its message did not arrive
+
+    def admit(self) -> None:
+        """Find the tenant and count the call.
 
         Raises:
             UnauthenticatedError: without valid credentials.
@@ -135,215 +203,145 @@ class Guard:
             ResourceExhaustedError: if it comes too soon, or too much is in flight.
 
         """
-        tenant, is_forwarded = self._authenticator.caller(context, request.metadata)
-        request.tenant = tenant
-        assign_tenant(context, tenant)
-        admission = self._admission
+        admission, record = self._admission, self._record
+        tenant, is_forwarded = self._interceptor.authenticator.authenticate(
+            self._context, record.metadata
+        )
+        record.tenant = tenant
+        assign_tenant(self._context, tenant)
         limits = admission.limits(tenant)
-        if not is_forwarded:  # else the door has counted it, but for this copy of its messages
+        self._most_bytes = min(self._method.most_bytes, limits.message_bytes)
+        if not is_forwarded:  # the process that forwards a call has counted all but its message
             admission.check_rate(tenant, limits.rate)
-        if not self.workers.has_room(tenant):
-            raise _crowded()
-        admission.enter(tenant, limits, place=not is_forwarded)
-        request.reserved = admission.message_bytes
+        if not self._interceptor.workers.has_room(tenant):
+            raise _no_thread()
+        admission.enter(tenant, limits, slot=not is_forwarded)
+        self._reserved = admission.message_bytes
         if not is_forwarded:
-            request.places.append(tenant)
-        return limits.message_bytes
+            self._slots.append(tenant)
 
-    def arrived(self, request: Request, size: int) -> None:
-        """Count the bytes of a call's only message, instead of what it might have had."""
-        self._admission.arrived(request.tenant, size, request.reserved)
-        request.reserved = min(size, request.reserved)
-
-    def leave(self, request: Request) -> None:
-        """Give the place of a call back, if it has one, whichever thread is the first to say so."""
+    def leave_slot(self) -> None:
+        """Give the slot back, if the call has one; any thread may call this, several times."""
         try:
-            tenant = request.places.pop()
+            tenant = self._slots.pop()  # atomic, so that only one thread gets it
         except IndexError:
             return
         self._admission.leave(tenant)
 
-    def finish(self, request: Request) -> None:
-        """Give back all that a call has; its messages are gone."""
-        if request.turnstile is not None:
-            request.leave_turnstile()
-        self.leave(request)
-        self.arrived(request, 0)
-
-
-class _Method:
-    """One method: takes its calls in on the port's thread, has them served on another one."""
-
-    #: For gRPC, which its own health service tells the same: a call of this object waits for
-    #: nothing, and says with `send` what it has to say ...
-    experimental_non_blocking: Final = True
-    #: ... and it is made where it arrives.
-    experimental_thread_pool: Final = AtOnce()
-
-    def __init__(
-        self, name: str, handler: Any, guard: Guard, observer: Observer, *, passes_on: bool
-    ) -> None:
-        self._name = name
-        self._behaviour = next(
-            found
-            for found in (handler.unary_unary, handler.unary_stream, handler.stream_unary)
-            if found is not None
-        )
-        self._streams_in = handler.request_streaming
-        self._streams_out = handler.response_streaming
-        self._guard = guard
-        self._observer = observer
-        self._passes_on = passes_on
-        self._brings_batch = name in _BATCHES
-        is_long = name in _LONG_MESSAGES
-        self._most_bytes = sys.maxsize if is_long else _SHORT_MESSAGE
-        seconds = guard.message_seconds
-        self._seconds = seconds if is_long else min(_SHORT_SECONDS, seconds)
-
-    def __call__(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
-    ) -> None:
-        request = self._observer.arrived(self._name, context)
+    def serve(self) -> None:
+        """Receive the messages, run the method and send its answer."""
+        set_current_call(self._record)
         try:
-            most = min(self._most_bytes, self._guard.let_in(request, context))
+            self._answer()
         except Exception as error:
-            fail(context, error, request.trailing)
-            self._observer.ended(request, status_of(context))
-            send(None)
-            return
-        # A call that has ended leaves its place at once, its segment when the engine has stopped.
-        context.add_callback(lambda: self._guard.leave(request))
-        if not self._passes_on:
-            self._observer.begun(request)
-        self._guard.workers.start(
-            request.tenant, self._serve, request, most, messages, context, send
-        )
-
-    def _serve(
-        self,
-        request: Request,
-        most: int,
-        messages: Iterator[bytes],
-        context: grpc.ServicerContext,
-        send: Send,
-    ) -> None:
-        serve(request)
-        try:
-            self._answer(request, most, messages, context, send)
-        except Exception as error:
-            fail(context, error, request.trailing)
-            _forget_frames(error)
+            fail(self._context, error, self._record.trailing)
+            _clear_tracebacks(error)
         finally:
-            self._guard.finish(request)
-        if not self._passes_on:
-            self._observer.ended(request, status_of(context))
-        if not request.is_over:
-            send(None)
+            self._end_decoding()
+            self.leave_slot()
+            self._shrink_message(0)
+        if not self._method.forwards:
+            self._method.observer.end(self._record, status_of(self._context))
+        if not self._is_over:
+            self._send(None)
 
-    def _answer(
-        self,
-        request: Request,
-        most: int,
-        messages: Iterator[bytes],
-        context: grpc.ServicerContext,
-        send: Send,
-    ) -> None:
-        receive = partial(self._receive, messages, request, context, send)
+    def _answer(self) -> None:
+        method = self._method
         argument: Any
-        if self._streams_in:
-            argument = _each_checked(receive, most)
+        if method.streams_in:
+            argument = iter(self._receive, None)
         else:
-            argument = _only(receive, most)
-            self._guard.arrived(request, len(argument))
-        if self._brings_batch:
-            self._guard.turnstile.enter(request.tenant)
-            request.turnstile = self._guard.turnstile
-            if not context.is_active():  # it may have ended while it waited
-                raise CancelledError("the call has ended", "CANCELLED")
-        answer: Any = self._behaviour(argument, context)
-        del argument
-        if not self._streams_out:
-            send(answer)
-            return
+            argument = self._receive()
+            if argument is None:
+                raise InvalidArgumentError(
+                    "the call has no message", "NO_MESSAGE", "Send exactly one request message"
+                )
+            self._shrink_message(len(argument))
+        if method.has_batch:
+            self._begin_decoding()
+        answer: Any = method.behaviour(argument, self._context)
+        del argument  # the method alone decides how long the message is kept
+        if method.streams_out:
+            self._send_each(answer)
+        else:
+            self._send(answer)
+
+    def _receive(self) -> bytes | None:
+        """Wait for the next message; return None if there is none."""
+        seconds, timeouts = self._method.message_seconds, self._interceptor.timeouts
+        timeouts.begin(self, seconds, self._end_late)
+        try:
+            message = next(self._messages, None)
+        finally:
+            if not timeouts.stop(self):
+                self._is_over = True
+        if self._is_over:
+            raise _too_late(seconds)
+        if message is not None and len(message) > self._most_bytes:
+            raise ResourceExhaustedError(
+                f"one message has {len(message)} bytes, the limit is {self._most_bytes}",
+                "MESSAGE_TOO_LARGE",
+                "Send smaller batches or pieces, or ask for a higher limit",
+                needed=len(message),
+                available=self._most_bytes,
+            )
+        return message
+
+    def _end_late(self) -> None:
+        """End the call because its message has not arrived; `_receive` then gets no message."""
+        self._is_over = True
+        fail(self._context, _too_late(self._method.message_seconds), self._record.trailing)
+        self._send(None)
+
+    def _shrink_message(self, size: int) -> None:
+        """Count ``size`` bytes for the call's message instead of what is counted."""
+        self._admission.shrink_message(self._record.tenant, self._reserved, size)
+        self._reserved = min(size, self._reserved)
+
+    def _begin_decoding(self) -> None:
+        """Wait until few other calls of the tenant are being decoded."""
+        self._interceptor.decoding.acquire(self._record.tenant)
+        self._is_decoding = True
+        self._record.on_decoded = self._end_decoding
+        if not self._context.is_active():  # it may have ended while it waited
+            raise CancelledError("the call has ended", "CANCELLED")
+
+    def _end_decoding(self) -> None:
+        if self._is_decoding:
+            self._is_decoding = False
+            self._record.on_decoded = None  # the record outlives the call
+            self._interceptor.decoding.release(self._record.tenant)
+
+    def _send_each(self, answer: Any) -> None:
+        """Send the messages of an answer, and measure the time that making them takes."""
+        record = self._record
         try:
             for message in answer:
                 made = time.monotonic_ns()
-                if request.finished:  # what the engine's end and this message have between them
-                    request.encode = made - request.finished - request.suspended
-                send(message)
-                if request.finished:
-                    request.suspended += time.monotonic_ns() - made
-                if not context.is_active():
+                if record.finished:
+                    record.encode = made - record.finished - record.suspended
+                self._send(message)
+                if record.finished:
+                    record.suspended += time.monotonic_ns() - made
+                if not self._context.is_active():
                     return
         finally:
             answer.close()
 
-    def _receive(
-        self,
-        messages: Iterator[bytes],
-        request: Request,
-        context: grpc.ServicerContext,
-        send: Send,
-    ) -> bytes | None:
-        """Wait for the next message; None if there is none."""
-        timeouts = self._guard.timeouts
-        timeouts.begin(request, self._seconds, partial(self._end, request, context, send))
-        try:
-            message = next(messages, None)
-        finally:
-            if not timeouts.stop(request):
-                request.is_over = True
-        if request.is_over:
-            raise _too_slow(self._seconds)
-        return message
 
-    def _end(self, request: Request, context: grpc.ServicerContext, send: Send) -> None:
-        """End a call whose message does not come; what waits for it then finds no message."""
-        request.is_over = True
-        fail(context, _too_slow(self._seconds), request.trailing)
-        send(None)
+def _clear_tracebacks(error: BaseException | None) -> None:
+    """Release the frames that an error has left, with all that they hold.
 
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of all that the functions had which an error has left.
-
-    The error with which gRPC says that a client has gone lies in a frame of its own traceback. With
-    that circle the call's last messages would stay until Python looks for such circles, which may
-    be a thousand calls later.
+    The error with which gRPC says that a client has gone is held by a frame of its own traceback.
+    This reference cycle would keep the call's last messages until Python's garbage collector runs,
+    which may be a thousand calls later.
     """
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
 
 
-def _only(receive: Callable[[], bytes | None], most: int) -> bytes:
-    message = receive()
-    if message is None:
-        raise InvalidArgumentError(
-            "the call has no message", "NO_MESSAGE", "Send exactly one request message"
-        )
-    _check_size(message, most)
-    return message
-
-
-def _each_checked(receive: Callable[[], bytes | None], most: int) -> Iterator[bytes]:
-    while (message := receive()) is not None:
-        _check_size(message, most)
-        yield message
-
-
-def _check_size(message: bytes, most: int) -> None:
-    if len(message) > most:
-        raise ResourceExhaustedError(
-            f"one message has {len(message)} bytes, the limit is {most}",
-            "MESSAGE_TOO_LARGE",
-            "Send smaller batches or pieces, or ask for a higher limit",
-            needed=len(message),
-            available=most,
-        )
-
-
-def _too_slow(seconds: float) -> DeadlineExceededError:
+def _too_late(seconds: float) -> DeadlineExceededError:
     return DeadlineExceededError(
         f"no complete message has arrived within {seconds:g} s",
         "MESSAGE_TIMEOUT",
@@ -351,10 +349,10 @@ def _too_slow(seconds: float) -> DeadlineExceededError:
     )
 
 
-def _crowded() -> ResourceExhaustedError:
+def _no_thread() -> ResourceExhaustedError:
     return ResourceExhaustedError(
         "all threads that may serve this tenant are busy",
         "TOO_MANY_REQUESTS",
         "Retry with back-off, or start the server with a higher --max-requests",
-        retry_after=_CROWDED_SECONDS,
+        retry_after=_NO_THREAD_SECONDS,
     )

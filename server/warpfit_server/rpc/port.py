@@ -1,4 +1,4 @@
-"""The gRPC port: options, threads, and sharing it between processes."""
+"""The gRPC port: its options, its addresses, and sharing it between processes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import grpc
 
 from warpfit.errors import UnavailableError
 from warpfit_server.config import Config
-from warpfit_server.rpc.tls import add_port
+from warpfit_server.rpc.tls import server_credentials
 
 _KEEPALIVE_MS: Final = 20_000
-#: Calls of one connection at a time. gRPC also refuses new ones while as many that were taken back
-#: wait to be noticed, so that one connection's resets do not fill its queue of new calls.
+#: Calls of one connection at a time. gRPC also refuses new ones while as many cancelled calls wait
+#: to be noticed, so that one connection's resets do not fill its queue of new calls.
 _STREAMS: Final = 128
 #: Time that TLS and the first frames of a connection may take.
 _HANDSHAKE_MS: Final = 10_000
 
 
-class AtOnce(ThreadPoolExecutor):
-    """Runs what it is given where it is given it, on the thread that serves the port.
+class InlineExecutor(ThreadPoolExecutor):
+    """Runs each task on the thread that submits it, which is the one that serves the port.
 
-    gRPC asks for a pool of this type; this one has no threads.
+    gRPC demands a `ThreadPoolExecutor`; this one never makes a thread.
     """
 
     def __init__(self) -> None:
         super().__init__(1)
 
     def submit(self, task: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
-        """Run a task that waits for nothing."""
+        """Run a task, which must not block."""
         done: Future[Any] = Future()
         done.set_result(task(*args, **named))
         return done
@@ -45,13 +45,13 @@ def make_server(
     Args:
         config: limits and sizes.
         service: full name of the service.
-        handlers: its methods by name; they have threads of their own.
-        shared: whether several processes of this user listen on the port, among which the kernel
-            deals the connections out.
+        handlers: its method handlers by name, which bring their own threads.
+        shared: whether several processes of this user listen on the port; the kernel distributes
+            the connections among them.
 
     """
     return grpc.server(
-        AtOnce(),
+        InlineExecutor(),
         handlers=[grpc.method_handlers_generic_handler(service, dict(handlers))],
         options=[
             ("grpc.max_receive_message_length", config.message_bytes),
@@ -60,8 +60,8 @@ def make_server(
             ("grpc.so_reuseport", int(shared)),
             ("grpc.max_allowed_incoming_connections", config.connections),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-            # A client that vanishes without a word must not keep its place for ever; and clients
-            # may ask the same of the server, which gRPC would take for an attack.
+            # A client that vanishes must not keep its slot for ever. Clients may send pings as
+            # often as the server does, which gRPC would otherwise treat as an attack.
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 4),
@@ -69,18 +69,26 @@ def make_server(
     )
 
 
+def join_address(host: str, port: int) -> str:
+    """Write an address as ``HOST:PORT``; an IPv6 host gets brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def listen(server: grpc.Server, config: Config, port: int) -> int:
-    """Bind a server to a port, 0 for a free one; return the port.
+    """Bind a server to a port, 0 for a free one, with TLS if configured; return the port.
 
     Raises:
-        UnavailableError: if it is taken.
-        InvalidArgumentError: if the files of TLS cannot be used.
+        UnavailableError: if the port is taken.
+        InvalidArgumentError: if the certificate files cannot be used.
 
     """
+    address, credentials = join_address(config.host, port), server_credentials(config)
     try:
-        return add_port(server, config, port)
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
-        raise _taken(config.host, port) from error
+        raise port_in_use(config.host, port, "--host or --port") from error
 
 
 def check_free(host: str, port: int) -> None:
@@ -100,10 +108,11 @@ def check_free(host: str, port: int) -> None:
         try:
             probe.bind(address)
         except OSError as error:
-            raise _taken(host, port) from error
+            raise port_in_use(host, port, "--host or --port") from error
 
 
-def _taken(host: str, port: int) -> UnavailableError:
+def port_in_use(host: str, port: int, flag: str) -> UnavailableError:
+    """Explain that a port is taken; ``flag`` is what chooses another one."""
     return UnavailableError(
-        f"cannot listen on {host}:{port}", "PORT_IN_USE", "Choose another --host or --port"
+        f"cannot listen on {host}:{port}", "PORT_IN_USE", f"Choose another {flag}"
     )

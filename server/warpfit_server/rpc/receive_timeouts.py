@@ -1,4 +1,4 @@
-"""The time within which a call's next message must have arrived."""
+"""Time limits for the next message of a call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LOOK_SECONDS: Final = 0.25
 
 
 class ReceiveTimeouts:
-    """Ends calls that a thread waits for in vain, from a thread of its own.
+    """Ends calls whose next message does not arrive in time, from a thread of its own.
 
-    gRPC waits for a message as long as the client likes; meanwhile the call holds a thread. That
-    nobody waits any more is one removal from a dictionary, which the waiting thread and the one
-    that ends calls compete for: exactly one of them finds the entry.
+    gRPC waits for a message as long as the client likes; meanwhile the call holds a thread. The
+    waiting thread and the one that ends calls both remove the call from a dictionary when they are
+    done with it, which only one of them succeeds in.
     """
 
     def __init__(self) -> None:
@@ -27,20 +27,16 @@ class ReceiveTimeouts:
         self._runs = False
 
     def begin(self, call: Hashable, seconds: float, end: Callable[[], None]) -> None:
-        """Let a call be ended unless `stop` comes first.
+        """Call ``end`` after some seconds, unless `stop` comes first.
 
-        Args:
-            call: that waits.
-            seconds: that it may take.
-            end: ends the call, so that the thread that waits goes on; it must not block.
-
+        ``end`` must not block, and must let the waiting thread go on.
         """
         self._waiting[call] = time.monotonic() + seconds, end
         if not self._runs:
             self._start()
 
     def stop(self, call: Hashable) -> bool:
-        """End the waiting of a call; False if it was ended because its time was up."""
+        """Stop waiting for a call; return False if its time was up and it has been ended."""
         return self._waiting.pop(call, None) is not None
 
     def _start(self) -> None:
@@ -51,23 +47,17 @@ class ReceiveTimeouts:
         threading.Thread(target=self._watch, name="receive-timeouts", daemon=True).start()
 
     def _watch(self) -> None:
-        """End what is late; the thread goes when no call waits, the next one starts it again."""
+        """End late calls; the thread ends when no call waits, and the next call starts it again."""
         while True:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            late = [call for call, (at, _) in self._waiting.copy().items() if at <= now]
-            for call in late:
-                self._end(call)
+            for call, (limit, end) in self._waiting.copy().items():
+                if limit <= now and self.stop(call):
+                    try:
+                        end()
+                    except Exception:
+                        _LOG.exception("a call could not be ended")
             with self._lock:
                 if not self._waiting:
                     self._runs = False
                     return
-
-    def _end(self, call: Hashable) -> None:
-        found = self._waiting.pop(call, None)
-        if found is None:  # its message has come after all
-            return
-        try:
-            found[1]()
-        except Exception:
-            _LOG.exception("a call was not ended")

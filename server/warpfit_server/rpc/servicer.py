@@ -1,9 +1,8 @@
-"""The gRPC servicer: decode -> check -> engine -> encode, with no logic of its own.
+"""The gRPC servicers: each method decodes, checks, asks the engine and encodes.
 
-Errors leave the methods as they are: `guard` makes statuses of them.
-
-Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they are
-parsed and framed, and malformed bytes get an answer that says so.
+The methods raise WarpfitErrors as they are, of which `warpfit_server.rpc.interceptor` makes
+statuses. Requests arrive and answers leave as bytes, so that `warpfit.codec` alone decides how they
+are parsed and framed, and malformed bytes get an answer that says so.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,15 +27,15 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.fitting import FitRequest, FitResult
-from warpfit.request import Evaluation
-from warpfit.server_info import ServerInfo
+from warpfit.request import Evaluation, Timings
+from warpfit.server_info import Device, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.data.dataset_store import DatasetStore, Upload
+from warpfit_server.data.dataset_store import DatasetStore, ResidentDataset
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest
+from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.limits import check_batch, check_fit, check_loss, check_names, check_result
 from warpfit_server.observability import calls
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.tenancy.admission import Admission
 from warpfit_server.tenancy.tenants import key_of, tenant_of
 
@@ -45,11 +45,11 @@ _ANSWER_SHARE: Final = 0.1
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
-class Leases(Protocol):
-    """Data sets to evaluate on."""
+class DatasetLeases(Protocol):
+    """Data sets that can be leased."""
 
     def lease(self, key: bytes) -> AbstractContextManager[Layout]:
-        """Keep a data set in place, loaded by the engine, inside the ``with`` block.
+        """Keep a data set resident and loaded by the engine inside the ``with`` block.
 
         Args:
             key: see `warpfit_server.tenancy.tenants.key_of`.
@@ -61,11 +61,41 @@ class Leases(Protocol):
         """
 
 
-class EvaluateService:
-    """Implements Evaluate and Optimize, in the front door and in further doors."""
+class EngineHost(Protocol):
+    """What servicers use of `warpfit_server.processes.engine_supervisor.EngineSupervisor`."""
+
+    connection: EngineConnection
+    quarantine: Quarantine
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Devices of the engine."""
+
+    def load(self, dataset: ResidentDataset) -> Future[None]:
+        """Have the engine load a data set, unless it has done so."""
+
+
+class ComputeServicer:
+    """Implements Evaluate and Optimize, in every front-end process.
+
+    Args:
+        datasets: the data sets that requests name.
+        engine: this process's connection to the engine.
+        admission: accepts or refuses the work of calls.
+        chunk_bytes: bytes of values in one message of an answer.
+
+    """
 
     def __init__(
-        self, datasets: Leases, engine: EngineConnection, admission: Admission, chunk_bytes: int
+        self,
+        datasets: DatasetLeases,
+        engine: EngineConnection,
+        admission: Admission,
+        chunk_bytes: int,
     ) -> None:
         self._leases = datasets
         self._engine = engine
@@ -73,7 +103,7 @@ class EvaluateService:
         self._chunk_bytes = chunk_bytes
 
     def handlers(self) -> dict[str, Any]:
-        """Handlers by method name."""
+        """Return gRPC method handlers by the name of the method."""
         return {
             "Evaluate": grpc.unary_stream_rpc_method_handler(self.evaluate),
             "Optimize": grpc.unary_stream_rpc_method_handler(self.optimize),
@@ -81,9 +111,8 @@ class EvaluateService:
 
     def evaluate(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Evaluate a batch and stream the answer while the engine still computes."""
-        tenant = tenant_of(context)
+        arrived, tenant = time.monotonic_ns(), tenant_of(context)
         with ExitStack() as held:
-            arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
             request = codec.parse_message(pb.EvaluateRequest, message)
             check_loss(len(request.loss_function.codes), limits)
@@ -93,21 +122,21 @@ class EvaluateService:
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
             size = check_result(evaluation, layout, limits)
-            work = self._admission.evaluation(tenant, evaluation, layout, size, len(message))
-            charge = held.enter_context(work)
-            calls.asks_for(evaluation, layout)
+            reservation = held.enter_context(
+                self._admission.reserve_evaluation(tenant, evaluation, layout, size, len(message))
+            )
+            calls.record_work(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            charge.run = run = self._engine.start(evaluation, layout, tenant)
+            reservation.run = run = self._engine.start(evaluation, layout, tenant)
             _end_with_call(run, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
-            yield from self._answer(run, start, decode)
+            yield from self._stream_result(run, start, decode)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Fit a batch; stream progress if asked for, then the result."""
-        tenant = tenant_of(context)
+        """Fit a batch; stream progress if the request asks for it, then the result."""
+        arrived, tenant = time.monotonic_ns(), tenant_of(context)
         with ExitStack() as held:
-            arrived = time.monotonic_ns()
             limits = self._admission.limits(tenant)
             parsed = codec.parse_message(pb.OptimizeRequest, message)
             check_loss(len(parsed.problem.loss_function.codes), limits)
@@ -117,28 +146,28 @@ class EvaluateService:
             check_batch(request.problem.batch, limits)
             request.check(layout)
             size = check_fit(request, layout, limits)
-            work = self._admission.fit(tenant, request, layout, size, len(message))
-            charge = held.enter_context(work)
+            reservation = held.enter_context(
+                self._admission.reserve_fit(tenant, request, layout, size, len(message))
+            )
             deadline = _stop_time(request, context.time_remaining())
-            calls.asks_for(request.problem, layout)
+            calls.record_work(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            charge.run = run = self._engine.start_fit(request, layout, deadline, tenant)
+            reservation.run = run = self._engine.start_fit(request, layout, deadline, tenant)
             _end_with_call(run, context, held)
-            yield from _fit_answer(run, decode)
+            yield from _stream_fit(run, decode)
 
-    def _answer(self, run: InFlightRequest, start: bytes, decode: int) -> Iterator[bytes]:
+    def _stream_result(self, run: InFlightRequest, start: bytes, decode: int) -> Iterator[bytes]:
         layout = run.segment_layout
         values = layout.view("values", run.segment)
         message, sent = start, 0
         timings = None
         while timings is None:
-            event = run.next_reply()
-            if isinstance(event, messages.RequestFinished):
-                timings, ready = replace(event.timings, decode=decode), len(values)
-                calls.answered(timings)
-            elif isinstance(event, messages.ValuesReady):  # only whole chunks before the end
-                ready = event.programs * layout.program_bytes // self._chunk_bytes
+            reply = run.next_reply()
+            if isinstance(reply, messages.RequestFinished):
+                timings, ready = _record_answer(reply, decode), len(values)
+            elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
+                ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
             for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
                 if message is not start:
@@ -155,26 +184,33 @@ class EvaluateService:
         yield message + codec.result_end(run.array("losses"), timings, present)
 
 
-class EvaluatorService(EvaluateService):
-    """Implements all RPCs of evaluator.proto, in the front door."""
+class MainServicer(ComputeServicer):
+    """Implements all methods of evaluator.proto, in the main process.
+
+    Args:
+        datasets: the resident data sets.
+        host: owner of the engine process.
+        admission: accepts or refuses the work of calls.
+        chunk_bytes: bytes of values in one message of an answer.
+        on_release: called with the key of a data set that a client has released.
+
+    """
 
     def __init__(
         self,
         datasets: DatasetStore,
-        supervisor: EngineSupervisor,
+        host: EngineHost,
         admission: Admission,
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
     ) -> None:
-        super().__init__(
-            ResidentLeases(datasets, supervisor), supervisor.connection, admission, chunk_bytes
-        )
+        super().__init__(LocalLeases(datasets, host), host.connection, admission, chunk_bytes)
         self._datasets = datasets
-        self._supervisor = supervisor
+        self._host = host
         self._on_release = on_release
 
     def handlers(self) -> dict[str, Any]:
-        """Handlers of all methods by name."""
+        """Return gRPC method handlers by the name of the method."""
         return {
             **super().handlers(),
             "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
@@ -184,30 +220,38 @@ class EvaluatorService(EvaluateService):
         }
 
     def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Receive a data set into shared memory and give it to the engine."""
+        """Receive a data set into shared memory and have the engine load it."""
         tenant = tenant_of(context)
         first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
         limits = self._admission.limits(tenant)
         check_names(first.header.layout.names, limits)
         layout, content_id = codec.upload_header(first)
         key = key_of(tenant, content_id)
-        self._supervisor.quarantine.suspects.check_dataset(key)
+        self._host.quarantine.suspects.check_dataset(key)
         with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
             return codec.dataset_info(content_id, resident.layout).SerializeToString()
-        self._receive(self._datasets.begin(layout, content_id, tenant, limits), messages)
-        calls.received(layout.nbytes)
+        upload = self._datasets.begin(layout, content_id, tenant, limits)
+        try:
+            for message in messages:
+                self._datasets.add(upload, codec.upload_data(message))
+            self._datasets.commit(upload)
+        except BaseException:
+            self._datasets.abandon(upload)
+            raise
+        self._load(key)
+        calls.record_upload(layout.nbytes)
         return codec.dataset_info(content_id, layout).SerializeToString()
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Say whether a data set is resident, and renew it."""
+        """Describe a data set if it is resident, and renew its lease."""
         request = codec.parse_message(pb.GetVariablesRequest, message)
         key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
-        self._supervisor.quarantine.suspects.check_dataset(key)
+        self._host.quarantine.suspects.check_dataset(key)
         with self._datasets.lease(key) as dataset:
             return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
 
     def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Give a data set back."""
+        """Release a data set."""
         request = codec.parse_message(pb.ReleaseVariablesRequest, message)
         key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
         self._datasets.release(key)
@@ -219,44 +263,34 @@ class EvaluatorService(EvaluateService):
         codec.parse_message(pb.GetServerInfoRequest, message)
         info = ServerInfo(
             version=version("warpfit"),
-            engine=self._supervisor.engine,
-            devices=self._supervisor.devices,
+            engine=self._host.engine,
+            devices=self._host.devices,
             limits=self._admission.limits(tenant_of(context)),
             operators=codec.operator_infos(),
         )
         return codec.info_to_message(info).SerializeToString()
 
-    def _receive(self, upload: Upload, messages: Iterator[bytes]) -> None:
-        try:
-            for message in messages:
-                self._datasets.add(upload, codec.upload_data(message))
-            self._datasets.commit(upload)
-        except BaseException:
-            self._datasets.abandon(upload)
-            raise
-        self._load(upload.key)
-
     def _load(self, key: bytes) -> None:
         with self._datasets.lease(key) as dataset:
             try:
-                self._supervisor.load(dataset).result()
+                self._host.load(dataset).result()
             except WarpfitError:
                 self._datasets.release(key)
                 raise
 
 
-class ResidentLeases:
-    """The front door's own data sets as `Leases`."""
+class LocalLeases:
+    """`DatasetLeases` of the main process, which owns the data sets."""
 
-    def __init__(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
+    def __init__(self, datasets: DatasetStore, host: EngineHost) -> None:
         self._datasets = datasets
-        self._supervisor = supervisor
+        self._host = host
 
     @contextmanager
     def lease(self, key: bytes) -> Iterator[Layout]:
-        """Lease a data set, once the engine has it."""
+        """Lease a data set and wait until the engine has loaded it."""
         with self._datasets.lease(key) as dataset:
-            self._supervisor.settled(dataset)
+            self._host.load(dataset).result()
             yield dataset.layout
 
 
@@ -266,7 +300,7 @@ def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:
 
 
 def _check_wanted(context: grpc.ServicerContext) -> None:
-    """Start nothing for a call that has ended while it was decoded."""
+    """Raise if the call has ended while it was decoded, so that nothing is started for it."""
     if not context.is_active():
         raise CancelledError("the call has ended", "CANCELLED")
     remaining = context.time_remaining()  # gRPC itself may not have noticed yet
@@ -277,26 +311,36 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
 
 
 def _end_with_call(run: InFlightRequest, context: grpc.ServicerContext, held: ExitStack) -> None:
+    """Cancel a run when its call ends early, and close it with the call's other resources."""
     held.callback(run.close)
     if not context.add_callback(run.cancel):
         run.cancel()
 
 
-def _fit_answer(run: InFlightRequest, decode: int) -> Iterator[bytes]:
+def _record_answer(reply: messages.RequestFinished, decode: int) -> Timings:
+    """Record and return the timings of a call that the engine has finished."""
+    timings = replace(reply.timings, decode=decode)
+    calls.record_answer(timings)
+    return timings
+
+
+def _stream_fit(run: InFlightRequest, decode: int) -> Iterator[bytes]:
     while True:
-        event = run.next_reply()
-        if isinstance(event, messages.FitProgressed):
-            yield codec.progress_to_bytes(event.progress)
-        elif isinstance(event, messages.RequestFinished):
+        reply = run.next_reply()
+        if isinstance(reply, messages.FitProgressed):
+            yield codec.progress_to_bytes(reply.progress)
+        elif isinstance(reply, messages.RequestFinished):
             arrays: Any = run.segment_layout.results(run.segment)
-            timings = replace(event.timings, decode=decode)
-            calls.answered(timings)
+            timings = _record_answer(reply, decode)
             yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
             return
 
 
 def _stop_time(request: FitRequest, remaining: float | None) -> float | None:
-    """Moment at which a fit must stop so that a partial answer still arrives in time."""
+    """Return when a fit must stop so that a partial answer arrives in time; None for never.
+
+    The moment is on the clock of ``time.monotonic()``; ``remaining`` are the call's seconds.
+    """
     if not request.settings.partial or remaining is None or not math.isfinite(remaining):
         return None
     margin = max(_ANSWER_SECONDS, _ANSWER_SHARE * remaining)

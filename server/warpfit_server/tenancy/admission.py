@@ -1,87 +1,94 @@
-"""Whether the server takes a call now: calls in flight, rate, memory and time of the engine.
+"""Admission: whether the server accepts a call now, by calls in flight, rate, memory and queue.
 
-What is over a limit is refused at once, before anything is decoded where that can be told, with the
-time after which a repetition is likely to be taken. What is taken waits in a queue that these
-limits bound.
+A call over a limit is refused at once, where possible before anything is decoded, and told when a
+retry is likely to be accepted. Accepted calls wait in a queue that these limits bound.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitRequest
-from warpfit.request import Evaluation
+from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
-from warpfit_server.ipc.engine_connection import InFlightRequest
-from warpfit_server.tenancy.quotas import Amounts, Ledger, Shortage, Usage
-from warpfit_server.tenancy.tenants import TenantBook
+from warpfit_server.tenancy.quotas import Amounts, Exceeded, QuotaTable
+from warpfit_server.tenancy.tenants import TenantLimits
 
-#: Shortest and longest time for which the place of another call is waited, in seconds.
-_SHORTEST: Final = 0.02
-_LONGEST: Final = 1.0
-#: One call in flight.
-_CALL: Final = (1, 0, 0)
-#: Part of its tenant's queue that one call counts for at most, however long it is.
+#: Shortest and longest time between the retries of two refused calls, in seconds.
+_SHORTEST_RETRY: Final = 0.02
+_LONGEST_RETRY: Final = 1.0
+#: Largest part of its tenant's queue that one call counts for, however long it is.
 _LARGEST_PART: Final = 0.5
-#: No limit of what is counted in 64 bits.
+#: A limit that is none, in 64 bits.
 _UNLIMITED: Final = 2**62
-#: Sums over observed points (units x, nanoseconds y): number, x, y, x^2, xy. They start with two
-#: that are assumed: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
-_START: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
-#: Longest estimate in nanoseconds, some days: sums of many must fit 64 bits.
-_LONGEST_WORK: Final = 2.0**50
-#: Passes over the data that are expected of a fit at most.
+#: Sums over observed points (units x, nanoseconds y): count, x, y, x^2, xy. They start with two
+#: assumed points: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
+_ASSUMED: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
+#: Longest estimate in nanoseconds, some days: the sums of many must fit 64 bits.
+_LONGEST_ESTIMATE: Final = 2.0**50
+#: Most passes over the data that are expected of a fit; most searches end long before they must.
 _FIT_PASSES: Final = 20
-#: What remains of a measurement's weight after each later one.
-_REMEMBERED: Final = 0.98
-#: What can be short: reason, in words, and the flag that raises the limit.
-_MEASURES: Final = {
+#: Factor by which each later measurement reduces the weight of a measurement.
+_DECAY: Final = 0.98
+#: For each field of `Amounts`: reason of a refusal, its words, and the flag that raises the limit.
+_REFUSALS: Final = {
     "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
-    "size": (
+    "nbytes": (
         "QUEUE_FULL",
         "bytes of messages, batches and answers are in flight",
         "--max-pending-bytes",
     ),
-    "work": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
+    "engine_ns": ("QUEUE_FULL", "ns of work are in the queue", "--max-queue-seconds"),
 }
 
 
-class Pace:
-    """Engine time of each kind of work: a straight line through what was observed.
+class CostModel:
+    """Estimates the engine time of each kind of work with a line through what was observed.
 
-    It has a call's own time and that of its units. What is assumed stays in the sums, so that small
-    calls alone, whose time says nothing of the units, do not decide about large ones.
+    The line has the time of a call and that of its units. The assumed points stay in the sums, so
+    that small calls, whose time says nothing about the units, do not decide about large ones.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float, float, float, float]] = {}
 
     def estimate(self, kind: str, units: float) -> int:
-        """Estimated nanoseconds of ``units`` of a kind of work."""
-        n, x, y, xx, xy = self._sums.get(kind, _START)
+        """Return the estimated nanoseconds of ``units`` of a kind of work."""
+        n, x, y, xx, xy = self._sums.get(kind, _ASSUMED)
         slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
-        return int(min(_LONGEST_WORK, max(0.0, (y - slope * x) / n) + slope * units))
+        return int(min(_LONGEST_ESTIMATE, max(0.0, (y - slope * x) / n) + slope * units))
 
     def observe(self, kind: str, units: float, nanoseconds: float) -> None:
-        """Learn from work that is done. Threads may overtake each other: it is an estimate."""
-        n, x, y, xx, xy = self._sums.get(kind, _START)
+        """Add an observation. Takes no lock: losing one of two at the same time does no harm."""
+        n, x, y, xx, xy = (
+            assumed + _DECAY * (old - assumed)
+            for assumed, old in zip(_ASSUMED, self._sums.get(kind, _ASSUMED), strict=True)
+        )
         self._sums[kind] = (
-            _START[0] + _REMEMBERED * (n - _START[0]) + 1.0,
-            _START[1] + _REMEMBERED * (x - _START[1]) + units,
-            _START[2] + _REMEMBERED * (y - _START[2]) + nanoseconds,
-            _START[3] + _REMEMBERED * (xx - _START[3]) + units * units,
-            _START[4] + _REMEMBERED * (xy - _START[4]) + units * nanoseconds,
+            n + 1.0,
+            x + units,
+            y + nanoseconds,
+            xx + units * units,
+            xy + units * nanoseconds,
         )
 
 
+class EngineRun(Protocol):
+    """What a reservation reads of `warpfit_server.ipc.engine_connection.InFlightRequest`."""
+
+    @property
+    def timings(self) -> Timings | None:
+        """Timings of the engine, once it has finished without an error."""
+
+
 @dataclass(slots=True, eq=False)
-class Charge:
-    """What one call takes of memory and engine time; a context manager that holds it."""
+class Reservation:
+    """Memory and engine time of one call; a context manager that holds them."""
 
     admission: Admission
     tenant: str
@@ -89,66 +96,62 @@ class Charge:
     units: float
     amount: Amounts
     held: int
-    """Bytes of its message, which are counted already."""
-    run: InFlightRequest | None = None
-    """To learn from, once it has finished."""
+    """Bytes of the call's message, which are counted already."""
+    run: EngineRun | None = None
+    """Teaches the cost model when it has finished."""
 
-    def __enter__(self) -> Charge:
-        """Take it.
+    def __enter__(self) -> Reservation:
+        """Count the memory and engine time.
 
         Raises:
-            ResourceExhaustedError: if there is too much in flight.
+            ResourceExhaustedError: if too much is in flight.
 
         """
         admission = self.admission
-        admission.take(self.tenant, self.amount, admission.shared, self.held)
+        admission.acquire(self.tenant, self.amount, admission.tenant_quota, self.held)
         return self
 
     def __exit__(self, kind: object, value: object, traceback: object) -> None:
-        """Give it back, and learn from the run."""
+        """Give them back, and learn from the run."""
         admission = self.admission
-        admission.ledger.give(self.tenant, self.amount)
+        admission.quotas.release(self.tenant, self.amount)
         if self.run is not None and self.run.timings is not None:
-            admission.pace.observe(self.kind, self.units, self.run.timings.compute)
+            admission.costs.observe(self.kind, self.units, self.run.timings.compute)
 
 
 class Admission:
-    """Takes or refuses calls, in one door.
+    """Accepts or refuses the calls of one front-end process.
 
-    Places and bytes in flight are limited for the server and for each tenant, because they are
+    Calls and bytes in flight are limited for the server and for each tenant, because they are
     finite. Engine time in the queue is limited for each tenant alone: the engine takes turns among
-    tenants, so what one has queued costs another nothing. A call of many hours counts for half of
+    tenants, so what one has queued does not delay another. A call of many hours counts for half of
     its tenant's queue: it is legitimate work, and must not shut its own tenant out either.
 
     Args:
         config: the server's configuration.
-        book: limits of the tenants.
-        ledger: what is in use, in all doors.
+        tenants: limits of the tenants.
+        quotas: what is in flight in all front-end processes.
 
     """
 
-    def __init__(self, config: Config, book: TenantBook, ledger: Ledger) -> None:
-        limits = book.server
-        work = int(config.max_queue_seconds * 1e9)
+    def __init__(self, config: Config, tenants: TenantLimits, quotas: QuotaTable) -> None:
+        limits = tenants.server
+        queue = int(config.max_queue_seconds * 1e9)
         pending = config.pending_bytes
-        self.ledger = ledger
-        self.pace = Pace()
-        self.limits = book.limits
-        """Limits of a tenant; see `TenantBook.limits`."""
-        self.shared: Amounts = (0, int(book.share(pending)), work)
+        self.quotas = quotas
+        self.costs = CostModel()
+        self.limits = tenants.limits
+        """Limits of a tenant; see `TenantLimits.limits`."""
+        self.tenant_quota = Amounts(0, int(tenants.share(pending)), queue)
         """Bytes and engine time that one tenant may have in flight."""
         self.message_bytes = limits.message_bytes
-        """Bytes that gRPC may hold of a message before anybody knows how long it is."""
-        self._longest_work = int(_LARGEST_PART * work)
+        """Bytes that gRPC may hold of a message before its length is known."""
+        self._longest_work = int(_LARGEST_PART * queue)
         self._server_rate = limits.rate
-        self._server: Amounts = (limits.requests, pending, _UNLIMITED)
+        self._server_quota = Amounts(limits.requests, pending, _UNLIMITED)
 
     def check_rate(self, tenant: str, own: float) -> None:
-        """Count a call against the rates.
-
-        Args:
-            tenant: whose call it is.
-            own: the tenant's rate.
+        """Count a call against the rates, of which ``own`` is the tenant's.
 
         Raises:
             ResourceExhaustedError: if it comes too soon; says when it may come.
@@ -157,7 +160,7 @@ class Admission:
         server = self._server_rate
         if not (own or server):
             return
-        delay = self.ledger.wait(tenant, time.monotonic(), own, server)
+        delay = self.quotas.count_call(tenant, time.monotonic(), own, server)
         if delay > 0:
             rate = min(own or server, server or own)
             raise ResourceExhaustedError(
@@ -167,103 +170,105 @@ class Admission:
                 retry_after=delay,
             )
 
-    def enter(self, tenant: str, limits: Limits, *, place: bool = True) -> None:
-        """Count a call that arrives, and as many bytes as its message may have.
+    def enter(self, tenant: str, limits: Limits, *, slot: bool = True) -> None:
+        """Count a call that arrives, and the largest message that it may have.
 
-        gRPC collects a message before it tells how long it is, so that only the longest that it
-        would collect is sure to be enough; `arrived` gives back what the message has not needed.
+        gRPC receives a message completely before it tells the length, so only the largest message
+        that it would receive is sure to be enough; `shrink_message` gives the rest back.
 
         Args:
-            tenant: whose call it is.
-            limits: of the tenant.
-            place: whether it counts as a call in flight, until `leave`.
+            tenant: owner of the call.
+            limits: limits of the tenant.
+            slot: whether it counts as a call in flight, until `leave`.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
 
         """
-        own = (limits.requests, self.shared[1], 0)
-        self.take(tenant, (int(place), self.message_bytes, 0), own)
+        own = Amounts(limits.requests, self.tenant_quota.nbytes, 0)
+        self.acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
 
     def leave(self, tenant: str) -> None:
-        """Count a call no more that has entered with a place."""
-        self.ledger.give(tenant, _CALL)
+        """Give back the slot of a call in flight."""
+        self.quotas.release(tenant, Amounts(calls=1))
 
-    def arrived(self, tenant: str, size: int, reserved: int) -> None:
-        """Count ``size`` bytes of a message, 0 once it is gone, instead of ``reserved``."""
+    def shrink_message(self, tenant: str, reserved: int, size: int) -> None:
+        """Count ``size`` bytes of a message, 0 once it is freed, instead of ``reserved``."""
         if size < reserved:
-            self.ledger.give(tenant, (0, reserved - size, 0))
+            self.quotas.release(tenant, Amounts(nbytes=reserved - size))
 
-    def take(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
+    def acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
         """Count what a call takes.
 
         Args:
-            tenant: whose call it is.
+            tenant: owner of the call.
             amount: what it takes.
             own: what the tenant may have in flight.
             held: bytes that are counted for the call already.
 
         Raises:
-            ResourceExhaustedError: if more is in flight than may be.
+            ResourceExhaustedError: if more would be in flight than may be.
 
         """
-        shortage = self.ledger.take(tenant, amount, own, self._server, held)
-        if shortage is not None:
-            raise self._refusal(shortage, amount)
+        exceeded = self.quotas.acquire(tenant, amount, own, self._server_quota, held)
+        if exceeded is not None:
+            raise self._refusal(exceeded, amount)
 
-    def evaluation(
+    def reserve_evaluation(
         self, tenant: str, evaluation: Evaluation, layout: Layout, answer: int, message: int
-    ) -> Charge:
-        """Count an evaluation's memory and engine time while it waits and runs.
+    ) -> Reservation:
+        """Return the reservation of an evaluation, to be held while it waits and runs.
 
         Args:
-            tenant: whose call it is.
-            evaluation: that it asks for.
-            layout: of the data set.
+            tenant: owner of the call.
+            evaluation: what it asks for.
+            layout: layout of the data set.
             answer: bytes of the answer.
             message: bytes of the request, which are counted already.
 
         """
         derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
         units = evaluation.token_rows(layout)
-        return self._charge(tenant, "derive" if derives else "evaluate", units, answer, message)
+        return self._reserve(tenant, "derive" if derives else "evaluate", units, answer, message)
 
-    def fit(
+    def reserve_fit(
         self, tenant: str, request: FitRequest, layout: Layout, answer: int, message: int
-    ) -> Charge:
-        """Count a fit as `evaluation` does; most searches end long before they must."""
+    ) -> Reservation:
+        """Return the reservation of a fit, as `reserve_evaluation` does."""
         passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
         units = request.problem.token_rows(layout) * passes
-        return self._charge(tenant, "fit", units, answer, message)
+        return self._reserve(tenant, "fit", units, answer, message)
 
-    def _charge(self, tenant: str, kind: str, units: float, answer: int, message: int) -> Charge:
-        work = min(self._longest_work, self.pace.estimate(kind, units))
-        return Charge(self, tenant, kind, units, (0, answer, work), message)
+    def _reserve(
+        self, tenant: str, kind: str, units: float, answer: int, message: int
+    ) -> Reservation:
+        work = min(self._longest_work, self.costs.estimate(kind, units))
+        return Reservation(self, tenant, kind, units, Amounts(0, answer, work), message)
 
-    def _refusal(self, shortage: Shortage, amount: Amounts) -> ResourceExhaustedError:
-        reason, what, flag = _MEASURES[shortage.measure]
-        needed = getattr(Usage(*amount), shortage.measure)
-        if shortage.of_tenant:
-            message = f"{shortage.used} {what} of this tenant and the limit is {shortage.limit}"
-            needed += shortage.used
-        else:  # how much others have in flight is theirs to know
-            message = f"too many {what} and the limit of the server is {shortage.limit}"
+    def _refusal(self, exceeded: Exceeded, amount: Amounts) -> ResourceExhaustedError:
+        reason, what, flag = _REFUSALS[exceeded.quantity]
+        needed = getattr(amount, exceeded.quantity)
+        if exceeded.of_tenant:
+            message = f"{exceeded.used} {what} of this tenant and the limit is {exceeded.limit}"
+            needed += exceeded.used
+        else:  # how much other tenants have in flight is secret
+            message = f"too many {what} and the limit of the server is {exceeded.limit}"
         return ResourceExhaustedError(
             message,
             reason,
             f"Retry with back-off, or start the server with a higher {flag}",
             needed=needed,
-            available=shortage.limit,
-            retry_after=self._turn(),
+            available=exceeded.limit,
+            retry_after=self._retry_after(),
         )
 
-    def _turn(self) -> float:
-        """Seconds until a call that is refused now should come again.
+    def _retry_after(self) -> float:
+        """Return the seconds after which a call that is refused now should come again.
 
-        The first comes when the call that runs is expected to have ended, each later one when a
-        further one has, so that not all of them come for the same place.
+        The first retries when the running call is expected to have ended, each later one when a
+        further call has, so that they do not all compete for the same slot.
         """
-        used = self.ledger.used()
-        each = used.work / 1e9 / max(1, used.calls)
-        each = min(_LONGEST, max(_SHORTEST, each))
-        return self.ledger.turn(time.monotonic(), each, each)
+        used = self.quotas.in_flight()
+        each = used.engine_ns / 1e9 / max(1, used.calls)
+        each = min(_LONGEST_RETRY, max(_SHORTEST_RETRY, each))
+        return self.quotas.retry_delay(time.monotonic(), each, each)

@@ -1,8 +1,8 @@
-"""Who calls: bearer tokens, client certificates, and what another door of this server says.
+"""Authentication: the tenant of a call, from a bearer token, a client certificate or a front end.
 
-A token file has a line for each token, and no token itself::
+A token file has one line for each token, which holds the token's digest only::
 
-    # tenant   SHA-256 of the token, hexadecimal    valid until (UTC, may be left out)
+    # tenant   SHA-256 of the token, hexadecimal    valid until (UTC, optional)
     alice      2bd806c97f0e00af...                  2027-01-31T00:00:00Z
 
 ``warpfit token alice --days 90`` makes a token and its line. The file is read again when it
@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import hmac
 import logging
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from warpfit.errors import InvalidArgumentError, UnauthenticatedError
 from warpfit.transport.security import TOKEN_METADATA_KEY, check_secret, token_digest
-from warpfit_server.system.file_watcher import Watch
+from warpfit_server.system.file_watcher import WatchedFiles
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
 _LOG: Final = logging.getLogger("warpfit.auth")
-#: Metadata entry in which a further door names the tenant of a call that it passes on.
+#: Metadata entry in which a front end names the tenant of a call that it forwards.
 FORWARDED_METADATA_KEY: Final = "warpfit-tenant-bin"
 _SCHEME: Final = "bearer "
 _NO_MATCH: Final = -1
@@ -35,63 +34,46 @@ _NAME_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Token:
     tenant: str
     digest: bytes
     until: datetime | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    all: Sequence[_Token]
+    used: dict[bytes, _Token] = field(default_factory=dict)
+    """Valid tokens that calls have come with, by digest."""
+
+
 class TokenFile:
     """The tokens of a file.
 
-    A token that was right before is found by its digest; whatever is new is compared with all
-    entries, so that the time which that takes says nothing of how near a wrong one comes.
+    A token that was valid before is found by its digest. Any other is compared with all tokens in
+    constant time, so that the time does not tell how similar a wrong one is.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._watch = Watch([self._path])
-        self._lock = threading.Lock()
-        self._entries = self._read()
-        self._known: dict[bytes, _Entry] = {}
+        self._tokens = WatchedFiles([self._path], self._read, _LOG)
 
     def tenant(self, token: str) -> str:
-        """Return whose token it is.
+        """Return the tenant to whom a token belongs.
 
         Raises:
             UnauthenticatedError: if it is unknown or has expired.
 
         """
-        if self._watch.changed():
-            self._read_again()
-        known, digest = self._known, token_digest(token)
-        entry = known.get(digest)
-        if entry is None:
-            entry = known[digest] = self._find(digest)
-        if entry.until is not None and datetime.now(UTC) >= entry.until:
-            raise _refused(f"the token was valid until {entry.until.isoformat()}", "TOKEN_EXPIRED")
-        return entry.tenant
+        tokens, digest = self._tokens.get(), token_digest(token)
+        found = tokens.used.get(digest)
+        if found is None:
+            found = tokens.used[digest] = _find(tokens.all, digest)
+        if found.until is not None and datetime.now(UTC) >= found.until:
+            raise _refused(f"the token was valid until {found.until.isoformat()}", "TOKEN_EXPIRED")
+        return found.tenant
 
-    def _find(self, digest: bytes) -> _Entry:
-        found = _NO_MATCH
-        entries = self._entries
-        for index, entry in enumerate(entries):  # all of them, whichever matches
-            found = index if hmac.compare_digest(entry.digest, digest) else found
-        if found == _NO_MATCH:
-            raise _refused("the token is not known to this server", "TOKEN_UNKNOWN")
-        return entries[found]
-
-    def _read_again(self) -> None:
-        with self._lock:
-            try:
-                self._entries = self._read()
-            except InvalidArgumentError as error:
-                _LOG.error("the old tokens stay valid: %s", error)
-            else:
-                self._known = {}  # after the entries: what a call adds late goes with the old one
-                _LOG.info("%d tokens were read again", len(self._entries))
-
-    def _read(self) -> list[_Entry]:
+    def _read(self) -> _Tokens:
         try:
             check_secret(self._path)
             lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -102,9 +84,9 @@ class TokenFile:
                 "Check path, permissions and encoding",
             ) from error
         words = ((number, line.split("#")[0].split()) for number, line in enumerate(lines, 1))
-        return [self._entry(number, line) for number, line in words if line]
+        return _Tokens([self._parse(number, line) for number, line in words if line])
 
-    def _entry(self, number: int, words: Sequence[str]) -> _Entry:
+    def _parse(self, number: int, words: Sequence[str]) -> _Token:
         try:
             tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
             until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
@@ -118,40 +100,45 @@ class TokenFile:
             ) from None
         if until is not None and until.tzinfo is None:
             until = until.replace(tzinfo=UTC)
-        return _Entry(tenant, digest, until)
+        return _Token(tenant, digest, until)
+
+
+def _find(tokens: Sequence[_Token], digest: bytes) -> _Token:
+    found = _NO_MATCH
+    for index, token in enumerate(tokens):  # no early exit: the time must not tell which matches
+        found = index if hmac.compare_digest(token.digest, digest) else found
+    if found == _NO_MATCH:
+        raise _refused("the token is not known to this server", "TOKEN_UNKNOWN")
+    return tokens[found]
 
 
 class Authenticator:
-    """Names the tenant of a call.
+    """Finds the tenant of a call.
 
     Args:
-        tokens: asked for a token's tenant; None if callers need no token.
+        tokens: the known tokens; None if callers need no token.
         certificates: whether the port demands client certificates, whose common name is the tenant
             where no token is needed.
-        trusts_doors: whether calls over the local socket come from the server's own doors, which
-            have done the checking.
+        trusts_local_socket: whether calls over the local socket come from the server's own front
+            ends, which have authenticated them; true in the main process.
 
     """
 
     def __init__(
-        self, tokens: TokenFile | None, *, certificates: bool, trusts_doors: bool = False
+        self, tokens: TokenFile | None, *, certificates: bool, trusts_local_socket: bool = False
     ) -> None:
         self._tokens = tokens
         self._certificates = certificates
-        self._trusts_doors = trusts_doors
+        self._trusts_local_socket = trusts_local_socket
 
-    def caller(self, context: Any, metadata: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the tenant of a call, and whether one of the server's doors passes it on.
-
-        Args:
-            context: of the call.
-            metadata: that came with it, by name.
+    def authenticate(self, context: Any, metadata: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the tenant of a call with these metadata, and whether a front end forwards it.
 
         Raises:
             UnauthenticatedError: without valid credentials.
 
         """
-        if self._trusts_doors:
+        if self._trusts_local_socket:
             tenant = metadata.get(FORWARDED_METADATA_KEY)
             if tenant is not None and context.peer().startswith("unix:"):
                 return tenant.decode(), True

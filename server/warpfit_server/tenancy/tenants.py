@@ -1,4 +1,4 @@
-"""Tenants: on whose behalf a call comes, what is theirs, and what each may use.
+"""Tenants: on whose behalf a call comes, how their data sets are named, what each may use.
 
 A tenants file narrows the server's limits, for all tenants or for some::
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -31,69 +30,75 @@ from typing import Any, Final
 from warpfit.errors import InvalidArgumentError, PermissionDeniedError
 from warpfit.server_info import Limits
 from warpfit_server.config import parse_bytes
-from warpfit_server.system.file_watcher import Watch
+from warpfit_server.system.file_watcher import WatchedFiles
 
 _LOG: Final = logging.getLogger("warpfit.tenants")
-#: The tenant of all calls where the server asks for no credentials.
+#: Tenant of all calls where the server asks for no credentials.
 ANONYMOUS: Final = "default"
-#: To whom the probe belongs: no caller's tenant has this name.
+#: Tenant of the health probe; no caller's tenant has this name.
 PROBE: Final = ""
-#: Share of the server's places, bytes in flight, threads and resident data sets that one of
-#: several tenants may take.
+#: Share of the server's slots, bytes in flight, threads and resident data sets that one of several
+#: tenants may take.
 _SHARE: Final = 0.75
+#: Tenants without a section whose limits are remembered.
+_MOST_REMEMBERED: Final = 1000
 _ATTRIBUTE: Final = "_warpfit_tenant"
 _NAMES: Final = frozenset(limit.name for limit in fields(Limits))
 
 
 def tenant_of(context: Any) -> str:
-    """Return the tenant of a call; `ANONYMOUS` for one that was refused before it had one."""
+    """Return the tenant of a call; `ANONYMOUS` before its credentials have been checked."""
     return str(getattr(context, _ATTRIBUTE, ANONYMOUS))
 
 
 def assign_tenant(context: Any, tenant: str) -> None:
-    """Note the tenant of a call, for `tenant_of`."""
+    """Store the tenant of a call for `tenant_of`."""
     setattr(context, _ATTRIBUTE, tenant)
 
 
 def key_of(tenant: str, content_id: bytes) -> bytes:
-    """Return the name under which the server keeps a tenant's data set.
+    """Return the key of a tenant's data set in this server.
 
-    Two tenants with the same content have two data sets: nothing that one does, and no time that
-    it takes, tells whether another has it.
+    Two tenants with the same content have two data sets, so that neither an answer nor its time
+    tells one whether the other has it.
     """
     name = tenant.encode()
     return hashlib.sha256(len(name).to_bytes(8, "little") + name + content_id).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """What a section of the tenants file says."""
+class _Section:
+    """Limits of one section of the tenants file."""
 
     limits: Mapping[str, float] = field(default_factory=dict)
     suspended: bool = False
 
 
-class TenantBook:
+@dataclass(frozen=True, slots=True)
+class _Sections:
+    """Content of the tenants file."""
+
+    default: _Section = field(default_factory=_Section)
+    tenants: Mapping[str, _Section] = field(default_factory=dict)
+    computed: dict[str, Limits] = field(default_factory=dict)
+    """Limits of tenants that were asked for."""
+
+
+class TenantLimits:
     """The limits of each tenant.
 
     Args:
         server: the server's own limits, which no tenant exceeds.
-        path: the tenants file, if there is one.
-        shared: whether there are several tenants, so that none may take all places.
+        path: path of the tenants file; None if there is none.
+        shared: whether there are several tenants, none of which may take all slots.
 
     """
 
     def __init__(self, server: Limits, path: str | Path | None, *, shared: bool) -> None:
         self.server = server
         self._share = _SHARE if shared else 1.0
-        self._path = Path(path) if path else None
-        self._watch = Watch([self._path] if self._path else [])
-        self._lock = threading.Lock()
-        self._default = Section()
-        self._sections: dict[str, Section] = {}
-        self._cache: dict[str, Limits] = {}
-        if self._path:
-            self._default, self._sections = _read(self._path)
+        file = [Path(path)] if path else []
+        self._sections = WatchedFiles(file, lambda: _read(file[0]) if file else _Sections(), _LOG)
 
     def limits(self, tenant: str) -> Limits:
         """Return a tenant's limits.
@@ -102,55 +107,39 @@ class TenantBook:
             PermissionDeniedError: if the tenant is suspended.
 
         """
-        if self._path is not None and self._watch.changed():
-            self._read_again(self._path)
-        cache = self._cache  # what is computed late goes with the old one
-        limits = cache.get(tenant)
+        sections = self._sections.get()
+        computed = sections.computed
+        limits = computed.get(tenant)
         if limits is None:
-            if len(cache) > len(self._sections) + 1000:
-                cache.clear()
-            limits = cache[tenant] = self._compute(tenant)
+            if len(computed) > len(sections.tenants) + _MOST_REMEMBERED:
+                computed.clear()
+            limits = computed[tenant] = self._compute(tenant, sections)
         return limits
 
     def share(self, amount: float) -> float:
-        """Return what one tenant may take of something that all share."""
+        """Return what one tenant may take of something that all tenants share."""
         return amount * self._share
 
-    def _compute(self, tenant: str) -> Limits:
-        section = self._sections.get(tenant, self._default)
+    def _compute(self, tenant: str, sections: _Sections) -> Limits:
+        section = sections.tenants.get(tenant, sections.default)
         if section.suspended:
             raise PermissionDeniedError(
                 f"tenant {tenant} is suspended", "TENANT_SUSPENDED", "Ask the server's operator"
             )
-        asked = {**self._default.limits, **section.limits}
-        limits = replace(
-            self.server,
-            requests=max(1, int(self.share(self.server.requests))),
-            resident_bytes=int(self.share(self.server.resident_bytes)),
-        )
-        for name, value in asked.items():
-            limits = replace(limits, **{name: _narrower(name, value, self.server)})
-        return limits
-
-    def _read_again(self, path: Path) -> None:
-        with self._lock:
-            try:
-                self._default, self._sections = _read(path)
-            except InvalidArgumentError as error:
-                _LOG.error("the old limits stay in force: %s", error)
+        limits: dict[str, Any] = {
+            "requests": max(1, int(self.share(self.server.requests))),
+            "resident_bytes": int(self.share(self.server.resident_bytes)),
+        }
+        for name, value in {**sections.default.limits, **section.limits}.items():
+            most = getattr(self.server, name)
+            if name == "rate":  # 0 is no limit
+                limits[name] = min(value or most, most or value)
             else:
-                self._cache = {}
-                _LOG.info("the limits of %d tenants were read again", len(self._sections))
+                limits[name] = min(int(value), most)
+        return replace(self.server, **limits)
 
 
-def _narrower(name: str, value: float, server: Limits) -> Any:
-    most = getattr(server, name)
-    if name == "rate":  # 0 is no limit
-        return min(value or most, most or value)
-    return min(int(value), most)
-
-
-def _read(path: Path) -> tuple[Section, dict[str, Section]]:
+def _read(path: Path) -> _Sections:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         default = _section(content.pop("default", {}))
@@ -163,15 +152,14 @@ def _read(path: Path) -> tuple[Section, dict[str, Section]]:
             "BAD_TENANTS_FILE",
             "Write [default] and [tenants.NAME] with names of the server's limits",
         ) from error
-    return default, tenants
+    return _Sections(default, tenants)
 
 
-def _section(table: dict[str, Any]) -> Section:
-    rest = dict(table)
-    suspended = rest.pop("suspended", False)
+def _section(table: dict[str, Any]) -> _Section:
+    suspended = table.pop("suspended", False)
     if not isinstance(suspended, bool):
-        raise ValueError("suspended is true or false")
-    return Section({key: _limit(key, rest[key]) for key in rest}, suspended)
+        raise ValueError("suspended is neither true nor false")
+    return _Section({key: _limit(key, value) for key, value in table.items()}, suspended)
 
 
 def _limit(name: str, value: Any) -> float:

@@ -49,13 +49,13 @@ def _idle(module) -> None:
 
 
 def _leak(module) -> None:
-    answered, kept = module.answered, []
+    record_answer, kept = module.record_answer, []
 
     def faulty(timings):
         kept.append(b"\1" * int(VALUE))
-        answered(timings)
+        record_answer(timings)
 
-    module.answered = faulty
+    module.record_answer = faulty
 
 
 def _die() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfit_server.observability import logs
-from warpfit_server.observability.calls import Observer, Request
+from warpfit_server.observability.calls import CallRecord, Observer
 from warpfit_server.observability.logs import Allowance
 
 PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
@@ -56,7 +56,7 @@ def end(caplog):
     observer = Observer(SimpleNamespace(begin=None, end=lambda request, sample: None))
 
     def end(status, tenant="alice"):
-        observer.ended(Request("Evaluate", "id", 0, tenant), status)
+        observer.end(CallRecord("Evaluate", "id", 0, tenant), status)
         return [record.getMessage() for record in caplog.records]
 
     return end

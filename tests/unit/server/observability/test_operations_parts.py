@@ -29,7 +29,7 @@ from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.metrics import ServerCollector, Sources
 from warpfit_server.observability import gpu_monitor
-from warpfit_server.observability.calls import Request
+from warpfit_server.observability.calls import CallRecord
 from warpfit_server.observability.gpu_monitor import GpuMonitor, GpuUsage
 from warpfit_server.observability.measurements import BOUNDS, Delta, Recorder, Sample
 from warpfit_server.observability.tracing import SpanTracer, make_tracer
@@ -115,19 +115,20 @@ class TestTracing:
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         now = time.monotonic_ns()
-        request = Request(
-            *("Evaluate", "call-1", now - 9_000_000),
+        record = CallRecord(
+            *("Evaluate", "call-1", now - 9_000_000, "alice"),
             metadata={"traceparent": f"00-{trace}-{parent}-01"},
             timings=Timings(decode=1_000_000, queue=2_000_000, compute=3_000_000),
             finished=now - 1_000_000,
             encode=500_000,
         )
-        SpanTracer(provider).record(request, "OK", now)
+        SpanTracer(provider).record(record, "OK", now)
         *stages, call = exporter.get_finished_spans()
         assert call.name == "warpfit.v1.Evaluator/Evaluate"
         assert format(call.context.trace_id, "032x") == trace
         assert format(call.parent.span_id, "016x") == parent
         assert call.attributes["warpfit.request_id"] == "call-1"
+        assert {"warpfit.tenant", "warpfit.programs", "warpfit.tokens"} <= set(call.attributes)
         assert call.end_time - call.start_time == 9_000_000
         assert [stage.name for stage in stages] == ["decode", "queue", "copy", "kernel", "encode"]
         for earlier, later in pairwise(stages):

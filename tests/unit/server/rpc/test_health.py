@@ -1,4 +1,4 @@
-"""Health checks of callers that flood, say nothing or do not read, on a port of their own."""
+"""Health checks, also of clients that flood the port, send nothing or do not read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.servers.health import check
 from support.servers.http2 import RawConnection
 from warpfit_server.config import Config
-from warpfit_server.rpc import health as module
-from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort
+from warpfit_server.rpc.health import LIVENESS, READINESS, Health, HealthPort, _CallLimit
 from warpfit_server.rpc.port import listen, make_server
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
@@ -43,7 +42,7 @@ def request(service=READINESS):
     return health_pb2.HealthCheckRequest(service=service)
 
 
-def test_names(health, stub):
+def test_readiness_has_three_names_and_unknown_ones_are_refused(health, stub):
     for name in (READINESS, "", "service"):
         assert stub.Check(request(name)).status == Status.NOT_SERVING
     assert stub.Check(request(LIVENESS)).status == Status.SERVING
@@ -55,13 +54,13 @@ def test_names(health, stub):
     assert next(iter(stub.Watch(request("what")))).status == Status.SERVICE_UNKNOWN
 
 
-def test_what_is_no_request(address):
+def test_malformed_requests_are_refused(address):
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(CHECK)(b"\xff", timeout=5)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_watcher_hears_of_every_change(health, stub):
+def test_watch_reports_every_change(health, stub):
     heard = stub.Watch(request(), timeout=20)
     for ready in (False, True, False):
         health.set_ready(ready)
@@ -69,7 +68,7 @@ def test_a_watcher_hears_of_every_change(health, stub):
     heard.cancel()
 
 
-def test_silent_calls_end_and_keep_no_other_address_out(address):
+def test_calls_without_a_message_end_and_keep_no_other_address_out(address):
     with ExitStack() as stack:
         connections = [
             stack.enter_context(RawConnection(address, source="127.0.0.2")) for _ in range(4)
@@ -82,7 +81,7 @@ def test_silent_calls_end_and_keep_no_other_address_out(address):
         assert check(address) == "NOT_SERVING"
 
 
-def test_who_does_not_read_keeps_nobody_waiting(health, address, stub):
+def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
     with RawConnection(address, source="127.0.0.2", reads=False) as deaf:
         message = b"\0\0\0\0\x0b\x0a\x09readiness"
         for method in (CHECK, WATCH, WATCH):
@@ -117,7 +116,7 @@ def test_connections_are_limited():
     server.stop(None)
 
 
-def test_the_address_with_most_calls_makes_room(monkeypatch):
+def test_the_address_with_most_calls_makes_room():
     class Context:
         def __init__(self, address):
             self.cancelled, self._address = False, address
@@ -128,7 +127,7 @@ def test_the_address_with_most_calls_makes_room(monkeypatch):
         def cancel(self):
             self.cancelled = True
 
-    calls = module._Calls(3)
+    calls = _CallLimit(3)
     greedy = [Context("1.1.1.1") for _ in range(4)]
     assert [calls.enter(call) for call in greedy] == [True, True, True, False]
     modest = [Context("2.2.2.2"), Context("3.3.3.3"), Context("2.2.2.2")]

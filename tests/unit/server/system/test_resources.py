@@ -96,11 +96,11 @@ def test_this_process_has_some(monkeypatch):
     assert available_memory() > 1 << 28
 
 
-@pytest.mark.parametrize(("cores", "doors"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
-def test_one_door_for_each_core_but_one(monkeypatch, cores, doors):
+@pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
+def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
     monkeypatch.setattr("warpfit_server.config.available_cores", lambda: cores)
-    assert Config().doors == doors
-    assert Config(front_doors=5).doors == 5
+    assert Config().front_ends == front_ends
+    assert Config(front_doors=5).front_ends == 5
 
 
 def test_data_sets_may_take_half_of_the_memory(monkeypatch):

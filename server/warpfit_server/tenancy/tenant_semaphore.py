@@ -1,8 +1,8 @@
-"""Fair sharing of a door's own time among tenants.
+"""A semaphore for each tenant, which shares a front end's decoding time fairly among tenants.
 
-Decoding and checking a batch is Python, of which a process runs one thread at a time, in turns. So
-a tenant with fifty calls at once would have fifty turns for each of another's. Of each tenant a
-few calls are taken in at a time; its others wait, first come, first served, and cost nothing.
+Decoding and checking a batch is Python code, which only one thread of a process runs at a time. A
+tenant with fifty calls at once would get fifty turns for each turn of another tenant. So only a few
+calls of each tenant are decoded at a time; its others wait in order of arrival, at no cost.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import threading
 from collections import Counter, deque
 from typing import Final
 
-#: Calls of a tenant that are taken in at a time: one computes in NumPy while the other runs Python.
-_TOGETHER: Final = 2
+#: Calls of a tenant that are decoded at a time: one computes in NumPy while another runs Python.
+_MOST: Final = 2
 
 
-class Turnstile:
-    """Lets a few calls of each tenant in at a time."""
+class TenantSemaphore:
+    """Lets a few threads of each tenant in at a time, in order of arrival."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside: Counter[str] = Counter()
         self._waiting: dict[str, deque[threading.Event]] = {}
 
-    def enter(self, tenant: str) -> None:
-        """Wait for a turn, which `leave` ends."""
+    def acquire(self, tenant: str) -> None:
+        """Wait to be let in; `release` must follow."""
         with self._lock:
-            if self._inside[tenant] < _TOGETHER:
+            if self._inside[tenant] < _MOST:
                 self._inside[tenant] += 1
                 return
             turn = threading.Event()
             self._waiting.setdefault(tenant, deque()).append(turn)
         turn.wait()
 
-    def leave(self, tenant: str) -> None:
-        """End a turn, and give it to the tenant's next call."""
+    def release(self, tenant: str) -> None:
+        """Let the tenant's next thread in."""
         with self._lock:
             waiting = self._waiting.get(tenant)
             if waiting is not None:

@@ -1,4 +1,4 @@
-"""What operators of a server look at: health, metrics and traces, put together."""
+"""Monitoring of the main process: assembles health, watchdog, metrics and traces."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
 from warpfit_server.processes.probe import Probe
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health, HealthPort
-from warpfit_server.rpc.tls import join_address
+from warpfit_server.rpc.port import join_address
 
 
-class Operations:
-    """Health, watchdog, metrics and traces of the front door.
+class Monitoring:
+    """Health, watchdog, metrics and traces of the main process.
 
     Args:
         config: ports and intervals.
-        supervisor: of the engine.
+        supervisor: supervisor of the engine process.
         datasets: the resident data sets.
-        doors: the further doors, which are told about readiness.
-        recorder: of the front door.
+        front_ends: the other front-end processes, which are told about readiness.
+        recorder: recorder of the main process.
         service: full name of the gRPC service.
 
     Raises:
@@ -42,22 +42,22 @@ class Operations:
         config: Config,
         supervisor: EngineSupervisor,
         datasets: DatasetStore,
-        doors: FrontEndSupervisor,
+        front_ends: FrontEndSupervisor,
         recorder: Recorder,
         service: str,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
-        self._doors = doors
+        self._front_ends = front_ends
         self._tracer = make_tracer(config.tracing)
         self.observer = Observer(recorder, self._tracer)
-        self.health = Health(service, doors.tell_readiness)
-        self._probe = Probe(supervisor.connection, doors.seed)
+        self.health = Health(service, front_ends.tell_readiness)
+        self._probe = Probe(supervisor.connection, front_ends.seed)
         self._probe.make_resident(datasets, supervisor)
-        self._watchdog = Watchdog(
-            *(config, supervisor, self._probe, self.health, doors.answer, self._tick)
+        self.watchdog = Watchdog(
+            *(config, supervisor, self._probe, self.health, front_ends.answer, self._tick)
         )
-        supervisor.on_loss = self._watchdog.engine_lost
+        supervisor.on_loss = self.watchdog.engine_lost
         self._sources = Sources(
             recorder,
             supervisor,
@@ -65,14 +65,14 @@ class Operations:
             self.health,
             config.limits().resident_bytes,
             self._processes,
-            lambda: self._watchdog.probe_seconds,
+            lambda: self.watchdog.probe_seconds,
             GpuMonitor(),
         )
         self._health_port: HealthPort | None = None
         self._metrics_port: MetricsPort | None = None
 
     def open_ports(self) -> None:
-        """Open the ports for health checks and metrics, those that are asked for.
+        """Open the ports for health checks and metrics that are configured.
 
         Raises:
             UnavailableError: if one is taken.
@@ -85,22 +85,14 @@ class Operations:
             page = MetricsPage(self._sources)
             self._metrics_port = MetricsPort(page, config.metrics_host, config.metrics_port)
 
-    def watch(self) -> None:
-        """Begin to probe the engine; return when it has answered."""
-        self._watchdog.start()
-
-    def engine_ready(self) -> None:
-        """Probe a new engine at once."""
-        self._watchdog.engine_ready()
-
     def drain(self) -> None:
-        """Be not ready, and give those who look some time to notice."""
+        """Be not ready for good, and give load balancers some time to notice."""
         self.health.drain()
         time.sleep(self._config.notice)
 
     def stop(self) -> None:
-        """Close the ports, send the last traces."""
-        self._watchdog.stop()
+        """Close the ports and send the last traces."""
+        self.watchdog.stop()
         self._probe.close()
         for port in (self._health_port, self._metrics_port):
             if port is not None:
@@ -109,7 +101,7 @@ class Operations:
             self._tracer.close()
 
     def describe(self) -> str:
-        """Describe the open ports for the start-up line."""
+        """Return the open ports for the start-up line."""
         config = self._config
         ports = (
             ("health", config.health_host, self._health_port),
@@ -120,10 +112,10 @@ class Operations:
         )
 
     def _tick(self) -> None:
-        self._doors.kill_silent(engine_answers=self._watchdog.answers)
+        self._front_ends.kill_silent(engine_answers=self.watchdog.answers)
         self._supervisor.quarantine.expire()
 
     def _processes(self) -> dict[str, int]:
-        processes = {"front door": os.getpid(), **self._doors.processes()}
+        processes = {"front door": os.getpid(), **self._front_ends.processes()}
         engine = self._supervisor.process_id
         return processes if engine is None else {**processes, "engine": engine}

@@ -1,0 +1,83 @@
+"""Statuses of errors as general gRPC tools read them."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from warpfit.codec import error_to_detail
+from warpfit.errors import (
+    InvalidArgumentError,
+    ProgramError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from warpfit_server.rpc.error_details import STATUS_METADATA_KEY, status_details
+
+
+class FailedCall:
+    """A failed call as `grpc_status` wants it."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def code(self):
+        return grpc.StatusCode[self._error.status]
+
+    def details(self):
+        return str(self._error)
+
+    def trailing_metadata(self):
+        return ((STATUS_METADATA_KEY, status_details(self._error)),)
+
+
+def unpack(error, kind):
+    """Return the detail of a kind that the status of an error has, or None."""
+    status = rpc_status.from_call(FailedCall(error))
+    for detail in status.details:
+        if detail.Is(kind.DESCRIPTOR):
+            message = kind()
+            detail.Unpack(message)
+            return message
+    return None
+
+
+def test_a_wrong_token_is_a_field_violation_with_its_place():
+    error = ProgramError("what", "STACK_UNDERFLOW", "mend", "programs", 3, 4)
+    violation = unpack(error, error_details_pb2.BadRequest).field_violations[0]
+    assert (violation.field, violation.description) == ("programs[3].tokens[4]", "what")
+    info = unpack(error, error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == ("STACK_UNDERFLOW", "warpfit")
+    assert (info.metadata["remedy"], info.metadata["token"]) == ("mend", "4")
+
+
+def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
+    error = ResourceExhaustedError("what", "QUEUE_FULL", needed=5, available=3, retry_after=1.5)
+    delay = unpack(error, error_details_pb2.RetryInfo).retry_delay
+    assert delay.ToNanoseconds() == 1_500_000_000
+    assert unpack(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
+    assert unpack(error, error_details_pb2.ErrorInfo).metadata["needed"] == "5"
+    assert unpack(error, error_details_pb2.BadRequest) is None
+
+
+@pytest.mark.parametrize(
+    "kind", [error_details_pb2.RetryInfo, error_details_pb2.QuotaFailure], ids=lambda k: k.__name__
+)
+def test_details_that_do_not_apply_are_left_out(kind):
+    assert unpack(UnavailableError("what", "ENGINE_RESTARTING"), kind) is None
+
+
+@pytest.mark.parametrize("character", ["x", "\u20ac", "\n"])
+def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
+    much = character * 100_000
+    error = InvalidArgumentError(much, much, much, much, 1 << 70, 1 << 70, 1 << 70, 1 << 70)
+    printable = "".join(chr(c) for c in range(32, 127) if chr(c) != "%")
+    message = quote(str(error), safe=printable)  # as gRPC encodes the message of a status
+    entries = (error_to_detail(error), status_details(error))
+    encoded = [4 * -(-len(entry) // 3) for entry in entries]
+    assert len(message) + sum(encoded) < 7_500
+    assert error.message.endswith("...")

@@ -1,0 +1,30 @@
+"""Settings that would expose the server to a network are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from warpfit.errors import InvalidArgumentError
+from warpfit_server.config import Config
+from warpfit_server.rpc.tls import check_exposure
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_addresses_need_no_tls(host):
+    check_exposure(Config(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_other_addresses_need_tls_or_consent(host):
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_exposure(Config(host=host))
+    assert caught.value.reason == "INSECURE"
+    check_exposure(Config(host=host, insecure=True))
+    check_exposure(Config(host=host, tls_cert="a", tls_key="b"))
+
+
+@pytest.mark.parametrize("settings", [{"tls_cert": "a"}, {"tls_key": "b"}, {"tls_client_ca": "c"}])
+def test_half_configured_tls_is_refused(settings):
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_exposure(Config(insecure=True, **settings))
+    assert caught.value.reason == "INCOMPLETE_CERTIFICATE"

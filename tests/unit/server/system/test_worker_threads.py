@@ -1,0 +1,50 @@
+"""The threads that serve calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from warpfit_server.system.worker_threads import Workers
+
+
+def test_threads_are_reused_and_bounded():
+    workers, threads, go = Workers(3), set(), threading.Event()
+    done = threading.Semaphore(0)
+
+    def task(wait):
+        threads.add(threading.current_thread())
+        if wait:
+            go.wait(10)
+        done.release()
+
+    for _ in range(5):
+        workers.start("a", task, False)
+        assert done.acquire(timeout=10)
+        time.sleep(0.01)
+    assert len(threads) == 1
+    for _ in range(7):
+        workers.start("a", task, True)
+    assert not workers.has_room("a")
+    go.set()
+    for _ in range(7):
+        assert done.acquire(timeout=10)
+    assert len(threads) <= 3
+
+
+def test_a_thread_survives_a_task_that_fails(caplog):
+    workers, done = Workers(1), threading.Event()
+    workers.start("a", lambda: 1 / 0)
+    workers.start("a", done.set)
+    assert done.wait(10)
+    assert "not brought to its end" in caplog.text
+
+
+def test_threads_end_when_the_workers_are_closed():
+    workers, found = Workers(2), []
+    done = threading.Event()
+    workers.start("a", lambda: (found.append(threading.current_thread()), done.set()))
+    assert done.wait(10)
+    workers.close()
+    found[0].join(10)
+    assert not found[0].is_alive()

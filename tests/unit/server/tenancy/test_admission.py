@@ -1,0 +1,149 @@
+"""Admission of calls by slots, bytes, rate and queue, and the estimates of engine time."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError
+from warpfit.fitting import FitRequest, FitSettings
+from warpfit.ir import Batch
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss
+from warpfit_server.config import Config
+from warpfit_server.tenancy.admission import Admission, CostModel
+from warpfit_server.tenancy.quotas import Amounts, QuotaTable
+from warpfit_server.tenancy.tenants import TenantLimits
+
+PROBLEM = Evaluation(bytes(32), Batch.of([parse("p1*x1")], [[0.5]]), loss=Loss.MSE, values=False)
+
+
+def make_admission(**settings):
+    config = replace(Config(), **settings)
+    tenants = TenantLimits(config.limits(), None, shared=False)
+    return Admission(config, tenants, QuotaTable.create(1))
+
+
+def enter(admission, tenant):
+    admission.enter(tenant, admission.limits(tenant))
+
+
+def reserve(admission, rows=1, tenant="a"):
+    layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
+    return admission.reserve_evaluation(tenant, PROBLEM, layout, 1, 0)
+
+
+class TestSlots:
+    def test_a_call_without_a_slot_is_refused_until_another_leaves(self):
+        admission = make_admission(max_requests=1)
+        enter(admission, "a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            enter(admission, "b")
+        assert caught.value.reason == "TOO_MANY_REQUESTS"
+        assert caught.value.retry_after > 0
+        assert "--max-requests" in caught.value.remedy
+        assert (caught.value.needed, caught.value.available) == (1, 1)
+        admission.leave("a")
+        admission.shrink_message("a", admission.message_bytes, 0)
+        enter(admission, "b")
+
+    def test_a_message_counts_as_the_longest_until_its_length_is_known(self):
+        admission = make_admission(max_message_bytes=4 << 20, max_pending_bytes=12 << 20)
+        for _ in range(3):
+            enter(admission, "a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            enter(admission, "b")
+        assert (caught.value.reason, caught.value.retry_after > 0) == ("QUEUE_FULL", True)
+        assert "--max-pending-bytes" in caught.value.remedy
+        admission.shrink_message("a", admission.message_bytes, 100)
+        assert admission.quotas.in_flight("a") == Amounts(3, (8 << 20) + 100, 0)
+        with pytest.raises(ResourceExhaustedError):
+            enter(admission, "b")
+        admission.shrink_message("a", 100, 0)
+        enter(admission, "b")
+
+    def test_a_refusal_does_not_tell_what_other_tenants_have_in_flight(self):
+        admission = make_admission(max_requests=7)
+        for _ in range(7):
+            enter(admission, "a")
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.enter("b", replace(admission.limits("b"), requests=8))
+        assert caught.value.needed == 1
+        assert str(caught.value).count("7") == 1, "the limit alone"
+
+    def test_refused_calls_retry_at_different_moments(self):
+        admission = make_admission(max_requests=2)
+        with ExitStack() as held:
+            for _ in range(2):
+                enter(admission, "a")
+                held.enter_context(reserve(admission, rows=10**8))  # 0.03 s each
+            moments = []
+            for _ in range(8):
+                with pytest.raises(ResourceExhaustedError) as caught:
+                    enter(admission, "b")
+                moments.append(caught.value.retry_after)
+        assert np.diff(sorted(moments)).min() > 0.02
+        assert max(moments) < 2
+
+    def test_calls_over_the_rate_are_refused(self):
+        admission = make_admission(max_rate=2.0)
+        for _ in range(2):
+            admission.check_rate("a", 0.0)
+        with pytest.raises(ResourceExhaustedError) as caught:
+            admission.check_rate("a", 0.0)
+        assert caught.value.reason == "RATE_LIMITED"
+        assert 0 < caught.value.retry_after <= 0.5
+
+
+class TestQueue:
+    def test_the_queue_of_one_tenant_keeps_no_other_out(self):
+        admission = make_admission(max_queue_seconds=1.0)
+        with ExitStack() as held:
+            for _ in range(2):  # each takes hours, and counts as half of the queue
+                held.enter_context(reserve(admission, rows=10**14))
+            assert admission.quotas.in_flight("a").engine_ns == 10**9
+            with pytest.raises(ResourceExhaustedError, match="of this tenant"):
+                held.enter_context(reserve(admission, rows=10**6))
+            for _ in range(2):
+                held.enter_context(reserve(admission, rows=10**14, tenant="b"))
+
+    def test_one_long_call_leaves_half_of_the_queue_to_its_tenant(self):
+        admission = make_admission(max_queue_seconds=1.0)
+        with reserve(admission, rows=10**14), reserve(admission, rows=10**9):
+            assert 0.5e9 < admission.quotas.in_flight("a").engine_ns <= 1e9
+
+    def test_a_call_that_fails_gives_its_reservation_back(self):
+        admission = make_admission()
+        with pytest.raises(ValueError, match="x"), reserve(admission):
+            assert admission.quotas.in_flight().nbytes == 1
+            raise ValueError("x")
+        assert admission.quotas.in_flight() == Amounts()
+
+    def test_the_largest_fit_can_be_counted_in_64_bits(self):
+        admission = make_admission(max_requests=2)
+        fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
+        layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
+        with admission.reserve_fit("a", fit, layout, 1, 0):
+            assert admission.quotas.in_flight().engine_ns == 30 * 10**9
+        assert CostModel().estimate("fit", 1e30) == 2**50
+
+
+class TestCostModel:
+    def test_each_kind_of_work_is_learned_from_observations(self):
+        costs = CostModel()
+        assert costs.estimate("evaluate", 1e9) == pytest.approx(3e8)
+        for units in (1e9, 3e9, 5e9) * 20:
+            costs.observe("evaluate", units, 2e6 + 1.5 * units)
+        assert costs.estimate("evaluate", 2e9) == pytest.approx(3e9, rel=0.1)
+        assert costs.estimate("fit", 1e9) == pytest.approx(3e8)
+
+    def test_small_calls_do_not_decide_about_large_ones(self):
+        costs = CostModel()
+        for turn in range(5000):
+            costs.observe("evaluate", 1e5 * (1 + turn % 3), 5e6 * (1 + turn % 2))
+        assert 3e8 / 2 < costs.estimate("evaluate", 1e9) < 2 * 3e8
+        assert costs.estimate("evaluate", 1e5) == pytest.approx(7.5e6, rel=0.2)

@@ -1,0 +1,161 @@
+"""Authentication by tokens, client certificates and the server's own front ends."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from support.servers.secret_files import write_secret
+from warpfit.errors import InvalidArgumentError, UnauthenticatedError
+from warpfit.transport.security import new_token, token_digest
+from warpfit_server.tenancy.authentication import Authenticator, TokenFile
+from warpfit_server.tenancy.tenants import ANONYMOUS
+
+
+class TestTokens:
+    def _file(self, tmp_path, text):
+        return write_secret(tmp_path / "tokens", text)
+
+    def test_a_line_holds_the_digest_of_a_token_only(self):
+        token, line = new_token("alice", days=30)
+        assert token not in line
+        assert token_digest(token).hex() in line
+
+    def test_every_line_counts(self, tmp_path):
+        made = [new_token(name, days) for name, days in [("a", None), ("b", 1), ("a", None)]]
+        tokens = TokenFile(self._file(tmp_path, "\n".join(f"{x}  # note" for _, x in made)))
+        assert [tokens.tenant(token) for token, _ in made] == ["a", "b", "a"]
+
+    @pytest.mark.parametrize("until", ["2020-01-01", "2020-01-01T00:00:00+02:00"])
+    def test_an_expired_token_is_refused(self, tmp_path, until):
+        token, line = new_token("a")
+        tokens = TokenFile(self._file(tmp_path, f"{line} {until}"))
+        with pytest.raises(UnauthenticatedError) as caught:
+            tokens.tenant(token)
+        assert caught.value.reason == "TOKEN_EXPIRED"
+
+    def test_a_token_that_was_used_before_expires_too(self, tmp_path):
+        token, line = new_token("a")
+        until = datetime.now(UTC) + timedelta(seconds=0.5)
+        tokens = TokenFile(self._file(tmp_path, f"{line} {until.isoformat()}"))
+        assert tokens.tenant(token) == "a"
+        time.sleep(0.6)
+        with pytest.raises(UnauthenticatedError) as caught:
+            tokens.tenant(token)
+        assert caught.value.reason == "TOKEN_EXPIRED"
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("alice", "alice zz", "alice abcd", f"alice {'ab' * 32} never", "a b c d", "\xff"),
+            f"{'a' * 129} {'ab' * 32}",
+        ],
+    )
+    def test_a_wrong_file_is_refused_with_its_line(self, tmp_path, text):
+        path = self._file(tmp_path, b"# comment\n" + text.encode("latin-1"))
+        with pytest.raises(InvalidArgumentError) as caught:
+            TokenFile(path)
+        assert caught.value.reason == "BAD_TOKEN_FILE"
+        assert "line 2" in str(caught.value) or text == "\xff"
+
+    @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o620])
+    def test_a_file_that_others_may_read_or_its_group_may_write_is_refused(self, tmp_path, mode):
+        path = self._file(tmp_path, new_token("alice")[1])
+        path.chmod(mode)
+        with pytest.raises(InvalidArgumentError, match="chmod 600") as caught:
+            TokenFile(path)
+        assert caught.value.reason == "FILE_NOT_SECRET"
+
+    @pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
+    def test_a_file_may_be_readable_by_its_group_as_kubernetes_mounts_it(self, tmp_path, mode):
+        token, line = new_token("alice")
+        path = self._file(tmp_path, line)
+        path.chmod(mode)
+        assert TokenFile(path).tenant(token) == "alice"
+
+    def test_a_changed_file_that_others_may_read_leaves_the_old_tokens_valid(
+        self, tmp_path, caplog
+    ):
+        made = [new_token("a"), new_token("b")]
+        path = self._file(tmp_path, made[0][1])
+        tokens = TokenFile(path)
+        path.write_text(made[1][1])
+        path.chmod(0o666)
+        time.sleep(1.05)
+        assert tokens.tenant(made[0][0]) == "a"
+        assert "chmod 600" in caplog.text
+
+    def test_a_token_is_compared_with_all_until_it_was_found(self, tmp_path, monkeypatch):
+        made = [new_token(f"t{index}") for index in range(20)]
+        tokens = TokenFile(self._file(tmp_path, "\n".join(line for _, line in made)))
+        compared = []
+        monkeypatch.setattr(
+            "hmac.compare_digest", lambda a, b: bool(compared.append(a)) or bytes(a) == bytes(b)
+        )
+        for _ in range(2):
+            assert tokens.tenant(made[3][0]) == "t3"
+        assert len(compared) == len(made)
+        for _ in range(2):  # a wrong one is never remembered
+            with pytest.raises(UnauthenticatedError):
+                tokens.tenant("wrong")
+        assert len(compared) == 3 * len(made)
+
+    def test_a_token_whose_line_was_removed_is_refused(self, tmp_path):
+        made = [new_token("a"), new_token("b")]
+        path = self._file(tmp_path, "\n".join(line for _, line in made))
+        tokens = TokenFile(path)
+        assert [tokens.tenant(token) for token, _ in made * 2] == ["a", "b"] * 2
+        path.write_text(made[1][1])
+        time.sleep(1.05)
+        assert tokens.tenant(made[1][0]) == "b"
+        with pytest.raises(UnauthenticatedError):
+            tokens.tenant(made[0][0])
+
+
+class Context:
+    """As much of a call's context as authentication looks at."""
+
+    def __init__(self, peer="ipv4:127.0.0.1:5", names=None):
+        self._peer, self._names = peer, names
+
+    def peer(self):
+        return self._peer
+
+    def auth_context(self):
+        return {} if self._names is None else {"x509_common_name": self._names}
+
+
+class TestAuthenticator:
+    def test_a_server_without_credentials_has_one_tenant(self):
+        authenticator = Authenticator(None, certificates=False)
+        assert authenticator.authenticate(Context(), {}) == (ANONYMOUS, False)
+
+    def test_the_common_name_of_a_certificate_is_the_tenant(self):
+        authenticator = Authenticator(None, certificates=True)
+        assert authenticator.authenticate(Context(names=[b"alice"]), {}) == ("alice", False)
+        for names in (None, [], [b""], [b"a" * 129], [b"\xff" * 100]):
+            with pytest.raises(UnauthenticatedError):
+                authenticator.authenticate(Context(names=names), {})
+
+    def test_a_token_wins_over_a_certificate(self, tmp_path):
+        token, line = new_token("alice")
+        path = write_secret(tmp_path / "tokens", line)
+        authenticator = Authenticator(TokenFile(path), certificates=True)
+        context = Context(names=[b"bob"])
+        with pytest.raises(UnauthenticatedError):
+            authenticator.authenticate(context, {})
+        metadata = {"authorization": f"bearer {token}"}
+        assert authenticator.authenticate(context, metadata) == ("alice", False)
+
+    @pytest.mark.parametrize(
+        ("is_main", "peer", "is_forwarded"),
+        [(True, "unix:", True), (True, "ipv4:127.0.0.1:5", False), (False, "unix:", False)],
+    )
+    def test_only_the_main_process_trusts_callers_on_its_local_socket(
+        self, is_main, peer, is_forwarded
+    ):
+        authenticator = Authenticator(None, certificates=False, trusts_local_socket=is_main)
+        found = authenticator.authenticate(Context(peer), {"warpfit-tenant-bin": "zoë".encode()})
+        assert found == ("zoë" if is_forwarded else ANONYMOUS, is_forwarded)
