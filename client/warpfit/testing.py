@@ -139,20 +139,20 @@ class InProcessServer:
 
     def _optimize(self, message: Any) -> Iterator[Any]:
         require_server()
-        from warpfit_server.engine.fit.driver import Surroundings, optimize
+        from warpfit_server.engine.fit.driver import FitContext, optimize
         from warpfit_server.engine.interface import run_to_end
 
         request = codec.fit_from_message(message)
         dataset = self._dataset(request.problem.dataset_id)
         request.check(dataset.layout)
         reports: list[FitProgress] = []
-        surroundings = Surroundings(
+        context = FitContext(
             engine=_ReferenceEngine(dataset),  # type: ignore[arg-type]
             dataset=dataset,
             cancelled=np.zeros(1, dtype=np.uint8),
             report=reports.append if request.settings.progress else None,
         )
-        result = run_to_end(optimize(request, surroundings))
+        result = run_to_end(optimize(request, context))
         for progress in reports:
             yield codec.fit_answer_from_bytes(codec.progress_to_bytes(progress))
         yield codec.fit_answer_from_bytes(codec.fit_to_bytes(result))

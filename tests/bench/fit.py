@@ -41,7 +41,7 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.fit.driver import Surroundings, optimize
+from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 VARIABLES = 10
@@ -162,8 +162,8 @@ class Ours:
             self._data.content_id, self._batch, precision=precision, loss=Loss.MSE, values=False
         )
         settings = FitSettings(method=Method.LM, max_iterations=iterations)
-        surroundings = Surroundings(self.engine, self._data, np.zeros(1, np.uint8))
-        found = run_to_end(optimize(FitRequest(evaluation, settings), surroundings)).parameters
+        context = FitContext(self.engine, self._data, np.zeros(1, np.uint8))
+        found = run_to_end(optimize(FitRequest(evaluation, settings), context)).parameters
         edges = self._batch.parameter_starts
         return [found[a:b] for a, b in itertools.pairwise(edges)]
 

@@ -1,35 +1,34 @@
-"""What is left to do when an engine has summed: closings of losses, scaling, correlation.
+"""Loss finalisation: engines return sums over the rows, which become losses here.
 
-Engines return the six losses of `warpfit.Loss` finished, everything else as sums; see `base`.
+That goes for the named losses, custom losses, gradients, linear scaling and correlations of all
+engines. `warpfit.losses` says what each loss makes of a sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.losses import (
-    LossFunction,
-    TargetStatistics,
-    close_gradients,
-    close_losses,
-)
+from warpfit.losses import LossFunction, TargetStatistics, close_gradients, close_losses
 from warpfit.request import Evaluation
 from warpfit_server.engine.interface import Outputs
 
 Floats = NDArray[np.float64]
-#: Numbers of a cell's moments, see `Outputs.moments`.
+#: Moments of a program and parameter vector, see `Outputs.moments`.
 MOMENTS: Final = 7
+#: Row ranges of a data set whose statistics are kept.
+_KEPT_RANGES: Final = 256
 
 
-def engine_share(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, Outputs]:
-    """Reduce an evaluation to what the engine computes of it.
+def reduce_to_sums(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, Outputs]:
+    """Return the evaluation and the outputs to hand to the engine.
 
-    A linearly scaled loss comes from the moments, not from the engine's losses.
+    Linear scaling and correlations need moments; a linearly scaled loss needs nothing else.
     """
     if not evaluation.needs_moments:
         return evaluation, outputs
@@ -40,43 +39,60 @@ def engine_share(evaluation: Evaluation, outputs: Outputs) -> tuple[Evaluation, 
     return replace(evaluation, loss=None, custom_loss=None), replace(outputs, losses=None)
 
 
-def finish(
-    evaluation: Evaluation,
-    dataset: Dataset,
-    outputs: Outputs,
-    moments: Floats | None,
-    scaling: Floats | None,
-    correlations: Floats | None,
-) -> None:
-    """Turn the engine's sums into what was asked for, in place.
+class Finalizer:
+    """Turns what engines have summed into what was asked for; safe to use from threads.
 
-    Args:
-        evaluation: as it was asked for.
-        dataset: that it names.
-        outputs: filled by the engine; ``losses`` and gradients are overwritten.
-        moments: see `Outputs.moments`.
-        scaling: to fill with slope and intercept, [programs, K, 2].
-        correlations: to fill, [programs, K].
-
+    It keeps the statistics of each data set's target, which take a pass over the rows, as long as
+    the data set lives.
     """
-    if correlations is not None and moments is not None:
-        correlations[...] = correlation(moments)
-    loss = evaluation.loss_function
-    if loss is None or outputs.losses is None:
-        return
-    open_losses = evaluation.custom_loss is not None or evaluation.linear_scaling
-    if not (open_losses or evaluation.gradient or evaluation.variable_gradient):
-        return
-    rows = slice(*evaluation.row_range(dataset.layout))
-    statistics = TargetStatistics.of_rows(dataset, rows)
-    if scaling is not None and moments is not None:
-        scaling[...], outputs.losses[...] = scale_linearly(moments)
-    if open_losses:
+
+    def __init__(self) -> None:
+        self._statistics: WeakKeyDictionary[Dataset, dict[tuple[int, int], TargetStatistics]] = (
+            WeakKeyDictionary()
+        )
+
+    def finalize(
+        self,
+        evaluation: Evaluation,
+        dataset: Dataset,
+        outputs: Outputs,
+        moments: Floats | None = None,
+        scaling: Floats | None = None,
+        correlations: Floats | None = None,
+    ) -> None:
+        """Finalise an evaluation in place.
+
+        Args:
+            evaluation: as the caller asked for it.
+            dataset: that the evaluation names.
+            outputs: the caller's, filled by the engine; losses and gradients are overwritten.
+            moments: from the engine, see `Outputs.moments`.
+            scaling: receives slopes and intercepts, [programs, K, 2].
+            correlations: receives the correlations, [programs, K].
+
+        """
+        if correlations is not None and moments is not None:
+            correlations[...] = correlation(moments)
+        loss = evaluation.loss_function
+        if loss is None or outputs.losses is None:
+            return
+        if scaling is not None and moments is not None:
+            scaling[...], outputs.losses[...] = scale_linearly(moments)
+        statistics = self._of_rows(dataset, evaluation.row_range(dataset.layout))
         outputs.losses[...] = close_losses(loss.closing, outputs.losses, statistics)
-    _finish_gradients(evaluation, loss, outputs, statistics)
+        _finalize_gradients(evaluation, loss, outputs, statistics)
+
+    def _of_rows(self, dataset: Dataset, rows: tuple[int, int]) -> TargetStatistics:
+        known = self._statistics.setdefault(dataset, {})
+        statistics = known.get(rows)
+        if statistics is None:
+            if len(known) >= _KEPT_RANGES:
+                known.clear()
+            statistics = known[rows] = TargetStatistics.of_rows(dataset, slice(*rows))
+        return statistics
 
 
-def _finish_gradients(
+def _finalize_gradients(
     evaluation: Evaluation, loss: LossFunction, outputs: Outputs, statistics: TargetStatistics
 ) -> None:
     assert outputs.losses is not None
@@ -99,8 +115,8 @@ def scale_linearly(moments: Floats) -> tuple[Floats, Floats]:
         moments: see `Outputs.moments`, [..., MOMENTS].
 
     Returns:
-        Slope and intercept, [..., 2], and the sum of squares of what they leave, [...]. A constant
-        program has slope 0.
+        Slope and intercept, [..., 2], and the remaining sum of squares, [...]. A constant program
+        has slope 0.
 
     """
     mean_f, mean_y, squares_f, _, products, residual = np.moveaxis(moments[..., 1:], -1, 0)
@@ -111,7 +127,7 @@ def scale_linearly(moments: Floats) -> tuple[Floats, Floats]:
 
 
 def correlation(moments: Floats) -> Floats:
-    """Pearson's correlation from `Outputs.moments`; NaN where values or target do not vary."""
+    """Return Pearson's correlation, [...]; NaN where the values or the target do not vary."""
     with np.errstate(all="ignore"):
         scaled = moments[..., 5] / np.sqrt(moments[..., 3]) / np.sqrt(moments[..., 4])
         return np.clip(scaled, -1.0, 1.0)

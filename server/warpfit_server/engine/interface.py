@@ -57,8 +57,8 @@ class Outputs:
     values: NDArray[Any] | None
     """[programs, K, rows], C order, the data set's dtype; None if not wanted."""
     losses: NDArray[np.float64] | None
-    """[programs, K], C order; None if not wanted. With ``Evaluation.loss`` the loss
-    itself, with ``Evaluation.custom_loss`` the sum of its row losses."""
+    """Sums of the row losses, [programs, K], C order; None if not wanted. The caller makes losses
+    of them (`finalize`)."""
     cancelled: NDArray[np.uint8]
     """[1]; another process sets it to 1 to stop the evaluation. Poll it between blocks."""
     ready: Callable[[int], None]

@@ -1,6 +1,6 @@
-"""Lets what is suspected of having crashed an engine run alone, one suspect after the other.
+"""Isolation: requests that are suspected of having crashed an engine run alone, one at a time.
 
-If the engine dies then, it is clear what of; see `warpfit_server.ipc.quarantine`.
+If the engine dies meanwhile, the culprit is known; see `warpfit_server.ipc.quarantine`.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from dataclasses import dataclass
 from typing import Final
 
 from warpfit_server.engine.request import Request
-from warpfit_server.engine.scheduler import Scheduler, Task
+from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN
 from warpfit_server.tenancy.tenants import PROBE
 
-#: Seconds between two looks whether a suspect's time is over, and whether somebody waits for it.
-_LOOK: Final = 0.05
+#: Seconds between two looks at the clock and at new requests while a suspect waits or runs.
+_POLL: Final = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    """A suspect whose turn it is."""
+    """The suspect whose turn it is."""
 
-    task: Task[Request]
+    suspect: Request
     until: float
-    """When others need no longer wait for it, or it for others, on the clock."""
+    """When it need no longer wait for the others, or the others for it; on the clock."""
     is_alone: bool = False
 
 
 class Isolation:
     """Takes steps from the scheduler, and lets suspects run alone.
 
-    When it is a suspect's turn, others are kept from starting for at most `Request.alone` seconds
-    until all that runs has ended, and then for as long again. A suspect that they do not make room
-    for, or that takes longer, runs beside them. Probes are not kept waiting.
+    At a suspect's turn no other request may begin a step for at most `Request.alone` seconds, until
+    all running steps have ended, and then for as long again. A suspect runs beside others if their
+    steps do not end in that time, or once it takes longer itself. Probes never wait.
 
-    Calls must not overlap, as those of the scheduler.
+    Calls must not overlap, like those of the scheduler.
 
     Args:
-        scheduler: of the steps.
-        clock: tells seconds.
+        scheduler: that chooses the steps.
+        clock: returns seconds.
 
     """
 
@@ -50,61 +50,60 @@ class Isolation:
         self._scheduler = scheduler
         self._clock = clock
         self._running = 0
-        """Tasks of which a step runs, and those that wait for a future; without probes."""
+        """Requests with a step that runs or waits for a future; without probes."""
         self._trial: _Trial | None = None
 
     @property
     def timeout(self) -> float | None:
-        """Seconds after which `next` may return something although nothing has come or ended."""
-        return None if self._trial is None else _LOOK
+        """Seconds after which `next` may return something although nothing has arrived or ended."""
+        return None if self._trial is None else _POLL
 
-    def next(self) -> list[Task[Request]]:
-        """Take the tasks of the next step: none, one, or several that are merged.
+    def next(self) -> list[Request]:
+        """Take the requests of the next step: none, one, or several to be merged.
 
         Each must come back through `Scheduler.ran` and `ended`.
         """
-        tasks = self._scheduler.next(PROBE) or self._next()
-        self._running += _count(tasks)
-        return tasks
+        requests = self._scheduler.next(PROBE) or self._next()
+        self._running += _count(requests)
+        return requests
 
-    def ended(self, tasks: list[Task[Request]], left: list[Task[Request]]) -> None:
-        """Take notice of the end of a step, and of what it has waited for afterwards.
+    def ended(self, requests: list[Request], unfinished: list[Request]) -> None:
+        """Take note that a step has ended, and what it waited for; queue unfinished requests.
 
         Args:
-            tasks: those of the step.
-            left: of these, the ones that have more steps, which are queued.
+            requests: those of the step.
+            unfinished: those of them that have more steps.
 
         """
-        self._running -= _count(tasks)
-        for task in left:
-            self._scheduler.add(task)
-        if self._trial is not None and self._trial.task in tasks and not left:
+        self._running -= _count(requests)
+        for request in unfinished:
+            self._scheduler.add(request)
+        if self._trial is not None and self._trial.suspect in requests and not unfinished:
             self._trial = None
 
-    def _next(self) -> list[Task[Request]]:
+    def _next(self) -> list[Request]:
         if self._trial is None:
-            tasks = self._scheduler.next()
-            if not (tasks and tasks[0].item.alone):
-                return tasks
-            self._scheduler.put_back(tasks[0])
-            self._trial = _Trial(tasks[0], self._clock() + tasks[0].item.alone)
+            requests = self._scheduler.next()
+            if not (requests and requests[0].alone):
+                return requests
+            self._scheduler.put_back(requests[0])
+            self._trial = _Trial(requests[0], self._clock() + requests[0].alone)
         trial, now = self._trial, self._clock()
-        request = trial.task.item
+        suspect = trial.suspect
         if not (trial.is_alone or self._running):
-            trial.is_alone, trial.until = True, now + request.alone
-            request.state[0] = ALONE
-        elif now >= trial.until or request.cancelled[0]:
-            return self._give_up(trial)
-        return self._scheduler.take(trial.task) if trial.is_alone else []
+            trial.is_alone, trial.until = True, now + suspect.alone
+            suspect.state[0] = ALONE
+        elif now >= trial.until or suspect.cancelled[0]:
+            return self._end_trial(suspect)
+        return self._scheduler.take(suspect) if trial.is_alone else []
 
-    def _give_up(self, trial: _Trial) -> list[Task[Request]]:
-        """Let others in; the suspect runs beside them from now on."""
-        request = trial.task.item
-        request.state[0] = BEGUN
-        request.alone = 0.0
+    def _end_trial(self, suspect: Request) -> list[Request]:
+        """Let others run beside the suspect from now on."""
+        suspect.state[0] = BEGUN
+        suspect.alone = 0.0
         self._trial = None
-        return self._scheduler.take(trial.task) or self._next()
+        return self._scheduler.take(suspect) or self._next()
 
 
-def _count(tasks: list[Task[Request]]) -> int:
-    return sum(task.tenant != PROBE for task in tasks)
+def _count(requests: list[Request]) -> int:
+    return sum(request.tenant != PROBE for request in requests)

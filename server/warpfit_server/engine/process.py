@@ -1,7 +1,7 @@
-"""The engine process: its data sets, its loop, and the supervisor's messages.
+"""The engine process: data sets, the loop, and the messages of the supervisor.
 
-The main thread reads the supervisor's messages; `warpfit_server.engine.loop` serves the front ends.
-When the supervisor is gone, the process ends at once.
+The main thread handles the supervisor's messages; `warpfit_server.engine.loop` serves the front
+ends. The process ends at once when the supervisor is gone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from warpfit.dataset import Dataset
 from warpfit.errors import InternalError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
-from warpfit_server.engine.hang_detector import EXIT_CANNOT_RUN, Overseer
+from warpfit_server.engine.hang_detector import EXIT_CANNOT_RUN, HangDetector
 from warpfit_server.engine.interface import Engine
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.native.compile_processes import BACKGROUND
-from warpfit_server.engine.request import Connection
-from warpfit_server.engine.request_steps import Worker
+from warpfit_server.engine.request import FrontEndConnection
+from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment
@@ -35,38 +35,44 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 
 
 class EngineProcess:
-    """State of the engine process."""
+    """An engine, its data sets and its loop, driven by the supervisor."""
 
     def __init__(
         self,
         engine: Engine,
         channel: Channel,
         chunk_bytes: int,
-        cache_directory: Path | None = None,
-        stuck_seconds: float = 30.0,
+        cache_directory: Path | None,
+        stuck_seconds: float,
     ) -> None:
         self._engine = engine
         self._channel = channel
         self._datasets: dict[bytes, Dataset] = {}
         self._cache_directory = cache_directory
-        worker = Worker(engine, self._datasets, chunk_bytes, cache_directory)
-        self._loop = Loop(engine, worker.begin)
-        self._overseer = Overseer(stuck_seconds, self._loop.flags)
+        runner = RequestRunner(engine, self._datasets, chunk_bytes, cache_directory)
+        self._loop = Loop(engine, runner)
+        self._hang_detector = HangDetector(stuck_seconds, self._loop.flags)
 
     def run(self) -> None:
-        """Serve until Stop or the end of the channel."""
+        """Serve until the supervisor says `messages.Stop`.
+
+        Raises:
+            ChannelClosedError: if the supervisor is gone.
+
+        """
         self._loop.start()
-        self._overseer.start()
+        self._hang_detector.start()
         self._channel.send(messages.EngineReady(self._engine.name, tuple(self._engine.devices())))
-        BACKGROUND.submit(_prepare_fits, self._cache_directory)
+        BACKGROUND.submit(_load_fits, self._cache_directory)
         while True:
             message, descriptors = self._channel.receive()
             match message:
                 case messages.Stop():
                     return
                 case messages.ConnectFrontEnd() if descriptors:
-                    self._loop.add(Connection(Channel(socket.socket(fileno=descriptors[0]))))
-                case messages.ConnectFrontEnd():  # the front end's end closes; it asks again
+                    channel = Channel(socket.socket(fileno=descriptors[0]))
+                    self._loop.add(FrontEndConnection(channel))
+                case messages.ConnectFrontEnd():  # the front end notices, and asks again
                     _LOG.error("a connection was lost: too many open files")
                 case messages.LoadDataset():
                     self._load(message, descriptors)
@@ -97,20 +103,20 @@ class EngineProcess:
         self._channel.send(messages.DatasetLoaded(message.content_id, error))
 
 
-def _prepare_fits(cache_directory: Path | None) -> None:
-    """Have what fits need before somebody asks for the first one."""
-    # Imported here, because importing it costs a start of the server some time.
+def _load_fits(cache_directory: Path | None) -> None:
+    """Load the compiled code of fits before the first one is requested."""
+    # Imported here, because importing it delays the start of the server.
     from warpfit_server.engine.fit import compiled
 
     try:
         for method in compiled.METHODS:
             compiled.load(method, cache_directory)
-    except Exception:  # the first fit tries again, and tells its caller
+    except Exception:  # the first fit tries again, and its caller gets the error
         _LOG.exception("the code of fits was not loaded")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run an engine: ``process.py DESCRIPTOR CONFIG``; the supervisor starts it like this."""
+    """Run an engine process; the supervisor starts it with a socket's number and a `Config`."""
     descriptor, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
@@ -132,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
         _LOG.error("the engine cannot run: %s", error)
         os._exit(EXIT_CANNOT_RUN)
     logging.shutdown()
-    os._exit(0)  # a running step must not hold the process
+    os._exit(0)  # without waiting for a running step
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests of front ends in the engine process, and the connections that they come over."""
+"""Requests of front ends in the engine process, and the connections that they arrive on."""
 
 from __future__ import annotations
 
@@ -12,60 +12,64 @@ from numpy.typing import NDArray
 from warpfit.errors import WarpfitError
 from warpfit.request import Timings
 from warpfit_server.engine.interface import Steps
+from warpfit_server.engine.scheduler import ScheduledRequest
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.messages import Reply, Submission, SubmitEvaluation, SubmitFit
 from warpfit_server.ipc.segment_layout import BEGUN
 from warpfit_server.ipc.segments import Segment
 
 _LOG: Final = logging.getLogger("warpfit.engine")
-#: Seconds after which a front end that does not read its answers is given up.
+#: Seconds after which the engine drops a front end that does not read its answers.
 _SEND_SECONDS: Final = 1.0
 
 
-class Connection:
-    """A front end: its channel, the segments that it has sent, and what it waits for."""
+class FrontEndConnection:
+    """The engine's end of the connection to a front end."""
 
     def __init__(self, channel: Channel) -> None:
         channel.give_up_after(_SEND_SECONDS)
         self.channel = channel
         self.segments: dict[int, Segment] = {}
+        """Mapped segments of the front end, by number."""
         self.requests: set[Request] = set()
-        """Those that have no answer yet."""
+        """Those without an answer yet."""
 
-    def receive(self, order: Submission, descriptors: list[int]) -> Request:
-        """Make a request of a message; its segment is mapped now if it is a new one.
+    def receive(self, message: Submission, descriptors: list[int]) -> Request:
+        """Make a request of a message; map its segment if it is a new one.
 
         Raises:
-            ResourceExhaustedError: if this process can map no more; the front end is not told.
+            ResourceExhaustedError: if this process cannot map it; the front end is not told.
 
         """
-        problem = problem_of(order)
-        identifier = problem.segment
-        if descriptors or identifier not in self.segments:
-            self.segments[identifier] = Segment.received(identifier, descriptors, problem.size)
-        request = Request(self, order, problem, self.segments[problem.segment])
+        problem = problem_of(message)
+        number = problem.segment
+        if descriptors or number not in self.segments:
+            self.segments[number] = Segment.received(number, descriptors, problem.size)
+        request = Request(self, message, self.segments[number])
         self.requests.add(request)
         return request
 
-    def send(self, *answers: Reply) -> None:
-        """Send answers at once; those to a front end that is gone are nobody's any more."""
+    def send(self, *replies: Reply) -> None:
+        """Send replies at once, unless the front end is gone."""
         try:
-            self.channel.send_all(answers)
+            self.channel.send_all(replies)
         except ChannelClosedError as error:
             _LOG.debug("an answer was not sent: %s", error)
         except WarpfitError as error:
             _LOG.error("an answer was not sent: %s", error)
-            self.channel.shut()  # the front end would wait for ever
+            self.channel.shut()  # else the front end would wait for ever
 
 
-class Request:
-    """An evaluation or a fit on its way through the engine."""
+class Request(ScheduledRequest):
+    """An evaluation or a fit in the engine process."""
 
     def __init__(
-        self, connection: Connection, order: Submission, problem: SubmitEvaluation, segment: Segment
+        self, connection: FrontEndConnection, message: Submission, segment: Segment
     ) -> None:
+        problem = problem_of(message)
+        super().__init__(problem.tenant)
         self.connection = connection
-        self.order = order
+        self.message = message
         self.problem = problem
         """The evaluation, or that of the fit."""
         self.segment = segment
@@ -73,9 +77,9 @@ class Request:
         self.cancelled: NDArray[np.uint8] = problem.segment_layout.cancelled(segment)
         """[1]; the front end sets it to 1 when nobody waits for the answer any more."""
         self.state = problem.segment_layout.state(segment)
-        """[1], which the front end reads if this process dies; see `SegmentLayout.state`."""
+        """[1]; the front end reads it if this process dies, see `SegmentLayout.state`."""
         self.alone = problem.alone
-        """Seconds for which nothing may run beside it; 0: anything may."""
+        """Seconds for which nothing may run beside it; 0 if it is no suspect."""
         self.steps: Steps[Timings] | None = None
         """None until the first step."""
         self.waited = 0
@@ -85,7 +89,7 @@ class Request:
     @property
     def is_fit(self) -> bool:
         """Whether it is a fit."""
-        return isinstance(self.order, SubmitFit)
+        return isinstance(self.message, SubmitFit)
 
     @property
     def token_rows(self) -> int:
@@ -95,16 +99,16 @@ class Request:
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """View of the losses, [programs, K]; they were asked for."""
+        """View of the losses of a request for losses, [programs, K]."""
         return self.problem.segment_layout.require("losses", self.segment)
 
-    def begins(self) -> None:
-        """Take notice that its first step begins."""
+    def mark_begun(self) -> None:
+        """Note for the front end, and for the timings, that the first step begins."""
         if not self.alone:
             self.state[0] = BEGUN
         self.waited = time.monotonic_ns() - self.problem.submitted
 
 
-def problem_of(order: Submission) -> SubmitEvaluation:
+def problem_of(message: Submission) -> SubmitEvaluation:
     """Return an evaluation itself, or that of a fit."""
-    return order.problem if isinstance(order, SubmitFit) else order
+    return message.problem if isinstance(message, SubmitFit) else message

@@ -30,16 +30,14 @@ from warpfit.losses import (
     SQUARES,
     Closing,
     LossFunction,
-    TargetStatistics,
     as_function,
-    close_losses,
     huber,
     poisson,
 )
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
-from warpfit_server.engine.finalize import correlation, engine_share, finish
+from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums
 from warpfit_server.engine.interface import Outputs, run_to_end
 
 LOSSES = {
@@ -451,15 +449,13 @@ def test_a_loss_is_the_same_however_it_is_asked_for(
     others = [evaluated(engine, data, batch, loss, gradient=True, **asked)]
     singles = [Batch.of([parse(t)], [v]) for t, v in zip(texts, vectors, strict=True)]
     others.append(np.concatenate([evaluated(engine, data, one, loss, **asked) for one in singles]))
-    closed = as_function(loss)
-    statistics = TargetStatistics.of_rows(data, slice(None))
     for curvature in (False, True):
         steps = engine.linearise(
             Evaluation(data.content_id, batch, **asked),
-            closed.row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
+            as_function(loss).row, curvature=curvature, cancelled=np.zeros(1, np.uint8),
         )  # fmt: skip
         got = run_to_end(steps)
-        others.append(close_losses(closed.closing, got.losses[:, 0], statistics))
+        others.append(got.losses[:, 0])
     assert np.isfinite(alone).all()
     for other in others:
         np.testing.assert_allclose(other, alone, rtol=loss_errors.asked_otherwise)
@@ -478,7 +474,8 @@ def test_small_differences_keep_their_digits(engine, loss_errors, name, dtype, s
     y = np.abs(y)
     loss = ALL_LOSSES.get(name) or OWN
     data = Dataset.of(f[:, None], y, rng.uniform(0.5, 2, size=3_000).astype("f4"), dtype=dtype)
-    batch, custom = Batch.of([parse("x1")]), as_function(loss)
+    batch = Batch.of([parse("x1")])
+    custom = LossFunction(as_function(loss).row, Closing.SUM)
     asked = Evaluation(data.content_id, batch, values=False, custom_loss=custom)
     want = reference_engine.evaluate(asked, data).losses[:, 0]
     is_own = not isinstance(loss, Loss) and dtype == "float32"
@@ -540,10 +537,10 @@ def test_the_scaled_loss_of_a_nearly_perfect_fit_is_not_zero(engine, rows):
     f = np.exp(x)
     want = moments_of(f, y, np.ones(rows))[6]
     outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
-    share, outputs_of_engine = engine_share(asked, outputs)
+    share, outputs_of_engine = reduce_to_sums(asked, outputs)
     engine.load(data)
     run_to_end(engine.evaluate(share, outputs_of_engine))
-    finish(asked, data, outputs, outputs_of_engine.moments, np.zeros((1, 1, 2)), None)
+    Finalizer().finalize(asked, data, outputs, outputs_of_engine.moments, np.zeros((1, 1, 2)))
     np.testing.assert_allclose(outputs.losses[0, 0], want, rtol=1e-5)
     found = reference_engine.evaluate(asked, data).losses[0, 0]
     np.testing.assert_allclose(found, want, rtol=1e-5)

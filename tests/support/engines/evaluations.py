@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Result
+from warpfit_server.engine.finalize import Finalizer
 from warpfit_server.engine.interface import Engine, Outputs, run_to_end
 
 #: What the outputs hold before an evaluation: an engine must overwrite every element.
@@ -51,6 +52,7 @@ class Evaluate:
             ready=self.announced.append,
         )
         timings = run_to_end(self.engine.evaluate(evaluation, outputs))
+        Finalizer().finalize(evaluation, dataset, outputs)
         return Result(outputs.values, outputs.losses, timings)
 
     def unload(self) -> None:

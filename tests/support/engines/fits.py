@@ -12,14 +12,14 @@ from warpfit.fitting import FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.fit.driver import Surroundings, optimize
+from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.engine.interface import run_to_end
 
 
 def fit(dataset: Dataset, texts, starts, **options) -> Fit:
     """Fit texts from starts, with the options of `prepared`."""
-    request, surroundings = prepared(dataset, texts, starts, **options)
-    result = run_to_end(optimize(request, surroundings))
+    request, context = prepared(dataset, texts, starts, **options)
+    result = run_to_end(optimize(request, context))
     return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
 
 
@@ -36,7 +36,7 @@ def prepared(
     cancelled=False,
     precision=Precision.PRECISE,
     **settings,
-) -> tuple[FitRequest, Surroundings]:
+) -> tuple[FitRequest, FitContext]:
     """Make a request of texts and starts, with the settings of `FitSettings`."""
     batch = Batch.of([parse(text) for text in texts], starts)
     problem = Evaluation(
@@ -54,11 +54,11 @@ def prepared(
     settings["method"] = Method(settings.get("method", "auto"))
     request = FitRequest(problem, FitSettings(**settings))
     request.check(dataset.layout)
-    surroundings = Surroundings(
+    context = FitContext(
         engine=engine or NumpyEngine(dataset),
         dataset=dataset,
         cancelled=np.full(1, cancelled, dtype=np.uint8),
         deadline=deadline,
         report=report,
     )
-    return request, surroundings
+    return request, context

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
-from warpfit.losses import BUILT_IN, TargetStatistics, close_losses
 from warpfit.request import Evaluation, Loss, Timings
 from warpfit_server.engine.autodiff.differentiate import Differentiated, RowLoss
 from warpfit_server.engine.autodiff.requested_outputs import Wanted, room_for_curvatures, wanted_by
@@ -233,9 +232,6 @@ class CpuEngine:
         derivation = derivatives.prepare(compiled, plan, dataset, evaluation, wanted, cancelled)
         yield from self._run(derivation.work, outputs)
         derivation.finish()
-        if outputs.losses is not None and evaluation.loss is not None:
-            rows = evaluation.row_range(dataset.layout)
-            outputs.losses[...] = _closed(evaluation.loss, outputs.losses, dataset, rows)
 
     def _lower(self, programs: Batch, cancelled: NDArray[np.uint8]) -> Programs:
         work, lowered = lowering(self._compiled.lower, programs, cancelled)
@@ -266,8 +262,7 @@ class CpuEngine:
         work = Work(function, arrays, cells, spans, batch.vectors, cost, outputs.cancelled)
         yield from self._run(work, outputs)
         if outputs.losses is not None and evaluation.loss is not None:
-            flat = outputs.losses.reshape(-1)
-            flat[:] = _closed(evaluation.loss, sum_spans(sums), dataset, rows)
+            outputs.losses.reshape(-1)[:] = sum_spans(sums)
 
 
 @contextmanager
@@ -292,11 +287,3 @@ def _processor() -> str:
 def _loss_kernel(loss: Loss, dataset: Dataset) -> str:
     term = "absolute" if loss is Loss.MAE else "squared"
     return term + ("_weighted" if dataset.layout.has_weights else "")
-
-
-def _closed(
-    loss: Loss, sums: NDArray[np.float64], dataset: Dataset, rows: tuple[int, int]
-) -> NDArray[np.float64]:
-    """Turn sums of terms into losses."""
-    statistics = TargetStatistics.of_rows(dataset, slice(*rows))
-    return close_losses(BUILT_IN[loss].closing, sums, statistics)

@@ -69,7 +69,7 @@ _TIME_IS_UP: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
+class FitContext:
     """What the driver needs besides the request."""
 
     engine: Engine
@@ -84,36 +84,36 @@ class Surroundings:
     """Where compiled steering code is kept."""
 
 
-def optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult]:
+def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     """Fit a checked request; each step is one step of a pass of the engine.
 
     Raises:
-        CancelledError: if ``surroundings.cancelled`` became 1.
+        CancelledError: if ``context.cancelled`` became 1.
         WarpfitError: as the engine's `linearise`.
 
     """
-    result, compute = yield from timed(_optimize(request, surroundings))
+    result, compute = yield from timed(_optimize(request, context))
     return replace(result, timings=Timings(compute=compute))
 
 
-def _optimize(request: FitRequest, surroundings: Surroundings) -> Steps[FitResult]:
-    yield compiled.load_in_background(request.method, surroundings.cache_directory)
+def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
+    yield compiled.load_in_background(request.method, context.cache_directory)
     try:
-        return (yield from _Run(request, surroundings).finish())
+        return (yield from _Run(request, context).finish())
     finally:
-        if fit_memory(request, surroundings.dataset.layout) > _LARGE_FIT:
+        if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
             give_back_memory()
 
 
 class _Run:
     """One request on its way through the iterations."""
 
-    def __init__(self, request: FitRequest, surroundings: Surroundings) -> None:
+    def __init__(self, request: FitRequest, context: FitContext) -> None:
         self._request = request
-        self._surroundings = surroundings
+        self._context = context
         self._loss = request.loss
         self._marquardt = request.method == Method.LM
-        dtype = surroundings.dataset.layout.dtype
+        dtype = context.dataset.layout.dtype
         tolerances = request.settings.tolerances(dtype)
         self._limits = Limits(
             float(tolerances.gradient),
@@ -122,9 +122,9 @@ class _Run:
             request.settings.max_iterations,
             dtype.itemsize == 4,
         )
-        self._steering = compiled.load(request.method, surroundings.cache_directory)
-        self._rows = slice(*request.problem.row_range(surroundings.dataset.layout))
-        self._statistics = TargetStatistics.of_rows(surroundings.dataset, self._rows)
+        self._steering = compiled.load(request.method, context.cache_directory)
+        self._rows = slice(*request.problem.row_range(context.dataset.layout))
+        self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
         self._all = _begin(request, self._batch)
@@ -243,7 +243,7 @@ class _Run:
 
     def _weighed_rows(self) -> int:
         """Count the rows whose weight is not 0."""
-        weights = self._surroundings.dataset.weights
+        weights = self._context.dataset.weights
         if weights is None:
             return self._rows.stop - self._rows.start
         return int(np.count_nonzero(weights[self._rows]))
@@ -251,15 +251,15 @@ class _Run:
     def _linearise(
         self, *, curvature: bool, row_loss: Program | None = None
     ) -> Steps[Linearisation]:
-        if self._surroundings.cancelled[0]:
+        if self._context.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
         started = time.monotonic()
         batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
-        linearisation = yield from self._surroundings.engine.linearise(
+        linearisation = yield from self._context.engine.linearise(
             replace(self._problem, batch=batch),
             row_loss or self._loss.row,
             curvature=curvature,
-            cancelled=self._surroundings.cancelled,
+            cancelled=self._context.cancelled,
         )
         self._pass_seconds = time.monotonic() - started
         return linearisation
@@ -302,7 +302,7 @@ class _Run:
         self._all.curvature[np.repeat(mask, counts * (counts + 1) // 2)] = done.curvature
 
     def _report(self) -> None:
-        report = self._surroundings.report
+        report = self._context.report
         if report is not None:
             active = self._active
             running = active.running
@@ -312,7 +312,7 @@ class _Run:
     @contextmanager
     def _cut_off(self) -> Iterator[None]:
         """Give up the pass that is under way at the deadline, and what it was to improve."""
-        deadline, cancelled = self._surroundings.deadline, self._surroundings.cancelled
+        deadline, cancelled = self._context.deadline, self._context.cancelled
         if deadline is None:
             yield
             return
@@ -338,7 +338,7 @@ class _Run:
 
     def _is_late(self) -> bool:
         """Whether one more pass like the last would end after the deadline."""
-        deadline = self._surroundings.deadline
+        deadline = self._context.deadline
         return deadline is not None and time.monotonic() + self._pass_seconds >= deadline
 
     def _chosen(self) -> Integers:

@@ -81,19 +81,19 @@ def _kill(module) -> None:
 
 
 def _cut(module) -> None:
-    begin = module.Worker.begin
+    begin = module.RequestRunner.begin
 
     def faulty(self, request):
         if float(VALUE) in request.evaluation.batch.values:
             request.connection.channel.shut()
         return begin(self, request)
 
-    module.Worker.begin = faulty
+    module.RequestRunner.begin = faulty
 
 
 _FAULTS = {
     "kill": ("warpfit_server.engine.cpu.engine", _kill),
-    "cut": ("warpfit_server.engine.request_steps", _cut),
+    "cut": ("warpfit_server.engine.runner", _cut),
     "deaf": ("warpfit_server.engine.cpu.engine", _hang),
     "frozen": ("warpfit_server.engine.cpu.engine", _hang),
     "idle": ("warpfit_server.engine.cpu.engine", _idle),

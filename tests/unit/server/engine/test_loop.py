@@ -22,13 +22,13 @@ from warpfit.errors import (
 )
 from warpfit.ir import Batch
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss, Timings
+from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit_server.engine import loop as loop_module
 from warpfit_server.engine.hang_detector import EXIT_BROKEN
 from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
-from warpfit_server.engine.request import Connection
-from warpfit_server.engine.request_steps import Worker
+from warpfit_server.engine.request import FrontEndConnection
+from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
@@ -98,7 +98,7 @@ class Front:
         ours, theirs = Channel.pair()
         self.link = EngineConnection(SegmentPool(1 << 24), suspects)
         self.link.open(theirs)
-        self.connection = Connection(ours)
+        self.connection = FrontEndConnection(ours)
         loop.add(self.connection)
 
     def start(self, *parameters, constant=1.0, tenant="me", **changes):
@@ -121,7 +121,7 @@ class Front:
 def an_evaluation(*parameters, constant=1.0, **changes):
     """Evaluate a program for each of some parameters."""
     program = parse(f"p1*x1 + {constant}")
-    fields = {"loss": Loss.MSE, "values": False, **changes}
+    fields = {"loss": Loss.SSE, "values": False, **changes}
     batch = Batch.of([program] * len(parameters), [[[one]] for one in parameters])
     return Evaluation(DATA.content_id, batch, **fields)
 
@@ -133,8 +133,7 @@ def run_loop():
 
     def start(steps_in_flight=1, front_ends=1, suspects=None):
         engine = FakeEngine(steps_in_flight)
-        worker = Worker(engine, {DATA.content_id: DATA}, 1 << 16)
-        loop = Loop(engine, worker.begin)
+        loop = Loop(engine, RequestRunner(engine, {DATA.content_id: DATA}, 1 << 16))
         loop.start()
         found = [Front(loop, suspects) for _ in range(front_ends)]
         engines.append(engine)
@@ -215,7 +214,7 @@ class TestMerging:
             for n in range(1, 6)
             for front, tenant in ((one, "a"), (two, "b"))
         ]
-        others = one.start(7.0, loss=Loss.MAE)
+        others = one.start(7.0, precision=Precision.FAST)
         engine.go.set()
         for front, n, run in runs:
             assert front.answer(run) == list(range(n, 2 * n))

@@ -1,11 +1,10 @@
-"""Who is to blame for the end of an engine, and how suspects are run alone."""
+"""Who is to blame for the end of an engine."""
 
 from __future__ import annotations
 
 import pickle
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ from support.servers.requests import DATA, an_evaluation
 from warpfit.errors import FailedPreconditionError, UnavailableError
 from warpfit.losses import huber
 from warpfit.request import Loss
-from warpfit_server.engine.isolation import Isolation
-from warpfit_server.engine.request import Connection
-from warpfit_server.engine.scheduler import Scheduler, Task
+from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
@@ -197,7 +194,7 @@ class Link:
         """Connect to a new engine."""
         self.engine += 1
         ours, theirs = Channel.pair()
-        self.connection = Connection(ours)
+        self.connection = FrontEndConnection(ours)
         self.front.open(theirs, self.engine)
 
     def receive(self):
@@ -264,7 +261,7 @@ class TestConnections:
         run = link.front.start(evaluation, DATA.layout, PROBE)
         request = link.receive()
         assert request.alone == 0.0
-        request.begins()
+        request.mark_begun()
         link.connection.channel.close()
         with pytest.raises(UnavailableError):
             run.next_reply()
@@ -305,126 +302,3 @@ class TestConnections:
         assert caught.value.reason == "BATCH_QUARANTINED"
         link.front.start(an_evaluation(loss=Loss.MAE), DATA.layout, "me")
         assert link.receive().evaluation.loss is Loss.MAE
-
-
-class Steps:
-    """The steps of an engine, one after the other, and a clock."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.scheduler = Scheduler(1 << 20)
-        self.isolation = Isolation(self.scheduler, lambda: self.now)
-
-    def add(self, name, alone=0.0, tenant="me"):
-        item = SimpleNamespace(
-            name=name, alone=alone, state=np.zeros(1, np.uint8), cancelled=np.zeros(1, np.uint8)
-        )
-        task = Task(item, tenant)
-        self.scheduler.add(task)
-        return task
-
-    def next(self):
-        """Begin the next step; return its task, or None if there is none for now."""
-        tasks = self.isolation.next()
-        for task in tasks:
-            if not task.item.alone:
-                task.item.state[0] = BEGUN
-        return tasks[0] if tasks else None
-
-    def end(self, task, *, over=True):
-        self.scheduler.ran([task], 0.001)
-        self.isolation.ended([task], [] if over else [task])
-
-
-@pytest.fixture
-def steps():
-    return Steps()
-
-
-class TestIsolation:
-    def test_a_suspect_waits_for_others_and_they_for_it(self, steps):
-        before = steps.add("before")
-        assert steps.next() is before
-        suspect, after = steps.add("suspect", 5.0), steps.add("after")
-        assert steps.next() is None
-        assert suspect.item.state[0] == QUEUED
-        steps.end(before)
-        assert steps.next() is suspect
-        assert suspect.item.state[0] == ALONE
-        assert steps.next() is None
-        steps.end(suspect)
-        assert steps.next() is after
-        assert steps.isolation.timeout is None
-
-    def test_it_has_all_its_steps_alone(self, steps):
-        suspect, after = steps.add("suspect", 5.0), steps.add("after")
-        for over in (False, False, True):
-            assert steps.next() is suspect
-            assert steps.next() is None
-            steps.end(suspect, over=over)
-        assert steps.next() is after
-
-    def test_suspects_run_one_at_a_time(self, steps):
-        suspects = [steps.add(name, 5.0) for name in ("a", "b", "c")]
-        for suspect in suspects:
-            assert steps.next() is suspect
-            assert suspect.item.state[0] == ALONE
-            assert steps.next() is None
-            steps.end(suspect)
-        assert len(steps.scheduler) == 0
-
-    def test_one_that_takes_long_lets_others_in_and_says_so(self, steps):
-        suspect, after = steps.add("suspect", 2.0), steps.add("after")
-        assert steps.next() is suspect
-        steps.now += 1.9
-        assert steps.next() is None
-        steps.now += 0.2
-        assert steps.next() is after
-        assert suspect.item.state[0] == BEGUN
-        steps.end(suspect, over=False)
-        assert steps.next() is suspect  # beside the other
-        assert suspect.item.state[0] == BEGUN
-
-    def test_work_that_takes_long_does_not_keep_it_waiting_for_ever(self, steps):
-        long = steps.add("long")
-        steps.next()
-        suspect, after = steps.add("suspect", 2.0), steps.add("after")
-        assert steps.next() is None
-        steps.now += 2.1
-        assert steps.next() is suspect
-        assert suspect.item.state[0] == BEGUN
-        assert steps.next() is after
-        steps.end(long)
-
-    def test_one_that_has_no_step_left_for_now_keeps_its_turn(self, steps):
-        suspect, after = steps.add("suspect", 2.0), steps.add("after")
-        steps.next()
-        steps.scheduler.ran([suspect], 0.001)  # it waits for a future
-        assert steps.next() is None
-        steps.isolation.ended([suspect], [suspect])
-        assert steps.next() is suspect
-        steps.end(suspect)
-        assert steps.next() is after
-
-    def test_probes_run_beside_it(self, steps):
-        suspect = steps.add("suspect", 2.0)
-        assert steps.next() is suspect
-        probe = steps.add("probe", tenant=PROBE)
-        assert steps.next() is probe
-        assert suspect.item.state[0] == ALONE
-        steps.end(suspect)
-        other = steps.add("other suspect", 2.0)
-        assert steps.next() is other
-        assert other.item.state[0] == ALONE
-
-    def test_a_call_that_has_ended_does_not_wait(self, steps):
-        long = steps.add("long")
-        steps.next()
-        suspect = steps.add("suspect", 60.0)
-        assert steps.next() is None
-        suspect.item.cancelled[0] = 1
-        assert steps.next() is suspect
-        steps.end(suspect)
-        after = steps.add("after")
-        assert steps.next() is after
-        steps.end(long)

@@ -24,7 +24,7 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.request import Timings
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import Usage
-from warpfit_server.engine.hang_detector import EXIT_STUCK, Overseer
+from warpfit_server.engine.hang_detector import EXIT_STUCK
 from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.metrics import ServerCollector, Sources
@@ -295,30 +295,6 @@ class TestFrontEndSupervisor:
         assert not killed
         doors.kill_silent(engine_answers=True)
         assert killed
-
-
-class TestOverseer:
-    def test_only_what_ignores_its_cancellation_is_overdue(self):
-        flag, other = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
-        flags = {1: flag, 2: other}
-        overseer = Overseer(30.0, flags.items)
-        assert not overseer.overdue(1e9)
-        flag[0] = 1
-        assert not overseer.overdue(1e9 + 1)
-        assert not overseer.overdue(1e9 + 31)
-        assert overseer.overdue(1e9 + 32)
-        del flags[1]
-        assert not overseer.overdue(1e9 + 100)
-
-    def test_the_next_request_in_a_segment_has_its_own_time(self):
-        flag = np.ones(1, np.uint8)  # of the segment, and so of both
-        flags = {1: flag}
-        overseer = Overseer(30.0, flags.items)
-        assert not overseer.overdue(1e9)
-        flags.clear()
-        flags[2] = flag
-        assert not overseer.overdue(1e9 + 31)
-        assert overseer.overdue(1e9 + 62)
 
 
 @pytest.mark.parametrize(

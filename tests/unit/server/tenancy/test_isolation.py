@@ -13,7 +13,7 @@ from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.request import Loss
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.engine.request import Connection
+from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection
@@ -41,7 +41,7 @@ class TestOldBytes:
         layout = Dataset.of(np.zeros((rows, 4), np.float32), np.zeros(rows)).layout
         front = EngineConnection(SegmentPool(256 << 20))
         ours, theirs = Channel.pair()
-        engine = Connection(ours)
+        engine = FrontEndConnection(ours)
         front.open(theirs)
         segments = set()
         for tenant in ("alice", "bob"):

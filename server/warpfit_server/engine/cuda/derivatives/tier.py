@@ -97,13 +97,9 @@ class DerivativeTier:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         check_sound(evaluation.batch, resident.dataset.layout.variables)
         wanted = wanted_by(evaluation, outputs)
-        timings = yield from self._run(
-            resident, evaluation, wanted, outputs.cancelled, outputs.ready
+        return (
+            yield from self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
         )
-        if outputs.losses is not None and evaluation.loss is not None:
-            rows = evaluation.row_range(resident.dataset.layout)
-            outputs.losses[...] = resident.losses(evaluation.loss, outputs.losses, *rows)
-        return timings
 
     def linearise(
         self,

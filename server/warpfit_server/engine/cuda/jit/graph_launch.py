@@ -17,7 +17,7 @@ from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.jit.graph import Desk, Replay, request
 from warpfit_server.engine.cuda.jit.ptx import REQUEST
 from warpfit_server.engine.cuda.jit.shapes import SlotSources, fill_slots
-from warpfit_server.engine.cuda.runtime.resident_data import Closing, ResidentDataset, close
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.cuda.runtime.submission import (
     ELAPSED,
@@ -70,9 +70,8 @@ class Step(NamedTuple):
     """To fill, in the block that the graph copies to the device; [K, slots]."""
     sums: NDArray[np.float64]
     """Where the graph leaves the sums; [sums * K]."""
-    closing: Closing
     losses: NDArray[np.float64]
-    """To fill; [programs * K]."""
+    """Sums of row losses to fill; [programs * K]."""
 
 
 def prepare(
@@ -109,7 +108,6 @@ def prepare(
         sources,
         replay.slots,
         replay.sums,
-        resident.closing(evaluation.loss, *rows),
         outputs.losses.reshape(-1),
     )
 
@@ -154,7 +152,6 @@ def replay_losses(
     sources: SlotSources,
     slots: NDArray[Any],
     sums: NDArray[np.float64],
-    closing: Closing,
     losses: NDArray[np.float64],
 ) -> int:
     """Carry a `Step` out; return the driver's status."""
@@ -166,7 +163,6 @@ def replay_losses(
         for vector in range(tokens.vectors):
             place = desk.sum_starts[program] * tokens.vectors + vector
             losses[program * tokens.vectors + vector] = sums[place]
-    close(losses, closing, losses)
     return int(status)
 
 

@@ -316,8 +316,7 @@ class CompiledTier:
                     self._device.use()
         if outputs.losses is not None and evaluation.loss is not None:
             shaped = sums.reshape(-1, vectors)
-            losses = shaped[prepared.sum_starts[:-1]]
-            outputs.losses[...] = resident.losses(evaluation.loss, losses, start, stop)
+            outputs.losses[...] = shaped[prepared.sum_starts[:-1]]
             if outputs.gradients is not None:
                 _fill_gradients(prepared, evaluation, shaped, outputs.gradients)
         outputs.ready(programs)

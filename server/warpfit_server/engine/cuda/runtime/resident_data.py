@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
-from warpfit.losses import TargetStatistics
-from warpfit.request import Evaluation, Loss, Timings
+from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.runtime.device import CudaDevice, device_array
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, Steps
-from warpfit_server.engine.native import numba_cache
 
 #: Rows of the variables are padded to whole 128-byte lines, the unit of device memory traffic.
 ROW_MULTIPLE: Final = 32
@@ -27,23 +22,6 @@ SLACK_ROWS: Final = 512
 _MAX_COLUMN: Final = (1 << 32) - 1
 #: Bytes that are copied to the device at a time.
 _PIECE: Final = 8 << 20
-#: Row ranges for which a data set remembers its totals.
-_REMEMBERED: Final = 256
-
-Floats = NDArray[np.float64]
-#: A number that describes a row range of a data set.
-Total = Callable[[Dataset, int, int], np.float64]
-
-
-class Closing(NamedTuple):
-    """How a sum s of loss terms becomes a loss."""
-
-    total: float
-    """What it is divided by."""
-    root: bool
-    """Whether the square root follows."""
-    complement: bool
-    """Whether it is subtracted from 1 then."""
 
 
 @dataclass(eq=False)
@@ -53,8 +31,6 @@ class ResidentDataset:
     dataset: Dataset
     columns: Any
     """CuPy array [columns, stride]: variables, then target, then weights; padding is 0."""
-    _totals: dict[tuple[Total, int, int], np.float64] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def variables(self) -> Any:
@@ -79,45 +55,6 @@ class ResidentDataset:
         """Device address of the weights at ``row``, 0 without weights."""
         layout = self.dataset.layout
         return self.address(layout.columns - 1, row) if layout.has_weights else 0
-
-    def closing(self, kind: Loss, start: int, stop: int) -> Closing:
-        """Say how sums of w (f - y)^2, for MAE of w |f - y|, over a row range become losses."""
-        if kind is Loss.SSE:
-            return Closing(1.0, root=False, complement=False)
-        if kind in (Loss.R2, Loss.NMSE):
-            total = self._total(_variation, start, stop)
-            return Closing(float(total), root=False, complement=kind is Loss.R2)
-        total = self._total(_weight, start, stop)
-        return Closing(float(total), root=kind is Loss.RMSE, complement=False)
-
-    def losses(self, kind: Loss, sums: Floats, start: int, stop: int) -> Floats:
-        """Turn sums into losses as `closing` says."""
-        closing = self.closing(kind, start, stop)
-        with np.errstate(all="ignore"):
-            shares = sums / closing.total
-            shares = np.sqrt(shares) if closing.root else shares
-            return 1.0 - shares if closing.complement else shares
-
-    def _total(self, total: Total, start: int, stop: int) -> np.float64:
-        key = (total, start, stop)
-        with self._lock:
-            known = self._totals.pop(key, None)
-        value = total(self.dataset, start, stop) if known is None else known
-        with self._lock:
-            self._totals[key] = value
-            if len(self._totals) > _REMEMBERED:
-                del self._totals[next(iter(self._totals))]
-        return value
-
-
-@numba_cache.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def close(sums: NDArray[np.float64], closing: Closing, losses: NDArray[np.float64]) -> None:
-    """Turn sums into losses, as `ResidentDataset.losses` does; both may be the same array."""
-    for job in range(len(sums)):
-        loss = sums[job] / closing.total
-        if closing.root:
-            loss = np.sqrt(loss)
-        losses[job] = 1.0 - loss if closing.complement else loss
 
 
 class EvaluationTier(Protocol):
@@ -173,13 +110,3 @@ def _upload_column(context: StreamContext, column: Any, address: int) -> None:
         staging[:] = piece
         context.upload(address + start, staging)
         context.mark(name)
-
-
-def _weight(dataset: Dataset, start: int, stop: int) -> np.float64:
-    """Sum of the weights."""
-    return np.float64(TargetStatistics.of_rows(dataset, slice(start, stop)).weight)
-
-
-def _variation(dataset: Dataset, start: int, stop: int) -> np.float64:
-    """Sum of w (y - m)^2 around the weighted mean m of the target."""
-    return np.float64(TargetStatistics.of_rows(dataset, slice(start, stop)).variation)

@@ -24,7 +24,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit import parse
 from warpfit_server.engine.interface import run_to_end
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.fit.driver import Surroundings, optimize
+from warpfit_server.engine.fit.driver import FitContext, optimize
 from warpfit_server.limits import fit_memory
 
 def resident():
@@ -48,7 +48,7 @@ def fit(programs, starts):
         data.content_id, Batch.of(programs, starts), loss=Loss.MSE, values=False
     )
     request = FitRequest(evaluation, FitSettings(method=method, max_iterations=3))
-    run_to_end(optimize(request, Surroundings(engine, data, np.zeros(1, np.uint8))))
+    run_to_end(optimize(request, FitContext(engine, data, np.zeros(1, np.uint8))))
     return fit_memory(request, data.layout) / 2**20
 
 fit(programs[:1], [starts[0][:1]])

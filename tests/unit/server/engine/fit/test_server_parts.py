@@ -1,4 +1,4 @@
-"""Segment layouts, messages, limits and closings of fits and of the newer parts of evaluations."""
+"""Segment layouts, messages and limits of fits and derivatives."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError
-from warpfit.expressions import reference_engine
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.ir import Batch
-from warpfit.losses import Closing, LossFunction, huber
+from warpfit.losses import Closing, huber
 from warpfit.request import Evaluation, Loss
 from warpfit.server_info import Limits
-from warpfit_server.engine.finalize import correlation, engine_share, finish, scale_linearly
-from warpfit_server.engine.interface import Outputs
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.messages import SubmitEvaluation, SubmitFit
@@ -144,74 +139,3 @@ def test_only_a_partial_fit_stops_before_its_deadline():
     assert _stop_time(fit(partial=True), None) is None
     stop = _stop_time(fit(partial=True), 10.0)
     assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5
-
-
-# --------------------------------------------------------------------------------- closings
-
-
-def moments(f, y, w):
-    total = w.sum()
-    mean_f, mean_y = (w * f).sum() / total, (w * y).sum() / total
-    f, y = f - mean_f, y - mean_y
-    squares, products = (w * f * f).sum(), (w * f * y).sum()
-    slope = products / squares if squares else 0.0
-    left = (w * (y - slope * f) ** 2).sum()
-    return np.array([total, mean_f, mean_y, squares, (w * y * y).sum(), products, left])
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.floats(-3, 3), st.floats(0.1, 3))
-def test_linear_scaling_is_weighted_least_squares(seed, a, b):
-    draw = np.random.default_rng(seed)
-    f, noise = draw.normal(size=(2, 30))
-    w = draw.uniform(0.1, 2, size=30)
-    y = a + b * f + 0.1 * noise
-    (slope, intercept), left = scale_linearly(moments(f, y, w))
-    design = np.sqrt(w)[:, None] * np.column_stack([f, np.ones(30)])
-    expected, squares, *_ = np.linalg.lstsq(design, np.sqrt(w) * y, rcond=None)
-    np.testing.assert_allclose([slope, intercept], expected, rtol=1e-8)
-    np.testing.assert_allclose(left, squares[0], rtol=1e-8)
-    centred = np.cov(f, y, aweights=w)
-    pearson = centred[0, 1] / np.sqrt(centred[0, 0] * centred[1, 1])
-    np.testing.assert_allclose(correlation(moments(f, y, w)), pearson, rtol=1e-10)
-
-
-def test_a_constant_program_is_scaled_to_the_mean():
-    y, w = rng.normal(size=10), np.ones(10)
-    (slope, intercept), left = scale_linearly(moments(np.full(10, 3.0), y, w))
-    np.testing.assert_allclose([slope, intercept, left], [0, y.mean(), 10 * y.var()])
-    assert np.isnan(correlation(moments(np.full(10, 3.0), y, w)))
-
-
-@pytest.mark.parametrize("closing", list(Closing))
-@pytest.mark.parametrize("row", ["square(d)", "abs(d)", "w*square(d)"])
-def test_an_engines_sums_become_what_the_reference_computes(closing, row):
-    custom = LossFunction(LossFunction.parse(row).row, closing)
-    wished = {"values": False, "gradient": True, "variable_gradient": True}
-    asked = evaluation(custom_loss=custom, **wished)
-    expected = reference_engine.evaluate(asked, DATA)
-    sums = reference_engine.evaluate(
-        evaluation(custom_loss=LossFunction(custom.row, Closing.SUM), **wished), DATA
-    )
-    outputs = Outputs(
-        values=None,
-        losses=sums.losses.copy(),
-        cancelled=np.zeros(1, np.uint8),
-        ready=lambda _: None,
-        gradients=sums.gradients.copy(),
-        variable_gradients=sums.variable_gradients.copy(),
-    )
-    share, given_out = engine_share(asked, outputs)
-    assert (share, given_out) == (asked, outputs)
-    finish(asked, DATA, outputs, None, None, None)
-    for name in ("losses", "gradients", "variable_gradients"):
-        np.testing.assert_allclose(getattr(outputs, name), getattr(expected, name), rtol=1e-12)
-
-
-def test_scaling_takes_the_loss_from_the_moments():
-    asked = evaluation(loss=Loss.MSE, values=False, linear_scaling=True)
-    outputs = Outputs(None, np.zeros((7, 2)), np.zeros(1, np.uint8), lambda _: None)
-    share, given_out = engine_share(asked, outputs)
-    assert share.loss_function is None
-    assert given_out.losses is None
-    assert given_out.moments.shape == (7, 2, 7)

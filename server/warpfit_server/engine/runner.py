@@ -1,0 +1,189 @@
+"""Runs requests on the engine: evaluations, several evaluations merged into one, and fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.dataset import Dataset
+from warpfit.errors import DatasetNotFoundError
+from warpfit.fitting import FitProgress, FitRequest
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Timings
+from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
+from warpfit_server.engine.interface import Engine, Outputs, Steps, run_to_end
+from warpfit_server.engine.request import Request
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
+
+#: Least seconds between two progress messages of a fit.
+_PROGRESS_SECONDS: Final = 0.1
+
+
+class RequestRunner:
+    """Makes the steps of requests, and runs merged evaluations.
+
+    Args:
+        engine: that computes.
+        datasets: that the engine has loaded, by content id.
+        chunk_bytes: least size of final values that is worth a progress message.
+        cache_directory: where the compiled code of fits is kept.
+
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        datasets: Mapping[bytes, Dataset],
+        chunk_bytes: int,
+        cache_directory: Path | None = None,
+    ) -> None:
+        self._engine = engine
+        self._datasets = datasets
+        self._chunk_bytes = chunk_bytes
+        self._cache_directory = cache_directory
+        self._finalizer = Finalizer()
+
+    def begin(self, request: Request) -> Steps[Timings]:
+        """Return the steps of a request; after the last one its results are in its segment."""
+        if isinstance(request.message, messages.SubmitFit):
+            return self._optimize(request, request.message)
+        return self._evaluate(request)
+
+    def run_merged(self, requests: Sequence[Request]) -> Timings:
+        """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
+        merged = _merge([request.evaluation for request in requests])
+        losses = np.empty((len(merged.batch), merged.batch.vectors))
+        outputs = Outputs(None, losses, np.zeros(1, dtype=np.uint8), lambda programs: None)
+        timings = run_to_end(self._engine.evaluate(merged, outputs))
+        self._finalizer.finalize(merged, self._dataset(merged.dataset_id), outputs)
+        first = 0
+        for request in requests:
+            target = request.losses
+            target[...] = losses[first : first + len(target)]
+            first += len(target)
+        return timings
+
+    def _evaluate(self, request: Request) -> Steps[Timings]:
+        evaluation = request.evaluation
+        dataset = self._dataset(evaluation.dataset_id)
+        results = request.problem.segment_layout.results(request.segment)
+        outputs = Outputs(
+            values=results.get("values"),
+            losses=results.get("losses"),
+            cancelled=request.cancelled,
+            ready=self._value_progress(request),
+            gradients=results.get("gradients"),
+            jacobian=results.get("jacobian"),
+            variable_gradients=results.get("variable_gradients"),
+            reductions=results.get("reductions"),
+        )
+        of_sums, sums = reduce_to_sums(evaluation, outputs)
+        timings = yield from self._engine.evaluate(of_sums, sums)
+        self._finalizer.finalize(
+            evaluation,
+            dataset,
+            outputs,
+            sums.moments,
+            results.get("scaling"),
+            results.get("correlations"),
+        )
+        return timings
+
+    def _optimize(self, request: Request, message: messages.SubmitFit) -> Steps[Timings]:
+        # Imported on first use, because importing it delays the start of the server.
+        from warpfit_server.engine.fit.driver import FitContext, optimize
+
+        problem, segment = message.problem, request.segment
+        layout = problem.segment_layout
+        bounds: Any = {name: layout.array(name, segment) for name in FIT_SETTING_ARRAYS}
+        # Engines keep the lowered programs as long as these arrays live: not in a shared segment.
+        evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
+        fit = FitRequest(evaluation, replace(message.settings, **bounds))
+        context = FitContext(
+            engine=self._engine,
+            dataset=self._dataset(problem.dataset_id),
+            cancelled=request.cancelled,
+            deadline=message.deadline,
+            report=_fit_progress(request, message),
+            cache_directory=self._cache_directory,
+        )
+        result = yield from optimize(fit, context)
+        for name, array in layout.results(segment).items():
+            np.copyto(array, getattr(result, name))
+        return result.timings
+
+    def _dataset(self, content_id: bytes) -> Dataset:
+        dataset = self._datasets.get(content_id)
+        if dataset is None:
+            raise DatasetNotFoundError
+        return dataset
+
+    def _value_progress(self, request: Request) -> Callable[[int], None]:
+        """Return what sends a message whenever another chunk of values is final."""
+        layout = request.problem.segment_layout
+        step = max(1, self._chunk_bytes // max(1, layout.program_bytes))
+        reported = 0
+
+        def ready(programs: int) -> None:
+            nonlocal reported
+            if request.evaluation.values and programs - reported >= step:
+                reported = programs
+                request.connection.send(messages.ValuesReady(request.number, programs))
+
+        return ready
+
+
+def merge_key(evaluation: Evaluation) -> Hashable:
+    """Return what evaluations must share to be merged; None if this one wants more than losses."""
+    wants_more = (
+        evaluation.values
+        or evaluation.gradient
+        or evaluation.jacobian
+        or evaluation.variable_gradient
+        or evaluation.reductions
+        or evaluation.needs_moments
+        or evaluation.custom_loss is not None
+    )
+    if wants_more or evaluation.loss is None:
+        return None
+    return (
+        *(evaluation.dataset_id, evaluation.rows, evaluation.precision, evaluation.loss),
+        *(evaluation.tier, evaluation.batch.vectors),
+    )
+
+
+def _merge(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Concatenate the programs of evaluations with the same `merge_key`."""
+    batches = [evaluation.batch for evaluation in evaluations]
+    batch = Batch(
+        codes=np.concatenate([batch.codes for batch in batches]),
+        values=np.concatenate([batch.values for batch in batches]),
+        lengths=np.concatenate([batch.lengths for batch in batches]),
+        parameter_counts=np.concatenate([batch.parameter_counts for batch in batches]),
+        parameters=np.concatenate([batch.parameters for batch in batches]),
+        vectors=batches[0].vectors,
+    )
+    return replace(evaluations[0], batch=batch)
+
+
+def _fit_progress(
+    request: Request, message: messages.SubmitFit
+) -> Callable[[FitProgress], None] | None:
+    """Return what sends progress messages at intervals; None if nobody asked for them."""
+    if not message.settings.progress:
+        return None
+    reported = time.monotonic()
+
+    def report(progress: FitProgress) -> None:
+        nonlocal reported
+        if time.monotonic() - reported >= _PROGRESS_SECONDS:
+            reported = time.monotonic()
+            request.connection.send(messages.FitProgressed(request.number, progress))
+
+    return report

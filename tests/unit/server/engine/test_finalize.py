@@ -1,0 +1,126 @@
+"""What the sums of engines become: losses, gradients, linear scaling, correlations."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfit.dataset import Dataset
+from warpfit.expressions import reference_engine
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch
+from warpfit.losses import Closing, LossFunction
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums, scale_linearly
+from warpfit_server.engine.interface import Outputs
+
+rng = np.random.default_rng(0)
+DATA = Dataset.of(rng.normal(size=(40, 4)), rng.normal(size=40), rng.uniform(0.1, 1, size=40))
+PROGRAMS, PARAMETERS = thesis_mix(3, 7, variables=4)
+BATCH = Batch.of(PROGRAMS, [np.stack([p, p]) for p in PARAMETERS])
+
+
+def evaluation(**changes):
+    return Evaluation(**{"dataset_id": DATA.content_id, "batch": BATCH, **changes})
+
+
+def losses_of(finalizer, dataset, sums, **changes):
+    outputs = Outputs(None, np.full((7, 2), sums), np.zeros(1, np.uint8), lambda _: None)
+    finalizer.finalize(evaluation(values=False, **changes), dataset, outputs)
+    return outputs.losses
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_each_row_range_of_each_data_set_has_its_own_losses(loss):
+    finalizer = Finalizer()
+    for dataset in (DATA, Dataset.of(np.ones((40, 4)), np.arange(40.0))):
+        for rows in [(0, 40), (5, 20), (0, 40)]:
+            w = np.ones(40) if dataset.weights is None else dataset.weights.astype(float)
+            w, y = w[slice(*rows)], dataset.target[slice(*rows)].astype(float)
+            spread = np.sum(w * np.square(y - np.average(y, weights=w)))
+            expected = {
+                "sse": 3.0, "mse": 3.0 / w.sum(), "rmse": np.sqrt(3.0 / w.sum()),
+                "mae": 3.0 / w.sum(), "r2": 1 - 3.0 / spread, "nmse": 3.0 / spread,
+            }[loss]  # fmt: skip
+            got = losses_of(finalizer, dataset, 3.0, loss=loss, rows=rows)
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_statistics_are_forgotten_with_their_data_set():
+    finalizer, dataset = Finalizer(), Dataset.of(np.ones((40, 4)), np.arange(40.0))
+    losses_of(finalizer, dataset, 3.0, loss=Loss.R2)
+    assert len(finalizer._statistics) == 1
+    del dataset
+    gc.collect()
+    assert len(finalizer._statistics) == 0
+
+
+def moments(f, y, w):
+    total = w.sum()
+    mean_f, mean_y = (w * f).sum() / total, (w * y).sum() / total
+    f, y = f - mean_f, y - mean_y
+    squares, products = (w * f * f).sum(), (w * f * y).sum()
+    slope = products / squares if squares else 0.0
+    left = (w * (y - slope * f) ** 2).sum()
+    return np.array([total, mean_f, mean_y, squares, (w * y * y).sum(), products, left])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(-3, 3), st.floats(0.1, 3))
+def test_linear_scaling_is_weighted_least_squares(seed, a, b):
+    draw = np.random.default_rng(seed)
+    f, noise = draw.normal(size=(2, 30))
+    w = draw.uniform(0.1, 2, size=30)
+    y = a + b * f + 0.1 * noise
+    (slope, intercept), left = scale_linearly(moments(f, y, w))
+    design = np.sqrt(w)[:, None] * np.column_stack([f, np.ones(30)])
+    expected, squares, *_ = np.linalg.lstsq(design, np.sqrt(w) * y, rcond=None)
+    np.testing.assert_allclose([slope, intercept], expected, rtol=1e-8)
+    np.testing.assert_allclose(left, squares[0], rtol=1e-8)
+    centred = np.cov(f, y, aweights=w)
+    pearson = centred[0, 1] / np.sqrt(centred[0, 0] * centred[1, 1])
+    np.testing.assert_allclose(correlation(moments(f, y, w)), pearson, rtol=1e-10)
+
+
+def test_a_constant_program_is_scaled_to_the_mean():
+    y, w = rng.normal(size=10), np.ones(10)
+    (slope, intercept), left = scale_linearly(moments(np.full(10, 3.0), y, w))
+    np.testing.assert_allclose([slope, intercept, left], [0, y.mean(), 10 * y.var()])
+    assert np.isnan(correlation(moments(np.full(10, 3.0), y, w)))
+
+
+@pytest.mark.parametrize("closing", list(Closing))
+@pytest.mark.parametrize("row", ["square(d)", "abs(d)", "w*square(d)"])
+def test_sums_become_the_losses_and_gradients_of_the_reference(closing, row):
+    custom = LossFunction(LossFunction.parse(row).row, closing)
+    wished = {"values": False, "gradient": True, "variable_gradient": True}
+    asked = evaluation(custom_loss=custom, **wished)
+    expected = reference_engine.evaluate(asked, DATA)
+    sums = reference_engine.evaluate(
+        evaluation(custom_loss=LossFunction(custom.row, Closing.SUM), **wished), DATA
+    )
+    outputs = Outputs(
+        values=None,
+        losses=sums.losses.copy(),
+        cancelled=np.zeros(1, np.uint8),
+        ready=lambda _: None,
+        gradients=sums.gradients.copy(),
+        variable_gradients=sums.variable_gradients.copy(),
+    )
+    assert reduce_to_sums(asked, outputs) == (asked, outputs)
+    Finalizer().finalize(asked, DATA, outputs)
+    for name in ("losses", "gradients", "variable_gradients"):
+        np.testing.assert_allclose(getattr(outputs, name), getattr(expected, name), rtol=1e-12)
+
+
+def test_a_scaled_loss_needs_moments_and_no_sums_of_row_losses():
+    asked = evaluation(loss=Loss.MSE, values=False, linear_scaling=True)
+    outputs = Outputs(None, np.zeros((7, 2)), np.zeros(1, np.uint8), lambda _: None)
+    of_sums, sums = reduce_to_sums(asked, outputs)
+    assert of_sums.loss_function is None
+    assert sums.losses is None
+    assert sums.moments.shape == (7, 2, 7)

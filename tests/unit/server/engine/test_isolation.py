@@ -1,0 +1,147 @@
+"""Suspects run alone, for a bounded time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from warpfit_server.engine.isolation import Isolation
+from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
+from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
+from warpfit_server.tenancy.tenants import PROBE
+
+
+@dataclass(eq=False)
+class FakeRequest(ScheduledRequest):
+    name: str = ""
+    alone: float = 0.0
+    state: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
+    cancelled: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
+
+
+class Steps:
+    """An isolation with a clock, and an engine that runs its steps."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.scheduler = Scheduler(1 << 20)
+        self.isolation = Isolation(self.scheduler, lambda: self.now)
+
+    def add(self, name, alone=0.0, tenant="me"):
+        request = FakeRequest(tenant, name=name, alone=alone)
+        self.scheduler.add(request)
+        return request
+
+    def next(self):
+        """Begin the next step; return its request, or None if nothing may run now."""
+        requests = self.isolation.next()
+        for request in requests:
+            if not request.alone:
+                request.state[0] = BEGUN
+        return requests[0] if requests else None
+
+    def end(self, request, *, finished=True):
+        self.scheduler.ran([request], 0.001)
+        self.isolation.ended([request], [] if finished else [request])
+
+
+@pytest.fixture
+def steps():
+    return Steps()
+
+
+def test_a_suspect_waits_for_running_steps_and_others_wait_for_the_suspect(steps):
+    before = steps.add("before")
+    assert steps.next() is before
+    suspect, after = steps.add("suspect", 5.0), steps.add("after")
+    assert steps.next() is None
+    assert suspect.state[0] == QUEUED
+    steps.end(before)
+    assert steps.next() is suspect
+    assert suspect.state[0] == ALONE
+    assert steps.next() is None
+    steps.end(suspect)
+    assert steps.next() is after
+    assert steps.isolation.timeout is None
+
+
+def test_a_suspect_runs_all_its_steps_alone(steps):
+    suspect, after = steps.add("suspect", 5.0), steps.add("after")
+    for finished in (False, False, True):
+        assert steps.next() is suspect
+        assert steps.next() is None
+        steps.end(suspect, finished=finished)
+    assert steps.next() is after
+
+
+def test_suspects_run_one_at_a_time(steps):
+    suspects = [steps.add(name, 5.0) for name in ("a", "b", "c")]
+    for suspect in suspects:
+        assert steps.next() is suspect
+        assert suspect.state[0] == ALONE
+        assert steps.next() is None
+        steps.end(suspect)
+    assert len(steps.scheduler) == 0
+
+
+def test_a_suspect_that_takes_too_long_runs_beside_others_and_its_state_says_so(steps):
+    suspect, after = steps.add("suspect", 2.0), steps.add("after")
+    assert steps.next() is suspect
+    steps.now += 1.9
+    assert steps.next() is None
+    steps.now += 0.2
+    assert steps.next() is after
+    assert suspect.state[0] == BEGUN
+    steps.end(suspect, finished=False)
+    assert steps.next() is suspect  # beside the other
+    assert suspect.state[0] == BEGUN
+
+
+def test_a_long_step_does_not_keep_a_suspect_waiting_for_ever(steps):
+    long = steps.add("long")
+    steps.next()
+    suspect, after = steps.add("suspect", 2.0), steps.add("after")
+    assert steps.next() is None
+    steps.now += 2.1
+    assert steps.next() is suspect
+    assert suspect.state[0] == BEGUN
+    assert steps.next() is after
+    steps.end(long)
+
+
+def test_a_suspect_that_waits_for_a_future_keeps_its_turn(steps):
+    suspect, after = steps.add("suspect", 2.0), steps.add("after")
+    steps.next()
+    steps.scheduler.ran([suspect], 0.001)  # it waits for a future
+    assert steps.next() is None
+    steps.isolation.ended([suspect], [suspect])
+    assert steps.next() is suspect
+    steps.end(suspect)
+    assert steps.next() is after
+
+
+def test_probes_run_beside_a_suspect(steps):
+    suspect = steps.add("suspect", 2.0)
+    assert steps.next() is suspect
+    probe = steps.add("probe", tenant=PROBE)
+    assert steps.next() is probe
+    assert suspect.state[0] == ALONE
+    steps.end(suspect)
+    other = steps.add("other suspect", 2.0)
+    assert steps.next() is other
+    assert other.state[0] == ALONE
+
+
+def test_a_cancelled_suspect_does_not_wait(steps):
+    long = steps.add("long")
+    steps.next()
+    suspect = steps.add("suspect", 60.0)
+    assert steps.next() is None
+    suspect.cancelled[0] = 1
+    assert steps.next() is suspect
+    steps.end(suspect)
+    after = steps.add("after")
+    assert steps.next() is after
+    steps.end(long)
