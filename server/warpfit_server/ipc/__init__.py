@@ -1,1 +1,1 @@
-"""Between front end and engine: messages, connection, segments of shared memory."""
+"""Between front ends and engine: messages, connections, segments of shared memory, quarantine."""

@@ -1,8 +1,8 @@
-"""Messages and file descriptors over a stream socket between two of the server's processes.
+"""Channels: messages and file descriptors over a stream socket between two processes of the server.
 
-A frame is the number of bytes and of file descriptors, 32 bits each, then the pickled message. A
-frame may have any length below a limit far above what messages need; a longer one is refused before
-anything is sent.
+A message is sent as the number of its bytes and of its file descriptors, 32 bits each, then its
+pickle. A message over the limit, which is far above what messages need, fails alone: nothing of it
+is sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import socket
 import struct
 import threading
@@ -30,12 +29,12 @@ MOST_DESCRIPTORS: Final = 16
 _HEADER: Final = struct.Struct("=II")
 _READ_BYTES: Final = 64 << 10
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(253 * array("i").itemsize)
-#: Bytes that the kernel keeps of what the other process has not read yet.
+#: Size of the kernel's buffer for what the other process has not read yet.
 _SOCKET_BYTES: Final = 1 << 20
 
 
 class ChannelClosedError(Exception):
-    """The other end is gone, or does not read."""
+    """The other end is gone, or has not read for too long."""
 
 
 class Channel:
@@ -46,20 +45,20 @@ class Channel:
         self._sending = threading.Lock()
         self._received = bytearray()
         self._descriptors: deque[list[int]] = deque()
-        """Those that have come, a list for each message that has some."""
+        """Received descriptors, one list for each message that has some."""
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """Return this process's end and the socket to give to the other process."""
+        """Return a channel for this process and the socket for the other one."""
         ours, theirs = socket_pair()
         return cls(ours), theirs
 
     def fileno(self) -> int:
-        """Descriptor of the socket, to wait for messages with."""
+        """Return the socket's descriptor, to poll for messages."""
         return self._socket.fileno()
 
     def give_up_after(self, seconds: float) -> None:
-        """Let `send` fail when the other end has not read for so long."""
+        """Let `send` fail when the other end has not read for some seconds."""
         timer = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timer)
 
@@ -75,13 +74,13 @@ class Channel:
         self._send(_framed(message, len(descriptors)), descriptors)
 
     def send_all(self, messages: Iterable[Message]) -> None:
-        """Send messages at once, as `send` does."""
+        """Send messages in one go, as `send` does."""
         self._send(b"".join([_framed(message) for message in messages]))
 
     def receive(self) -> tuple[Message, list[int]]:
-        """Wait for the next message and its file descriptors.
+        """Wait for the next message; return it with its file descriptors.
 
-        Of a message whose descriptors this process has no room for, they are left out.
+        Descriptors are left out if this process can open no more files.
 
         Raises:
             ChannelClosedError: if the other end is gone.
@@ -106,12 +105,6 @@ class Channel:
             found.append(message)
         return found
 
-    def is_abandoned(self) -> bool:
-        """Tell whether the other end is gone, without waiting."""
-        poll = select.poll()
-        poll.register(self._socket, 0)  # hang-ups are always told
-        return bool(poll.poll(0))
-
     def shut(self) -> None:
         """End the connection, which wakes a thread that waits in `receive`."""
         with contextlib.suppress(OSError):  # the other end may have closed first
@@ -134,7 +127,7 @@ class Channel:
             except OSError as error:
                 lacking = None if sent else shortage(error)
                 if lacking is None:
-                    self.shut()  # a part of the data may have been sent
+                    self.shut()  # part of the data may have been sent
                 raise lacking or ChannelClosedError(str(error)) from error
 
     def _send_first(self, data: bytes, descriptors: Sequence[int]) -> int:
@@ -143,7 +136,7 @@ class Channel:
         return self._socket.send(data)
 
     def _read(self, flags: int) -> bool:
-        """Receive what is there into the buffer; return whether there may be more."""
+        """Receive into the buffer; return whether there may be more."""
         try:
             data, ancillary, flagged, _ = self._socket.recvmsg(
                 _READ_BYTES, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
@@ -154,7 +147,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
         if not data:
             raise ChannelClosedError("end of stream")
-        # The kernel ends a read after the bytes that descriptors came with: they are one message's.
+        # The kernel ends a read after bytes that came with descriptors, which are one message's.
         was_cut = bool(ancillary or flagged & socket.MSG_CTRUNC)
         if was_cut:
             self._descriptors.append(_descriptors(ancillary))
@@ -162,7 +155,7 @@ class Channel:
         return was_cut or len(data) == _READ_BYTES
 
     def _next(self) -> tuple[Message, list[int]] | None:
-        """Take the next whole message out of the buffer; descriptors come with its first byte."""
+        """Take a whole message out of the buffer; its descriptors have come with its first byte."""
         received = self._received
         if len(received) < _HEADER.size:
             return None
@@ -205,7 +198,7 @@ def _framed(message: Message, descriptors: int = 0) -> bytes:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Make two connected sockets for channels.
+    """Return two connected sockets for channels.
 
     Raises:
         ResourceExhaustedError: if this process can open no more files.

@@ -1,14 +1,14 @@
-"""What was under way when an engine died, so that it does not kill one engine after the other.
+"""The quarantine: batches and data sets that have crashed engines are not run again.
 
-An engine that dies takes all its work along, and a piece of it may be to blame. So everything that
-was under way becomes a *suspect*. A suspect that comes again runs alone for a while, one after the
-other (`warpfit_server.engine.isolation`): if it ends, it is cleared; if the engine dies while it is
-all that runs, and not for the first time with it, it is *quarantined* and refused. Whoever merely
-had a batch beside the one to blame is therefore never refused, however often both come again.
+When an engine dies, one of the requests that it had begun may be to blame, so all of them become
+*suspects*. A suspect that is sent again runs alone (`warpfit_server.engine.isolation`). If it ends,
+it is cleared. If the engine dies while nothing else runs, and is not the first one that died with
+it, the suspect goes into *quarantine* and is refused. So a batch that merely ran beside the one to
+blame is never refused, however often both are sent again.
 
-A data set is a suspect when it was being loaded, or batches on it were under way. It is
-quarantined when a second engine dies as it is loaded, this time one that did nothing else, or when
-two different batches on it were each all that ran when an engine died.
+A data set is a suspect if it was being loaded, or if batches on it had begun. It goes into
+quarantine when a second engine dies while it loads the data set and does nothing else, or when two
+different batches on it were each all that ran when an engine died.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from warpfit.errors import FailedPreconditionError
 from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
 
-#: Most data sets and batches that are kept in mind; the oldest is forgotten first.
+#: Most data sets and batches with a record; the oldest record is dropped first.
 _MOST_RECORDS: Final = 256
-#: Seconds after its last crash until a suspect, and a thing in quarantine, is forgotten.
+#: Seconds after its last crash until a suspect is forgotten, and something in quarantine.
 _SUSPECT_SECONDS: Final = 600.0
 _QUARANTINE_SECONDS: Final = 3600.0
-#: Seconds that a suspect runs alone after one crash; four times as long after each further one, so
-#: that what kills slowly is found, too, and what is found at once holds nobody up for long.
+#: Seconds that a suspect may run alone after one crash; four times as long after each further one.
+#: So a batch that crashes the engine at once keeps others waiting only briefly, and one that takes
+#: long to do so is found in the end.
 _ALONE_SECONDS: Final = 2.0
 _LONGEST_ALONE: Final = 120.0
-#: Crashes of which more would change nothing.
+#: Most crashes that are counted of one batch or data set; more would change nothing.
 _MOST_COUNTED: Final = 8
-#: A connection that was lost so many seconds before an engine died has nothing to do with that.
+#: A request that was lost so many seconds before its engine died has nothing to do with that.
 _TOGETHER_SECONDS: Final = 5.0
-#: Engines whose ends are remembered, for reports that come late.
+#: Engines whose deaths are remembered, for reports that come late.
 _MOST_DEATHS: Final = 8
 #: Arrays of a batch.
 _ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
@@ -49,7 +50,7 @@ _ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters"
 
 @dataclass(frozen=True, slots=True)
 class InterruptedBatch:
-    """A batch was under way on a connection to an engine that was lost."""
+    """A batch that an engine had begun when the connection to the engine was lost."""
 
     engine: int
     """Number of the engine process, from 1."""
@@ -62,7 +63,7 @@ class InterruptedBatch:
 
 @dataclass(frozen=True, slots=True)
 class ClearedSuspect:
-    """A suspect has ended, and the engine lives."""
+    """A suspect that has ended, while the engine lives."""
 
     dataset: bytes
     batch: bytes
@@ -70,23 +71,24 @@ class ClearedSuspect:
 
 @dataclass(frozen=True, slots=True)
 class SuspectList:
-    """Names of batches and data sets, as all front-end processes know them."""
+    """What `Quarantine` tells all front-end processes."""
 
     version: int = 0
     suspects: Mapping[bytes, float] = field(default_factory=dict)
-    """Seconds for which each must run alone."""
+    """Seconds for which each must run alone, by digest of a batch or key of a data set."""
     quarantined: frozenset[bytes] = frozenset()
+    """Digests of batches and keys of data sets."""
 
 
 class KnownSuspects:
-    """The suspects as one front-end process knows them."""
+    """The latest `SuspectList` of one front-end process."""
 
     def __init__(self) -> None:
         self._known = SuspectList()
         self._lock = threading.Lock()
 
     def update(self, new: SuspectList) -> None:
-        """Take a new list, unless a newer one has come before."""
+        """Take a list, unless a newer one has come before."""
         with self._lock:
             if new.version > self._known.version:
                 self._known = new
@@ -96,10 +98,10 @@ class KnownSuspects:
 
         Args:
             dataset: key of its data set.
-            batch: computes its digest, which is only done when there are suspects.
+            batch: computes its digest; called only when there are suspects.
 
         Raises:
-            FailedPreconditionError: if batch or data set is in quarantine.
+            FailedPreconditionError: if the batch or its data set is in quarantine.
 
         """
         known = self._known
@@ -108,21 +110,21 @@ class KnownSuspects:
         self.check_dataset(dataset)
         name = batch()
         if name in known.quarantined:
-            raise _refused("batch", "programs", "Leave expressions out to find the one to blame")
+            raise _refusal("batch", "programs", "Leave expressions out to find the one to blame")
         return max(known.suspects.get(dataset, 0.0), known.suspects.get(name, 0.0))
 
     def check_dataset(self, dataset: bytes) -> None:
-        """Refuse a data set that is in quarantine.
+        """Check that a data set is not in quarantine.
 
         Raises:
             FailedPreconditionError: if it is.
 
         """
         if dataset in self._known.quarantined:
-            raise _refused("data set", "content_id", "Change the data, or release the data set")
+            raise _refusal("data set", "content_id", "Change the data, or release the data set")
 
 
-def _refused(what: str, field_name: str, remedy: str) -> FailedPreconditionError:
+def _refusal(what: str, field_name: str, remedy: str) -> FailedPreconditionError:
     return FailedPreconditionError(
         f"the engine has died of this {what} more than once, so the server does not run it again",
         f"{what.upper().replace(' ', '')}_QUARANTINED",
@@ -136,21 +138,21 @@ def digest(
     arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
     settings: FitSettings | None = None,
 ) -> bytes:
-    """Return SHA-256 of all that is asked for.
+    """Return the SHA-256 of a whole request.
 
     Args:
-        evaluation: the batch, its data set and what is wanted of it.
-        arrays: of a fit, by name.
-        settings: of a fit, without arrays.
+        evaluation: the batch, its data set and the requested outputs.
+        arrays: arrays of a fit's settings by name.
+        settings: a fit's other settings.
 
     """
     custom, batch = evaluation.custom_loss, evaluation.batch
-    wanted = [
+    options = [
         getattr(evaluation, name)
         for name in evaluation.__dataclass_fields__
         if name not in ("batch", "custom_loss")
     ]
-    text = repr((wanted, batch.vectors, custom and custom.closing, settings, sorted(arrays)))
+    text = repr((options, batch.vectors, custom and custom.closing, settings, sorted(arrays)))
     found = hashlib.sha256(text.encode())
     parts = [getattr(batch, name) for name in _ARRAYS]
     parts += [arrays[name] for name in sorted(arrays)]
@@ -164,21 +166,22 @@ def digest(
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """What is known of a batch or a data set."""
+    """The crashes with which a batch or a data set had to do."""
 
     is_dataset: bool
     last: float = 0.0
     """``time.monotonic()`` of the last crash."""
     engines: set[int] = field(default_factory=set)
-    """Numbers of the engines that died while it was under way, the first few."""
+    """Numbers of the first few engines that died while it ran."""
     alone: set[bytes] = field(default_factory=set)
-    """What was all that ran when an engine died: batches, or the data set, being loaded."""
+    """Batches that were all that ran when an engine died; also the data set itself, if an engine
+    that did nothing else died of loading it."""
 
     def accuse(self, engine: int, alone: bytes | None) -> None:
-        """Note that it was under way when an engine died.
+        """Add a crash.
 
         Args:
-            engine: its number.
+            engine: number of the engine.
             alone: what was all that ran, if that is known.
 
         """
@@ -188,35 +191,35 @@ class _Record:
             self.alone.add(alone)
 
     def is_guilty(self, name: bytes) -> bool:
-        """Tell whether it belongs into quarantine."""
+        """Return whether it belongs into quarantine."""
         if self.is_dataset and len(self.alone - {name}) >= 2:
             return True
         return len(self.engines) >= 2 and name in self.alone
 
     @property
     def seconds(self) -> float:
-        """For how long it must run alone."""
+        """Seconds that it may run alone."""
         return float(min(_LONGEST_ALONE, _ALONE_SECONDS * 4.0 ** (len(self.engines) - 1)))
 
 
 class Quarantine:
-    """Judges what was under way when engines died; in the first front-end process.
+    """Decides what is suspect and what is in quarantine; in the main process.
 
     Args:
-        clock: tells seconds.
+        clock: returns seconds.
 
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.suspects = KnownSuspects()
-        """As this process knows them."""
+        """The list as this process knows it."""
         self.on_change: Callable[[SuspectList], None] = lambda known: None
-        """Told every new list."""
+        """Called with every new list."""
         self._clock = clock
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
-        self._waiting: list[tuple[float, InterruptedBatch]] = []  # for the end of their engine
-        self._deaths: dict[int, bool] = {}  # whether the work of an engine is to blame
+        self._waiting: list[tuple[float, InterruptedBatch]] = []  # for the death of their engine
+        self._deaths: dict[int, bool] = {}  # whether what the engine ran is to blame
         self._current = SuspectList()
 
     @property
@@ -225,7 +228,7 @@ class Quarantine:
         return self._current
 
     def report(self, outcome: InterruptedBatch | ClearedSuspect) -> None:
-        """Take in what became of a batch."""
+        """Take in what became of a batch, before or after its engine's death is known."""
         with self._lock:
             if isinstance(outcome, ClearedSuspect):
                 self._clear(outcome)
@@ -240,13 +243,13 @@ class Quarantine:
     def engine_died(
         self, engine: int, *, is_blamed: bool, loading: bytes | None, at_start: bool
     ) -> None:
-        """Take notice of an engine's end.
+        """Take in an engine's death.
 
         Args:
             engine: its number.
-            is_blamed: whether its work may be the cause.
-            loading: the data set that it was loading, if any.
-            at_start: whether that was as it started, when it did nothing else.
+            is_blamed: whether what it ran may be the cause.
+            loading: key of the data set that it was loading, if any.
+            at_start: whether it did so as it started, when it did nothing else.
 
         """
         with self._lock:
@@ -257,15 +260,15 @@ class Quarantine:
             if is_blamed and loading:
                 record = self._record(loading, is_dataset=True)
                 record.accuse(engine, loading if at_start else None)
-            for since, casualty in waiting:
-                is_fresh = casualty.engine == engine and now - since < _TOGETHER_SECONDS
-                if is_fresh and self._deaths[engine]:
-                    self._accuse(casualty)
+            for since, batch in waiting:
+                is_recent = batch.engine == engine and now - since < _TOGETHER_SECONDS
+                if is_recent and self._deaths[engine]:
+                    self._accuse(batch)
             known = self._judge()
         self._publish(known)
 
     def expire(self) -> None:
-        """Forget what has not been under way at a crash for long."""
+        """Drop the records of what has not crashed an engine for long."""
         if not self._records:
             return
         with self._lock:
@@ -277,19 +280,19 @@ class Quarantine:
             known = self._judge()
         self._publish(known)
 
-    def _accuse(self, casualty: InterruptedBatch) -> None:
-        for name, is_dataset in ((casualty.dataset, True), (casualty.batch, False)):
+    def _accuse(self, batch: InterruptedBatch) -> None:
+        for name, is_dataset in ((batch.dataset, True), (batch.batch, False)):
             record = self._record(name, is_dataset=is_dataset)
-            record.accuse(casualty.engine, casualty.batch if casualty.alone else None)
+            record.accuse(batch.engine, batch.batch if batch.alone else None)
 
-    def _clear(self, survivor: ClearedSuspect) -> None:
-        for name in (survivor.batch, survivor.dataset):
+    def _clear(self, suspect: ClearedSuspect) -> None:
+        for name in (suspect.batch, suspect.dataset):
             record = self._records.get(name)
             if record is not None and not record.is_guilty(name):
                 del self._records[name]
 
     def _record(self, name: bytes, *, is_dataset: bool) -> _Record:
-        """Find or make a record; it is the newest now."""
+        """Find or make a record, which becomes the newest."""
         record = self._records.pop(name, None) or _Record(is_dataset)
         record.last = self._clock()
         self._records[name] = record
@@ -298,7 +301,7 @@ class Quarantine:
         return record
 
     def _judge(self) -> SuspectList | None:
-        """Make a new list; None if nothing has changed."""
+        """Make a new list; return None if nothing has changed."""
         guilty = {name for name, record in self._records.items() if record.is_guilty(name)}
         suspects = {n: record.seconds for n, record in self._records.items() if n not in guilty}
         now = self._current

@@ -1,9 +1,9 @@
-"""Anonymous shared memory between the front door and an engine process.
+"""Segments: anonymous shared memory between the server's processes.
 
 A segment is a memory file without a name (``memfd_create``): the kernel frees it when the last
 process that maps it ends, however it ends, so nothing is left over after a crash, and it does not
-depend on the size of ``/dev/shm``. The file descriptor crosses to the engine process over the
-socket of `warpfit_server.ipc.channel`.
+depend on the size of ``/dev/shm``. Its file descriptor crosses over the socket of
+`warpfit_server.ipc.channel`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _SMALLEST: Final = 64 << 10
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process and its children open as many files as the system allows them at most.
+    """Let this process and its children open as many files as the system allows.
 
-    Each data set and each call on its way holds some; the usual limit of 1,024 is for programs that
+    Each data set and each call in flight holds some. The usual limit of 1,024 is for programs that
     use ``select``.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -38,7 +38,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Segment:
-    """One piece of shared memory; arrays made by `array` keep the mapping alive."""
+    """A piece of shared memory; arrays made by `array` keep the mapping alive."""
 
     descriptor = -1
     """File descriptor, owned by this object; -1 once closed."""
@@ -49,7 +49,7 @@ class Segment:
         self.size = size
         """Bytes."""
         self.owner = ""
-        """Whose bytes it may hold."""
+        """Tenant whose bytes it may hold."""
         self._map = mmap.mmap(descriptor, size)
         self.descriptor = descriptor  # last: if mapping fails, the caller still owns it
 
@@ -115,12 +115,6 @@ class Segment:
             written = os.pwrite(self.descriptor, data, offset)
             data, offset = data[written:], offset + written
 
-    def give_to(self, owner: str) -> None:
-        """Let a tenant use the segment; of another one's bytes nothing is left."""
-        if self.owner != owner:
-            self.array("u1", (self.size,))[...] = 0
-            self.owner = owner
-
     def view(self) -> memoryview:
         """View of the segment as bytes."""
         return memoryview(self._map)
@@ -139,34 +133,32 @@ class Segment:
 
 
 class SegmentPool:
-    """Allocates segments and keeps idle ones for reuse, up to a number of bytes.
+    """Allocates segments and keeps idle ones for reuse.
 
-    A reused segment may hold old bytes of the tenant that it is for, never of another: whoever
-    reads one must know that it was written first, and if that fails, no other tenant's are seen.
+    A reused segment may hold old bytes of the tenant that it is for, never of another one. Readers
+    must know that what they read was written first; if they are wrong, no other tenant's data show.
+
+    Args:
+        idle_bytes: most bytes that are kept for reuse.
+
     """
 
     def __init__(self, idle_bytes: int) -> None:
-        self.idle_bytes = idle_bytes
-        """Most bytes that are kept for reuse."""
+        self._most_idle_bytes = idle_bytes
         self._lock = threading.Lock()
         self._idle: dict[int, list[Segment]] = {}
         self._idle_bytes = 0
         self._next = 0
 
     def acquire(self, size: int, owner: str = "") -> Segment:
-        """Return a segment of at least ``size`` bytes, to be given back with `release`.
-
-        Args:
-            size: bytes.
-            owner: the tenant that it is for.
-
-        """
+        """Return a segment of at least ``size`` bytes for a tenant, to give back with `release`."""
         capacity = max(_SMALLEST, 1 << (size - 1).bit_length())
         segment = self._reuse(capacity, owner)
         if segment is None:
             segment = self.create(capacity)
-            segment.owner = owner  # its bytes are zero
-        segment.give_to(owner)
+        elif segment.owner != owner:
+            segment.array("u1", (segment.size,))[...] = 0
+        segment.owner = owner
         return segment
 
     def _reuse(self, capacity: int, owner: str) -> Segment | None:
@@ -187,9 +179,9 @@ class SegmentPool:
         return Segment.create(identifier, size)
 
     def release(self, segment: Segment) -> bool:
-        """Take a segment back; False if it was dropped because enough are idle."""
+        """Take a segment back; return False if it was closed because enough are idle."""
         with self._lock:
-            if self._idle_bytes + segment.size <= self.idle_bytes:
+            if self._idle_bytes + segment.size <= self._most_idle_bytes:
                 self._idle_bytes += segment.size
                 self._idle.setdefault(segment.size, []).append(segment)
                 return True

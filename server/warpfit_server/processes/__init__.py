@@ -1,1 +1,1 @@
-"""The server's processes: the supervisor, the front ends, the watchdog and its probe."""
+"""The server's processes: supervisors of engine and front ends, front-end process, watchdog."""

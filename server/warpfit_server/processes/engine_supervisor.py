@@ -1,7 +1,7 @@
-"""The front door's side of the engine process: starts it, talks to it, restarts it.
+"""The main process's side of the engine process: starts it, gives it data sets, restarts it.
 
-The front door never touches CUDA. When the engine process dies, the calls in flight fail with
-UNAVAILABLE, a new process starts and the data sets are loaded again from the host copies.
+The main process never touches CUDA. When the engine process dies, the calls in flight fail with
+UNAVAILABLE, a new process starts, and it loads the data sets again from the main process's copies.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.compile_cache import engine_environment
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
+#: Longest pause in seconds before an engine is started that failed to start before.
 _LONGEST_PAUSE: Final = 30.0
+#: Pause in seconds after an engine process could not even be spawned.
+_SPAWN_PAUSE: Final = 1.0
 #: Seconds that an engine has to log why it ends, after it has closed its channel.
-_LAST_WORDS_SECONDS: Final = 2.0
+_EXIT_SECONDS: Final = 2.0
 #: What exit statuses of the engine process mean.
 _CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
-#: Ends of an engine that its work has nothing to do with.
-_NOT_ITS_WORK: Final = (
+#: Causes of an engine's end for which what it computed is not to blame.
+_UNRELATED_CAUSES: Final = (
     *("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit 0"),
     *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
 )
-#: Data sets that a new engine is given before it has loaded the first of them: more would fill both
-#: directions of the channel.
+#: Most data sets that a new engine has been sent and has not loaded: with more of them, the
+#: messages would fill both directions of the channel.
 _LOADS_AHEAD: Final = 16
-#: Pause after an engine could not even be started, in seconds.
-_SHORTAGE_SECONDS: Final = 1.0
 _VM_STATISTICS: Final = Path("/proc/vmstat")
 
 
@@ -66,29 +67,29 @@ class EngineSupervisor:
         self.connection = EngineConnection(pool, self.quarantine.suspects)
         self.connection.report = self.quarantine.report
         self.connection.on_loss = self._connect
-        self._config = config
-        self._number = 0
-        self._out_of_memory = 0
-        self._lock = threading.Lock()
-        self._channel: Channel | None = None  # None while no engine is ready
-        self._loads: dict[bytes, Future[None]] = {}
-        self._starting: set[bytes] = set()  # of these, those that the engine loads as it starts
-        self._ready: messages.EngineReady | None = None
-        self._started = threading.Event()
-        self._stopping = threading.Event()
-        self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
-        self._on_ready: Callable[[], None] = lambda: None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._spawned = 0.0
-        self._cause = ""
-        self._was_ready = False
         self.restarts: Counter[str] = Counter()
         """Engine processes that ended unasked, by cause; see `cause_of_death`."""
         self.counters: Mapping[str, float] = {}
         """The engine's counters when they were last asked for."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called whenever an engine process is gone."""
-        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._config = config
+        self._lock = threading.Lock()
+        self._number = 0  # of the engine process, from 1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None  # None while no engine is ready
+        self._ready: messages.EngineReady | None = None  # of the last engine that was ready
+        self._was_ready = False  # the current one
+        self._spawned = 0.0
+        self._cause = ""  # why this process has killed the engine
+        self._out_of_memory = 0
+        self._loads: dict[bytes, Future[None]] = {}
+        self._loads_at_start: set[bytes] = set()
+        self._started = threading.Event()
+        self._stopping = threading.Event()
+        self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
+        self._on_ready: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run_engines, name="supervisor", daemon=True)
 
     def start(
         self,
@@ -153,7 +154,7 @@ class EngineSupervisor:
             self._tell(messages.RequestCounters())
 
     def connect(self) -> tuple[int, socket.socket]:
-        """Make a connection to the engine; return its number and this side's end.
+        """Make a connection to the engine; return the engine's number and the front end's end.
 
         Raises:
             UnavailableError: if no engine is ready.
@@ -174,16 +175,6 @@ class EngineSupervisor:
                     raise
             return self._number, ours
 
-    def _connect(self) -> None:
-        """Open this process's connection, if there is an engine."""
-        try:
-            number, end = self.connect()
-            self.connection.open(end, number)
-        except UnavailableError:
-            return  # the next engine brings a connection
-        except ResourceExhaustedError as error:
-            _LOG.error("no connection to the engine: %s", error)  # the probe asks again
-
     def load(self, dataset: ResidentDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 
@@ -194,13 +185,9 @@ class EngineSupervisor:
             try:
                 self.quarantine.suspects.check_dataset(dataset.key)
             except FailedPreconditionError as error:
-                refused: Future[None] = Future()
-                refused.set_exception(error)
-                return refused
+                return _settled(error)
             if self._channel is None:
-                done: Future[None] = Future()
-                done.set_result(None)
-                return done
+                return _settled()
             return self._load(self._channel, dataset)
 
     def unload(self, content_id: bytes) -> None:
@@ -210,12 +197,22 @@ class EngineSupervisor:
                 self._tell(messages.UnloadDataset(content_id))
 
     def stop(self) -> None:
-        """End the engine process; jobs in flight fail."""
+        """End the engine process; requests in flight fail."""
         self._stopping.set()
         with self._lock:
             self._tell(messages.Stop())
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+
+    def _connect(self) -> None:
+        """Open this process's connection, if there is an engine."""
+        try:
+            number, end = self.connect()
+            self.connection.open(end, number)
+        except UnavailableError:
+            return  # the next engine brings a connection
+        except ResourceExhaustedError as error:
+            _LOG.error("no connection to the engine: %s", error)  # the probe asks again
 
     # ------------------------------------------------------------------- under self._lock
 
@@ -237,16 +234,17 @@ class EngineSupervisor:
         return future
 
     def _tell(self, message: messages.Message) -> None:
-        """Send to the engine if there is one; a dying engine need not hear it."""
+        """Send to the engine if there is one; a dying engine need not get it."""
         if self._channel is not None:
             try:
                 self._channel.send(message)
             except (ChannelClosedError, WarpfitError) as error:
                 _LOG.warning("the engine was not sent %s: %s", type(message).__name__, error)
 
-    # ------------------------------------------------------------------- the watching thread
+    # ------------------------------------------------------------------- the supervisor's thread
 
-    def _watch(self) -> None:
+    def _run_engines(self) -> None:
+        """Run one engine process after the other until the server stops."""
         failures = 0
         while not self._stopping.is_set():
             try:
@@ -256,21 +254,22 @@ class EngineSupervisor:
                 if not self._started.is_set():
                     self._started.set()
                     return
-                self._stopping.wait(_SHORTAGE_SECONDS)
+                self._stopping.wait(_SPAWN_PAUSE)
                 continue
             if self._stopping.is_set():
                 return
-            # One that was ready died of its work, and its clients wait: the next starts at once.
-            failures = 0 if self._was_ready else failures + 1
             if not self._started.is_set():
                 _LOG.error("the engine process ended with code %s as it started", code)
                 self._started.set()
                 return
-            pause = 0.0 if failures <= 2 else min(_LONGEST_PAUSE, 0.25 * 2**failures)
             _LOG.error("the engine process ended with code %s; a new one starts", code)
+            # After an engine that was ready, the next one starts at once: its clients wait.
+            failures = 0 if self._was_ready else failures + 1
+            pause = 0.0 if failures <= 2 else min(_LONGEST_PAUSE, 0.25 * 2**failures)
             self._stopping.wait(pause)
 
     def _run_engine(self) -> int:
+        """Run one engine process to its end; return its exit status."""
         channel, theirs = Channel.pair()
         with theirs:
             process = subprocess.Popen(
@@ -281,53 +280,34 @@ class EngineSupervisor:
                 env=engine_environment(self._config.cache_path),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for the front door, which drains first
+                process_group=0,  # Ctrl-C is for the main process, which drains first
             )
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
             self._was_ready = False
             self._number += 1
-            self._starting = set()
-            self._out_of_memory = _out_of_memory()
+            self._loads_at_start = set()
+            self._out_of_memory = _out_of_memory_kills()
         loading: bytes | None = None
         try:
             while True:
                 self._handle(channel, *channel.receive())
         except ChannelClosedError:
-            loading = self._forget_engine()
+            loading = self._lose_engine()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_LAST_WORDS_SECONDS)
+                process.wait(_EXIT_SECONDS)
         finally:
             channel.close()
             process.kill()
         code = process.wait()
         if not self._stopping.is_set():
-            self._examine(code, loading)
+            self._record_death(code, loading)
         return code
-
-    def _examine(self, code: int, loading: bytes | None) -> None:
-        """Note why an engine has ended.
-
-        Args:
-            code: its exit status.
-            loading: the data set that it was loading, if any.
-
-        """
-        cause = self._cause or cause_of_death(code)
-        if cause == "SIGKILL" and _out_of_memory() > self._out_of_memory:
-            cause = "out_of_memory"
-        self.restarts[cause] += 1
-        self.quarantine.engine_died(
-            self._number,
-            is_blamed=cause not in _NOT_ITS_WORK,
-            loading=loading,
-            at_start=loading in self._starting,
-        )
 
     def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
         match message:
             case messages.EngineReady():
-                self._welcome(channel, message)
+                self._serve(channel, message)
             case messages.DatasetLoaded():
                 self._settle_load(message)
             case messages.EngineCounters():
@@ -335,7 +315,8 @@ class EngineSupervisor:
             case _:
                 _LOG.error("unexpected message %s with %d files", message, len(descriptors))
 
-    def _welcome(self, channel: Channel, ready: messages.EngineReady) -> None:
+    def _serve(self, channel: Channel, ready: messages.EngineReady) -> None:
+        """Give all data sets and this process's connection to a new engine."""
         with self._lock:
             self._ready = ready
             self._was_ready = True
@@ -343,15 +324,15 @@ class EngineSupervisor:
         for dataset in self._resident():
             while self._loads_ahead() >= _LOADS_AHEAD:
                 self._handle(channel, *channel.receive())
-            self._starting.add(dataset.key)
+            self._loads_at_start.add(dataset.key)
             self.load(dataset)
-        # The engine serves it after it has dealt with what was sent before: the data sets.
+        # The engine serves the connection after all earlier messages: after the data sets.
         self._connect()
         self._on_ready()
         self._started.set()
 
     def _loads_ahead(self) -> int:
-        """Number of data sets that the engine has been given and has not loaded."""
+        """Return how many data sets the engine has been sent and has not loaded."""
         with self._lock:
             return sum(not future.done() for future in self._loads.values())
 
@@ -368,8 +349,8 @@ class EngineSupervisor:
             _LOG.warning("data set %s: %s", message.content_id.hex()[:16], message.error)
             future.set_exception(message.error)
 
-    def _forget_engine(self) -> bytes | None:
-        """Do without an engine; return the data set that it was loading, if any."""
+    def _lose_engine(self) -> bytes | None:
+        """Go on without an engine; return the data set that it was loading, if any."""
         with self._lock:
             self._channel = None
             loads, self._loads = self._loads, {}
@@ -380,14 +361,24 @@ class EngineSupervisor:
             future.set_result(None)
         return next(iter(unfinished), None)  # it loads them in the order in which they were sent
 
+    def _record_death(self, code: int, loading: bytes | None) -> None:
+        """Count why an engine has ended, and let the quarantine know.
 
-def _out_of_memory() -> int:
-    """Number of processes that the kernel has ended for want of memory; 0 if it does not say."""
-    try:
-        lines = _VM_STATISTICS.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        Args:
+            code: its exit status.
+            loading: the data set that it was loading, if any.
+
+        """
+        cause = self._cause or cause_of_death(code)
+        if cause == "SIGKILL" and _out_of_memory_kills() > self._out_of_memory:
+            cause = "out_of_memory"
+        self.restarts[cause] += 1
+        self.quarantine.engine_died(
+            self._number,
+            is_blamed=cause not in _UNRELATED_CAUSES,
+            loading=loading,
+            at_start=loading in self._loads_at_start,
+        )
 
 
 def cause_of_death(code: int) -> str:
@@ -395,3 +386,22 @@ def cause_of_death(code: int) -> str:
     if code < 0:
         return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return _CAUSES.get(code, f"exit {code}")
+
+
+def _settled(error: WarpfitError | None = None) -> Future[None]:
+    """Return a future that has failed with an error, or succeeded."""
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
+
+
+def _out_of_memory_kills() -> int:
+    """Return how many processes the kernel has killed for want of memory; 0 if it does not say."""
+    try:
+        lines = _VM_STATISTICS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,6 +1,6 @@
-"""A small evaluation with a known answer, on the way that calls take.
+"""A health probe: a small evaluation with a known result, sent over the connection of the calls.
 
-Every front-end process asks it, over the connection that its own calls go over.
+Every front-end process has one of its own.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ _TOLERANCE: Final = 1e-5
 
 
 class Probe:
-    """Asks the engine a question whose answer is known.
-
-    The question has a data set of its own, which is resident like any other.
+    """Asks the engine for the values of one expression on a small data set of its own.
 
     Args:
         engine: this process's connection to the engine.
-        seed: of the numbers of the question, the same in all processes. It is a secret, so that no
+        seed: of the data set's numbers, the same in all processes. It is a secret, so that no
             client can name the data set by its content.
 
     """
@@ -51,41 +49,41 @@ class Probe:
             tier=Tier.INTERPRETER,
         )
         self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
-        self._held = ExitStack()
+        self._lease = ExitStack()
 
     def make_resident(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
-        """Put the data set of the question where all engines load it from; once, for all processes.
+        """Upload the data set, once for all processes.
 
         Raises:
             ResourceExhaustedError: if there is no memory for it.
 
         """
         dataset = self._dataset
-        # Limits for callers are not for the probe.
+        # The limits of callers do not hold for the probe.
         upload = datasets.begin(dataset.layout, dataset.content_id, PROBE, Limits())
         datasets.add(upload, dataset.matrix.data.cast("B"))
         datasets.commit(upload)
-        resident = self._held.enter_context(datasets.lease(upload.key))
+        resident = self._lease.enter_context(datasets.lease(upload.key))
         supervisor.load(resident).result()
 
     def ask(self) -> bool:
-        """Ask and wait, as long as it takes; return whether the answer is right.
+        """Evaluate, however long it takes; return whether the values are right.
 
         Raises:
             WarpfitError: if the engine is gone, or refuses.
 
         """
         self._engine.renew()
-        run = self._engine.start(self._evaluation, self._dataset.layout, PROBE)
+        request = self._engine.start(self._evaluation, self._dataset.layout, PROBE)
         try:
-            while not isinstance(run.next_reply(), messages.RequestFinished):
+            while not isinstance(request.next_reply(), messages.RequestFinished):
                 pass
-            values = run.array("values")
-            assert values is not None  # they were asked for
+            values = request.array("values")
+            assert values is not None  # they were requested
             return bool(np.abs(values[0, 0] - self._expected).max() <= _TOLERANCE)
         finally:
-            run.close()
+            request.close()
 
     def close(self) -> None:
-        """Let go of the data set."""
-        self._held.close()
+        """Give the data set back."""
+        self._lease.close()

@@ -1,9 +1,8 @@
-"""Finds an engine that hangs, errs or does not start, and has it replaced.
+"""Finds an engine that hangs, computes wrongly or does not start, and has it replaced.
 
-One thread asks the probe again and again; every further front-end process has a probe of its own.
-Another thread only looks at the clock: it turns readiness
-off when a question has waited longer than ``probe_timeout``, and has the engine replaced when it
-has waited for ``hang_seconds``. So nothing in the way of a question can hide that it has no answer.
+One thread probes the engine again and again. Another one only compares clocks: it ends readiness
+when a probe has waited longer than ``probe_timeout``, and has the engine replaced when one has
+waited for ``hang_seconds``. So nothing that blocks a probe can hide that it has no answer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from warpfit_server.processes.probe import Probe
 from warpfit_server.rpc.health import Health
 
 _LOG: Final = logging.getLogger("warpfit.watchdog")
-#: The clock is looked at this often, in seconds.
+#: Seconds between two comparisons of the clocks.
 _TICK: Final = 0.1
 
 
@@ -31,10 +30,10 @@ class Watchdog:
     Args:
         config: the intervals.
         supervisor: of the engine.
-        probe: the question.
+        probe: of this process.
         health: is told the readiness.
-        others_answer: tells whether calls to the other front-end processes are answered.
-        on_tick: called now and then by the thread that looks at the clock.
+        others_answer: tells whether the other front-end processes can answer calls.
+        on_tick: called ten times a second.
 
     """
 
@@ -54,21 +53,21 @@ class Watchdog:
         self._others_answer = others_answer
         self._on_tick = on_tick
         self.answers = False
-        """What the last probe of this process has found."""
-        self._failing: float | None = None  # since when each probe fails, though there is an engine
-        self._stopping = threading.Event()
-        self._wake = threading.Event()
-        self._asked: float | None = None  # when the question was asked that has no answer yet
-        self._replaced: float | None = None
+        """Whether the last probe of this process was answered rightly."""
         self.probe_seconds = 0.0
         """Time that the last answer took."""
+        self._asked: float | None = None  # since when a probe waits for its answer
+        self._failing: float | None = None  # since when each probe fails, though there is an engine
+        self._replaced: float | None = None  # the moment in one of these that led to a replacement
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for name, target in (("probe", self._ask_forever), ("watchdog", self._look_forever))
+            for name, target in (("probe", self._probe_forever), ("watchdog", self._look_forever))
         ]
 
     def start(self) -> None:
-        """Ask for the first time, and wait until all answer or it is too late."""
+        """Probe for the first time, and wait until all processes answer or it is too late."""
         for thread in self._threads:
             thread.start()
         end = time.monotonic() + self._config.probe_timeout
@@ -77,27 +76,24 @@ class Watchdog:
             self._publish()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop probing."""
         self._stopping.set()
         self._wake.set()
 
     def engine_ready(self) -> None:
-        """Ask a new engine at once."""
+        """Probe a new engine at once."""
         self._failing = None
         self._wake.set()
 
     def engine_lost(self) -> None:
-        """Take notice that there is no engine."""
+        """End readiness: there is no engine."""
         self.answers = False
         self._publish()
 
     def _publish(self) -> None:
-        """Tell whether all front-end processes answer."""
         self._health.set_ready(self.answers and self._others_answer())
 
-    # ------------------------------------------------------------------------- the thread that asks
-
-    def _ask_forever(self) -> None:
+    def _probe_forever(self) -> None:
         while not self._stopping.is_set():
             self._wake.clear()
             self._ask()
@@ -107,26 +103,22 @@ class Watchdog:
     def _ask(self) -> None:
         started = self._asked = time.monotonic()
         try:
-            right = self._probe.ask()
+            self.answers = self._probe.ask()
         except Exception as error:
             level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
-            _LOG.log(level, "no answer to the probe: %s", error)
+            _LOG.log(level, "the probe of the engine failed: %s", error)
             # A new engine is no remedy if it is this process that lacks something.
             if not isinstance(error, ResourceExhaustedError):
                 self._failing = self._failing or started
             self.answers = False
-            self._publish()
-            return
+        else:
+            self.probe_seconds = time.monotonic() - started
+            self._failing = None
+            if not self.answers:
+                self._supervisor.replace("wrong_answer")
         finally:
             self._asked = None
-        self.probe_seconds = time.monotonic() - started
-        self._failing = None
-        self.answers = right
-        self._publish()
-        if not right:
-            self._supervisor.replace("wrong_answer")
-
-    # ------------------------------------------------------------- the one that looks at the clock
+            self._publish()
 
     def _look_forever(self) -> None:
         while not self._stopping.wait(_TICK):
@@ -134,15 +126,14 @@ class Watchdog:
             self._on_tick()
 
     def look(self, now: float) -> None:
-        """Act on questions, and on starts of the engine, that take too long at ``now``."""
-        asked = self._asked
+        """Act on probes, and on starts of the engine, that take too long at ``now``."""
+        asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
         if asked is not None and now - asked > self._config.probe_timeout and self._health.ready:
             _LOG.warning("not ready: the engine has not answered for %.1f s", now - asked)
             self.answers = False
         self._publish()
         if asked is not None and now - asked > self._config.hang_seconds:
             self._replace_once(asked, "hung")
-        starting, failing = self._supervisor.starting_since, self._failing
         if starting is None and failing is not None and now - failing > self._config.hang_seconds:
             self._replace_once(failing, "no_answer")
         if starting is not None and now - starting > self._config.start_seconds:

@@ -191,7 +191,7 @@ class TestAnswers:
         for _ in range(5):
             front.answer(front.start(1.0))
         assert len(front.connection.segments) == 1
-        front.link.pool.idle_bytes = 0
+        front.link.pool._most_idle_bytes = 0
         front.answer(front.start(1.0))
         front.answer(front.start(1.0))
         wait_until(lambda: len(front.connection.segments) <= 1)

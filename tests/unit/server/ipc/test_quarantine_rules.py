@@ -15,7 +15,7 @@ from warpfit.losses import huber
 from warpfit.request import Loss
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.channel import Channel
+from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Quarantine, digest
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN, QUEUED
@@ -248,7 +248,8 @@ class TestConnections:
         link.renew()
         late, theirs = Channel.pair()
         link.front.open(theirs, 1)
-        assert late.is_abandoned()
+        with pytest.raises(ChannelClosedError):
+            late.receive()
         run = link.front.start(an_evaluation(), DATA.layout, "me")
         link.finish(link.receive())
         run.next_reply()
