@@ -1,4 +1,4 @@
-"""A server as a child process, for as long as a block of code needs it."""
+"""A server as a child process, which runs for the time of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import IO, Final
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
 
-#: The very first start on a machine compiles the engine, on a busy one for minutes; the server
-#: itself gives up after this time.
+#: Longest start in seconds. The first start on a machine compiles the engine, for minutes on a busy
+#: one; the server itself gives up after this time.
 START_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 15.0
-#: Characters of the end of the log that stand in an error, whose message has at most 480 bytes.
-_TAIL: Final = 360
+#: Characters of the end of the log that an error quotes; its message has at most 480 bytes.
+_QUOTED_CHARACTERS: Final = 360
 _READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 
 
@@ -28,18 +28,18 @@ _READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 def embedded_server(
     arguments: Sequence[str] = (), *, start_seconds: float = START_SECONDS
 ) -> Iterator[str]:
-    """Start a server on a free port of this machine; stop it when the block ends.
+    """Start a server on a free port of this machine, and stop it when the block ends.
 
     Args:
         arguments: further flags of ``warpfit serve``.
-        start_seconds: how long it may take to start.
+        start_seconds: longest time that the start may take.
 
     Yields:
-        Its address, ``HOST:PORT``.
+        The server's address, ``HOST:PORT``.
 
     Raises:
         InvalidArgumentError: if the server is not installed.
-        UnavailableError: if it does not start; the message carries the end of its log.
+        UnavailableError: if it does not start; the message quotes the end of its log.
 
     """
     require_server()
@@ -51,24 +51,14 @@ def embedded_server(
         ) as process,
     ):
         try:
-            yield _address(process, log, start_seconds)
+            yield _wait_for_address(process, log, start_seconds)
         finally:
             _stop(process)
 
 
 @contextmanager
 def server_at(address: str | None, arguments: Sequence[str] = ()) -> Iterator[str]:
-    """Yield ``address``, or where it is None that of a server started for the block.
-
-    Args:
-        address: ``HOST:PORT`` of a server that runs.
-        arguments: flags of ``warpfit serve`` for one that is started.
-
-    Raises:
-        InvalidArgumentError: if one is to be started and the server is not installed.
-        UnavailableError: if it does not start.
-
-    """
+    """Yield ``address``, or that of an `embedded_server` if it is None."""
     if address is not None:
         yield address
         return
@@ -91,7 +81,7 @@ def require_server() -> None:
         )
 
 
-def _address(process: subprocess.Popen[str], log: IO[str], seconds: float) -> str:
+def _wait_for_address(process: subprocess.Popen[str], log: IO[str], seconds: float) -> str:
     found: SimpleQueue[str | None] = SimpleQueue()
     threading.Thread(target=_read, args=(process, found), daemon=True).start()
     try:
@@ -99,12 +89,12 @@ def _address(process: subprocess.Popen[str], log: IO[str], seconds: float) -> st
     except Empty:
         address = None
     if address is None:
-        raise _failed(process, log)
+        raise _start_error(process, log)
     return address
 
 
 def _read(process: subprocess.Popen[str], found: SimpleQueue[str | None]) -> None:
-    """Look for the start-up line, then drain the pipe so that the server never blocks on it."""
+    """Report the address, then drain the pipe, so that the server never blocks on it."""
     assert process.stdout is not None
     for line in process.stdout:
         match = _READY.search(line)
@@ -113,9 +103,9 @@ def _read(process: subprocess.Popen[str], found: SimpleQueue[str | None]) -> Non
     found.put(None)
 
 
-def _failed(process: subprocess.Popen[str], log: IO[str]) -> UnavailableError:
+def _start_error(process: subprocess.Popen[str], log: IO[str]) -> UnavailableError:
     log.seek(0)
-    tail = "\n".join(log.read().splitlines()[-10:])[-_TAIL:]
+    tail = "\n".join(log.read().splitlines()[-10:])[-_QUOTED_CHARACTERS:]
     status = process.poll()
     what = "did not get ready in time" if status is None else f"ended with status {status}"
     return UnavailableError(

@@ -1,4 +1,4 @@
-"""One exception tree and one exception <-> status table, for the client and the server.
+"""The exceptions of the client and the server, and the gRPC status of each.
 
 ::
 
@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Final
 
-#: Most bytes of each text of an error. An error crosses in trailing metadata, where its texts stand
-#: up to four times, encoded; gRPC drops a call whose metadata have more than 8 KiB.
+#: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
+#: texts up to four times, encoded; gRPC drops a call whose metadata are larger than 8 KiB.
 _MOST_BYTES: Final = {"message": 480, "remedy": 240, "field": 128, "reason": 64}
 
 
@@ -60,12 +60,12 @@ class WarpfitError(Exception):
     """Name of the gRPC status code."""
 
     def __post_init__(self) -> None:
-        """Cut texts that quote too much of what somebody sent: they must fit gRPC's metadata."""
+        """Cut long texts, because an error must fit into gRPC's metadata."""
         for name, most in _MOST_BYTES.items():
             setattr(self, name, _cut(getattr(self, name), most))
 
     def __str__(self) -> str:
-        """Message, place and remedy in one line."""
+        """Return message, place and remedy in one line."""
         place = [
             f"{name} {value}"
             for name, value in (("expression", self.expression), ("token", self.token))
@@ -76,12 +76,12 @@ class WarpfitError(Exception):
         return f"{self.message}{where}{remedy}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by field, so that an error crosses processes whole."""
+        """Pickle all fields; the default of exceptions pickles the message alone."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
 class InvalidArgumentError(WarpfitError):
-    """What the caller sent is wrong; repeating it cannot help."""
+    """What the caller sent is wrong; repeating the call cannot help."""
 
     status = "INVALID_ARGUMENT"
 
@@ -96,7 +96,7 @@ class _PlacedError(InvalidArgumentError):
     """Index of the character where it went wrong, from 0."""
 
     def __str__(self) -> str:
-        """Message, place and remedy, then the text around the place and a caret below it."""
+        """Return message, place and remedy, then the text around the place and a caret below it."""
         summary = super().__str__()
         if self.position is None:
             return summary
@@ -210,7 +210,7 @@ BY_STATUS: Final[dict[str, type[WarpfitError]]] = {
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text of at most ``most`` bytes of UTF-8, the end left out if it is longer."""
+    """Return the beginning of a text, at most ``most`` bytes of UTF-8."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= most:
         return text

@@ -1,8 +1,8 @@
-"""What a fit asks for, and what comes back: the types of Optimize."""
+"""The request and the result of Optimize."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Method(StrEnum):
-    """How parameters are searched for."""
+    """Method of the search for parameters."""
 
     AUTO = "auto"
     """LM for losses of squared differences, BFGS for the others."""
@@ -41,16 +41,16 @@ class Reason(StrEnum):
     LOSS = "loss"
     """The last step changed the loss by less than the tolerance."""
     ITERATIONS = "iterations"
-    """The iterations are used up."""
+    """The search has taken as many iterations as are allowed."""
     DEADLINE = "deadline"
-    """The time is used up; these are the best parameters until then."""
+    """The time is over; these are the best parameters until then."""
     NOT_FINITE = "not_finite"
-    """Loss or derivatives at the start are NaN, infinite, or so small that their squares are 0, or
-    no row has a weight; the parameters are the start."""
+    """The search could not begin: loss or derivatives at the start are NaN, infinite, or so small
+    that their squares are 0, or no row has a weight. The parameters are the start."""
 
     @property
     def converged(self) -> bool:
-        """Whether the search ended by itself, not for want of iterations, time or numbers."""
+        """Whether the search ended by itself, not by a limit or by numbers that are not finite."""
         return self in (Reason.GRADIENT, Reason.STEP, Reason.LOSS)
 
 
@@ -77,7 +77,7 @@ class Accuracy(StrEnum):
 class Tolerances:
     """When a search has converged; 0 switches a test off.
 
-    Each compares numbers of the same unit: the units of data and parameters do not matter.
+    All are relative, so that the units of data and parameters do not matter.
     """
 
     gradient: float
@@ -106,7 +106,7 @@ class Tolerances:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitSettings:
-    """How to fit; arrays are laid out as the parameters of one vector: [sum(counts)]."""
+    """Settings of a fit; arrays have one entry for each parameter of each program, in turn."""
 
     method: Method = Method.AUTO
     max_iterations: int = 50
@@ -122,27 +122,20 @@ class FitSettings:
     fixed: NDArray[np.bool_] | None = None
     """Parameters that stay at their start; None for none."""
     all_starts: bool = False
-    """Whether the outcome of each start is wanted, not of the best one alone."""
+    """Whether to return the outcome of each start, not of the best one alone."""
     standard_errors: bool = False
     covariance: bool = False
     partial: bool = False
-    """Whether a search that the call's deadline cuts short is an answer, not an error."""
+    """Whether to return the best parameters so far at the call's deadline, instead of an error."""
     progress: bool = False
-    """Whether the answer tells, while the searches go on, how far they are."""
+    """Whether to send progress while the searches run."""
 
     def tolerances(self, dtype: np.dtype[Any]) -> Tolerances:
-        """Tolerances, with the defaults of the data's type where none are given."""
+        """Return the tolerances, with the defaults of the data's type where none are given."""
         usual = Tolerances.of(dtype)
-        return Tolerances(
-            *(
-                default if given is None else given
-                for given, default in (
-                    (self.gradient_tolerance, usual.gradient),
-                    (self.step_tolerance, usual.step),
-                    (self.loss_tolerance, usual.loss),
-                )
-            )
-        )
+        names = ("gradient", "step", "loss")
+        given = {name: getattr(self, f"{name}_tolerance") for name in names}
+        return replace(usual, **{name: v for name, v in given.items() if v is not None})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,14 +148,19 @@ class FitRequest:
 
     @property
     def method(self) -> Method:
-        """Method that is used, never AUTO."""
+        """The method that is used, never AUTO."""
         if self.settings.method != Method.AUTO:
             return self.settings.method
         return Method.LM if self.loss.is_squares else Method.BFGS
 
     @property
     def loss(self) -> LossFunction:
-        """Row loss and closing; the request has been checked."""
+        """The loss to minimise.
+
+        Raises:
+            InvalidArgumentError: if there is none.
+
+        """
         loss = self.problem.loss_function
         if loss is None:
             raise InvalidArgumentError(
@@ -179,7 +177,7 @@ class FitRequest:
         """Check the whole request against the data set that it names.
 
         Raises:
-            InvalidArgumentError: for settings that are wrong or do not fit together.
+            InvalidArgumentError: as `check_options`.
             ProgramError: for the first bad token.
 
         """
@@ -233,7 +231,7 @@ class FitRequest:
                     "Give one number for each parameter of each program",
                     name,
                 )
-        # Nothing as long as the counts claim is allocated: they have not been checked yet.
+        # The counts are not checked yet, so no array of the length that they claim is allocated.
         lower = np.float64(-np.inf) if settings.lower is None else settings.lower
         upper = np.float64(np.inf) if settings.upper is None else settings.upper
         bad = ~np.atleast_1d(lower <= upper)
@@ -253,30 +251,29 @@ class FitRequest:
 
 @dataclass(frozen=True, slots=True)
 class FitProgress:
-    """How far the searches of one call are."""
+    """Progress of the searches of one call."""
 
     iterations: int
-    """Of the searches that are not finished."""
+    """Iterations of the searches that still run."""
     active: int
-    """Searches that are not finished."""
+    """Number of searches that still run."""
     searches: int
-    """All searches: programs times starts."""
+    """Number of all searches: programs times starts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitResult:
-    """Answer of Optimize in the memory order of the wire; V is K if all starts are wanted, else 1.
+    """Result of a fit in the memory order of the wire.
 
-    Arrays laid out as `Batch.parameters` hold, for each program in turn, V vectors of its
-    parameter count.
+    V is K if the outcome of each start was requested, else 1.
     """
 
     parameters: NDArray[np.float64]
-    """Laid out as `Batch.parameters` with V vectors."""
+    """For each program in turn V vectors of its parameters; flat."""
     losses: NDArray[np.float64]
-    """At ``parameters``, [programs, V]."""
+    """Losses at ``parameters``, [programs, V]."""
     initial_losses: NDArray[np.float64]
-    """At the start that led to ``parameters``, [programs, V]."""
+    """Losses at the start that led to ``parameters``, [programs, V]."""
     iterations: NDArray[np.uint32]
     """Trial steps (LM) or line searches (BFGS), [programs, V]."""
     evaluations: NDArray[np.uint32]
@@ -286,9 +283,9 @@ class FitResult:
     starts: NDArray[np.uint32]
     """Index of the start, [programs, V]."""
     standard_errors: NDArray[np.float64] | None = None
-    """Laid out as ``parameters``; None if not asked for."""
+    """In the order of ``parameters``; None if not requested."""
     covariances: NDArray[np.float64] | None = None
-    """For each program and vector in turn a matrix [n, n]; flat; None if not asked for."""
+    """For each program and vector in turn a matrix [n, n]; flat; None if not requested."""
     timings: Timings = field(default_factory=Timings)
 
 

@@ -1,10 +1,10 @@
-"""Losses: what is summed over the rows, and what the sum becomes.
+"""Loss functions: a row loss, which is summed over the rows, and a closing of the sum.
 
-Every loss is a *row loss*, a `Program` over three variables (0 the prediction f, 1 the target y,
-2 the weight w) without parameters, and a *closing*, which turns the sum of the row losses into the
-loss. Engines see the row loss alone. A row loss that does not mention w counts each row w times.
+A *row loss* is a `Program` without parameters over three variables: 0 is the prediction f, 1 the
+target y and 2 the weight w. If it does not use w, each row's loss is multiplied by w. A *closing*
+turns the sum of the row losses into the loss, for example into their mean.
 
-A loss of one's own is written in the language of the expressions::
+A custom loss is written in the language of the expressions::
 
     huber = LossFunction.parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)")
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from warpfit.dataset import Dataset
-    from warpfit.ops import Operator
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -42,7 +41,7 @@ PREDICTION: Final = 0
 TARGET: Final = 1
 WEIGHT: Final = 2
 _VARIABLES: Final = ("f", "y", "w")
-#: Names in the text of a loss; the last one is the difference, which is no variable.
+#: Names in the text of a row loss; the last one is f - y, which is no variable.
 _NAMES: Final = (*_VARIABLES, "prediction", "target", "weight", "d")
 
 
@@ -69,7 +68,7 @@ class Loss(StrEnum):
 
 
 class Closing(StrEnum):
-    """What the sum S of the row losses becomes; W is the sum of the weights."""
+    """How the sum S of the row losses becomes the loss; W is the sum of the weights."""
 
     SUM = "sum"
     """S."""
@@ -80,12 +79,12 @@ class Closing(StrEnum):
     RELATIVE = "relative"
     """S / sum of w (y - m)^2, where m is the weighted mean of y."""
     SCORE = "score"
-    """1 - RELATIVE; the best is the highest."""
+    """1 - RELATIVE; the highest score is the best."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossFunction:
-    """A row loss and its closing.
+    """A loss: a row loss and its closing.
 
     Raises:
         InvalidArgumentError: if the row loss has parameters or more than three variables.
@@ -97,17 +96,17 @@ class LossFunction:
     closing: Closing = Closing.MEAN
 
     def __post_init__(self) -> None:
-        """Check what the row loss refers to."""
+        """Check that the row loss uses nothing but its three variables."""
         if self.row.parameters or self.row.variables > len(_VARIABLES):
             raise _not_a_row_loss(str(self.row))
 
     @classmethod
     def parse(cls, text: str, closing: Closing | str = Closing.MEAN) -> LossFunction:
-        """Read a row loss: ``parse("where(abs(d) < 1, d^2/2, abs(d) - 0.5)")``.
+        """Parse a row loss such as ``"where(abs(d) < 1, d^2/2, abs(d) - 0.5)"``.
 
         Args:
-            text: an expression over ``f``, ``y``, ``w`` and ``d``, as the module says.
-            closing: ``"mean"`` (default, over the weights), ``"sum"`` or another `Closing`.
+            text: an expression over ``f``, ``y``, ``w`` and ``d`` = f - y.
+            closing: ``"mean"`` (default; weighted), ``"sum"`` or another `Closing`.
 
         Raises:
             ParseError: if the text is no expression.
@@ -117,27 +116,27 @@ class LossFunction:
         numbered = [int(number) for number in re.findall(r"\bx([0-9]+)\b", text)]
         if any(number > len(_VARIABLES) for number in numbered):
             raise _not_a_row_loss(text)
-        return cls(_with_difference(parse(text, _NAMES)), as_closing(closing))
+        return cls(_resolve_names(parse(text, _NAMES)), as_closing(closing))
 
     @property
     def mentions_weight(self) -> bool:
-        """Whether the row loss uses w itself, so that the engine must not multiply by it."""
+        """Whether the row loss uses w itself, so that it is not multiplied by w."""
         return mentions_weight(self.row)
 
     @property
     def is_squares(self) -> bool:
-        """Whether the row loss is (f - y)^2, which Levenberg-Marquardt and scaling need."""
+        """Whether the row loss is (f - y)^2, which Levenberg-Marquardt and linear scaling need."""
         return self.row in _FORMS_OF_SQUARES
 
     @property
     def is_score(self) -> bool:
-        """Whether the best value is the highest."""
+        """Whether the highest value is the best."""
         return self.closing is Closing.SCORE
 
 
 @dataclass(frozen=True, eq=False)
 class TargetStatistics:
-    """What closings need to know about target and weights over the used rows, when they need it."""
+    """Statistics of target and weights over the rows of an evaluation, computed when needed."""
 
     target: NDArray[Any]
     """[rows]."""
@@ -146,7 +145,7 @@ class TargetStatistics:
 
     @classmethod
     def of_rows(cls, dataset: Dataset, rows: slice) -> Self:
-        """Take rows of a data set that has a target."""
+        """Return the statistics of some rows of a data set that has a target."""
         assert dataset.target is not None  # the request was checked
         weights = None if dataset.weights is None else dataset.weights[rows]
         return cls(dataset.target[rows], weights)
@@ -162,7 +161,7 @@ class TargetStatistics:
     def variation(self) -> float:
         """Sum of w (y - m)^2 in float64, where m is the weighted mean of y."""
         with np.errstate(all="ignore"):
-            # Counted from the first row, so that a large mean costs no digits.
+            # The first row is subtracted, so that a large mean costs no digits.
             y = self.target.astype(np.float64) - np.float64(self.target[0])
             if self.weights is None:
                 return float(np.square(y - y.mean()).sum())
@@ -171,12 +170,12 @@ class TargetStatistics:
 
 
 def mentions_weight(row_loss: Program) -> bool:
-    """Whether a row loss uses w itself, so that the engine must not multiply by it."""
+    """Return whether a row loss uses w itself, so that it is not multiplied by w."""
     return bool(np.any((row_loss.codes == VARIABLE) & (row_loss.values == WEIGHT)))
 
 
 def close_losses(closing: Closing, sums: Floats, statistics: TargetStatistics) -> Floats:
-    """Turn sums of row losses into losses, element by element."""
+    """Turn sums of row losses, of any shape, into losses."""
     with np.errstate(all="ignore"):
         if closing is Closing.SUM:
             return sums
@@ -194,10 +193,10 @@ def close_gradients(
     """Turn derivatives of sums into derivatives of losses.
 
     Args:
-        closing: of the loss.
+        closing: closing of the loss.
         gradients: derivatives of the sums, any shape.
-        losses: the closed loss that belongs to each derivative, broadcast against ``gradients``.
-        statistics: of the target.
+        losses: the loss that belongs to each derivative, broadcast against ``gradients``.
+        statistics: statistics of the target.
 
     Returns:
         An array like ``gradients``; ROOT has derivative 0 at loss 0, which is a kink.
@@ -215,11 +214,8 @@ def close_gradients(
         return relative if closing is Closing.RELATIVE else -relative
 
 
-# ----------------------------------------------------------------------------------- built-in
-
-
-def _with_difference(program: Program) -> Program:
-    """Replace the aliases by the three variables, and ``d`` by f - y."""
+def _resolve_names(program: Program) -> Program:
+    """Replace the variables of a program parsed over `_NAMES` by f, y, w and f - y."""
 
     def leaf(code: int, value: float) -> Program:
         if code != VARIABLE:
@@ -229,13 +225,10 @@ def _with_difference(program: Program) -> Program:
             return DIFFERENCE
         return Program.variable(index % len(_VARIABLES))
 
-    def operator(row: Operator, operands: list[Program]) -> Program:
-        return Program.apply(row, *operands)
-
-    return program.fold(leaf, operator)
+    return program.fold(leaf, lambda row, operands: Program.apply(row, *operands))
 
 
-#: Prediction minus target, and the row losses of the six losses of `Loss`.
+#: Prediction minus target, and the row losses of the built-in losses.
 DIFFERENCE: Final = Program.apply("sub", Program.variable(PREDICTION), Program.variable(TARGET))
 SQUARES: Final = Program.apply("square", DIFFERENCE)
 _FORMS_OF_SQUARES: Final = (
@@ -245,15 +238,15 @@ _FORMS_OF_SQUARES: Final = (
 )
 ABSOLUTE: Final = Program.apply("abs", DIFFERENCE)
 
-#: log(cosh(d)) / d^2 as a polynomial in d^2, |d| <= 1/2: interpolated at Chebyshev's nodes, with
-#: a relative error of 1e-17.
+#: Coefficients of log(cosh(d)) / d^2 as a polynomial in d^2 for |d| <= 1/2, interpolated at
+#: Chebyshev's nodes, with a relative error of 1e-17.
 _LOG_COSH: Final = (
     0.5, -0.08333333333333322, 0.02222222222220464, -0.0067460317449306514, 0.0021869488181796267,
     -0.0007386022938034345, 0.0002565727173183133, -9.092986784967451e-05, 3.2484115789495745e-05,
     -1.10330037424675e-05, 2.6907621419496424e-06,
 )  # fmt: skip
 
-#: Each `Loss` as a row loss and a closing.
+#: Each `Loss` as a loss function.
 BUILT_IN: Final[Mapping[Loss, LossFunction]] = MappingProxyType(
     {
         Loss.SSE: LossFunction(SQUARES, Closing.SUM),
@@ -267,14 +260,14 @@ BUILT_IN: Final[Mapping[Loss, LossFunction]] = MappingProxyType(
 
 
 def huber(delta: float = 1.0) -> LossFunction:
-    """Mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2) (Huber 1964)."""
+    """Return the mean of d^2 / 2 where |d| <= delta, else delta (|d| - delta / 2) (Huber 1964)."""
     _require_positive(delta, "delta")
     text = f"where(abs(d) <= {delta!r}, 0.5*square(d), {delta!r}*(abs(d) - {delta / 2!r}))"
     return LossFunction.parse(text)
 
 
 def log_cosh() -> LossFunction:
-    """Mean of log cosh d, written so that it neither overflows nor cancels.
+    """Return the mean of log cosh d, written so that it neither overflows nor cancels.
 
     |d| + log(1 + exp(-2 |d|)) - log 2 loses digits where its terms are larger than itself, so where
     |d| < 1/2 it is a polynomial in d^2 times d^2.
@@ -287,7 +280,7 @@ def log_cosh() -> LossFunction:
 
 
 def quantile(q: float = 0.5) -> LossFunction:
-    """Mean of q (y - f) where y >= f, else (1 - q) (f - y): fits the q-quantile of the target."""
+    """Return the mean of q (y - f) where y >= f, else (1 - q) (f - y), to fit the q-quantile."""
     if not 0.0 < q < 1.0:
         raise InvalidArgumentError(
             f"q is {q}", "BAD_LOSS", "Give a number between 0 and 1, both excluded", "q"
@@ -296,7 +289,7 @@ def quantile(q: float = 0.5) -> LossFunction:
 
 
 def poisson(*, log: bool = False) -> LossFunction:
-    """Sum of f - y log f: Poisson's negative log likelihood of counts y, up to a constant.
+    """Return the sum of f - y log f, Poisson's negative log likelihood of counts y.
 
     Args:
         log: whether the prediction is the logarithm of the mean; the sum is then exp(f) - y f.
@@ -306,7 +299,7 @@ def poisson(*, log: bool = False) -> LossFunction:
 
 
 def gaussian(sigma: float | None = None) -> LossFunction:
-    """Sum of (d / s)^2 / 2 + log s + log(2 pi) / 2: Gauss's negative log likelihood.
+    """Return the sum of (d / s)^2 / 2 + log s + log(2 pi) / 2, Gauss's negative log likelihood.
 
     Args:
         sigma: standard deviation s of every row; None takes the weight as 1 / s^2.
@@ -320,32 +313,26 @@ def gaussian(sigma: float | None = None) -> LossFunction:
     return LossFunction.parse(f"0.5*square(d / {sigma!r}) + {constant!r}", Closing.SUM)
 
 
-#: Losses by name, beside those of `Loss`; made with their default settings.
+#: Further losses by name, with their default settings.
 BY_NAME: Final[Mapping[str, Callable[[], LossFunction]]] = MappingProxyType(
-    {
-        "huber": huber,
-        "log_cosh": log_cosh,
-        "quantile": quantile,
-        "poisson": poisson,
-        "gaussian": gaussian,
-    }
+    {loss.__name__: loss for loss in (huber, log_cosh, quantile, poisson, gaussian)}
 )
 
 
 def as_function(loss: Loss | LossFunction) -> LossFunction:
-    """Row loss and closing of any loss."""
+    """Return any loss as a loss function."""
     return BUILT_IN[loss] if isinstance(loss, Loss) else loss
 
 
 def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
-    """Understand what a caller gives as a loss.
+    """Return the loss that a caller means.
 
     Args:
         given: a loss, its name, or the text of a row loss, which is then averaged.
 
     Raises:
         ParseError: for a text that is no expression.
-        InvalidArgumentError: for a name that is not known.
+        InvalidArgumentError: for an unknown name.
 
     """
     if isinstance(given, LossFunction):
@@ -366,10 +353,10 @@ def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
 
 
 def as_closing(given: Closing | str) -> Closing:
-    """Understand what a caller gives as a closing.
+    """Return a closing by its name.
 
     Raises:
-        InvalidArgumentError: if it is not known.
+        InvalidArgumentError: for an unknown name.
 
     """
     try:
@@ -383,9 +370,9 @@ def as_closing(given: Closing | str) -> Closing:
         ) from None
 
 
-def _not_a_row_loss(what: str) -> InvalidArgumentError:
+def _not_a_row_loss(text: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"the row loss {what} refers to more than prediction, target and weight",
+        f"the row loss {text} uses more than prediction, target and weight",
         "BAD_LOSS",
         f"Use the names {', '.join(_NAMES)}, and numbers instead of parameters",
         "loss",

@@ -1,34 +1,35 @@
-"""THE operator table: one row an operator; everything else reads it.
+"""The operator table, with one row for each operator.
 
 The parser, the printers, the NumPy reference, the CPU engine, the CUDA interpreter, the PTX
-transpiler, ``GetServerInfo`` and the documentation are all generated from or driven by the rows
-below, and the tests are parametrised over them. Adding an operator is adding one row. A wire code
-is never reused and never changes its meaning.
+transpiler, ``GetServerInfo`` and the documentation are generated from these rows, and the tests are
+parametrised over them. To add an operator, add one row. A wire code is never reused and never
+changes its meaning.
 
 Kernel language
 ---------------
 ``kernel`` and ``derivative`` are expressions that are valid both in Python and in CUDA C++, so that
-every engine can paste them into the code that it generates:
+every engine can insert them into the code that it generates. They consist of
 
-* operands ``a``, ``b``, ``c``; in a derivative also ``r``, the operator's own result;
-* ``+ - * /``, unary minus, comparisons, parentheses, decimal literals (a generator gives each
-  literal the data's floating type);
-* ``select(condition, x, y)``, which evaluates to ``x`` where the condition holds;
-* the functions in ``KERNEL_FUNCTIONS``, with the meaning they have in C.
+* the operands ``a``, ``b``, ``c``, and in a derivative also ``r``, the operator's own result;
+* ``+ - * /``, unary minus, comparisons, parentheses and decimal literals (the code generators give
+  each literal the data's floating type);
+* ``select(condition, x, y)``, which is ``x`` where the condition holds and ``y`` elsewhere;
+* the functions in ``KERNEL_FUNCTIONS``, with their meaning in C.
 
-``cuda`` replaces ``kernel`` in CUDA code, ``cuda_fast`` does so for float32 in fast mode, and
-``cuda_fast_compiled`` for fast mode in kernels that are compiled for their expressions. Rows
-without them fall back in that order. The transpiler derives its PTX from the same CUDA expressions.
+In CUDA code ``cuda`` replaces ``kernel``. For float32 in fast mode ``cuda_fast`` replaces both, and
+in kernels that are compiled for their expressions ``cuda_fast_compiled`` replaces all three. The
+PTX transpiler reads the same expressions.
 
-Kinks: a derivative is 0 where it does not exist or is not unique (abs, sign, relu at 0; floor,
-ceil, comparisons, logic everywhere), and ``min``/``max`` pass the derivative to their first operand
-on a tie. So it is 0 at ``a = 0`` for every function of ``abs(a)``, the protected operators' too:
-``logabs(a)`` has the derivatives of ``log(abs(a))``. ``slope_notes`` of a row says what else it
-chooses; a one-sided or infinite limit, such as that of ``sqrt`` at 0, is no choice.
+Derivatives
+-----------
+A derivative is 0 where it does not exist or is not unique (abs, sign and relu at 0; floor, ceil,
+comparisons and logic everywhere); on a tie ``min`` and ``max`` pass it to their first operand. So
+it is 0 at ``a = 0`` for every function of ``abs(a)``, including the protected operators:
+``logabs(a)`` has the derivatives of ``log(abs(a))``. ``slope_notes`` of a row lists its other
+conventions; a one-sided or infinite limit, such as that of ``sqrt`` at 0, is none.
 
-Chain rule: where one factor of a product of derivatives is 0, the product is 0, even if the other
-factor is infinite or NaN. So ``where`` passes nothing to the branch that it does not take, whatever
-happens there.
+In the chain rule, a product of derivatives is 0 where one factor is 0, even if the other factor is
+infinite or NaN. So ``where`` passes nothing to the branch that it does not take.
 """
 
 from __future__ import annotations
@@ -65,38 +66,38 @@ class Operator:
     """One row of the operator table."""
 
     code: int
-    """Wire code, 16 to 255; stable for ever."""
+    """Wire code, 16 to 255; it never changes."""
     name: str
-    """Function name in the text language, and the key of the row."""
+    """Name of the function in the text language, and key of the row."""
     arity: int
     """Number of operands, 1 to 3."""
     numpy: Callable[..., Array]
-    """Definition on float64 arrays: what every engine is tested against."""
+    """Definition on float64 arrays, against which every engine is tested."""
     kernel: str
-    """The same in the kernel language."""
+    """Definition in the kernel language."""
     derivative: tuple[str, ...]
-    """Partial derivative for each operand, in the kernel language with ``r`` as the result."""
+    """Partial derivative by each operand, in the kernel language with ``r`` as the result."""
     latex: str
-    """LaTeX with ``{a}``, ``{b}``, ``{c}`` as placeholders. ``{a:51}`` stands in parentheses
-    unless its own LaTeX binds at least as strongly as 51; a plain ``{a}`` never does."""
+    """LaTeX with ``{a}``, ``{b}``, ``{c}`` for the operands. ``{a:51}`` gets parentheses unless the
+    operand's own LaTeX has at least precedence 51; a plain ``{a}`` never gets any."""
     latex_precedence: int | None = None
-    """Binding strength of the LaTeX form, where it is not ``precedence``."""
+    """Precedence of the LaTeX form; None for ``precedence``."""
     symbol: str | None = None
-    """Infix or prefix form; None prints as a function call."""
+    """Infix or prefix symbol; None prints as a function call."""
     precedence: int = 100
-    """Binding strength of the infix or prefix form; 100 for a call."""
+    """Precedence of the infix or prefix form; 100 for a call."""
     cuda: str | None = None
-    """CUDA C++ for both types, where ``kernel`` does not do."""
+    """CUDA C++ for float32 and float64; None for ``kernel``."""
     cuda_fast: str | None = None
     """CUDA C++ for float32 in fast mode (approximate, subnormals may flush to zero)."""
     cuda_fast_compiled: str | None = None
-    """``cuda_fast`` where work that does not depend on the row leaves the row loop."""
+    """``cuda_fast`` for compiled kernels, which move work that no row changes out of the loop."""
     sympy: str | None = None
     """Python expression over ``a``, ``b``, ``c`` and the names of the sympy module."""
     notes: str = ""
-    """Domain, and what happens outside it."""
+    """Domain, and result outside it."""
     slope_notes: str = ""
-    """Values of the derivatives that are conventions."""
+    """Conventions of the derivatives."""
 
     @property
     def operands(self) -> str:
@@ -114,10 +115,6 @@ class Operator:
         return self.cuda_fast or self.cuda_precise
 
 
-def _truth(condition: Array) -> Array:
-    return np.asarray(condition, dtype=np.float64)
-
-
 def _logistic(a: Array) -> Array:
     small = np.exp(-np.abs(a))
     return np.where(a < 0, small, 1.0) / (1.0 + small)
@@ -129,11 +126,23 @@ def _erf(a: Array) -> Array:
 
 
 def _where(a: Array, b: Array, c: Array) -> Array:
-    return np.asarray(np.where(a != 0, b, c))
+    return np.where(a != 0, b, c)
 
 
-def _guarded(condition: Array, value: Callable[[], Array], otherwise: float) -> Array:
-    return np.where(condition, value(), otherwise)
+def _logical(function: np.ufunc) -> Callable[..., Array]:
+    """Return a function of NumPy with the results 1.0 and 0.0 instead of True and False."""
+    return lambda *operands: np.asarray(function(*operands), dtype=np.float64)
+
+
+def _comparison(
+    code: int, name: str, symbol: str, function: np.ufunc, latex: str, sympy: str, notes: str = ""
+) -> Operator:
+    return Operator(
+        code=code, name=name, arity=2, symbol=symbol, precedence=40, numpy=_logical(function),
+        kernel=f"select(a {symbol} b, 1, 0)", derivative=("0", "0"),
+        latex=rf"\left[{{a:41}} {latex} {{b:41}}\right]", latex_precedence=100,
+        sympy=f"Piecewise((1, {sympy}), (0, True))", notes=notes,
+    )  # fmt: skip
 
 
 _ROWS: Final = (
@@ -148,11 +157,11 @@ _ROWS: Final = (
     ),
     Operator(
         code=18, name="mul", arity=2, symbol="*", precedence=60, numpy=np.multiply,
-        kernel="a * b", derivative=("b", "a"), latex="{a:60} \\cdot {b:61}", sympy="a * b",
+        kernel="a * b", derivative=("b", "a"), latex=r"{a:60} \cdot {b:61}", sympy="a * b",
     ),
     Operator(
         code=19, name="div", arity=2, symbol="/", precedence=60, numpy=np.divide,
-        kernel="a / b", derivative=("1 / b", "-r / b"), latex="\\frac{{{a}}}{{{b}}}",
+        kernel="a / b", derivative=("1 / b", "-r / b"), latex=r"\frac{{{a}}}{{{b}}}",
         latex_precedence=90, cuda="quotient(a, b)", cuda_fast="__fdividef(a, b)", sympy="a / b",
         notes="x/0 is ±inf, 0/0 is NaN",
     ),
@@ -177,13 +186,13 @@ _ROWS: Final = (
     Operator(
         code=22, name="abs", arity=1, numpy=np.abs, kernel="abs(a)",
         derivative=("select(a > 0, 1, select(a < 0, -1, 0))",),
-        latex="\\left|{a}\\right|", sympy="Abs(a)",
+        latex=r"\left|{a}\right|", sympy="Abs(a)",
         slope_notes="0 at 0",
     ),
     # Exponentials, logarithms, roots and powers
     Operator(
         code=23, name="log", arity=1, numpy=np.log, kernel="log(a)", derivative=("1 / a",),
-        latex="\\ln\\left({a}\\right)", cuda_fast="__logf(a)", sympy="log(a)",
+        latex=r"\ln\left({a}\right)", cuda_fast="__logf(a)", sympy="log(a)",
         notes="natural; NaN for a < 0, -inf at 0",
     ),
     Operator(
@@ -192,12 +201,12 @@ _ROWS: Final = (
     ),
     Operator(
         code=25, name="sqrt", arity=1, numpy=np.sqrt, kernel="sqrt(a)",
-        derivative=("0.5 / r",), latex="\\sqrt{{{a}}}", cuda_fast="fast_sqrt(a)", sympy="sqrt(a)",
+        derivative=("0.5 / r",), latex=r"\sqrt{{{a}}}", cuda_fast="fast_sqrt(a)", sympy="sqrt(a)",
         notes="NaN for a < 0",
     ),
     Operator(
         code=26, name="inv", arity=1, numpy=np.reciprocal, kernel="1 / a",
-        derivative=("-r * r",), latex="\\frac{{1}}{{{a}}}", latex_precedence=90,
+        derivative=("-r * r",), latex=r"\frac{{1}}{{{a}}}", latex_precedence=90,
         cuda="quotient(1, a)", cuda_fast="__fdividef(1.0f, a)", sympy="1 / a", notes="±inf at ±0",
     ),
     Operator(
@@ -210,7 +219,7 @@ _ROWS: Final = (
     ),
     Operator(
         code=29, name="cbrt", arity=1, numpy=np.cbrt, kernel="cbrt(a)",
-        derivative=("1 / (3 * r * r)",), latex="\\sqrt[3]{{{a}}}",
+        derivative=("1 / (3 * r * r)",), latex=r"\sqrt[3]{{{a}}}",
         sympy="sign(a) * Abs(a) ** Rational(1, 3)", notes="real root, also for a < 0",
     ),
     # Selection
@@ -218,45 +227,45 @@ _ROWS: Final = (
         code=30, name="min", arity=2, numpy=np.minimum,
         kernel="select(a < b, a, select(a != a, a, b))",
         derivative=("select(a <= b, 1, 0)", "select(a <= b, 0, 1)"),
-        latex="\\min\\left({a}, {b}\\right)", sympy="Min(a, b)", notes="NaN if either is NaN",
+        latex=r"\min\left({a}, {b}\right)", sympy="Min(a, b)", notes="NaN if either is NaN",
         slope_notes="a tie passes to a",
     ),
     Operator(
         code=31, name="max", arity=2, numpy=np.maximum,
         kernel="select(a > b, a, select(a != a, a, b))",
         derivative=("select(a >= b, 1, 0)", "select(a >= b, 0, 1)"),
-        latex="\\max\\left({a}, {b}\\right)", sympy="Max(a, b)", notes="NaN if either is NaN",
+        latex=r"\max\left({a}, {b}\right)", sympy="Max(a, b)", notes="NaN if either is NaN",
         slope_notes="a tie passes to a",
     ),
     # Trigonometric and hyperbolic
     Operator(
         code=32, name="sin", arity=1, numpy=np.sin, kernel="sin(a)", derivative=("cos(a)",),
-        latex="\\sin\\left({a}\\right)", cuda_fast="__sinf(a)", sympy="sin(a)",
+        latex=r"\sin\left({a}\right)", cuda_fast="__sinf(a)", sympy="sin(a)",
         notes="radians; NaN at ±inf",
     ),
     Operator(
         code=33, name="cos", arity=1, numpy=np.cos, kernel="cos(a)", derivative=("-sin(a)",),
-        latex="\\cos\\left({a}\\right)", cuda_fast="__cosf(a)", sympy="cos(a)",
+        latex=r"\cos\left({a}\right)", cuda_fast="__cosf(a)", sympy="cos(a)",
         notes="radians; NaN at ±inf",
     ),
     Operator(
         code=34, name="tan", arity=1, numpy=np.tan, kernel="tan(a)",
-        derivative=("1 + r * r",), latex="\\tan\\left({a}\\right)", cuda_fast="__tanf(a)",
+        derivative=("1 + r * r",), latex=r"\tan\left({a}\right)", cuda_fast="__tanf(a)",
         sympy="tan(a)", notes="radians; NaN at ±inf",
     ),
     Operator(
         code=35, name="asin", arity=1, numpy=np.arcsin, kernel="asin(a)",
-        derivative=("1 / sqrt((1 - a) * (1 + a))",), latex="\\arcsin\\left({a}\\right)",
+        derivative=("1 / sqrt((1 - a) * (1 + a))",), latex=r"\arcsin\left({a}\right)",
         sympy="asin(a)", notes="NaN for |a| > 1",
     ),
     Operator(
         code=36, name="acos", arity=1, numpy=np.arccos, kernel="acos(a)",
-        derivative=("-1 / sqrt((1 - a) * (1 + a))",), latex="\\arccos\\left({a}\\right)",
+        derivative=("-1 / sqrt((1 - a) * (1 + a))",), latex=r"\arccos\left({a}\right)",
         sympy="acos(a)", notes="NaN for |a| > 1",
     ),
     Operator(
         code=37, name="atan", arity=1, numpy=np.arctan, kernel="atan(a)",
-        derivative=("1 / (1 + a * a)",), latex="\\arctan\\left({a}\\right)", sympy="atan(a)",
+        derivative=("1 / (1 + a * a)",), latex=r"\arctan\left({a}\right)", sympy="atan(a)",
     ),
     Operator(
         code=38, name="atan2", arity=2, numpy=np.arctan2, kernel="atan2(a, b)",
@@ -266,28 +275,28 @@ _ROWS: Final = (
             "select(abs(a) >= abs(b), -1 / (a * (1 + (b / a) * (b / a))), "
             "-(a / b) / (b * (1 + (a / b) * (a / b))))",
         ),
-        latex="\\operatorname{{atan2}}\\left({a}, {b}\\right)", sympy="atan2(a, b)",
+        latex=r"\operatorname{{atan2}}\left({a}, {b}\right)", sympy="atan2(a, b)",
         notes="angle of the point (b, a)",
     ),
     Operator(
         code=39, name="sinh", arity=1, numpy=np.sinh, kernel="sinh(a)", derivative=("cosh(a)",),
-        latex="\\sinh\\left({a}\\right)", sympy="sinh(a)",
+        latex=r"\sinh\left({a}\right)", sympy="sinh(a)",
     ),
     Operator(
         code=40, name="cosh", arity=1, numpy=np.cosh, kernel="cosh(a)", derivative=("sinh(a)",),
-        latex="\\cosh\\left({a}\\right)", sympy="cosh(a)",
+        latex=r"\cosh\left({a}\right)", sympy="cosh(a)",
     ),
     Operator(
         code=41, name="tanh", arity=1, numpy=np.tanh, kernel="tanh(a)",
         derivative=(
             "4 * exp(-2 * abs(a)) / ((1 + exp(-2 * abs(a))) * (1 + exp(-2 * abs(a))))",
         ),
-        latex="\\tanh\\left({a}\\right)", cuda_fast="fast_tanh(a)",
+        latex=r"\tanh\left({a}\right)", cuda_fast="fast_tanh(a)",
         sympy="tanh(a)",
     ),
     Operator(
         code=42, name="log1p", arity=1, numpy=np.log1p, kernel="log1p(a)",
-        derivative=("1 / (1 + a)",), latex="\\ln\\left(1 + {a:51}\\right)", sympy="log(1 + a)",
+        derivative=("1 / (1 + a)",), latex=r"\ln\left(1 + {a:51}\right)", sympy="log(1 + a)",
         notes="NaN for a < -1",
     ),
     Operator(
@@ -296,95 +305,64 @@ _ROWS: Final = (
     ),
     Operator(
         code=44, name="log2", arity=1, numpy=np.log2, kernel="log2(a)",
-        derivative=("1.4426950408889634 / a",), latex="\\log_2\\left({a}\\right)",
+        derivative=("1.4426950408889634 / a",), latex=r"\log_2\left({a}\right)",
         cuda_fast="__log2f(a)", sympy="log(a, 2)", notes="NaN for a < 0, -inf at 0",
     ),
     Operator(
         code=45, name="log10", arity=1, numpy=np.log10, kernel="log10(a)",
-        derivative=("0.4342944819032518 / a",), latex="\\log_{{10}}\\left({a}\\right)",
+        derivative=("0.4342944819032518 / a",), latex=r"\log_{{10}}\left({a}\right)",
         cuda_fast="__log10f(a)", sympy="log(a, 10)", notes="NaN for a < 0, -inf at 0",
     ),
     # Steps
     Operator(
         code=46, name="floor", arity=1, numpy=np.floor, kernel="floor(a)", derivative=("0",),
-        latex="\\left\\lfloor {a} \\right\\rfloor", sympy="floor(a)",
+        latex=r"\left\lfloor {a} \right\rfloor", sympy="floor(a)",
     ),
     Operator(
         code=47, name="ceil", arity=1, numpy=np.ceil, kernel="ceil(a)", derivative=("0",),
-        latex="\\left\\lceil {a} \\right\\rceil", sympy="ceiling(a)",
+        latex=r"\left\lceil {a} \right\rceil", sympy="ceiling(a)",
     ),
     Operator(
         code=48, name="sign", arity=1, numpy=np.sign,
         kernel="select(a > 0, 1, select(a < 0, -1, select(a == 0, 0, a)))", derivative=("0",),
-        latex="\\operatorname{{sgn}}\\left({a}\\right)", sympy="sign(a)",
+        latex=r"\operatorname{{sgn}}\left({a}\right)", sympy="sign(a)",
     ),
     # Comparisons and logic: 1.0 or 0.0; any value but 0 is true, NaN too
-    Operator(
-        code=49, name="lt", arity=2, symbol="<", precedence=40,
-        numpy=lambda a, b: _truth(a < b), kernel="select(a < b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a:41} < {b:41}\\right]", latex_precedence=100,
-        sympy="Piecewise((1, a < b), (0, True))",
-    ),
-    Operator(
-        code=50, name="le", arity=2, symbol="<=", precedence=40,
-        numpy=lambda a, b: _truth(a <= b), kernel="select(a <= b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a:41} \\le {b:41}\\right]", latex_precedence=100,
-        sympy="Piecewise((1, a <= b), (0, True))",
-    ),
-    Operator(
-        code=51, name="gt", arity=2, symbol=">", precedence=40,
-        numpy=lambda a, b: _truth(a > b), kernel="select(a > b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a:41} > {b:41}\\right]", latex_precedence=100,
-        sympy="Piecewise((1, a > b), (0, True))",
-    ),
-    Operator(
-        code=52, name="ge", arity=2, symbol=">=", precedence=40,
-        numpy=lambda a, b: _truth(a >= b), kernel="select(a >= b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a:41} \\ge {b:41}\\right]", latex_precedence=100,
-        sympy="Piecewise((1, a >= b), (0, True))",
-    ),
-    Operator(
-        code=53, name="eq", arity=2, symbol="==", precedence=40,
-        numpy=lambda a, b: _truth(a == b), kernel="select(a == b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a:41} = {b:41}\\right]", latex_precedence=100,
-        sympy="Piecewise((1, Eq(a, b)), (0, True))",
-    ),
-    Operator(
-        code=54, name="ne", arity=2, symbol="!=", precedence=40,
-        numpy=lambda a, b: _truth(a != b), kernel="select(a != b, 1, 0)", derivative=("0", "0"),
-        latex="\\left[{a:41} \\ne {b:41}\\right]", latex_precedence=100,
-        sympy="Piecewise((1, Ne(a, b)), (0, True))",
-        notes="1 if either is NaN",
-    ),
+    _comparison(49, "lt", "<", np.less, "<", "a < b"),
+    _comparison(50, "le", "<=", np.less_equal, r"\le", "a <= b"),
+    _comparison(51, "gt", ">", np.greater, ">", "a > b"),
+    _comparison(52, "ge", ">=", np.greater_equal, r"\ge", "a >= b"),
+    _comparison(53, "eq", "==", np.equal, "=", "Eq(a, b)"),
+    _comparison(54, "ne", "!=", np.not_equal, r"\ne", "Ne(a, b)", "1 if either is NaN"),
     Operator(
         code=55, name="and", arity=2, symbol="and", precedence=20,
-        numpy=lambda a, b: _truth(np.logical_and(a, b)),
+        numpy=_logical(np.logical_and),
         kernel="select(a != 0, select(b != 0, 1, 0), 0)", derivative=("0", "0"),
-        latex="{a:20} \\wedge {b:21}", sympy="Piecewise((1, And(Ne(a, 0), Ne(b, 0))), (0, True))",
+        latex=r"{a:20} \wedge {b:21}", sympy="Piecewise((1, And(Ne(a, 0), Ne(b, 0))), (0, True))",
     ),
     Operator(
         code=56, name="or", arity=2, symbol="or", precedence=10,
-        numpy=lambda a, b: _truth(np.logical_or(a, b)),
+        numpy=_logical(np.logical_or),
         kernel="select(a != 0, 1, select(b != 0, 1, 0))", derivative=("0", "0"),
-        latex="{a:10} \\vee {b:11}", sympy="Piecewise((1, Or(Ne(a, 0), Ne(b, 0))), (0, True))",
+        latex=r"{a:10} \vee {b:11}", sympy="Piecewise((1, Or(Ne(a, 0), Ne(b, 0))), (0, True))",
     ),
     Operator(
         code=57, name="not", arity=1, symbol="not", precedence=30,
-        numpy=lambda a: _truth(np.logical_not(a)), kernel="select(a != 0, 0, 1)",
-        derivative=("0",), latex="\\neg {a:61}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
+        numpy=_logical(np.logical_not), kernel="select(a != 0, 0, 1)",
+        derivative=("0",), latex=r"\neg {a:61}", sympy="Piecewise((1, Eq(a, 0)), (0, True))",
     ),
     Operator(
         code=58, name="where", arity=3, numpy=_where,
         kernel="select(a != 0, b, c)",
         derivative=("0", "select(a != 0, 1, 0)", "select(a != 0, 0, 1)"),
-        latex="\\begin{{cases}} {b} & {a:41} \\ne 0 \\\\ {c} & \\text{{otherwise}} \\end{{cases}}",
+        latex=r"\begin{{cases}} {b} & {a:41} \ne 0 \\ {c} & \text{{otherwise}} \end{{cases}}",
         latex_precedence=40,
         sympy="Piecewise((b, Ne(a, 0)), (c, True))", notes="b where a is not 0, else c",
         slope_notes="of the branch taken; 0 for the condition",
     ),
     Operator(
         code=59, name="fma", arity=3, numpy=lambda a, b, c: a * b + c, kernel="a * b + c",
-        derivative=("b", "a", "1"), latex="{a:60} \\cdot {b:61} + {c:51}", latex_precedence=50,
+        derivative=("b", "a", "1"), latex=r"{a:60} \cdot {b:61} + {c:51}", latex_precedence=50,
         sympy="a * b + c", cuda="product_sum(a, b, c)", cuda_fast="__fmaf_rn(a, b, c)",
         notes="NumPy's float64 a * b + c: the product is exact in float32, rounded in float64",
     ),
@@ -396,21 +374,21 @@ _ROWS: Final = (
         derivative=(
             "1 / select(abs(b) > 1e9, abs(b), sqrt(1 + b * b))", "-r * b / (1 + b * b)",
         ),
-        latex="\\frac{{{a}}}{{\\sqrt{{1 + {{{b:91}}}^2}}}}", latex_precedence=90,
+        latex=r"\frac{{{a}}}{{\sqrt{{1 + {{{b:91}}}^2}}}}", latex_precedence=90,
         sympy="a / sqrt(1 + b ** 2)", notes="analytic quotient a / sqrt(1 + b^2) (Ni et al. 2013)",
     ),
     Operator(
         code=61, name="logabs", arity=1, numpy=lambda a: np.log(np.abs(a)),
         kernel="log(abs(a))", cuda_fast="__logf(abs(a))",
         derivative=("select(a == 0, 0, 1 / a)",),
-        latex="\\ln\\left|{a}\\right|", sympy="log(Abs(a))", notes="-inf at 0",
+        latex=r"\ln\left|{a}\right|", sympy="log(Abs(a))", notes="-inf at 0",
         slope_notes="0 at 0",
     ),
     Operator(
         code=62, name="sqrtabs", arity=1, numpy=lambda a: np.sqrt(np.abs(a)),
         kernel="sqrt(abs(a))", cuda_fast="fast_sqrt(abs(a))",
         derivative=("select(a > 0, 0.5 / r, select(a < 0, -0.5 / r, 0))",),
-        latex="\\sqrt{{\\left|{a}\\right|}}", sympy="sqrt(Abs(a))",
+        latex=r"\sqrt{{\left|{a}\right|}}", sympy="sqrt(Abs(a))",
         slope_notes="0 at 0",
     ),
     Operator(
@@ -420,7 +398,7 @@ _ROWS: Final = (
             "select(b == 0, 0, select(a == 0, 0, b * r / a))",
             "select(a == 0, 0, r * log(abs(a)))",
         ),
-        latex="{{\\left|{a}\\right|}}^{{{b}}}", latex_precedence=80, sympy="Abs(a) ** b",
+        latex=r"{{\left|{a}\right|}}^{{{b}}}", latex_precedence=80, sympy="Abs(a) ** b",
         slope_notes="by both: 0 at a = 0",
     ),
     # Statistics and learning
@@ -429,56 +407,56 @@ _ROWS: Final = (
         kernel="select(a < 0, exp(-abs(a)), 1) / (1 + exp(-abs(a)))",
         cuda_fast="__fdividef(1.0f, 1.0f + __expf(-a))",
         derivative=("exp(-abs(a)) / ((1 + exp(-abs(a))) * (1 + exp(-abs(a))))",),
-        latex="\\sigma\\left({a}\\right)", sympy="1 / (1 + exp(-a))",
+        latex=r"\sigma\left({a}\right)", sympy="1 / (1 + exp(-a))",
         notes="1 / (1 + exp(-a)), without overflow",
     ),
     Operator(
         code=65, name="erf", arity=1, numpy=_erf, kernel="erf(a)",
         derivative=("1.1283791670955126 * exp(-a * a)",),
-        latex="\\operatorname{{erf}}\\left({a}\\right)", sympy="erf(a)",
+        latex=r"\operatorname{{erf}}\left({a}\right)", sympy="erf(a)",
     ),
     Operator(
         code=66, name="relu", arity=1, numpy=lambda a: np.maximum(a, 0.0),
         kernel="select(a <= 0, 0, a)", derivative=("select(a > 0, 1, 0)",),
-        latex="\\max\\left(0, {a}\\right)", sympy="Max(0, a)",
+        latex=r"\max\left(0, {a}\right)", sympy="Max(0, a)",
         slope_notes="0 at 0",
     ),
     # Protected forms with a threshold; the threshold is rounded to the data's type
     Operator(
         code=67, name="pdiv", arity=2,
-        numpy=lambda a, b: _guarded(np.abs(b) > 0.001, lambda: a / b, 1.0),
+        numpy=lambda a, b: np.where(np.abs(b) > 0.001, a / b, 1.0),
         kernel="select(abs(b) > 0.001, a / b, 1)",
         derivative=("select(abs(b) > 0.001, 1 / b, 0)", "select(abs(b) > 0.001, -r / b, 0)"),
-        latex="\\operatorname{{pdiv}}\\left({a}, {b}\\right)",
+        latex=r"\operatorname{{pdiv}}\left({a}, {b}\right)",
         sympy="Piecewise((a / b, Abs(b) > 0.001), (1, True))",
         notes="gplearn's div: 1 where |b| <= 0.001",
         slope_notes="0 up to the threshold",
     ),
     Operator(
         code=68, name="plog", arity=1,
-        numpy=lambda a: _guarded(np.abs(a) > 0.001, lambda: np.log(np.abs(a)), 0.0),
+        numpy=lambda a: np.where(np.abs(a) > 0.001, np.log(np.abs(a)), 0.0),
         kernel="select(abs(a) > 0.001, log(abs(a)), 0)",
         derivative=("select(abs(a) > 0.001, 1 / a, 0)",),
-        latex="\\operatorname{{plog}}\\left({a}\\right)",
+        latex=r"\operatorname{{plog}}\left({a}\right)",
         sympy="Piecewise((log(Abs(a)), Abs(a) > 0.001), (0, True))",
         notes="gplearn's log: log|a|, 0 where |a| <= 0.001",
         slope_notes="0 up to the threshold",
     ),
     Operator(
         code=69, name="pinv", arity=1,
-        numpy=lambda a: _guarded(np.abs(a) > 0.001, lambda: 1.0 / a, 0.0),
+        numpy=lambda a: np.where(np.abs(a) > 0.001, 1.0 / a, 0.0),
         kernel="select(abs(a) > 0.001, 1 / a, 0)",
-        derivative=("-r * r",), latex="\\operatorname{{pinv}}\\left({a}\\right)",
+        derivative=("-r * r",), latex=r"\operatorname{{pinv}}\left({a}\right)",
         sympy="Piecewise((1 / a, Abs(a) > 0.001), (0, True))",
         notes="gplearn's inv: 1/a, 0 where |a| <= 0.001",
         slope_notes="0 up to the threshold",
     ),
     Operator(
         code=70, name="zdiv", arity=2,
-        numpy=lambda a, b: _guarded(b != 0, lambda: a / b, 1.0),
+        numpy=lambda a, b: np.where(b != 0, a / b, 1.0),
         kernel="select(b != 0, a / b, 1)",
         derivative=("select(b != 0, 1 / b, 0)", "select(b != 0, -r / b, 0)"),
-        latex="\\operatorname{{zdiv}}\\left({a}, {b}\\right)",
+        latex=r"\operatorname{{zdiv}}\left({a}, {b}\right)",
         sympy="Piecewise((a / b, Ne(b, 0)), (1, True))",
         notes="protectedDiv of the DEAP examples: 1 where b is 0",
         slope_notes="0 at b = 0",

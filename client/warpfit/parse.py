@@ -1,6 +1,6 @@
-"""Text to `Program`: ``parse("5 - abs(x1)*sqrt(p1)/10 + 2^x2")``.
+"""The parser of the text language: ``parse("5 - abs(x1)*sqrt(p1)/10 + 2^x2")``.
 
-The grammar, loosest first; symbols and strengths are those of `warpfit.ops`:
+Operators from the lowest precedence to the highest (`warpfit.ops` has the numbers):
 
 ====================  =========================================================================
 ``or``, ``and``       left-associative
@@ -11,18 +11,21 @@ The grammar, loosest first; symbols and strengths are those of `warpfit.ops`:
 ``^`` or ``**``       right-associative; ``-x^2`` is ``-(x^2)``, ``2^-x`` is ``2^(-x)``
 ====================  =========================================================================
 
-Operands are numbers (``2``, ``.5``, ``1e-3``; ``#`` and 16 hexadecimal digits is the float64 with
-these bits), variables, parameters ``p1``, ``p2``, ..., the constants ``pi``, ``e``, ``inf`` and
-``nan``, calls of any operator by its name or an alias, and anything in parentheses. ``add``,
-``mul``, ``min``, ``max``, ``and`` and ``or`` can be called with any number of operands from two.
+Operands are
 
-Variables are ``x1``, ``x2``, ... by position, or the names of the data set. A name of the data set
-wins over everything but a call (where it hides ``x1`` or ``p1``, ``x01`` and ``p01`` still mean
-the first variable and parameter). A name that is no identifier stands in backticks; a backtick
-in it is written twice.
+* numbers: ``2``, ``.5``, ``1e-3``; ``#`` and 16 hexadecimal digits is the float64 with these bits;
+* variables: ``x1``, ``x2``, ... by position, or the names of the data set;
+* parameters ``p1``, ``p2``, ..., and the constants ``pi``, ``e``, ``inf`` and ``nan``;
+* calls of any operator by its name or an alias. ``add``, ``mul``, ``min``, ``max``, ``and`` and
+  ``or`` take two or more operands;
+* any expression in parentheses.
 
-The method is Dijkstra's shunting yard with explicit stacks: the length and the nesting of a text
-are limited by memory alone.
+A name of the data set takes precedence over everything but a call. Where it hides ``x1`` or ``p1``,
+``x01`` and ``p01`` still mean the first variable and parameter. A name that is no identifier is
+written in backticks, and a backtick in it is doubled.
+
+The method is Dijkstra's shunting yard with explicit stacks, so that only memory limits the length
+and the nesting of a text.
 """
 
 from __future__ import annotations
@@ -69,10 +72,12 @@ _TOKEN: Final = re.compile(
 _SPACE: Final = re.compile(r"\s*")
 _PARENTHESES: Final = re.compile(r"[()]|`(?:[^`]|``)*`")
 
+#: Longest text, and longest call or group in parentheses, that a parser caches, in characters.
 _LONGEST_TEXT: Final = 4096
 _LONGEST_GROUP: Final = 256
-_TEXTS: Final = 4096
-_GROUPS: Final = 16384
+#: Numbers of texts and of groups that a parser caches.
+_MOST_TEXTS: Final = 4096
+_MOST_GROUPS: Final = 16384
 
 
 def parse(text: str, names: Sequence[str] = ()) -> Program:
@@ -83,7 +88,7 @@ def parse(text: str, names: Sequence[str] = ()) -> Program:
         names: names of the data set's variables in order, or empty.
 
     Raises:
-        ParseError: with the place and a remedy.
+        ParseError: if the text is no expression; it names the place and a remedy.
 
     """
     return parser(tuple(names)).parse(text)
@@ -91,12 +96,12 @@ def parse(text: str, names: Sequence[str] = ()) -> Program:
 
 @lru_cache(maxsize=32)
 def parser(names: tuple[str, ...] = ()) -> Parser:
-    """Parser for a data set with these variable names, shared by all callers."""
+    """Return the parser for a data set with these variable names, which all callers share."""
     return Parser(names)
 
 
 class _Cache(Generic[T]):
-    """Bounded map by text: two halves, of which the older is dropped when the younger is full.
+    """Cache by text in two halves; when the younger is full, the older is dropped.
 
     Each step is one atomic operation on a dict, so threads can share it; a race costs a miss.
     """
@@ -121,22 +126,21 @@ class _Cache(Generic[T]):
 
 
 class Parser:
-    """Parser for one list of variable names, with bounded caches of texts and sub-expressions.
+    """Parser for one list of variable names, with bounded caches; threads can share it.
 
-    Successive generations of a genetic program repeat most of their subtrees: the tokens of each
-    call and each group in parentheses are kept, and found again by their text without reading it.
-    Threads can share a parser.
+    The tokens of each text, call and group in parentheses are cached, because successive
+    generations of genetic programming repeat most of their subtrees.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """Take the names of the data set's variables, in order; they must differ."""
+        """Take the names of the data set's variables in order, all different, or none."""
         self.names = tuple(names)
         self.variables = {name: float(index) for index, name in enumerate(self.names)}
-        self.groups: _Cache[tuple[list[int], list[float]]] = _Cache(_GROUPS)
-        self._texts: _Cache[Program] = _Cache(_TEXTS)
+        self.groups: _Cache[tuple[list[int], list[float]]] = _Cache(_MOST_GROUPS)
+        self._texts: _Cache[Program] = _Cache(_MOST_TEXTS)
 
     def parse(self, text: str) -> Program:
-        """Parse one expression; `warpfit.parse.parse` says how."""
+        """Parse one expression, as `warpfit.parse.parse`."""
         program = self._texts.get(text)
         if program is None:
             codes, values = _Reader(self, text).read()
@@ -148,31 +152,32 @@ class Parser:
 
 @dataclass(slots=True)
 class _Pending:
-    """A prefix or infix operator that waits for its last operand."""
+    """A prefix or infix operator whose last operand is still being read."""
 
     row: Operator
-    position: int
     start: int
-    """Number of tokens written before it."""
-    literal: bool = False
+    """Number of tokens written before the operator was read."""
+    before_number: bool = False
     """Whether the operand begins with a number."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """An open parenthesis: of a call if there is a row."""
+    """An open call or group in parentheses."""
 
     row: Operator | None
+    """Operator that is called; None for a group."""
     position: int
-    floor: int
-    """Number of pending operators outside it."""
+    """Index of its first character."""
+    first_pending: int
+    """Index of the first pending operator inside it."""
     start: int
     """Number of tokens written before it."""
     operands: int = 1
 
 
 class _Reader:
-    """One pass over one text."""
+    """Reads one text from left to right and writes its tokens in postfix order."""
 
     def __init__(self, parser: Parser, text: str) -> None:
         self.parser = parser
@@ -187,7 +192,7 @@ class _Reader:
         self.wants_operand = True
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Codes and values of the whole text."""
+        """Return the token codes and values of the text."""
         while True:
             match = _TOKEN.match(self.text, self.at)
             if match is None:
@@ -216,7 +221,7 @@ class _Reader:
         elif kind == "name" and (called := self._call(token, position)) is not None:
             self._open(called, position, self.at)
         elif token in PREFIX:
-            self.pending.append(_Pending(PREFIX[token], position, len(self.codes)))
+            self.pending.append(_Pending(PREFIX[token], len(self.codes)))
         elif kind == "name" and token not in INFIX:
             self._name(token, position)
         elif token != "+":
@@ -250,8 +255,10 @@ class _Reader:
         self.wants_operand = False
 
     def _constant(self, value: float) -> None:
-        if len(self.pending) > self.group.floor and self.pending[-1].start == len(self.codes):
-            self.pending[-1].literal = True
+        if len(self.pending) > self.group.first_pending and self.pending[-1].start == len(
+            self.codes
+        ):
+            self.pending[-1].before_number = True
         self._emit(CONSTANT, value)
 
     def _quoted(self, token: str, position: int) -> None:
@@ -273,7 +280,7 @@ class _Reader:
             self._unknown(name, "name", known, position)
 
     def _call(self, name: str, position: int) -> Operator | None:
-        """Row of the operator if this is a call; `at` then stands on its parenthesis."""
+        """Return the operator if ``name`` is called, and advance behind the parenthesis."""
         opening = _SPACE.match(self.text, self.at)
         after = self.at if opening is None else opening.end()
         if not self.text.startswith("(", after) or name in PREFIX:
@@ -336,20 +343,20 @@ class _Reader:
     def _infix(self, row: Operator, position: int) -> None:
         right = row.name in RIGHT_ASSOCIATIVE
         self._reduce(row.precedence if right or row.name in COMPARISONS else row.precedence - 1)
-        waiting = self.pending[-1].row if len(self.pending) > self.group.floor else None
+        waiting = self.pending[-1].row if len(self.pending) > self.group.first_pending else None
         if row.name in COMPARISONS and waiting is not None and waiting.name in COMPARISONS:
             remedy = "Write 'a < b and b < c', or put one comparison in parentheses"
             self._fail("comparisons do not chain", "CHAINED_COMPARISON", remedy, position)
-        self.pending.append(_Pending(row, position, len(self.codes)))
+        self.pending.append(_Pending(row, len(self.codes)))
         self.wants_operand = True
 
     def _reduce(self, precedence: int) -> None:
-        """Write the pending operators of this group that bind more strongly."""
-        while len(self.pending) > self.group.floor:
+        """Write the pending operators of this group with a higher precedence."""
+        while len(self.pending) > self.group.first_pending:
             if self.pending[-1].row.precedence <= precedence:
                 return
             last = self.pending.pop()
-            if last.literal and last.row.name == "neg" and len(self.codes) == last.start + 1:
+            if last.before_number and last.row.name == "neg" and len(self.codes) == last.start + 1:
                 self.values[-1] = -self.values[-1]
             else:
                 self._emit(last.row.code, 0.0)
@@ -389,7 +396,7 @@ def _number(token: str) -> float:
 
 
 def _closing(text: str) -> dict[int, int]:
-    """Position of the closing parenthesis for each opening one that has one."""
+    """Return the index of the closing parenthesis by that of the opening one."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for match in _PARENTHESES.finditer(text):

@@ -1,4 +1,4 @@
-"""What an evaluation asks for, and what comes back: the types between the stages."""
+"""The request and the result of Evaluate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Precision(StrEnum):
     """How float32 is computed; float64 data is always precise."""
 
     PRECISE = "precise"
-    """Within 2 ulp of the correctly rounded result for each operator (CUDA: its documented ulp)."""
+    """Each operator within 2 ulp of the correctly rounded result (CUDA: at most 4 ulp)."""
     FAST = "fast"
     """Approximate division, exponentials, logarithms and powers; subnormals may flush to zero."""
 
@@ -31,8 +31,9 @@ class Tier(StrEnum):
 
     AUTO moves a batch that repeats to compiled kernels, whose results in fast mode differ from the
     interpreter's in the last bits; the other two always give the same bits. Values, and the
-    built-in losses with their gradients, have both; Jacobians, derivatives by variables, losses of
-    one's own, statistics and fits are always interpreted. The timings say which it was.
+    built-in losses with their gradients, can be interpreted or compiled; Jacobians, derivatives by
+    variables, custom losses, statistics and fits are always interpreted. `Timings.tier` says which
+    evaluator was used.
     """
 
     AUTO = "auto"
@@ -42,7 +43,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """One call of Evaluate: programs, data set and what is wanted back."""
+    """One call of Evaluate: programs, data set and the outputs that are requested."""
 
     dataset_id: bytes
     """SHA-256 content id of the data set, 32 bytes."""
@@ -53,44 +54,38 @@ class Evaluation:
     loss: Loss | None = None
     """Loss to compute for each program and parameter vector; None for none."""
     values: bool = True
-    """Whether the values of all rows are wanted."""
+    """Whether to return the values of all rows."""
     tier: Tier = Tier.AUTO
     gradient: bool = False
-    """Whether the derivatives of the loss with respect to the parameters are wanted."""
+    """Whether to return the derivatives of the loss by the parameters."""
     jacobian: bool = False
-    """Whether the derivatives of all values with respect to the parameters are wanted."""
+    """Whether to return the derivatives of all values by the parameters."""
     variable_gradient: bool = False
-    """Whether the derivatives of the loss with respect to a shift of each variable are wanted."""
+    """Whether to return the derivatives of the loss by a shift of each variable."""
     reductions: bool = False
-    """Whether sum, mean, least, greatest and the count of non-finite values are wanted."""
+    """Whether to return sum, mean, least, greatest and the count of non-finite values."""
     linear_scaling: bool = False
-    """Whether the loss is that of the best a + b f (Keijzer 2003), and a and b are wanted."""
+    """Whether the loss is that of the best a + b f (Keijzer 2003), and to return a and b."""
     correlation: bool = False
-    """Whether Pearson's correlation of values and target is wanted."""
+    """Whether to return Pearson's correlation of values and target."""
     custom_loss: LossFunction | None = None
-    """Loss of the caller's own, instead of ``loss``."""
+    """Loss function of the caller, instead of ``loss``."""
 
     @property
     def loss_function(self) -> LossFunction | None:
-        """Row loss and closing of the loss that is wanted; None if none is."""
+        """The loss as a loss function; None if no loss is requested."""
         return BUILT_IN[self.loss] if self.loss is not None else self.custom_loss
 
     @property
-    def differentiates(self) -> bool:
-        """Whether anything is wanted that needs derivatives."""
-        return self.gradient or self.jacobian or self.variable_gradient
-
-    @property
     def needs_moments(self) -> bool:
-        """Whether anything is wanted that is computed from the moments of values and target."""
+        """Whether an output is computed from the moments of values and target."""
         return self.linear_scaling or self.correlation
 
     def check(self, layout: Layout) -> None:
         """Check the whole evaluation against the data set that it names.
 
         Raises:
-            InvalidArgumentError: for a bad row range, a missing target, nothing wanted, or wishes
-                that exclude each other.
+            InvalidArgumentError: as `check_options`.
             ProgramError: for the first bad token.
 
         """
@@ -101,17 +96,17 @@ class Evaluation:
         """Check everything but the batch.
 
         Raises:
-            InvalidArgumentError: for a bad row range, a missing target, nothing wanted, or wishes
-                that exclude each other.
+            InvalidArgumentError: for a bad row range, a missing target, no requested output, or
+                outputs that exclude each other.
 
         """
         check_rows(self.row_range(layout), layout)
         loss = self.loss_function
-        for wish, wanted in (("loss", loss is not None), ("correlation", self.correlation)):
-            if wanted:
-                check_target(layout, wish)
+        for output, is_requested in (("loss", loss is not None), ("correlation", self.correlation)):
+            if is_requested:
+                check_target(layout, output)
         if loss is None:
-            self._check_wishes_without_loss()
+            self._check_without_loss()
         elif self.linear_scaling:
             self._check_scaling(loss)
         if self.loss is not None and self.custom_loss is not None:
@@ -119,11 +114,11 @@ class Evaluation:
                 "two losses are asked for", "WISHES_CONFLICT", "Ask for one", "loss_function"
             )
 
-    def _check_wishes_without_loss(self) -> None:
-        for wish in ("gradient", "variable_gradient", "linear_scaling"):
-            if getattr(self, wish):
+    def _check_without_loss(self) -> None:
+        for output in ("gradient", "variable_gradient", "linear_scaling"):
+            if getattr(self, output):
                 raise InvalidArgumentError(
-                    f"{wish} needs a loss", "LOSS_MISSING", "Ask for a loss too", wish
+                    f"{output} needs a loss", "LOSS_MISSING", "Ask for a loss too", output
                 )
         if not any((self.values, self.jacobian, self.reductions, self.correlation)):
             raise InvalidArgumentError(
@@ -150,16 +145,16 @@ class Evaluation:
             )
 
     def row_range(self, layout: Layout) -> tuple[int, int]:
-        """Half-open range of the rows to evaluate."""
+        """Return the half-open range of the rows to evaluate."""
         return (0, layout.rows) if self.rows is None else self.rows
 
     def shape(self, layout: Layout) -> tuple[int, int, int]:
-        """Shape of the value matrix in wire order: programs, K, rows."""
+        """Return the shape of the value matrix in wire order: programs, K, rows."""
         start, stop = self.row_range(layout)
         return len(self.batch), self.batch.vectors, stop - start
 
     def token_rows(self, layout: Layout) -> int:
-        """Tokens x parameter vectors x rows: how much there is to compute."""
+        """Return tokens x parameter vectors x rows, the measure of the work."""
         _, vectors, rows = self.shape(layout)
         return len(self.batch.codes) * vectors * rows
 
@@ -182,10 +177,10 @@ def check_rows(rows: tuple[int, int], layout: Layout) -> None:
 
 
 def check_target(layout: Layout, field: str) -> None:
-    """Check that there is a target for the wish named ``field``.
+    """Check that a data set has a target, which the output named ``field`` needs.
 
     Raises:
-        InvalidArgumentError: if there is none.
+        InvalidArgumentError: if it has none.
 
     """
     if not layout.has_target:
@@ -199,7 +194,7 @@ def check_target(layout: Layout, field: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one evaluation went, in nanoseconds."""
+    """Durations of the stages of one evaluation on the server, in nanoseconds."""
 
     decode: int = 0
     queue: int = 0
@@ -208,10 +203,10 @@ class Timings:
     copy_out: int = 0
     tier: Tier = Tier.INTERPRETER
     cache_hits: int = 0
-    """Expressions served by an already compiled kernel."""
+    """Expressions that an already compiled kernel computed."""
 
     def __str__(self) -> str:
-        """Small table in microseconds."""
+        """Return a small table in microseconds."""
         return self._table().text()
 
     def _repr_html_(self) -> str:
@@ -226,12 +221,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """Answer of an evaluation, in the memory order of the wire."""
+    """Result of an evaluation, in the memory order of the wire; None for what was not requested."""
 
     values: NDArray[Any] | None = None
-    """[programs, K, rows], C order, the data set's dtype; None if not asked for."""
+    """[programs, K, rows], C order, the data set's dtype."""
     losses: NDArray[np.float64] | None = None
-    """[programs, K], C order; None if not asked for."""
+    """[programs, K], C order."""
     timings: Timings = field(default_factory=Timings)
     gradients: NDArray[np.float64] | None = None
     """Derivatives of the losses by the parameters, laid out as `Batch.parameters`, flat."""

@@ -26,14 +26,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds that a server enforces; over one it answers RESOURCE_EXHAUSTED."""
+    """Upper bounds that a server enforces; a call above one fails with RESOURCE_EXHAUSTED."""
 
     message_bytes: int = 64 << 20
-    """One protobuf message to the server."""
+    """Size of one message to the server."""
     dataset_bytes: int = 8 << 30
-    """One data set."""
+    """Size of one data set."""
     resident_bytes: int = 16 << 30
-    """All data sets together."""
+    """Size of all resident data sets."""
     programs: int = 100_000
     """Programs in a batch."""
     tokens: int = 5_000_000
@@ -43,7 +43,7 @@ class Limits:
     vectors: int = 10_000
     """Parameter vectors for each program."""
     result_bytes: int = 4 << 30
-    """One answer."""
+    """Size of one answer."""
     requests: int = 64
     """Calls in flight."""
     rows: int = 1 << 40
@@ -51,16 +51,16 @@ class Limits:
     rate: float = 0.0
     """Calls a second, in bursts of at most a second's; 0 for no limit."""
     loss_tokens: int = 256
-    """Tokens in a loss function of the caller's own."""
+    """Tokens in a custom loss function."""
     names: int = 65_536
     """Variable names of a data set."""
     name_bytes: int = 1 << 20
-    """All variable names of a data set together, as UTF-8."""
+    """Size of all variable names of a data set as UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorInfo:
-    """An operator as the server offers it."""
+    """One operator of the server's operator table."""
 
     code: int
     name: str
@@ -71,7 +71,7 @@ class OperatorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Answer of ``GetServerInfo``."""
+    """Answer to GetServerInfo."""
 
     version: str
     engine: str

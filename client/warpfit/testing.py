@@ -1,4 +1,4 @@
-"""A client without a server, for tests of code that uses warpfit.
+"""Clients without a server, for tests of code that uses warpfit.
 
 ::
 
@@ -6,14 +6,14 @@
         data = client.upload(X, y)
         losses = client.evaluate(data, ["x1 + p1"], [[0.5]], loss="mse")
 
-The calls are encoded and decoded as over the network, and answered by the NumPy reference in this
-process (fits by the server's own driver, which must be installed for them). Make an
-`InProcessServer` to inject faults::
+Calls are encoded and decoded as over the network, and answered by the NumPy reference in this
+process; fits need the server's package, whose algorithms they use. An `InProcessServer` can fail on
+request::
 
     server = warpfit.testing.InProcessServer()
     with warpfit.testing.client(server) as client:
-        server.fail(calls=2)   # the next two calls fail with UNAVAILABLE, the client repeats them
-        server.forget()        # all data sets are lost, the client uploads again
+        server.fail(calls=2)   # the next two calls fail with UNAVAILABLE; the client retries
+        server.forget()        # all data sets are lost; the client uploads again
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.call import Call, UploadStream
 from warpfit.transport.settings import ClientConfig, RetryPolicy
 
-#: Repeats at once: a test should not wait.
+#: Retries with short pauses, for tests.
 FAST_RETRIES = RetryPolicy(total_seconds=5.0, initial_backoff=0.001, maximum_backoff=0.01)
 
 
 class InProcessServer:
-    """Answers the calls of the contract from the NumPy reference; can be told to fail.
+    """Answers calls with the NumPy reference; `fail` and `forget` inject faults.
 
-    ``calls`` holds the name of every method called, in order, failed calls included.
+    ``calls`` lists the method of each call in order, failed calls included.
     """
 
     def __init__(self, chunk_bytes: int = 1 << 20) -> None:
@@ -69,7 +69,7 @@ class InProcessServer:
         }
 
     def fail(self, calls: int = 1, error: WarpfitError | None = None) -> None:
-        """Let the next calls fail with ``error``, by default UNAVAILABLE."""
+        """Make the next calls fail with ``error``, by default UNAVAILABLE."""
         fault = error or UnavailableError("the engine is restarting", "ENGINE_RESTARTING")
         self._failures += [fault] * calls
 
@@ -85,7 +85,7 @@ class InProcessServer:
         """Answer one call.
 
         Raises:
-            WarpfitError: as a server's error arrives at a client.
+            WarpfitError: the error as a client receives it.
 
         """
         self.calls.append(call.method)
@@ -95,13 +95,13 @@ class InProcessServer:
             for message in self._methods[call.method](call.request):
                 call.collector.add(message)
         except WarpfitError as error:
-            raise _arrived(call, error) from error
+            raise _received_error(call, error) from error
 
     def _upload(self, messages: Iterable[Any]) -> Iterator[Any]:
         stream = iter(messages)
         layout, content_id = codec.upload_start(next(stream, b""))
         payload = b"".join(map(codec.upload_data, stream))
-        self._datasets[content_id] = _received(layout, content_id, payload)
+        self._datasets[content_id] = _checked(layout, content_id, payload)
         yield codec.dataset_info(content_id, layout)
 
     def _get(self, message: Any) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class InProcessServer:
 
 
 class _InProcessTransport:
-    """Hands each call of a `Client` to a server object."""
+    """Transport of a `Client` to a server in this process."""
 
     def __init__(self, server: InProcessServer) -> None:
         self._server = server
@@ -178,7 +178,7 @@ class _InProcessTransport:
 
 
 class _AsyncInProcessTransport:
-    """Hands each call of an `AsyncClient` to a server object."""
+    """Transport of an `AsyncClient` to a server in this process."""
 
     def __init__(self, server: InProcessServer) -> None:
         self._server = server
@@ -204,7 +204,7 @@ def async_client(
     )
 
 
-def _received(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:
+def _checked(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:
     if len(payload) != layout.nbytes:
         raise InvalidArgumentError(
             f"the upload has {len(payload)} bytes, its layout needs {layout.nbytes}",
@@ -225,7 +225,7 @@ def _received(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:
 
 
 class _ReferenceEngine:
-    """As much of an engine as a fit needs."""
+    """The part of an engine that a fit needs."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -251,8 +251,8 @@ class _ReferenceEngine:
         )
 
 
-def _arrived(call: Call, error: WarpfitError) -> Exception:
-    """Turn a server's error into what the client's transport would raise for it."""
+def _received_error(call: Call, error: WarpfitError) -> Exception:
+    """Return what a client's transport would raise for a server's error."""
     if isinstance(call.request, UploadStream) and call.request.failure is not None:
         return call.request.failure
     detail = codec.error_to_detail(error)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-#: Rows that are shown of a long table.
+#: Number of rows that are shown of a long table.
 _MOST_ROWS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Cells that are text already."""
+    """A table whose cells are text."""
 
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -21,7 +21,7 @@ class TextTable:
     """A line below the table."""
 
     def text(self) -> str:
-        """Right-aligned columns."""
+        """Return the table as right-aligned columns."""
         lines = [self.header, *self._shown()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         written = [
@@ -31,7 +31,7 @@ class TextTable:
         return "\n".join([*written, *self._notes()])
 
     def html(self) -> str:
-        """An HTML table."""
+        """Return the table as HTML."""
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
         body = "".join(
             f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
@@ -50,6 +50,6 @@ class TextTable:
 
 
 def numbers(values: Sequence[float], most: int = 6) -> str:
-    """Numbers to five digits, of a long list the first ones."""
+    """Return numbers to five digits, of a long list the first ``most``."""
     shown = [f"{value:.5g}" for value in values[:most]]
     return ", ".join([*shown, *["..."] * (len(values) > most)])

@@ -1,4 +1,4 @@
-"""Reporting how far an upload has come."""
+"""Progress reports of an upload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from warpfit.errors import InvalidArgumentError
 
-#: Called with the bytes done and the bytes in total; starts again when an upload is repeated.
+#: Called with the bytes done and the bytes in total, from 0 again when an upload is repeated.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -18,10 +18,10 @@ def silent(done: int, total: int) -> None:
 
 @contextmanager
 def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
-    """Turn what the user passed into a callable; True opens a tqdm bar and closes it at the end.
+    """Yield the callable for what the caller passed; True opens a tqdm bar for the block.
 
     Raises:
-        InvalidArgumentError: if a bar is asked for and tqdm is not installed.
+        InvalidArgumentError: if tqdm is needed and not installed.
 
     """
     if callable(progress):

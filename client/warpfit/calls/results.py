@@ -16,9 +16,9 @@ from warpfit.request import Result, Timings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reductions:
-    """Summaries of the values of each expression, [expressions] or [K, expressions]; not weighted.
+    """Statistics of the values of each expression, [expressions] or [K, expressions].
 
-    NaN in any row makes the first four NaN.
+    They are not weighted. A NaN in any row makes the first four NaN.
     """
 
     sum: NDArray[np.float64]
@@ -31,17 +31,17 @@ class Reductions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Everything that one evaluation returned; what was not asked for is None.
+    """All outputs of one evaluation; None for what was not requested.
 
     With K parameter vectors for each expression, all arrays have a leading axis of length K.
     """
 
     values: NDArray[Any] | None
-    """[rows, expressions] or [K, rows, expressions], the data set's dtype; None if not wanted."""
+    """[rows, expressions] or [K, rows, expressions], the data set's dtype."""
     losses: NDArray[np.float64] | None
-    """[expressions] or [K, expressions]; None if not wanted."""
+    """[expressions] or [K, expressions]."""
     timings: Timings
-    """Where the server spent its time."""
+    """Durations of the stages on the server."""
     gradients: list[NDArray[np.float64]] | None = None
     """For each expression the derivatives of its loss by its parameters, [n] or [K, n]."""
     slopes: NDArray[np.float64] | None = None
@@ -60,7 +60,7 @@ class Answer:
 
     @classmethod
     def of(cls, result: Result, batch: Batch, *, leading_axis: bool) -> Answer:
-        """View a result, which is in the memory order of the wire, the way users think of it."""
+        """Return views of a result, which is in the memory order of the wire."""
 
         def shaped(array: NDArray[Any] | None, *axes: int) -> Any:
             if array is None:
@@ -73,10 +73,10 @@ class Answer:
             shaped(result.values, 1, 2, 0),
             shaped(result.losses),
             result.timings,
-            gradients=by_program(result.gradients, batch, leading_axis=leading_axis),
+            gradients=_by_program(result.gradients, batch, leading_axis=leading_axis),
             slopes=None if scaling is None else scaling[..., 0],
             intercepts=None if scaling is None else scaling[..., 1],
-            jacobians=by_program(result.jacobian, batch, leading_axis=leading_axis),
+            jacobians=_by_program(result.jacobian, batch, leading_axis=leading_axis),
             variable_gradients=shaped(result.variable_gradients),
             reductions=None if reductions is None else _reductions(reductions),
             correlations=shaped(result.correlations),
@@ -84,7 +84,7 @@ class Answer:
 
     @property
     def array(self) -> Any:
-        """What was asked for: one array, or a tuple in the order of the fields above."""
+        """The requested outputs: one array, or a tuple in the order of the fields."""
         parts = (
             *(self.losses if self.values is None else self.values, self.gradients, self.slopes),
             *(self.intercepts, self.jacobians, self.variable_gradients),
@@ -96,19 +96,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """Outcome of `optimize`; what was not asked for is None.
+    """Result of `optimize`; None for what was not requested.
 
-    With ``all_starts``, arrays have a leading axis with one entry for each start vector.
+    With ``all_starts``, all arrays have a leading axis of K, the number of start vectors.
     """
 
     parameters: list[NDArray[np.float64]]
     """For each expression its best parameters, [n] or [K, n]."""
     loss: NDArray[np.float64]
-    """At ``parameters``, [expressions] or [K, expressions]."""
+    """Loss at ``parameters``, [expressions] or [K, expressions]."""
     initial_loss: NDArray[np.float64]
-    """At the start that led there, [expressions] or [K, expressions]."""
+    """Loss at the start that led there, [expressions] or [K, expressions]."""
     iterations: NDArray[np.uint32]
-    """[expressions] or [K, expressions]."""
+    """Iterations of each search, [expressions] or [K, expressions]."""
     evaluations: NDArray[np.uint32]
     """Evaluations of loss and derivatives, [expressions] or [K, expressions]."""
     reason: NDArray[np.object_]
@@ -120,18 +120,20 @@ class Fit:
     covariance: list[NDArray[np.float64]] | None
     """For each expression [n, n] or [K, n, n]."""
     timings: Timings
-    """Where the server spent its time."""
+    """Durations of the stages on the server."""
 
     @classmethod
     def of(cls, result: FitResult, batch: Batch, *, all_starts: bool) -> Fit:
-        """View a result, which is in the memory order of the wire, the way users think of it."""
+        """Return views of a result, which is in the memory order of the wire."""
 
         def shaped(array: NDArray[Any]) -> NDArray[Any]:
             return array.T if all_starts else array[:, 0]
 
         def split(array: NDArray[Any] | None, square: bool = False) -> Any:
             vectors = result.losses.shape[1]
-            return by_program(array, batch, leading_axis=all_starts, vectors=vectors, square=square)
+            return _by_program(
+                array, batch, leading_axis=all_starts, vectors=vectors, square=square
+            )
 
         reasons = np.array([None, *REASONS], dtype=object)
         return cls(
@@ -148,7 +150,7 @@ class Fit:
         )
 
     def __str__(self) -> str:
-        """Small table: a row for each expression, and for each start if all were asked for."""
+        """Return a small table with a row for each expression, and each start of ``all_starts``."""
         return self._table().text()
 
     def _repr_html_(self) -> str:
@@ -157,21 +159,20 @@ class Fit:
     def _table(self) -> TextTable:
         by_start = self.loss.ndim == 2
         rows = []
-        for index, expression in np.ndenumerate(np.atleast_2d(_numbering(self.loss))):
-            place = index if by_start else index[1:]
-            vector = self.parameters[expression]
-            cells = (
-                *([str(index[0])] if by_start else []),
-                numbers((vector[index[0]] if by_start else vector).tolist()),
-                *(f"{losses[place]:.6g}" for losses in (self.initial_loss, self.loss)),
-                str(self.iterations[place]),
-                str(self.reason[place]),
+        for index in np.ndindex(self.loss.shape):
+            *start, expression = index
+            vector = self.parameters[expression][tuple(start)]
+            rows.append(
+                (
+                    *map(str, (expression, *start)),
+                    numbers(vector.tolist()),
+                    *(f"{losses[index]:.6g}" for losses in (self.initial_loss, self.loss)),
+                    *map(str, (self.iterations[index], self.reason[index])),
+                )
             )
-            rows.append((str(expression), *cells))
-        header = ["expression", "parameters", "initial loss", "loss", "iterations", "reason"]
-        if by_start:
-            header.insert(1, "start")
-        return TextTable(tuple(header), rows)
+        places = ("expression", "start") if by_start else ("expression",)
+        header = (*places, "parameters", "initial loss", "loss", "iterations", "reason")
+        return TextTable(header, rows)
 
     @property
     def x(self) -> list[NDArray[np.float64]]:
@@ -195,17 +196,12 @@ class Fit:
 
     @property
     def success(self) -> NDArray[np.bool_]:
-        """Whether each search converged, not ended for want of iterations, time or numbers."""
+        """Whether each search converged; see `warpfit.Reason`."""
         flat = [reason.converged for reason in self.reason.ravel().tolist()]
         return np.array(flat, dtype=bool).reshape(self.reason.shape)
 
 
-def _numbering(losses: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Index of the expression that each loss belongs to."""
-    return np.broadcast_to(np.arange(losses.shape[-1]), losses.shape)
-
-
-def by_program(
+def _by_program(
     flat: NDArray[Any] | None,
     batch: Batch,
     *,
@@ -213,17 +209,17 @@ def by_program(
     vectors: int | None = None,
     square: bool = False,
 ) -> Any:
-    """Split an array that is laid out as `Batch.parameters` into one array for each program.
+    """Split an array in the order of `Batch.parameters` into one array for each program.
 
     Args:
-        flat: [P] or [P, rows]; None gives None.
+        flat: [P] or [P, rows], or None, for which None is returned.
         batch: the programs.
-        leading_axis: whether pieces keep their axis of vectors.
+        leading_axis: whether the arrays keep their axis of vectors.
         vectors: number of vectors for each program, if it is not the batch's.
         square: whether each program has a matrix [n, n] for each vector, not a vector [n].
 
     Returns:
-        A list of views: [n], [n, n] or [rows, n], after the axis of vectors if there is one.
+        A list of views [n], [n, n] or [rows, n], after the axis of vectors if it is kept.
 
     """
     if flat is None:
