@@ -1,4 +1,4 @@
-"""The one place that touches protobuf messages: domain types <-> messages of evaluator.proto."""
+"""The conversion between warpfit's types and the protobuf messages of evaluator.proto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers on their way to the client."""
+"""Encoding and decoding of the answer to Evaluate."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from warpfit.codec.framing import (
     TIER_MEMBERS,
     TIERS,
     WIRE_DTYPES,
+    broken_answer,
     bytes_tag,
     enum_member,
     pack,
+    received_array,
     varint,
 )
 from warpfit.dataset import DTYPES, Layout
-from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 _VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
 _JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
-#: Arrays of float64 in the last message, and the wishes of the evaluation that they answer.
+#: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
 EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "gradients": "gradient",
@@ -41,9 +42,14 @@ EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
-    """Serialize the header of an answer, whose value matrix is [programs, K, rows].
+    """Serialize the header of an answer.
 
     Serialized messages may be concatenated: ``result_start + piece + result_end`` is one message.
+
+    Args:
+        layout: layout of the data set.
+        shape: shape of the value matrix: programs, K, rows.
+
     """
     programs, vectors, rows = shape
     header = pb.ResultHeader(
@@ -55,10 +61,16 @@ def result_start(layout: Layout, shape: tuple[int, int, int]) -> bytes:
 def value_pieces(
     values: memoryview, offset: int, chunk_bytes: int, *, jacobian: bool = False
 ) -> Iterator[bytes]:
-    """Serialize a contiguous part of the value or Jacobian matrix, which begins at ``offset``.
+    """Serialize a contiguous part of the value or Jacobian matrix in messages.
 
-    Yields serialized EvaluateResponse messages of at most ``chunk_bytes`` of numbers each, framed
-    by hand because protobuf would copy each piece twice more.
+    The messages are framed by hand, because protobuf would copy each piece twice more.
+
+    Args:
+        values: bytes of the part.
+        offset: index of its first byte in the matrix.
+        chunk_bytes: most bytes of numbers in a message.
+        jacobian: whether the part belongs to the Jacobian.
+
     """
     tag = _JACOBIAN_TAG if jacobian else _VALUES_TAG
     for begin in range(0, len(values), chunk_bytes):
@@ -108,12 +120,12 @@ def timings_from_message(message: pb.Timings) -> Timings:
 
 
 def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:
-    """Parse one message of an answer that `value_pieces` or `result_end` framed."""
+    """Parse one message of an answer."""
     return pb.EvaluateResponse.FromString(data)
 
 
 class ResultAssembler:
-    """Collects the messages of one answer; matrices go into preallocated arrays."""
+    """Collects the messages of one answer to Evaluate, matrices in preallocated arrays."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -136,7 +148,7 @@ class ResultAssembler:
         """
         if message.HasField("header"):
             self._start(message)
-        # protobuf copies the bytes each time that one asks
+        # Reading a field of bytes copies it, so the Jacobian is read only if it was requested.
         _fill(self._values, message.values, message.offset)
         if self._evaluation.jacobian:
             _fill(self._jacobian, message.jacobian, message.offset)
@@ -144,32 +156,30 @@ class ResultAssembler:
             self._finish(message)
 
     def result(self) -> Result:
-        """Finish.
+        """Return the whole result.
 
         Raises:
-            InternalError: if a part of the answer never came.
+            InternalError: if a part of the answer is missing.
 
         """
         arrays = {}
-        for name, wanted in (
-            ("values", self._evaluation.values),
-            ("jacobian", self._evaluation.jacobian),
-        ):
+        for name in ("values", "jacobian"):
             matrix: _Matrix | None = getattr(self, f"_{name}")
-            if wanted and matrix is None:
-                raise _broken_answer(f"has no {name}")
-            arrays[name] = None if matrix is None else matrix.complete()
+            if matrix is not None:
+                arrays[name] = matrix.complete()
+            elif getattr(self._evaluation, name):
+                raise broken_answer(f"has no {name}")
         if self._timings is None:
-            raise _broken_answer("has no end")
+            raise broken_answer("has no end")
         return Result(timings=self._timings, **arrays, **self._last)
 
     def _start(self, message: pb.EvaluateResponse) -> None:
         header = message.header
         batch = self._evaluation.batch
         if (header.programs, header.vectors) != (len(batch), batch.vectors):
-            raise _broken_answer("has another shape than the request")
+            raise broken_answer("has another shape than the request")
         if header.dtype not in DTYPES:
-            raise _broken_answer(f"has values of unknown dtype {header.dtype}")
+            raise broken_answer(f"has values of unknown dtype {header.dtype}")
         dtype = DTYPES[header.dtype]
         if self._evaluation.values:
             self._values = _Matrix((header.programs, header.vectors, header.rows), dtype)
@@ -180,35 +190,30 @@ class ResultAssembler:
         batch = self._evaluation.batch
         cells = len(batch), batch.vectors
         if self._evaluation.loss_function is not None:
-            self._last["losses"] = _numbers(message.losses, cells, "losses")
-        for name, wish in EXTRAS.items():
-            if getattr(self._evaluation, wish):
-                shape = _extra_shape(name, batch)
-                self._last[name] = _numbers(getattr(message, name), shape, name)
+            self._last["losses"] = received_array(message.losses, F64, cells, "losses")
+        shapes: dict[str, tuple[int, ...]] = {
+            "gradients": (len(batch.parameters),),
+            "variable_gradients": (*cells, -1),
+            "reductions": (*cells, 5),
+            "scaling": (*cells, 2),
+            "correlations": cells,
+        }
+        for name, output in EXTRAS.items():
+            if getattr(self._evaluation, output):
+                self._last[name] = received_array(getattr(message, name), F64, shapes[name], name)
         self._timings = timings_from_message(message.timings)
-
-
-def _extra_shape(name: str, batch: Batch) -> tuple[int, ...]:
-    cells = len(batch), batch.vectors
-    return {
-        "gradients": (len(batch.parameters),),
-        "variable_gradients": (*cells, -1),
-        "reductions": (*cells, 5),
-        "scaling": (*cells, 2),
-        "correlations": cells,
-    }[name]
 
 
 def _fill(matrix: _Matrix | None, piece: bytes, offset: int) -> None:
     if not piece:
         return
     if matrix is None:
-        raise _broken_answer("has value bytes out of order")
+        raise broken_answer("has value bytes out of order")
     matrix.fill(piece, offset)
 
 
 class _Matrix:
-    """A matrix that arrives in pieces, in order."""
+    """A matrix whose bytes arrive in order, in pieces."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self._array = _allocate(shape, dtype)
@@ -216,24 +221,17 @@ class _Matrix:
 
     def fill(self, piece: bytes, offset: int) -> None:
         if offset != self._filled:
-            raise _broken_answer("has value bytes out of order")
+            raise broken_answer("has value bytes out of order")
         target = self._array.reshape(-1).view(np.uint8)
         if self._filled + len(piece) > len(target):
-            raise _broken_answer("has surplus value bytes")
+            raise broken_answer("has surplus value bytes")
         target[self._filled : self._filled + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
         self._filled += len(piece)
 
     def complete(self) -> NDArray[Any]:
         if self._filled != self._array.nbytes:
-            raise _broken_answer(f"ended after {self._filled} of {self._array.nbytes} value bytes")
+            raise broken_answer(f"ended after {self._filled} of {self._array.nbytes} value bytes")
         return self._array
-
-
-def _numbers(data: bytes, shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
-    try:
-        return np.frombuffer(data, dtype=F64).reshape(shape)
-    except ValueError as error:
-        raise _broken_answer(f"has {len(data)} bytes of {name}") from error
 
 
 def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -246,7 +244,3 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
             "Ask for losses, for fewer rows or for fewer expressions at once",
             needed=math.prod(shape) * dtype.itemsize,
         ) from error
-
-
-def _broken_answer(what: str) -> errors.InternalError:
-    return errors.InternalError(f"the server's answer {what}", "BROKEN_ANSWER")

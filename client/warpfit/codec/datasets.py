@@ -1,4 +1,4 @@
-"""Data sets: shape, upload, identity."""
+"""Encoding and decoding of data sets and of the calls that upload, find and release them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def layout_from_message(message: pb.DatasetLayout) -> Layout:
 def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[bytes]:
     """Serialize an upload: the header, then the payload in pieces of ``chunk_bytes``.
 
-    Framed by hand: protobuf would copy each piece twice more.
+    The pieces are framed by hand, because protobuf would copy each of them twice more.
     """
     layout = layout_to_message(dataset.layout)
     header = pb.UploadHeader(layout=layout, content_id=dataset.content_id)
@@ -71,22 +71,22 @@ def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def get_message(dataset: Dataset) -> pb.GetVariablesRequest:
-    """Encode the question whether a data set is resident."""
+    """Encode the request of GetVariables."""
     return pb.GetVariablesRequest(content_id=dataset.content_id)
 
 
 def release_message(dataset: Dataset) -> pb.ReleaseVariablesRequest:
-    """Encode the release of a data set."""
+    """Encode the request of ReleaseVariables."""
     return pb.ReleaseVariablesRequest(content_id=dataset.content_id)
 
 
 def release_response() -> pb.ReleaseVariablesResponse:
-    """Encode that a data set was released."""
+    """Encode the answer to ReleaseVariables."""
     return pb.ReleaseVariablesResponse()
 
 
 def upload_data(message: bytes) -> memoryview:
-    """Decode a message of an upload after the first; returns the payload bytes without copying.
+    """Return the payload bytes of a message of an upload after the first, without copying.
 
     Raises:
         InvalidArgumentError: if it carries no data.
@@ -95,7 +95,7 @@ def upload_data(message: bytes) -> memoryview:
     length, start = read_varint(message, 1)
     if message[:1] == _DATA_TAG and start + length == len(message):
         return memoryview(message)[start:]
-    parsed = parse_message(pb.UploadVariablesRequest, message)  # whatever else protobuf allows
+    parsed = parse_message(pb.UploadVariablesRequest, message)  # other encodings of the same
     if parsed.WhichOneof("part") != "data":
         raise InvalidArgumentError(
             "a message of the upload after the first carries no data",
@@ -107,7 +107,7 @@ def upload_data(message: bytes) -> memoryview:
 
 
 def upload_start(data: bytes) -> tuple[Layout, bytes]:
-    """Decode the first message of an upload; returns layout and content id.
+    """Return layout and content id of the first message of an upload.
 
     Raises:
         InvalidArgumentError: if it is no header, or the header is wrong.

@@ -1,4 +1,4 @@
-"""Errors: the detail in the trailing metadata, and gRPC's own errors."""
+"""Encoding and decoding of errors, and the meaning of gRPC's own errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NUMBERS: Final = ("expression", "token", "needed", "available")
 #: Name of the metadata entry with the id of a call, in the request and in every answer.
 REQUEST_ID_KEY: Final = "x-request-id"
 _UINT64_MAX: Final = 2**64 - 1
-#: gRPC's own words for a message over the limit, sent or received.
+#: gRPC's own message for a message over the limit, sent or received.
 _TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
-#: gRPC's own words for more calls than the server has threads for, and how long to wait then.
-_CROWDED: Final = "Concurrent RPC limit exceeded"
-_CROWDED_SECONDS: Final = 0.1
-#: What to do about an error that gRPC itself raised.
+#: gRPC's own message when there are more calls than threads, and the seconds to wait then.
+_TOO_MANY_CALLS: Final = "Concurrent RPC limit exceeded"
+_TOO_MANY_CALLS_SECONDS: Final = 0.1
+#: Remedies for gRPC's own errors by status.
 _REMEDIES: Final = {
     "UNAVAILABLE": "Check that the server runs and that address and port are right",
     "DEADLINE_EXCEEDED": "Raise timeout=, or ask for less at once",
@@ -80,11 +80,11 @@ def _detailed(cls: type[WarpfitError], detail: object) -> WarpfitError | None:
     try:
         return _error_from_detail(cls, detail)
     except DecodeError:
-        return None  # the plain status is better than nothing
+        return None  # so that the plain status is used
 
 
 def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitError:
-    """Explain an error that gRPC itself raised, on either side."""
+    """Return the error for one that gRPC itself raised, on either side."""
     sizes = _TOO_LARGE.search(details)
     if sizes:
         return errors.ResourceExhaustedError(
@@ -95,14 +95,14 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
             needed=int(sizes[1]),
             available=int(sizes[2]),
         )
-    if _CROWDED in details:
+    if _TOO_MANY_CALLS in details:
         return errors.ResourceExhaustedError(
-            "the server has all the calls that it can take",
+            "the server has as many calls in flight as it can take",
             "TOO_MANY_REQUESTS",
             "Retry with back-off",
-            retry_after=_CROWDED_SECONDS,
+            retry_after=_TOO_MANY_CALLS_SECONDS,
         )
-    if status == "CANCELLED":  # not by the caller, who would not be told: by a server that stops
+    if status == "CANCELLED":  # by a server that stops; a caller that cancels gets no status
         return errors.UnavailableError("the call was cut off", "CALL_CUT_OFF", "Repeat the call")
     return cls(details or status, status, _REMEDIES.get(status, ""))
 

@@ -1,4 +1,4 @@
-"""Fits: requests on their way to the server, progress and results on their way back."""
+"""Encoding and decoding of Optimize: requests, progress and results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from warpfit import errors
 from warpfit.codec.answers import timings_from_message, timings_to_message
-from warpfit.codec.framing import F64, U8, U32, enum_member, inverted, pack
-from warpfit.codec.requests import evaluation_from_message, evaluation_to_message, unpack
+from warpfit.codec.framing import (
+    F64,
+    U8,
+    U32,
+    broken_answer,
+    enum_member,
+    inverted,
+    pack,
+    received_array,
+    unpack,
+)
+from warpfit.codec.requests import OUTPUTS, evaluation_from_message, evaluation_to_message
 from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method
-from warpfit.request import Evaluation
 from warpfit.v1 import evaluator_pb2 as pb
 
 _METHODS: Final = {
@@ -80,24 +87,13 @@ def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
         **bounds,
         **{name: getattr(message, name) for name in _SWITCHES},
     )
-    return FitRequest(_problem(message), settings)
-
-
-def _problem(message: pb.OptimizeRequest) -> Evaluation:
-    return replace(
-        evaluation_from_message(message.problem),
-        values=False,
-        gradient=False,
-        jacobian=False,
-        variable_gradient=False,
-        reductions=False,
-        linear_scaling=False,
-        correlation=False,
-    )
+    no_outputs: Any = dict.fromkeys(("values", *OUTPUTS), False)  # a fit returns none of them
+    problem = replace(evaluation_from_message(message.problem), **no_outputs)
+    return FitRequest(problem, settings)
 
 
 def progress_to_bytes(progress: FitProgress) -> bytes:
-    """Serialize a message with progress."""
+    """Serialize a message of an answer that carries progress."""
     return pb.OptimizeResponse(
         progress=pb.FitProgress(
             iterations=progress.iterations, active=progress.active, searches=progress.searches
@@ -106,7 +102,7 @@ def progress_to_bytes(progress: FitProgress) -> bytes:
 
 
 def fit_to_bytes(result: FitResult) -> bytes:
-    """Serialize the message with the result."""
+    """Serialize the message of an answer that carries the result."""
     message = pb.FitResult(
         timings=timings_to_message(result.timings),
         **{name: pack(getattr(result, name), dtype) for name, dtype in _ARRAYS.items()},
@@ -129,7 +125,7 @@ class FitAssembler:
     def __init__(
         self, request: FitRequest, report: Callable[[FitProgress], None] | None = None
     ) -> None:
-        """Take the request that is answered, and whom to tell of progress."""
+        """Collect the answer to ``request``; call ``report`` with each progress."""
         self._request = request
         self._report = report
         self._result: FitResult | None = None
@@ -153,46 +149,31 @@ class FitAssembler:
             self._result = self._read(message.result)
 
     def result(self) -> FitResult:
-        """Finish.
+        """Return the result.
 
         Raises:
-            InternalError: if the result never came.
+            InternalError: if it is missing.
 
         """
         if self._result is None:
-            raise _broken_answer("has no result")
+            raise broken_answer("has no result")
         return self._result
 
     def _read(self, message: pb.FitResult) -> FitResult:
         batch, vectors = self._request.problem.batch, self._request.vectors
         counts = batch.parameter_counts.astype(np.int64)
         total = vectors * int(counts.sum())
+        squares = vectors * int(np.square(counts).sum())
+        shapes = dict.fromkeys(_ARRAYS, (len(batch), vectors)) | {"parameters": (total,)}
+        dtypes = dict(_ARRAYS)
+        if self._request.settings.standard_errors:
+            dtypes["standard_errors"], shapes["standard_errors"] = F64, (total,)
+        if self._request.settings.covariance:
+            dtypes["covariances"], shapes["covariances"] = F64, (squares,)
         arrays = {
-            name: _array(
-                getattr(message, name),
-                dtype,
-                (total,) if name == "parameters" else (len(batch), vectors),
-            )
-            for name, dtype in _ARRAYS.items()
+            name: received_array(getattr(message, name), dtype, shapes[name], name)
+            for name, dtype in dtypes.items()
         }
         if not ((arrays["reasons"] > 0) & (arrays["reasons"] <= len(REASONS))).all():
-            raise _broken_answer("has an unknown reason")
-        settings, squares = self._request.settings, vectors * int(np.square(counts).sum())
-        errors_, covariances = message.standard_errors, message.covariances
-        return FitResult(
-            **arrays,
-            standard_errors=_array(errors_, F64, (total,)) if settings.standard_errors else None,
-            covariances=_array(covariances, F64, (squares,)) if settings.covariance else None,
-            timings=timings_from_message(message.timings),
-        )
-
-
-def _array(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    try:
-        return np.frombuffer(data, dtype=dtype).reshape(shape)
-    except ValueError as error:
-        raise _broken_answer(f"has {len(data)} bytes where {shape} numbers belong") from error
-
-
-def _broken_answer(what: str) -> errors.InternalError:
-    return errors.InternalError(f"the server's answer {what}", "BROKEN_ANSWER")
+            raise broken_answer("has an unknown reason")
+        return FitResult(**arrays, timings=timings_from_message(message.timings))

@@ -1,4 +1,4 @@
-"""What all messages share: parsing, enumerations, lengths."""
+"""Helpers of all conversions: parsing, enumerations, arrays, framing by hand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InternalError, InvalidArgumentError
 from warpfit.request import Tier
 from warpfit.v1 import evaluator_pb2 as pb
 
 K = TypeVar("K")
 M = TypeVar("M", bound=Message)
 
-#: Numbers as they travel, little-endian.
+#: Numbers in messages, little-endian.
 U8: Final = np.dtype("u1")
 U32: Final = np.dtype("<u4")
 F64: Final = np.dtype("<f8")
@@ -30,7 +30,7 @@ TIERS: Final = {
 
 
 def inverted(table: Mapping[K, int]) -> Mapping[int, K]:
-    """Turn a table of an enumeration's codes into one of its members."""
+    """Turn a table of codes by member into one of members by code."""
     return MappingProxyType({code: member for member, code in table.items()})
 
 
@@ -73,7 +73,7 @@ def enum_member(members: Mapping[int, K], value: int, field: str) -> K:
 
 
 def read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """Return the number at ``start`` and where it ends; (0, start) if there is none."""
+    """Return the number at ``start`` and the index behind it; (0, start) if there is none."""
     value = 0
     for position, byte in enumerate(data[start : start + 10]):
         value |= (byte & 0x7F) << (7 * position)
@@ -93,10 +93,48 @@ def varint(value: int) -> bytes:
 
 
 def bytes_tag(number: int) -> bytes:
-    """Encode the tag of a field of bytes or of a message (wire type 2); its length follows."""
+    """Encode the tag of a field of bytes or of a message (wire type 2)."""
     return varint(number << 3 | 2)
 
 
 def pack(array: NDArray[Any], dtype: DTypeLike) -> bytes:
     """Pack numbers as little-endian bytes."""
     return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
+    """Unpack the little-endian numbers of a request without copying.
+
+    Raises:
+        InvalidArgumentError: if the size is no multiple of that of a number.
+
+    """
+    size = dtype.itemsize
+    if len(data) % size:
+        raise InvalidArgumentError(
+            f"{field} has {len(data)} bytes, not a multiple of {size}",
+            "LENGTH_MISMATCH",
+            f"Pack {size}-byte little-endian numbers without padding",
+            field,
+        )
+    return np.frombuffer(data, dtype=dtype)
+
+
+def received_array(
+    data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], name: str
+) -> NDArray[Any]:
+    """Unpack an array of an answer without copying.
+
+    Raises:
+        InternalError: if it does not have this shape.
+
+    """
+    try:
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    except ValueError as error:
+        raise broken_answer(f"has {len(data)} bytes of {name}") from error
+
+
+def broken_answer(what: str) -> InternalError:
+    """Return the error for an answer of a server that breaks the contract."""
+    return InternalError(f"the server's answer {what}", "BROKEN_ANSWER")

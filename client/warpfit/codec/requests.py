@@ -1,11 +1,10 @@
-"""Evaluations on their way to the server."""
+"""Encoding and decoding of the request of Evaluate."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.codec.datasets import check_content_id
 from warpfit.codec.framing import (
@@ -19,9 +18,9 @@ from warpfit.codec.framing import (
     inverted,
     pack,
     parse_message,
+    unpack,
     varint,
 )
-from warpfit.errors import InvalidArgumentError
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation, Loss, Precision
@@ -47,13 +46,13 @@ _CLOSINGS: Final = {
 _PRECISION_MEMBERS: Final = inverted(_PRECISIONS)
 _LOSS_MEMBERS: Final = inverted(_LOSSES)
 _CLOSING_MEMBERS: Final = inverted(_CLOSINGS)
-#: Wishes that are a bool in the message and in the evaluation, by the same name.
-_WISHES: Final = (
+#: Outputs that message and evaluation request by a bool of the same name.
+OUTPUTS: Final = (
     *("gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
 _PROGRAMS_TAG: Final = bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
-#: Arrays of a batch: name, tag of the field and type of the numbers.
+#: Arrays of a batch: name, tag of the field and dtype.
 _ARRAYS: Final = (
     ("codes", bytes_tag(pb.Programs.CODES_FIELD_NUMBER), U8),
     ("values", bytes_tag(pb.Programs.VALUES_FIELD_NUMBER), F64),
@@ -68,14 +67,14 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
 
     The batch is framed by hand and appended, because protobuf would copy it three times more.
     """
-    wishes = {wish: True for wish in _WISHES if getattr(evaluation, wish)}
+    outputs = {output: True for output in OUTPUTS if getattr(evaluation, output)}
     message = pb.EvaluateRequest(
         content_id=evaluation.dataset_id,
         precision=_PRECISIONS[evaluation.precision],
         values=evaluation.values,
         loss=_LOSSES[evaluation.loss],
         tier=TIERS[evaluation.tier],
-        **wishes,  # type: ignore[arg-type]
+        **outputs,  # type: ignore[arg-type]
     )
     custom = evaluation.custom_loss
     if custom is not None:
@@ -90,7 +89,7 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
 
 
 def _programs(batch: Batch) -> list[bytes | memoryview]:
-    """Serialize a batch, in pieces to be joined."""
+    """Serialize a batch in pieces, which are to be joined."""
     pieces: list[bytes | memoryview] = [pb.Programs(vectors=batch.vectors).SerializeToString()]
     for name, tag, dtype in _ARRAYS:
         array = np.ascontiguousarray(getattr(batch, name), dtype=dtype)
@@ -112,14 +111,11 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
 
     """
     programs = message.programs
-    batch = Batch(
-        codes=unpack(programs.codes, U8, "programs.codes"),
-        values=unpack(programs.values, F64, "programs.values"),
-        lengths=unpack(programs.lengths, U32, "programs.lengths"),
-        parameter_counts=unpack(programs.parameter_counts, U32, "programs.parameter_counts"),
-        parameters=unpack(programs.parameters, F64, "programs.parameters"),
-        vectors=programs.vectors or 1,
-    )
+    arrays = {
+        name: unpack(getattr(programs, name), dtype, f"programs.{name}")
+        for name, _, dtype in _ARRAYS
+    }
+    batch = Batch(**arrays, vectors=programs.vectors or 1)
     return Evaluation(
         dataset_id=check_content_id(message.content_id),
         batch=batch,
@@ -129,7 +125,7 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
         values=message.values,
         tier=enum_member(TIER_MEMBERS, message.tier, "tier"),
         custom_loss=_custom_loss(message),
-        **{wish: getattr(message, wish) for wish in _WISHES},
+        **{output: getattr(message, output) for output in OUTPUTS},
     )
 
 
@@ -137,7 +133,7 @@ def evaluation_from_bytes(data: bytes) -> Evaluation:
     """Parse and decode an evaluation; `Evaluation.check` must follow.
 
     Raises:
-        InvalidArgumentError: if the bytes are no such message, or a field cannot be decoded.
+        InvalidArgumentError: if the bytes are not this message, or a field cannot be decoded.
 
     """
     return evaluation_from_message(parse_message(pb.EvaluateRequest, data))
@@ -152,21 +148,3 @@ def _custom_loss(message: pb.EvaluateRequest) -> LossFunction | None:
         unpack(custom.values, F64, "loss_function.values"),
     )
     return LossFunction(row, enum_member(_CLOSING_MEMBERS, custom.closing, "loss_function.closing"))
-
-
-def unpack(data: bytes, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
-    """Unpack little-endian numbers without copying.
-
-    Raises:
-        InvalidArgumentError: if the bytes are no whole number of them.
-
-    """
-    size = dtype.itemsize
-    if len(data) % size:
-        raise InvalidArgumentError(
-            f"{field} has {len(data)} bytes, not a multiple of {size}",
-            "LENGTH_MISMATCH",
-            f"Pack {size}-byte little-endian numbers without padding",
-            field,
-        )
-    return np.frombuffer(data, dtype=dtype)

@@ -11,7 +11,7 @@ from warpfit.v1 import evaluator_pb2 as pb
 
 
 def info_request() -> pb.GetServerInfoRequest:
-    """Encode the question what the server is."""
+    """Encode the request of GetServerInfo."""
     return pb.GetServerInfoRequest()
 
 
@@ -65,7 +65,7 @@ def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
 
 
 def operator_infos() -> tuple[info.OperatorInfo, ...]:
-    """Describe the operator table of this version."""
+    """Return the operator table of this version."""
     return tuple(
         info.OperatorInfo(op.code, op.name, op.arity, op.symbol or "", op.notes)
         for op in OPERATORS.values()

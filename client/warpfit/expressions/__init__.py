@@ -1,1 +1,1 @@
-"""Expressions beside their representation: text, derivatives, error bounds, the NumPy reference."""
+"""What is done with programs in Python: checks, text, NumPy reference, error bounds."""

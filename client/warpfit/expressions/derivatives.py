@@ -1,6 +1,7 @@
-"""Values together with derivatives, in NumPy: forward differentiation by the operator table.
+"""Values and derivatives of programs in NumPy, by forward differentiation.
 
-Kinks, and products with a factor of 0, are those of `warpfit.ops`.
+The module `warpfit.ops` has the derivatives of the operators and the conventions where they do not
+exist.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dual:
-    """A value [rows] and its derivatives by the index of what it is differentiated by."""
+    """A value [rows] and its derivatives [rows] by the index of the parameter or variable."""
 
     value: Floats
     slopes: dict[int, Floats]

@@ -1,16 +1,15 @@
-"""THE table of error bounds: how far each operator may be off, by engine and precision mode.
+"""The table of error bounds of each operator, by engine and precision mode.
 
-The error of a result is its distance from the exact value for the operands as they are (for
-``fma``, from NumPy's float64 value), rounded to the data's type. It is at most ``ulp`` units in the
-last place of that value, or ``absolute``, if this is more, wherever ``where`` holds; elsewhere
-nothing is promised. The three are texts in the kernel language of `warpfit.ops`, over the operands
-and ``r``, the exact value, so that the documentation (`warpfit.cli.operator_page`) and the tests of
+The error of a result is its distance from the exact value for the given operands (for ``fma``, from
+NumPy's float64 value) rounded to the data's type. Wherever ``where`` holds, it is at most ``ulp``
+units in the last place of that value or ``absolute``, whichever is larger; elsewhere there is no
+bound. The three are expressions in the kernel language of `warpfit.ops` over the operands and
+``r``, the exact value, so that the documentation (`warpfit.cli.operator_page`) and the tests of
 every engine read the same numbers.
 
 Precise mode keeps NaN, infinities and subnormal numbers; so does fast mode on a CPU. Fast mode on a
-GPU takes subnormal operands and results for 0, and promises nothing for infinite ones. Fast mode
-may also round a product and the sum that it goes into once instead of twice, and it changes
-float32 alone.
+GPU treats subnormal operands and results as 0 and has no bounds for infinite ones. Fast mode may
+round a product and its sum with another number once instead of twice. It changes float32 alone.
 
 CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide (chapter Mathematical Functions) for
 its functions, and of the PTX ISA for the instructions ``sin``, ``cos``, ``ex2``, ``lg2``, ``tanh``
@@ -35,24 +34,29 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Largest error of one operator."""
+    """Largest error of one operator in one mode."""
 
     ulp: str = "2"
     """Units in the last place of the exact value rounded to the data's type."""
     absolute: str = "0"
-    """The bound if this is more."""
+    """Bound where it is larger than that of ``ulp``."""
     where: str = ""
-    """Condition on the operands for all of it; empty if there is none."""
+    """Condition on the operands under which the bound holds; empty for all."""
 
     def limit(self, operands: Sequence[Array], exact: Array) -> Array:
-        """Largest distance allowed from ``exact``, the exact values in the data's type; [rows].
+        """Return the largest allowed distance from the exact values, float64 [rows].
 
-        Infinite where nothing is promised.
+        It is infinite where there is no bound.
+
+        Args:
+            operands: columns [rows] of the data's type.
+            exact: the exact values in the data's type, [rows].
+
         """
         names = dict(zip("abc", (x.astype(np.float64) for x in operands), strict=False))
         names["r"] = exact.astype(np.float64)
         with np.errstate(all="ignore"):
-            info = np.finfo(exact.dtype)  # whose largest number NumPy gives an infinite ulp
+            info = np.finfo(exact.dtype)  # NumPy's spacing of the largest number is infinite
             size = np.minimum(np.abs(exact), info.max - np.spacing(info.max / 2))
             ulp = np.spacing(size).astype(np.float64)
             limit = np.maximum(_value(self.ulp, names) * ulp, _value(self.absolute, names))
@@ -75,18 +79,18 @@ class Bounds:
 
 
 _EXACT: Final = Bounds(*[Bound("0")] * 4)
-#: Fast division takes an infinite divisor for one above 2^126.
+#: CUDA's fast division treats divisors above 2^126 as infinite.
 _DIVISOR: Final = Bound("2", where="(abs({0}) >= 1.2e-38) & (abs({0}) <= 8.5e37)")
 _LOGARITHM: Final = Bound("3", "3.6e-7")
-#: With an error of 2^-22 of log2 |a|, absolute or relative, which the exponent multiplies.
+#: The error of log2 |a|, 2^-22 absolute or relative, is multiplied by the exponent.
 _CUDA_POWER: Final = Bound(
-    # Beyond that exponent the error of the logarithm moves the result by more than a few percent.
+    # Beyond this exponent the error of the logarithm changes the result by more than a few percent.
     "4 + 4 * abs(b) * (1 + abs(log2(abs(a))))",
     where="abs(b) <= 65536",
 )
-#: The logarithm is good to 2^-23; its error grows with that of the result.
+#: The logarithm has an error of 2^-23, which grows with the logarithm of the result.
 _CPU_POWER: Final = Bound("4 + 2 * abs(log2(abs(r)))")
-#: Functions of CUDA's library that divide or take roots, which fast mode approximates there, too.
+#: Functions of CUDA's library that divide or take roots, which fast mode approximates.
 _LIBRARY: Final = Bounds(fast_cuda=Bound("8"))
 _CIRCULAR: Final = Bound("2", "select(abs(a) <= 6.28, 7e-7, 4e-5)", "abs(a) <= 314")
 
@@ -137,16 +141,20 @@ BOUNDS: Final[Mapping[str, Bounds]] = MappingProxyType(
 
 
 def excess(bound: Bound, operands: Sequence[Array], got: Array, exact: Array) -> NDArray[Any]:
-    """Error of each result as a share of its bound, 1 where it is just kept; float64 [rows].
+    """Return the error of each result as a share of its bound, at most 1 if it is kept.
+
+    An infinity is compared as the largest finite number. Where only one of result and exact value
+    is NaN, the error is infinite.
 
     Args:
-        bound: of the operator in question.
+        bound: bound of the operator.
         operands: columns [rows] of the data's type.
-        got: an engine's results.
-        exact: the exact values, with at least the digits of ``got``.
+        got: an engine's results, [rows].
+        exact: the exact values [rows], with at least the digits of ``got``.
 
-    A NaN or infinity that only one of both has counts as infinitely far, but for an overflow of one
-    alone of two numbers that the bound does not tell apart.
+    Returns:
+        float64 [rows].
+
     """
     with np.errstate(all="ignore"):
         rounded = exact.astype(got.dtype)

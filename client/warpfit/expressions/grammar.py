@@ -1,4 +1,4 @@
-"""The text language's symbols, words and names: what the parser reads and the printer writes."""
+"""Symbols, words and names of the text language, for the parser and the printer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from warpfit.ops import OPERATORS, Operator
 
-#: Operators by infix symbol; their strengths stand in the rows.
+#: Operators by infix symbol.
 INFIX: Final[Mapping[str, Operator]] = MappingProxyType(
     {row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 2}
     | {"**": OPERATORS["pow"]}
@@ -19,16 +19,16 @@ INFIX: Final[Mapping[str, Operator]] = MappingProxyType(
 PREFIX: Final[Mapping[str, Operator]] = MappingProxyType(
     {row.symbol: row for row in OPERATORS.values() if row.symbol and row.arity == 1}
 )
-#: Symbols that are words; as the name of a variable such a word needs backticks.
+#: Symbols that are words; a variable with such a name needs backticks.
 WORDS: Final = frozenset(symbol for symbol in (*INFIX, *PREFIX) if symbol.isalpha())
 
 RIGHT_ASSOCIATIVE: Final = frozenset({"pow"})
-#: Operators that do not chain: equals need parentheses around them.
+#: Operators that do not chain: an operand that is a comparison needs parentheses.
 COMPARISONS: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-#: Operators that can be called with any number of operands from two; a chain from the left.
+#: Operators that can be called with two or more operands, which are combined from the left.
 CHAINED: Final = frozenset({"add", "mul", "min", "max", "and", "or"})
 
-#: Named constants; a data set's variable of the same name wins.
+#: Named constants; a variable of the same name takes precedence.
 CONSTANTS: Final[Mapping[str, float]] = MappingProxyType(
     {
         **dict.fromkeys(("inf", "Inf", "infinity", "oo"), math.inf),
@@ -38,7 +38,7 @@ CONSTANTS: Final[Mapping[str, float]] = MappingProxyType(
     }
 )
 
-#: Other names of operators, as languages and libraries of the field write them.
+#: Names of operators in other languages and libraries.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         **{"plus": "add", "Add": "add", "subtract": "sub", "minus": "sub"},

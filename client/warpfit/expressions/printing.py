@@ -16,7 +16,7 @@ from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 if TYPE_CHECKING:
     from warpfit.ir import Program
 
-#: Text in pieces, so that joining costs no copies, and how strongly its outermost operator binds.
+#: Text in pieces, so that joining costs no copies, and the precedence of its outermost operator.
 _Pieces = deque[str]
 _Rendered = tuple[_Pieces, int]
 
@@ -26,7 +26,7 @@ _PRODUCT: Final = OPERATORS["mul"].precedence
 _SUM: Final = OPERATORS["add"].precedence
 _NEGATION: Final = OPERATORS["neg"]
 
-#: Stands before the token that is looked for: a character that no name should contain.
+#: Mark before the token that `locate` looks for: a character that no name should contain.
 _MARK: Final = "\ue000"
 
 _LATEX_ESCAPES: Final = str.maketrans(
@@ -36,24 +36,24 @@ _LATEX_ESCAPES: Final = str.maketrans(
 
 
 def to_text(program: Program, names: Sequence[str] = ()) -> str:
-    """Write a program with as few parentheses as its meaning allows.
+    """Return the text of a program, with as few parentheses as possible.
 
     ``parse(to_text(program, names), names) == program``, to the last bit of each constant.
 
     Args:
         program: the program.
-        names: names of the data set's variables; those beyond them are written x1, x2, ....
+        names: names of the data set's variables; variables beyond them are written x1, x2, ....
 
     """
     return _marked_text(program, names, -1)
 
 
 def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str, int]:
-    """Write a program as `to_text` does, and say where in the text one of its tokens is.
+    """Return the text of a program, as `to_text`, and the index of one of its tokens in the text.
 
     Args:
         program: the program.
-        token: index of the token, from 0.
+        token: index of the token in the program, from 0.
         names: names of the data set's variables.
 
     """
@@ -62,7 +62,7 @@ def locate(program: Program, token: int, names: Sequence[str] = ()) -> tuple[str
 
 
 def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
-    """Text with `_MARK` before the token of that index; without it for -1."""
+    """Return the text with `_MARK` before a token; without it for token -1."""
     taken = frozenset(names)
     tokens = iter(range(len(program)))
 
@@ -73,8 +73,8 @@ def _marked_text(program: Program, names: Sequence[str], token: int) -> str:
         before = mark()
         if code == CONSTANT:
             text = _constant(value, taken)
-            strength = _NEGATION.precedence if text.startswith("-") else _NUMBER
-            return deque([before + text]), strength
+            precedence = _NEGATION.precedence if text.startswith("-") else _NUMBER
+            return deque([before + text]), precedence
         if code == VARIABLE and value < len(names):
             return deque([before + _quoted(names[int(value)])]), _ATOM
         letter = "x" if code == VARIABLE else "p"
@@ -94,7 +94,7 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
         return _joined([*pieces, ")"]), _ATOM
     inner = [
         _enclosed(operand, wanted, "(", ")")
-        for operand, wanted in zip(operands, _wanted(row), strict=True)
+        for operand, wanted in zip(operands, _operand_precedences(row), strict=True)
     ]
     if row.arity == 2:
         return _joined([inner[0], f" {mark}{row.symbol} ", inner[1]]), row.precedence
@@ -105,19 +105,19 @@ def _text(row: Operator, operands: list[_Rendered], mark: str) -> _Rendered:
     return _joined([mark + symbol, *inner]), row.precedence
 
 
-def _wanted(row: Operator) -> tuple[int, ...]:
-    """How strongly each operand of a prefix or infix operator must bind to need no parentheses."""
-    strength = row.precedence
+def _operand_precedences(row: Operator) -> tuple[int, ...]:
+    """Return the least precedence that each operand needs to stand without parentheses."""
+    own = row.precedence
     if row.arity == 1:
-        return (strength,)
+        return (own,)
     if row.name in COMPARISONS:
-        return strength + 1, strength + 1
-    return (strength + 1, strength) if row.name in RIGHT_ASSOCIATIVE else (strength, strength + 1)
+        return own + 1, own + 1
+    return (own + 1, own) if row.name in RIGHT_ASSOCIATIVE else (own, own + 1)
 
 
 def _enclosed(operand: _Rendered, wanted: int, opening: str, closing: str) -> _Pieces:
-    pieces, strength = operand
-    if strength < wanted:
+    pieces, precedence = operand
+    if precedence < wanted:
         pieces.appendleft(opening)
         pieces.append(closing)
     return pieces
@@ -160,11 +160,11 @@ def _constant(value: float, taken: Set[str]) -> str:
 
 
 def to_latex(program: Program, names: Sequence[str] = ()) -> str:
-    r"""Write a program as LaTeX for mathematical mode, in parentheses where its meaning needs them.
+    r"""Return a program as LaTeX for mathematical mode.
 
     Args:
         program: the program.
-        names: names of the data set's variables; those beyond them are written x_{1}, x_{2}, ....
+        names: names of the data set's variables; variables beyond them are written x_{1}, ....
 
     """
 
@@ -186,8 +186,8 @@ def _latex(row: Operator, operands: list[_Rendered]) -> _Rendered:
         parts.append(literal)
         if name is not None:
             parts.append(_enclosed(by_name[name], int(wanted or 0), r"\left(", r"\right)"))
-    strength = row.precedence if row.latex_precedence is None else row.latex_precedence
-    return _joined(parts), strength
+    precedence = row.precedence if row.latex_precedence is None else row.latex_precedence
+    return _joined(parts), precedence
 
 
 def _latex_constant(value: float) -> _Rendered:
@@ -207,7 +207,7 @@ def _latex_name(name: str) -> str:
 
 
 def text_form(row: Operator) -> str:
-    """Write an operator over its operands a, b, c in the text language."""
+    """Return an operator over its operands a, b, c in the text language."""
     if row.symbol is None:
         return f"{row.name}({', '.join(row.operands)})"
     if row.arity == 2:

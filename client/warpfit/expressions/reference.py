@@ -1,4 +1,4 @@
-"""Plain NumPy float64 evaluation: the truth that every engine is tested against."""
+"""Evaluation in NumPy float64, against which every engine is tested."""
 
 from __future__ import annotations
 
@@ -47,7 +47,17 @@ def evaluate(
     variables: ArrayLike,
     parameters: Sequence[ArrayLike] | None = None,
 ) -> Floats:
-    """Evaluate programs with one parameter vector each; float64 [programs, rows]."""
+    """Evaluate programs with one parameter vector each.
+
+    Args:
+        programs: the expressions.
+        variables: [variables, rows].
+        parameters: for each program [parameters], or None if none has any.
+
+    Returns:
+        float64 [programs, rows].
+
+    """
     vectors = [()] * len(programs) if parameters is None else parameters
     return np.stack(
         [evaluate_program(p, variables, v) for p, v in zip(programs, vectors, strict=True)]
@@ -57,7 +67,7 @@ def evaluate(
 def loss(
     kind: Loss, values: ArrayLike, target: ArrayLike, weights: ArrayLike | None = None
 ) -> Floats:
-    """Loss over the last axis of ``values``, as `warpfit.Loss` defines it.
+    """Compute a built-in loss over the last axis of ``values`` by its definition.
 
     Args:
         kind: which loss.

@@ -1,7 +1,6 @@
-"""A whole evaluation in plain NumPy float64, for `warpfit.testing` and as a truth to test against.
+"""Evaluations with all outputs in NumPy float64, for `warpfit.testing` and tests of the engines.
 
-It shares no code with the engines beyond the operator table: losses are sums of row losses,
-gradients are sums of products, moments come from NumPy's own mean.
+The module shares nothing with the engines but the operator table and the closings of losses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class EvaluatedRows:
     """The rows of a data set that an evaluation uses, in float64."""
 
     dataset: Dataset
@@ -40,8 +39,8 @@ class Rows:
     weights: Floats
 
     @classmethod
-    def of(cls, dataset: Dataset, evaluation: Evaluation) -> Rows:
-        """Take the rows of an evaluation; without a target it counts as 0."""
+    def of(cls, dataset: Dataset, evaluation: Evaluation) -> EvaluatedRows:
+        """Return the rows of an evaluation; a missing target is 0, missing weights are 1."""
         rows = slice(*evaluation.row_range(dataset.layout))
         variables = dataset.variables[:, rows].astype(np.float64)
         count = variables.shape[1]
@@ -51,8 +50,8 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sums:
-    """Sum of the row losses of one program and vector, with its derivatives."""
+class RowLossSums:
+    """Sum of the row losses of one program and parameter vector, and its derivatives."""
 
     loss: float
     gradient: Floats
@@ -63,8 +62,10 @@ class Sums:
     """Sum of w (df/dp_i) (df/dp_j), [parameters, parameters]."""
 
 
-def linearise(program: Program, parameters: Floats, rows: Rows, row_loss: Program) -> Sums:
-    """Sum the row losses and their derivatives."""
+def linearise(
+    program: Program, parameters: Floats, rows: EvaluatedRows, row_loss: Program
+) -> RowLossSums:
+    """Sum the row losses of a program, and their derivatives, over the rows."""
     values, jacobian = differentiate(program, rows.variables, parameters)
     _, by_variables = differentiate(program, rows.variables, parameters, by=VARIABLE)
     inputs = np.stack([_rounded(values, rows), rows.target, rows.weights])
@@ -72,7 +73,7 @@ def linearise(program: Program, parameters: Floats, rows: Rows, row_loss: Progra
     factor = np.ones(1) if mentions_weight(row_loss) else rows.weights
     with np.errstate(all="ignore"):
         each = factor * slopes[PREDICTION]
-        return Sums(
+        return RowLossSums(
             float(np.sum(factor * terms)),
             jacobian @ each,
             by_variables @ each,
@@ -81,8 +82,8 @@ def linearise(program: Program, parameters: Floats, rows: Rows, row_loss: Progra
 
 
 def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
-    """Answer a checked evaluation."""
-    rows = Rows.of(dataset, evaluation)
+    """Compute a checked evaluation."""
+    rows = EvaluatedRows.of(dataset, evaluation)
     batch = evaluation.batch
     cells = [
         (batch.program(index), parameters)
@@ -110,7 +111,7 @@ def evaluate(evaluation: Evaluation, dataset: Dataset) -> Result:
 
 
 def _losses(
-    evaluation: Evaluation, rows: Rows, cells: list[tuple[Program, Floats]], values: Floats
+    evaluation: Evaluation, rows: EvaluatedRows, cells: list[tuple[Program, Floats]], values: Floats
 ) -> dict[str, Any]:
     loss = evaluation.loss_function
     assert loss is not None
@@ -137,7 +138,7 @@ def _losses(
     return found
 
 
-def _summed(loss: LossFunction, values: Floats, rows: Rows) -> Floats:
+def _summed(loss: LossFunction, values: Floats, rows: EvaluatedRows) -> Floats:
     factor = np.ones(1) if loss.mentions_weight else rows.weights
     with np.errstate(all="ignore"):
         terms = np.stack(
@@ -155,8 +156,8 @@ def _closed(
     ]
 
 
-def _rounded(values: Floats, rows: Rows) -> Floats:
-    """Values as the data set's type holds them."""
+def _rounded(values: Floats, rows: EvaluatedRows) -> Floats:
+    """Return values rounded to the data set's type."""
     with np.errstate(over="ignore"):
         return values.astype(rows.dataset.layout.dtype).astype(np.float64)
 
@@ -167,10 +168,11 @@ def _reduced(values: Floats) -> Floats:
     return np.stack([*numbers, (~np.isfinite(values)).sum(axis=1)], axis=1)
 
 
-def _scaled(values: Floats, rows: Rows) -> tuple[Floats, Floats, Floats, Floats]:
-    """Slope, intercept, correlation and sum of squared residuals of each row of values.
+def _scaled(values: Floats, rows: EvaluatedRows) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return slope, intercept, correlation and sum of squared residuals of the best a + b f.
 
-    Means are counted from the first row, so that a large mean costs no digits.
+    Each is an array with one entry for each row of ``values``. Numbers are taken relative to the
+    first row of the data, so that a large mean costs no digits.
     """
     w, y = rows.weights, rows.target - rows.target[0]
     with np.errstate(all="ignore"):

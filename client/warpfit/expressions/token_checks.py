@@ -1,8 +1,9 @@
-"""Whether programs are well-formed: a fast test that passes those that are, and the exact checks.
+"""Checks that programs are well-formed: a fast test, and checks that name the first error.
 
-Programs come as in a `warpfit.ir.Batch`: ``codes`` uint8 [tokens] and ``values`` float64 [tokens]
-of all programs one after the other, ``starts`` int64 [programs + 1] with the index of each one's
-first token and the total, ``counts`` [programs] with the length of each one's parameter vector.
+Programs are given as in a `warpfit.ir.Batch`: ``codes`` uint8 [tokens] and ``values`` float64
+[tokens] of all programs one after the other, ``starts`` int64 [programs + 1] with the index of each
+program's first token and the total, ``counts`` [programs] with the length of each program's
+parameter vector.
 """
 
 from __future__ import annotations
@@ -24,15 +25,12 @@ INDEX_LIMIT: Final = 2**31
 _INDEX_LIMIT_BITS: Final = np.float64(INDEX_LIMIT).view(np.uint64)
 
 
-def _height_changes() -> NDArray[np.int64]:
-    changes = np.where(ARITIES < 0, np.iinfo(np.int64).min // 2, 1 - ARITIES.astype(np.int64))
-    changes.setflags(write=False)
-    return changes
-
-
-#: What each code adds to the height of the stack, int64 [256]. One that is no token code takes
+#: Change of the height of the stack by each code, int64 [256]. A code that is no token code removes
 #: more than any program can have put there.
-_HEIGHT_CHANGES: Final = _height_changes()
+_HEIGHT_CHANGES: Final = np.where(
+    ARITIES < 0, np.iinfo(np.int64).min // 2, 1 - ARITIES.astype(np.int64)
+)
+_HEIGHT_CHANGES.setflags(write=False)
 
 
 def are_well_formed(
@@ -43,14 +41,14 @@ def are_well_formed(
     variables: int = INDEX_LIMIT,
     counts: NDArray[Any] | None = None,
 ) -> bool:
-    """Tell, in few passes, whether `check_structure` and `check_indices` would pass.
+    """Test in few passes whether `check_structure` and `check_indices` would pass.
 
-    A negative zero as an index is right, but not worth a pass: the answer is False.
+    The result is False, too, where an index is -0.0, which the checks accept.
 
     Args:
         codes: token codes.
         values: token values.
-        starts: where programs begin.
+        starts: index of each program's first token, and the total.
         lengths: tokens of each program, [programs].
         variables: number of variables of the data set.
         counts: length of each parameter vector; None allows any index.
@@ -58,7 +56,8 @@ def are_well_formed(
     """
     if not lengths.all() or not _stacks_balance(codes, starts):
         return False
-    # As bits, numbers from 0 are ordered like whole numbers, below all negative ones and NaN.
+    # The bits of floats from 0 on, read as integers, are ordered as the floats are, and lie below
+    # those of all negative floats and NaN.
     bits, bound = values.view(np.uint64), np.float64(min(variables, INDEX_LIMIT)).view(np.uint64)
     bounds: Any = _INDEX_LIMIT_BITS
     if counts is not None:
@@ -69,22 +68,22 @@ def are_well_formed(
     fits |= is_parameter & (bits < bounds)
     with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
         fits &= np.floor(values) == values
-    is_needless = counts is not None and (_needed(codes, values, starts) != counts).any()
-    is_variable |= is_parameter
-    return bool((fits == is_variable).all()) and not is_needless
+    if counts is not None and (_needed(codes, values, starts) != counts).any():
+        return False
+    return bool((fits == (is_variable | is_parameter)).all())
 
 
 def _needed(codes: Codes, values: Values, starts: Starts) -> NDArray[np.float64]:
-    """Length of the parameter vector that each program needs: its highest index plus one."""
+    """Return the length of the parameter vector that each program needs, float64 [programs]."""
     highest = np.where(codes == PARAMETER, values, -1.0)
-    with np.errstate(invalid="ignore"):  # a signalling NaN is no index, as other checks say
+    with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
         return np.asarray(np.maximum.reduceat(highest, starts[:-1]) + 1.0)
 
 
 def _stacks_balance(codes: Codes, starts: Starts) -> bool:
-    """Tell whether every operator finds its operands and one value is left of each program."""
+    """Return whether every operator finds its operands and each program leaves one value."""
     height = _HEIGHT_CHANGES.take(codes)
-    # Each program but the first begins by dropping the value of the one before, so that heights
+    # Each program but the first begins by removing the value of the one before, so that heights
     # are its own, up to the first program that leaves another number of values.
     height[starts[1:-1]] -= 1
     np.add.accumulate(height, out=height)
@@ -92,7 +91,7 @@ def _stacks_balance(codes: Codes, starts: Starts) -> bool:
 
 
 def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
-    """Check codes, indices and stack discipline.
+    """Check codes, indices, and that each program leaves one value on the stack.
 
     Raises:
         ProgramError: for the first bad token.
@@ -107,8 +106,8 @@ def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
             "lengths",
             int(np.argmin(lengths)),
         )
-    refuse = _Refusal(values, starts)
-    refuse(
+    check = _TokenCheck(values, starts)
+    check(
         ARITIES[codes] < 0,
         "UNKNOWN_OPERATOR",
         lambda _, token: f"code {codes[token]} is no token code",
@@ -116,21 +115,21 @@ def check_structure(codes: Codes, values: Values, starts: Starts) -> None:
     )
     with np.errstate(invalid="ignore"):
         index = (values >= 0) & (values < INDEX_LIMIT) & (values == np.floor(values))
-    refuse(
+    check(
         ((codes == VARIABLE) | (codes == PARAMETER)) & ~index,
         "BAD_INDEX",
         lambda value, _: f"{value} is not an index",
         "Variables and parameters carry a whole number from 0",
     )
-    _check_stacks(codes, starts, refuse)
+    _check_stacks(codes, starts, check)
 
 
-def _check_stacks(codes: Codes, starts: Starts, refuse: _Refusal) -> None:
+def _check_stacks(codes: Codes, starts: Starts, check: _TokenCheck) -> None:
     change = _HEIGHT_CHANGES[codes]
     height = np.cumsum(change)
     first, last = starts[:-1], starts[1:] - 1
     height -= np.repeat(height[first] - change[first], np.diff(starts))
-    refuse(
+    check(
         height < 1,
         "STACK_UNDERFLOW",
         lambda _, token: f"operator {BY_CODE[int(codes[token])].name} lacks operands",
@@ -138,7 +137,7 @@ def _check_stacks(codes: Codes, starts: Starts, refuse: _Refusal) -> None:
     )
     left = np.zeros(len(height), dtype=bool)
     left[last] = height[last] != 1
-    refuse(
+    check(
         left,
         "STACK_LEFTOVERS",
         lambda _, token: f"{height[token]} values are left at the end, not one",
@@ -149,15 +148,15 @@ def _check_stacks(codes: Codes, starts: Starts, refuse: _Refusal) -> None:
 def check_indices(
     codes: Codes, values: Values, starts: Starts, variables: int, counts: NDArray[Any]
 ) -> None:
-    """Check the indices of variables and parameters against what there is of them.
+    """Check the indices of variables and parameters against the numbers that exist.
 
     Raises:
-        ProgramError: for the first token whose index is out of range, or the first program with
-            parameters that it does not use.
+        ProgramError: for the first token whose index is out of range, or the first program that
+            does not use its last parameter.
 
     """
-    refuse = _Refusal(values, starts)
-    refuse(
+    check = _TokenCheck(values, starts)
+    check(
         (codes == VARIABLE) & (values >= variables),
         "VARIABLE_OUT_OF_RANGE",
         lambda value, _: (
@@ -166,7 +165,7 @@ def check_indices(
         f"Use indices 0 to {variables - 1}",
     )
     bounds = np.repeat(counts, np.diff(starts))
-    refuse(
+    check(
         (codes == PARAMETER) & (values >= bounds),
         "PARAMETER_OUT_OF_RANGE",
         lambda value, token: f"p{value + 1:.0f} is used, and {_parameters(bounds[token])} given",
@@ -193,8 +192,8 @@ def _parameters(count: int) -> str:
     return f"{count} parameter{' was' if count == 1 else 's were'}"
 
 
-class _Refusal:
-    """Raises ProgramError for the first token that is bad, if any is."""
+class _TokenCheck:
+    """Raises a ProgramError for the first bad token, if there is one."""
 
     def __init__(self, values: Values, starts: Starts) -> None:
         self._values = values

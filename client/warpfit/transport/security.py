@@ -1,4 +1,4 @@
-"""Who a client is and how it hides what it says: bearer tokens, TLS, client certificates."""
+"""Authentication and encryption of a client: bearer tokens, TLS, client certificates."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from warpfit.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import grpc
 
-#: Metadata entry of the token.
+#: Name of the metadata entry with the token.
 TOKEN_METADATA_KEY: Final = "authorization"
 _TOKEN_BYTES: Final = 32
 _MOST_DAYS: Final = 36_500
-#: Permissions that a secret's file must not give.
+#: Permissions that a file with a secret must not give.
 _OPEN_TO_OTHERS: Final = stat.S_IRWXO | stat.S_IWGRP
-#: Names of tenants: they stand in token files, certificates, metrics and logs.
+#: Names of tenants, which appear in token files, certificates, metrics and logs.
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """How to check the server's certificate, and the client's own. All files are PEM."""
+    """TLS settings: certificates to trust, and the client's own. All files are PEM."""
 
     ca: str | Path | None = None
     """File with the certificates to trust; None for those of the system."""
@@ -47,18 +47,18 @@ class TlsConfig:
         """Read the files.
 
         Raises:
-            InvalidArgumentError: if one cannot be read, if others can read the key, or if of
-                certificate and key one is missing.
+            InvalidArgumentError: if a file cannot be read, if other users can read the key, or if
+                only one of certificate and key is given.
 
         """
         if (self.certificate is None) != (self.key is None):
             raise InvalidArgumentError(
-                "of client certificate and key only one is given",
+                "only one of client certificate and key is given",
                 "INCOMPLETE_CERTIFICATE",
                 "Give both files",
                 "tls",
             )
-        import grpc  # not needed for plain text, nor for the command's help
+        import grpc  # loaded late, because the command line imports this module for its help
 
         return grpc.ssl_channel_credentials(
             root_certificates=_read(self.ca),
@@ -69,7 +69,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What every connection of a client uses."""
+    """Credentials of a connection; without TLS it is in plain text."""
 
     token: str | None = None
     tls: TlsConfig | None = None
@@ -82,10 +82,10 @@ class Security:
         tls: TlsConfig | bool | None,
         environment: Mapping[str, str] = os.environ,
     ) -> Security:
-        """Fill in what was not given from the environment; see `warpfit.connect`.
+        """Take what is None from the environment; see `warpfit.connect`.
 
         Raises:
-            InvalidArgumentError: if a token would cross a network in plain text.
+            InvalidArgumentError: if a token would leave this machine in plain text.
 
         """
         if token is None:
@@ -113,18 +113,18 @@ class Security:
         return module.secure_channel(address, self.tls.credentials(), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """Metadata of every call."""
+        """Return the metadata of every call."""
         return ((TOKEN_METADATA_KEY, f"Bearer {self.token}"),) if self.token else None
 
 
 def is_local(address: str) -> bool:
-    """Tell whether the address ``HOST:PORT`` of a server never leaves this machine."""
+    """Return whether the address ``HOST:PORT`` or ``unix:PATH`` is on this machine."""
     host = address.rpartition(":")[0].rpartition("/")[2]
     return address.startswith("unix:") or is_loopback(host.strip("[]"))
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is this machine's own."""
+    """Return whether a host name or address is a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -135,15 +135,14 @@ def new_token(tenant: str, days: float | None = None) -> tuple[str, str]:
     """Make a token.
 
     Args:
-        tenant: whose calls carry it.
-        days: how long it is valid; None for ever.
+        tenant: name of the tenant.
+        days: days for which the token is valid; None for ever.
 
     Returns:
-        The token, and the line for the server's token file, which only holds its hash.
+        The token, and the line for the server's token file, which contains its hash alone.
 
     Raises:
-        InvalidArgumentError: if the tenant's name cannot stand in such a line, or the days in no
-            calendar.
+        InvalidArgumentError: for an invalid name of a tenant or an invalid number of days.
 
     """
     if _TENANT.fullmatch(tenant) is None:
@@ -168,19 +167,19 @@ def new_token(tenant: str, days: float | None = None) -> tuple[str, str]:
 
 
 def token_digest(token: str) -> bytes:
-    """SHA-256 of a token. Tokens are random, so that no slower hash is needed."""
+    """Return the SHA-256 of a token; tokens are random and need no slower hash."""
     return hashlib.sha256(token.encode()).digest()
 
 
 def check_secret(path: str | Path) -> None:
-    """Check that a file with a key or tokens is not open to all users of this machine.
+    """Check that other users of this machine cannot read a file with a key or tokens.
 
-    Its group may read it, because that is how Kubernetes and systemd hand secrets to a service
-    which runs as another user than the one that owns them.
+    Its group may read it, because Kubernetes and systemd give secrets that way to a service that
+    runs as another user than their owner.
 
     Raises:
         InvalidArgumentError: if others can read it, or others or its group can write to it.
-        OSError: if it cannot be looked at.
+        OSError: if there is no such file.
 
     """
     status = Path(path).stat()
@@ -208,7 +207,7 @@ def from_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Turn the flags into arguments of `warpfit.connect`.
 
     Raises:
-        InvalidArgumentError: if the token's file cannot be read, or others can read it.
+        InvalidArgumentError: if the token's file cannot be read, or other users can read it.
 
     """
     token = _read(options.token_file, secret=True)

@@ -85,16 +85,16 @@ class EvaluatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetVariables(self, request, context):
-        """Ask whether a data set is resident, and renew it. One that no call has used for the server's
-        lease time goes, and so does the one used least recently when the memory is needed; one in use
-        never does. A new engine gets all of them again. NOT_FOUND: DATASET_NOT_FOUND.
+        """Ask whether a data set is resident, and renew its lease. The server evicts data sets that no call
+        has used for its lease time, and the least recently used ones when it needs the memory, but never
+        one in use. Data sets survive a restart of the engine. NOT_FOUND: DATASET_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseVariables(self, request, context):
-        """Give a data set back. Calls in flight finish with it. NOT_FOUND: DATASET_NOT_FOUND.
+        """Release a data set. Calls in flight still finish with it. NOT_FOUND: DATASET_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,9 +102,9 @@ class EvaluatorServicer(object):
 
     def Evaluate(self, request, context):
         """Evaluate programs over a data set. The answer is a stream of one or more messages: the first
-        carries `header`; each may carry a piece of `values`; the last carries `timings` and, if asked
-        for, `losses`. Without values and Jacobian the answer is one message that carries all that was
-        asked for, so that a client may call the method as a unary one.
+        carries `header`; each may carry a piece of `values` or `jacobian`; the last carries `timings` and
+        the other requested outputs. Without values and Jacobian the answer is one message, so that a
+        client may call the method as a unary one.
 
         INVALID_ARGUMENT: BAD_DATASET_ID, EMPTY_BATCH, EMPTY_PROGRAM, LENGTH_MISMATCH,
         UNKNOWN_OPERATOR, BAD_INDEX, VARIABLE_OUT_OF_RANGE, PARAMETER_OUT_OF_RANGE,
@@ -124,10 +124,10 @@ class EvaluatorServicer(object):
 
     def Optimize(self, request, context):
         """Fit the parameters of programs: a local search from each start vector, all of them at once.
-        The answer is a stream: while the searches run, messages with `progress` if asked for; the
-        last message, without `progress` the only one, carries `result`. A search that cannot start (loss or derivatives are not finite)
-        fails alone, with its reason; no result has a higher loss than its start. The same request
-        gives the same answer.
+        The answer is a stream: while the searches run, messages with `progress` if requested; the last
+        message, without progress the only one, carries `result`. A search that cannot begin, because
+        loss or derivatives are not finite, ends alone with that reason; no result has a higher loss than
+        its start. The same request gives the same answer.
 
         INVALID_ARGUMENT: as Evaluate, and METHOD_UNSUITABLE, COVARIANCE_UNDEFINED, BAD_SETTING,
         BAD_BOUNDS.
@@ -138,7 +138,7 @@ class EvaluatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Version, engine, devices, limits and the operator table.
+        """Return version, engine, devices, limits and the operator table.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
