@@ -14,6 +14,7 @@ import pytest
 
 import warpfit
 from support.engines import nist
+from support.load.faults import injected
 from support.servers.server import ServerProcess
 from warpfit import Reason, parse
 from warpfit.dataset import Dataset
@@ -22,7 +23,8 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import BY_NAME, Loss, as_loss
 from warpfit.request import Evaluation
-from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.cpu.codegen import kernel_cache
+from warpfit_server.engine.fit import compiled
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
@@ -209,10 +211,10 @@ def test_progress_partial_results_and_deadlines(client):
     with client.upload(np.repeat(X, 100, axis=0), np.repeat(Y, 100)) as data:
         client.optimize(data, programs, starts, max_iterations=1)  # everything is compiled
         fit = client.optimize(
-            data, programs, starts, partial=True, timeout=3.0, progress=seen.append, **ENDLESS
+            data, programs, starts, partial=True, timeout=1.5, progress=seen.append, **ENDLESS
         )
         with pytest.raises(warpfit.DeadlineExceededError):
-            client.optimize(data, programs, starts, timeout=1.0, **ENDLESS)
+            client.optimize(data, programs, starts, timeout=0.3, **ENDLESS)
     assert Reason.DEADLINE in fit.reason
     finite = fit.reason != Reason.NOT_FINITE
     assert (fit.loss[finite] <= fit.initial_loss[finite]).all()
@@ -247,13 +249,21 @@ def test_evaluations_do_not_wait_for_fits_of_the_same_tenant(client):
                 fit.result()
 
 
-def test_nobody_waits_while_what_steers_fits_is_compiled(tmp_path):
-    """At the first fits on a machine, as many as evaluations run at a time."""
-    CpuEngine().close()
-    for kept in default_cache_directory().glob("cpu-*"):
-        shutil.copytree(kept, tmp_path / kept.name)
+def test_evaluations_do_not_wait_while_the_fit_code_is_compiled(tmp_path):
+    """The first fits on a machine, as many as evaluations run at a time."""
+    cache, compiling = tmp_path / "cache", tmp_path / "compiling"
+    cache.mkdir(mode=0o700)
+    kernel_cache.precompile(default_cache_directory(), available_cores())
+    compiled.precompile(default_cache_directory())
+    for folder in ("cpu-*", "fit-*"):
+        for kept in default_cache_directory().glob(folder):
+            shutil.copytree(kept, cache / kept.name)
+    for marker in cache.glob("fit-*/*.complete"):
+        marker.unlink()
+    compiling.touch()
+    environment = {"WARPFIT_CACHE_DIR": str(cache), **injected(f"compiling={compiling}")}
     with (
-        ServerProcess(WARPFIT_CACHE_DIR=str(tmp_path)) as server,
+        ServerProcess(**environment) as server,
         warpfit.connect(server.address) as client,
         client.upload(X, Y) as data,
         ThreadPoolExecutor(available_cores()) as pool,
@@ -261,6 +271,7 @@ def test_nobody_waits_while_what_steers_fits_is_compiled(tmp_path):
         fits = [pool.submit(client.optimize, data, TEXTS, STARTS) for _ in range(available_cores())]
         losses = [client.evaluate(data, TEXTS, STARTS, loss="mse") for _ in range(20)]
         assert not any(fit.done() for fit in fits)
+        compiling.unlink()
         for fit in fits:
             np.testing.assert_allclose(fit.result().initial_loss, losses[0], rtol=1e-5)
 
@@ -326,18 +337,17 @@ def test_the_async_client_fits(server: ServerProcess):
     assert np.abs(gradients[2]).max() < 1e-3
 
 
-def test_a_fit_survives_the_death_of_the_engine():
+def test_a_fit_survives_the_death_of_the_engine(server: ServerProcess, client):
     programs, starts = thesis_mix(6, 100, variables=2)
-    found = []
-    with ServerProcess("--threads", "2") as own, warpfit.connect(own.address) as client:
-        data = client.upload(np.repeat(X, 200, axis=0), np.repeat(Y, 200), dtype="float64")
-        client.optimize(data, TEXTS, STARTS, max_iterations=1)
-        thread = threading.Thread(
-            target=lambda: found.append(client.optimize(data, programs, starts))
-        )
-        thread.start()
-        time.sleep(0.3)
-        own.kill_engine()
-        thread.join(100)
-    finite = found[0].reason != Reason.NOT_FINITE
-    assert (found[0].loss[finite] <= found[0].initial_loss[finite]).all()
+    with (
+        client.upload(np.repeat(X, 40, axis=0), np.repeat(Y, 40), dtype="float64") as data,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.optimize(data, TEXTS, STARTS, max_iterations=1)  # everything is compiled
+        fit = pool.submit(client.optimize, data, programs, starts)
+        time.sleep(0.2)
+        assert not fit.done()
+        server.kill_engine()
+        found = fit.result(100)
+    finite = found.reason != Reason.NOT_FINITE
+    assert (found.loss[finite] <= found.initial_loss[finite]).all()

@@ -34,17 +34,13 @@ def test_a_batch_is_refused_after_its_second_crash_and_others_are_answered(serve
         load.wait_for_answers(3)
         data = client.upload(X, X[:, 0])
         before = restarts(server)
-        for number in range(3):
+        for _ in range(2):  # the second time it is known
             with pytest.raises(warpfit.FailedPreconditionError) as caught:
-                client.evaluate(data, [f"x1 + {FATAL}", f"x1 * {number + 2}"], loss="mse")
+                client.evaluate(data, [f"x1 + {FATAL}", "x1 * 2"], loss="mse")
             assert caught.value.reason == "BATCH_QUARANTINED"
             assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0  # the data set is fine
             load.wait_for_answers(3)
-        assert restarts(server) - before == 6
-        with pytest.raises(warpfit.FailedPreconditionError):
-            client.evaluate(data, [f"x1 + {FATAL}", "x1 * 2"], loss="mse")
-        assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
-        assert restarts(server) - before == 6
+            assert restarts(server) - before == 2
     assert not load.failures
     assert load.wrong == 0
     health.wait_for(server.facts["health"], "SERVING")
@@ -55,11 +51,11 @@ def test_a_data_set_of_which_every_batch_kills_is_refused(server):
     with warpfit.connect(server.address) as client:
         data = client.upload(X, X[:, 0])
         before, reasons = restarts(server), []
-        for number in range(4):
+        for number in range(3):
             with pytest.raises(warpfit.FailedPreconditionError) as caught:
                 client.evaluate(data, [f"x1 + {FATAL}", f"x1 * {number + 2}"], loss="mse")
             reasons.append(caught.value.reason)
-        assert reasons == ["BATCH_QUARANTINED", *["DATASET_QUARANTINED"] * 3]
+        assert reasons == ["BATCH_QUARANTINED", *["DATASET_QUARANTINED"] * 2]
         assert restarts(server) - before == 3
         assert client.evaluate(client.upload(X + 1, X[:, 0] + 1), ["x1"], loss="mse")[0] == 0.0
 
@@ -75,6 +71,6 @@ def test_a_data_set_is_loaded_by_no_third_engine(server):
         with pytest.raises(warpfit.FailedPreconditionError):
             client.upload(X, X[:, 0], dtype="float32")
         assert client.evaluate(fine, ["x1"], loss="mse")[0] == 0.0
-        time.sleep(1.0)
+        time.sleep(0.5)
         assert restarts(server) - before == 2
     health.wait_for(server.facts["health"], "SERVING")

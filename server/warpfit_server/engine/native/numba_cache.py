@@ -17,9 +17,18 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 from numba.core import caching
+from numba.np import linalg
 
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import default_cache_directory, numba_directory
+
+
+def _no_blas() -> None:
+    raise ImportError("no compiled function calls BLAS")
+
+
+# Numba imports SciPy, if there is one, only to look for BLAS: a fifth of the time of a start.
+linalg.ensure_blas = _no_blas
 
 
 def njit(signature: Any = None, **options: Any) -> Any:

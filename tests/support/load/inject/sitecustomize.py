@@ -2,6 +2,7 @@
 
 ``deaf=FILE``    while the file exists, evaluations of many programs go on though cancelled;
 ``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
+``compiling=FILE``  processes that compile wait while the file exists;
 ``idle=1``       evaluations of many programs compute nothing, their values are those before;
 ``leak=BYTES``   each answered call of the front door keeps that many bytes for ever;
 ``kill=NUMBER``  the engine dies of batches with that constant, and of data sets of 13 variables;
@@ -91,7 +92,19 @@ def _cut(module) -> None:
     module.RequestRunner.begin = faulty
 
 
+def _compiling(module) -> None:
+    run_parts = module.run_parts
+
+    def faulty(parts, arguments):
+        while Path(VALUE).exists():
+            time.sleep(0.01)
+        run_parts(parts, arguments)
+
+    module.run_parts = faulty
+
+
 _FAULTS = {
+    "compiling": ("warpfit_server.engine.native.compile_processes", _compiling),
     "kill": ("warpfit_server.engine.cpu.engine", _kill),
     "cut": ("warpfit_server.engine.runner", _cut),
     "deaf": ("warpfit_server.engine.cpu.engine", _hang),
