@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.repository.results import write_result
 from warpfit.bench.measure import AGREEMENT, agreement
-from warpfit.bench.peers.processors import infix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import THESIS_OPERATORS, thesis_mix
+from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
@@ -61,7 +61,9 @@ class Peer:
 
     def case(self, programs: list[Program], parameters: list[Any], threads: int) -> Case:
         trees = [
-            pyoperon.InfixParser.Parse(infix(program, vector), self.names)
+            pyoperon.InfixParser.Parse(
+                to_operon_infix(program, list(self.names), vector), self.names
+            )
             for program, vector in zip(programs, parameters, strict=True)
         ]
         rows = pyoperon.Range(0, len(self.array))

@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.repository.results import write_result
-from warpfit.bench.peers.processors import infix
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.fitting import FitRequest, FitSettings, Method
+from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision
@@ -131,7 +131,7 @@ class Peer:
 
 def _tree(program: Program, start: Floats, names: Any) -> tuple[Any, list[int]]:
     """Tree whose coefficients are the parameters, and the parameter that each of them is."""
-    parsed = pyoperon.InfixParser.Parse(infix(program, start), names)
+    parsed = pyoperon.InfixParser.Parse(to_operon_infix(program, list(names), start), names)
     nodes = parsed.Nodes  # they live as long as the tree
     order = []
     for node in nodes:

@@ -1,1 +1,1 @@
-"""``warpfit bench``: measure this machine's engines and their peers, report, and load a server."""
+"""``warpfit bench``: measures this machine's engines and other libraries, and loads a server."""

@@ -3,61 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from warpfit.bench.progress import progress
 from warpfit.bench.scenarios import PROFILES
 from warpfit.errors import InvalidArgumentError
 
 _DEFAULT_OUT: Final = Path("warpfit-bench.json")
-_LOAD_WORDS: Final = ("report", "load")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command with the words behind ``warpfit bench``; return its exit status."""
+    parsers = {"report": _report_parser, "load": _load_parser}
     words = list(arguments)
-    chosen = words[0] if words[:1] and words[0] in _LOAD_WORDS else ""
-    parser = {"": _run_parser, "report": _report_parser, "load": _load_parser}[chosen]()
-    options = parser.parse_args(words[1:] if chosen else words)
-    command: Callable[[argparse.Namespace], int] = options.command
-    return command(options)
+    if words and words[0] in parsers:
+        options = parsers[words[0]]().parse_args(words[1:])
+    else:
+        options = _run_parser().parse_args(words)
+    options.command(options)
+    return 0
 
 
 def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit bench",
-        description="Measure this machine's engines and their peers.",
+        description="Measure this machine's engines and other libraries beside them.",
         epilog="Further commands: `warpfit bench report RESULTS.json` writes a page with plots, "
-        "`warpfit bench load HOST:PORT` puts load on a running server. A run that was "
-        "interrupted continues when the same command is given again.",
+        "`warpfit bench load HOST:PORT` puts load on a running server.",
     )
-    parser.add_argument("--profile", choices=list(PROFILES), default="quick")
-    parser.add_argument(
-        "--out", type=Path, default=_DEFAULT_OUT, metavar="FILE", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("all", "cpu", "cuda"),
-        default="all",
-        help="engines to start servers with (default: all that this machine can run)",
-    )
-    parser.add_argument(
-        "--address", metavar="HOST:PORT", help="measure a running server instead of starting any"
-    )
-    parser.add_argument("--seed", type=int, help="of data and expressions (default: a new one)")
-    parser.add_argument(
-        "--seconds", type=float, metavar="N", help="time for measuring (default: the profile's)"
-    )
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
-    parser.add_argument("--note", action="append", default=[], help="kept in the results")
-    parser.add_argument(
-        "--afresh", action="store_true", help="replace the file instead of continuing it"
-    )
+    add = parser.add_argument
+    add("--profile", choices=list(PROFILES), default="quick")
+    add("--out", type=Path, default=_DEFAULT_OUT, metavar="FILE", help="default: %(default)s")
+    add("--engine", choices=("all", "cpu", "cuda"), default="all", help="default: all there are")
+    add("--address", metavar="HOST:PORT", help="measure a running server instead of starting any")
+    add("--seed", type=int, help="of data and expressions (default: a new one)")
+    add("--seconds", type=float, metavar="N", help="time for each engine (default: the profile's)")
+    add("--no-peers", action="store_true", help="leave other libraries out")
+    add("--note", action="append", default=[], help="kept in the results")
+    add("--afresh", action="store_true", help="replace the file if there is one")
     parser.set_defaults(command=_run)
     return parser
 
@@ -67,87 +55,63 @@ def _report_parser() -> argparse.ArgumentParser:
         prog="warpfit bench report",
         description="Write a page and plots from results; several machines' go together.",
     )
-    parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS.json")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIRECTORY", help="default: beside the first file"
-    )
+    add = parser.add_argument
+    add("results", type=Path, nargs="+", metavar="RESULTS.json")
+    add("--out", type=Path, metavar="DIRECTORY", help="default: beside the first file")
     parser.set_defaults(command=_report)
     return parser
 
 
 def _load_parser() -> argparse.ArgumentParser:
-    from warpfit.bench.load import add_options
+    from warpfit.bench import load
 
     parser = argparse.ArgumentParser(
         prog="warpfit bench load",
-        description="Put load on a running server and tell the latencies that callers see.",
+        description="Put load on a running server and report the latencies that callers see.",
     )
-    add_options(parser)
-    parser.set_defaults(command=_load)
+    load.add_options(parser)
+    parser.set_defaults(command=load.run)
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    from warpfit.bench.results import Results, head, read
-    from warpfit.bench.runner import Plan, Run
+def _run(options: argparse.Namespace) -> None:
+    from warpfit.bench.runner import Run
 
     if not options.out.parent.is_dir():
         raise InvalidArgumentError(
             f"there is no directory {options.out.parent}", "BAD_PATH", "Make it first", "--out"
         )
-    seed = options.seed
-    if seed is None:
-        continued = options.out.exists() and not options.afresh
-        seed = read(options.out)["seed"] if continued else int.from_bytes(os.urandom(4), "little")
-    start = head(options.profile, seed, address=options.address, notes=options.note)
-    results = Results.begin(options.out, start, afresh=options.afresh)
-    before = len(results.cells)
+    if options.out.exists() and not options.afresh:
+        raise InvalidArgumentError(
+            f"{options.out} exists",
+            "FILE_EXISTS",
+            "Name another file with --out, or replace it with --afresh",
+            "--out",
+        )
+    seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     profile = PROFILES[options.profile]
     if options.seconds is not None:
         profile = replace(profile, total_seconds=options.seconds)
-    plan = Plan(
+    choose_all = options.engine == "all" and not options.address
+    run = Run(
         profile=profile,
-        engines=_engines(options.engine),
+        engines=("cuda", "cpu") if choose_all else (options.engine,),
+        path=options.out,
+        seed=seed,
         address=options.address,
+        notes=options.note,
         with_peers=not options.no_peers,
+        report=functools.partial(print, file=sys.stderr, flush=True),
     )
-    if "cuda" not in plan.engines and options.engine == "all" and not plan.address:
-        results.skip("engine/cuda", "this machine shows no NVIDIA GPU")
     try:
-        with progress() as shown:
-            Run(plan, results, shown).perform()
-    except KeyboardInterrupt:
-        print(
-            f"warpfit: interrupted; {options.out} holds {len(results.cells)} measurements, the "
-            "same command continues",
-            file=sys.stderr,
-        )
-        return 130
-    print(f"{len(results.cells)} measurements in {options.out}")
-    if before == len(results.cells):
-        print("nothing was left to measure; --afresh measures everything again")
-    return 0
+        run.perform()
+    finally:
+        print(f"{len(run.document['cells'])} measurements in {options.out}")
 
 
-def _engines(chosen: str) -> tuple[str, ...]:
-    from warpfit.bench.hardware import has_gpu
-
-    if chosen != "all":
-        return (chosen,)
-    return ("cuda", "cpu") if has_gpu() else ("cpu",)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from warpfit.bench.report import write_report
+def _report(options: argparse.Namespace) -> None:
+    from warpfit.bench.report.page import write_report
 
     directory = options.out or options.results[0].with_suffix("")
     for path in write_report(options.results, directory):
         print(path)
-    return 0
-
-
-def _load(options: argparse.Namespace) -> int:
-    from warpfit.bench.load import run
-
-    run(options)
-    return 0

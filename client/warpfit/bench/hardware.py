@@ -1,4 +1,4 @@
-"""What a result holds for: the machine, its peaks, and the versions of everything involved."""
+"""The hardware and versions that a result holds for, and the least time that they allow a call."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from warpfit.bench.batches import VARIABLES
+from warpfit.bench.scenarios import Scenario
+from warpfit.ir import Program
+from warpfit.ops import BY_CODE, OPERATORS
+
 _PACKAGES: Final = (
-    *("warpfit", "numpy", "numba", "grpcio", "protobuf", "numexpr", "pyoperon", "gplearn"),
+    *("warpfit", "numpy", "numba", "grpcio", "protobuf", "pyoperon", "gplearn", "deap"),
     *("cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "evogp", "matplotlib", "scikit-learn"),
 )
 _GPU_FIELDS: Final = ("name", "driver_version", "clocks.max.sm", "memory.total", "compute_cap")
 _COPIED_BYTES: Final = 32 << 20
+#: Special functions of each operator: a power is a logarithm and an exponential.
+_SPECIAL: Final = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
+#: Vector instructions of one special function on a device without a unit for them: a polynomial of
+#: degree 6, and bringing its argument into range and back.
+_INSTRUCTIONS: Final = 10
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, the cores that this process may use, memory, system; GPUs where there are any."""
+    """Return CPU, cores that this process may use, memory, system, and GPUs if there are any."""
     cpu = _cpu_fields()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found: dict[str, Any] = {
@@ -37,59 +48,72 @@ def machine() -> dict[str, Any]:
     return {**found, "gpus": gpus} if gpus else found
 
 
-def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU to try; its libraries may still be missing."""
-    return bool(_gpus()) or any(Path("/dev").glob("nvidia[0-9]*"))
-
-
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter and are installed."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    """Return the versions of Python and of the installed packages that matter."""
+    installed = {found.name.lower(): found.version for found in distributions()}
+    names = (name for name in _PACKAGES if name in installed)
+    return {"python": platform.python_version(), **{str(n): installed[n] for n in names}}
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a device could do at most; where a roofline lies."""
+    """What a device could do at most: the roof of its roofline."""
 
     device: str
     lanes_per_second: float
     """Float32 instructions (one lane each) that can be issued in a second."""
     special_per_second: float
-    """Float32 divisions, roots, logarithms or exponentials in a second; 0 if they have no unit of
-    their own."""
+    """Float32 divisions, roots, logarithms or exponentials in a second; 0 if nothing is special."""
     bytes_per_second: float
     source: str
-    """Where the numbers come from."""
+
+    def bound(self, scenario: Scenario, programs: Sequence[Program]) -> dict[str, Any]:
+        """Return the least time of one call, and what sets it.
+
+        Counted is an instruction for each operator, a special function where one is, variables and
+        target read once, values written once. Code that computes equal values once may take less.
+
+        Returns:
+            ``operations`` and ``bytes`` of one call, ``seconds`` (the least time), ``by`` (what
+            sets it: "issue", "special functions" or "memory").
+
+        """
+        word = 8 if scenario.precision == "float64" else 4
+        times = scenario.rows * scenario.vectors
+        counts = np.bincount(np.concatenate([p.codes for p in programs]), minlength=256)
+        operators = times * int(sum(counts[code] for code in BY_CODE))
+        special = times * sum(n * int(counts[OPERATORS[name].code]) for name, n in _SPECIAL.items())
+        written = scenario.expressions if scenario.output == "values" else 0
+        traffic = (VARIABLES + 1 + written) * scenario.rows * word
+        own_unit = self.special_per_second > 0
+        issued = operators + (0 if own_unit else (_INSTRUCTIONS - 1) * special)
+        seconds = {
+            "issue": issued * (word / 4) / self.lanes_per_second,
+            "memory": traffic / self.bytes_per_second,
+        }
+        if own_unit and scenario.precision == "fast":
+            seconds["special functions"] = special / self.special_per_second
+        by = max(seconds, key=lambda name: seconds[name])
+        return {"operations": issued, "bytes": traffic, "seconds": seconds[by], "by": by}
 
 
 def cpu_peaks() -> Peaks:
-    """Peaks of all cores: lanes by instruction set and clock, memory by copying.
+    """Return the peaks of all cores together, at two vector instructions a clock for each core.
 
-    Two vector instructions a clock for each physical core are assumed; threads that share a core
-    share them.
+    Threads that share a physical core share them. Memory is measured by copying.
     """
     cpu = _cpu_fields()
     flags = cpu.get("flags", "").split()
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
     shared = int(cpu.get("siblings", 1)) / max(1, int(cpu.get("cpu cores", 1)))
     clock = float(cpu.get("cpu MHz", 2000.0)) * 1e6
-    return Peaks(
-        device=cpu.get("model name", "CPU"),
-        lanes_per_second=_cores() / max(1.0, shared) * 2 * lanes * clock,
-        special_per_second=0.0,
-        bytes_per_second=_copy_rate(),
-        source=f"{lanes} lanes x 2 a clock at {clock / 1e9:.2f} GHz; memory measured by copying",
-    )
+    source = f"{lanes} lanes x 2 a clock at {clock / 1e9:.2f} GHz; memory measured by copying"
+    issued = _cores() / max(1.0, shared) * 2 * lanes * clock
+    return Peaks(cpu.get("model name", "CPU"), issued, 0.0, _copy_rate(), source)
 
 
 def gpu_peaks() -> Peaks | None:
-    """Peaks of the first CUDA device; None without one, or without CuPy to ask it."""
+    """Return the peaks of the first CUDA device; None without one, or without CuPy to ask it."""
     try:
         import cupy
 
@@ -103,18 +127,13 @@ def gpu_peaks() -> Peaks | None:
         return None
     multiprocessors, clock, memory_clock, width = (float(attributes[a]) for a in wanted)
     clocks = multiprocessors * clock * 1e3
-    return Peaks(
-        device=name,
-        lanes_per_second=128 * clocks,
-        special_per_second=16 * clocks,
-        bytes_per_second=2 * memory_clock * 1e3 * width / 8,
-        source="multiprocessors, clocks and bus width as the driver reports them; 128 lanes and "
-        "16 special functions a clock",
-    )
+    source = "multiprocessors, clocks and bus width as the driver reports them; 128 lanes and 16 "
+    source += "special functions a clock"
+    return Peaks(name, 128 * clocks, 16 * clocks, 2 * memory_clock * 1e3 * width / 8, source)
 
 
 def _cpu_fields() -> dict[str, str]:
-    """Fields of the first core, and the highest clock of all."""
+    """Return the fields of the first core, with the highest clock of all."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -131,7 +150,7 @@ def _cores() -> int:
 
 
 def _copy_rate() -> float:
-    """Bytes read and written in a second by all cores together; the best of five."""
+    """Measure how many bytes all cores together read and write in a second; the best of five."""
     threads = min(_cores(), 16)
     pairs = [(np.ones(_COPIED_BYTES // 8), np.empty(_COPIED_BYTES // 8)) for _ in range(threads)]
     best = 0.0
@@ -144,7 +163,7 @@ def _copy_rate() -> float:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says about each GPU; empty without it."""
+    """Ask nvidia-smi about each GPU; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]

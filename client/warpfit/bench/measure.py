@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.bench import roofline
+from warpfit.bench.batches import Batch, Expressions, Table, near, operations, table, token_count
+from warpfit.bench.callers import Call, Load, call
 from warpfit.bench.hardware import Peaks
+from warpfit.bench.peers import PEERS, Job
 from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import summarise
-from warpfit.bench.work import Batch, Expressions, Table, moved, several, table, token_count
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
+from warpfit.errors import InternalError
 from warpfit.expressions import reference
-from warpfit.ir import Program
-from warpfit.request import Timings
 
-STAGES: Final = ("decode", "queue", "copy_in", "compute", "copy_out")
-#: Iterations of a fit: what a local search in a GP run would spend.
-FIT_ITERATIONS: Final = 10
 #: Share of all values that must agree with the float64 reference. The others come from expressions
 #: that overflow float32 or magnify its rounding errors.
 AGREEMENT: Final = 0.95
 #: Rows on which answers are compared with the reference.
 CHECKED_ROWS: Final = 200
-_USUAL_CALLS: Final = 3
 _MOST_CALLS: Final = 2_000
-_WARM_UP_CALLS: Final = 2
+T = TypeVar("T")
 
 
 @dataclass
@@ -57,147 +53,183 @@ class Session:
             self._tables = {(scenario.rows, dtype): known}
         return known
 
+    def draw(self, scenario: Scenario) -> Batch:
+        """Draw another batch."""
+        return self.expressions.draw(scenario.expressions, scenario.workload)
+
     def batches(self, scenario: Scenario) -> Iterator[Batch]:
         """Yield what each call evaluates."""
-        programs, parameters = self.expressions.fresh(scenario.expressions, scenario.tokens)
         rng = np.random.default_rng(self.expressions.seed)
+        count = (scenario.vectors,) if scenario.vectors > 1 else ()
+        programs, parameters = self.draw(scenario)
         while True:
-            yield programs, several(parameters, scenario.vectors, rng)
-            if scenario.reuse == "repeated":
-                parameters = moved(parameters, rng)
-            else:
-                fresh = self.expressions.fresh(scenario.expressions, scenario.tokens)
-                programs, parameters = fresh
+            yield programs, near(parameters, rng, *count)
+            if scenario.reuse == "fresh":
+                programs, parameters = self.draw(scenario)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call, in nanoseconds."""
-
-    wall: int
-    timings: Timings
-
-    @property
-    def engine(self) -> int:
-        """In the engine: kernels, and what it copies and prepares for them."""
-        timings = self.timings
-        return timings.copy_in + timings.compute + timings.copy_out
-
-    @property
-    def rest(self) -> int:
-        """Neither in the engine nor waiting for it: client, wire, front door."""
-        return max(0, self.wall - self.engine - self.timings.decode - self.timings.queue)
-
-    def to_json(self) -> dict[str, float]:
-        """Return seconds of the call as a whole and by stage."""
-        stages = {name: getattr(self.timings, name) / 1e9 for name in STAGES}
-        return {"wall": self.wall / 1e9, **stages, "rest": self.rest / 1e9}
-
-
-def call(client: Client, data: DatasetHandle, scenario: Scenario, batch: Batch) -> Call:
-    """Perform one call as the scenario says."""
-    programs, parameters = batch
-    precision = "precise" if scenario.precision == "float64" else scenario.precision
-    started = time.perf_counter_ns()
-    if scenario.kind is Kind.OPTIMIZE:
-        timings = client.optimize(
-            data, programs, parameters, max_iterations=FIT_ITERATIONS, precision=precision
-        ).timings
-    else:
-        timings = client.run(
-            data,
-            programs,
-            parameters,
-            values=scenario.output == "values",
-            loss=None if scenario.output == "values" else "mse",
-            gradient=scenario.output == "gradients",
-            precision=precision,
-            tier=scenario.tier,
-        ).timings
-    return Call(time.perf_counter_ns() - started, timings)
-
-
-def measure(session: Session, scenario: Scenario, seconds: float, least: int) -> dict[str, Any]:
+def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, Any]:
     """Measure one client's calls for about ``seconds``.
 
-    The first call is told apart: it pays for compiling, and for bringing data to the device. Up to
-    two more warm up. At least three are timed, but only ``least`` where that takes twice as long.
+    The first call is reported apart: it pays for compiling, and for bringing data to the device.
     """
     _, data = session.data(scenario)
     batches = session.batches(scenario)
     programs, parameters = next(batches)
     first = call(session.client, data, scenario, (programs, parameters))
-    timed = _timed(partial(call, session.client, data, scenario), batches, seconds, least)
+    timed = repeat(lambda: call(session.client, data, scenario, next(batches)), seconds)
+    operators, executed = operations(programs)
     cell = {
-        "scenario": scenario.to_json(),
+        "scenario": asdict(scenario),
         "tokens": token_count(programs),
+        "operators": operators,
+        "executed": executed,
         "first": first.to_json(),
-        **summary(timed),
+        **_summary(timed),
     }
     if scenario.kind is Kind.OPTIMIZE:
-        cell["searches"] = sum(len(vector) > 0 for vector in parameters)
-    elif session.peaks is not None and scenario.output != "gradients":
-        cell["roofline"] = _roofline(scenario, programs, session.peaks, cell)
-    return {**cell, **_rates(cell, scenario)}
+        searches = sum(len(vector) > 0 for vector in parameters)
+        return {**cell, "searches": searches, "fits_per_second": searches / cell["wall"]["median"]}
+    kernel = cell["kernel"]["median"]
+    if session.peaks is not None and scenario.output != "gradients":
+        bound = session.peaks.bound(scenario, programs)
+        cell["roofline"] = {**bound, "fraction": bound["seconds"] / kernel if kernel else None}
+    work = cell["tokens"] * scenario.rows * scenario.vectors
+    medians = {name: cell[name]["median"] for name in ("kernel", "engine", "wall")}
+    # An engine may not tell its times.
+    return {**cell, "token_rows_per_second": {name: work / s for name, s in medians.items() if s}}
 
 
-def summary(calls: list[Call]) -> dict[str, Any]:
-    """Summarise calls: end to end, kernel and engine, and the median of each stage."""
-    stages = [call.to_json() for call in calls]
+def measure_workers(
+    session: Session, address: str, scenario: Scenario, seconds: float
+) -> dict[str, Any]:
+    """Let ``scenario.workers`` clients call without a pause, from several processes.
+
+    Raises:
+        InternalError: if a call failed.
+
+    """
+    load = Load(
+        address=address,
+        scenario=scenario,
+        seconds=seconds,
+        clients=scenario.workers,
+        # At most two processes for each core, with threads in them.
+        processes=min(scenario.workers, 2 * len(os.sched_getaffinity(0))),
+        timeout=60.0,
+        retries=True,
+        seed=session.expressions.seed,
+    )
+    outcomes = load.perform()
+    errors = {outcome.error for outcome in outcomes if outcome.error}
+    if errors:
+        raise InternalError(f"calls of workers failed: {', '.join(sorted(errors))}", "LOAD_FAILED")
+    # All batches of a seed have the same lengths.
+    tokens = token_count(session.draw(scenario)[0])
+    rate = len(outcomes) / max(outcome.done for outcome in outcomes)
     return {
-        "wall": summarise([c.wall / 1e9 for c in calls]).to_json(),
-        "engine": summarise([c.engine / 1e9 for c in calls]).to_json(),
-        "kernel": summarise([c.timings.compute / 1e9 for c in calls]).to_json(),
-        "stages": {name: statistics.median(s[name] for s in stages) for name in stages[0]},
-        "tier": calls[-1].timings.tier.value,
-        "cache_hits": statistics.median(c.timings.cache_hits for c in calls),
+        "scenario": asdict(scenario),
+        "processes": load.processes,
+        "wall": summarise([outcome.done - outcome.sent for outcome in outcomes]),
+        "calls_per_second": rate,
+        "token_rows_per_second": {"wall": rate * tokens * scenario.rows},
     }
+
+
+def compare(session: Session, scenario: Scenario, seconds: float) -> dict[str, Any]:
+    """Measure a peer and warpfit on the same batch in turns, for about ``seconds``.
+
+    Other load on the machine meets both alike. The peer is checked against the float64 reference
+    before anything is timed, and so is warpfit.
+
+    Raises:
+        ValueError: if the peer's values are wrong, so that its time would mean nothing.
+
+    """
+    given, data = session.data(scenario)
+    threads = len(os.sched_getaffinity(0))
+    peer = PEERS[scenario.peer](given, threads)
+    batch = session.draw(scenario)
+    started = time.perf_counter()
+    job = peer.prepare(*batch)
+    prepared = time.perf_counter() - started
+    ours = replace(scenario, kind=Kind.EVALUATE, peer="")
+    first = call(session.client, data, ours, batch)
+    shares = _agreements(session, scenario, batch, job)
+
+    def turn() -> tuple[float, Call]:
+        started = time.perf_counter()
+        job.run()
+        theirs = time.perf_counter() - started
+        return theirs, call(session.client, data, ours, batch)
+
+    turns = repeat(turn, seconds)
+    wall, own = summarise([theirs for theirs, _ in turns]), _summary([own for _, own in turns])
+    return {
+        "scenario": asdict(scenario),
+        "peer": scenario.peer,
+        "output": peer.output,
+        "notes": peer.notes,
+        "threads": threads,
+        "tokens": token_count(batch[0]),
+        "agreement": shares,
+        "prepare": prepared,
+        "wall": wall,
+        "warpfit": {"first": first.to_json(), **own},
+        "times_warpfit": wall["median"] / own["wall"]["median"],
+    }
+
+
+def repeat(perform: Callable[[], T], seconds: float) -> list[T]:
+    """Perform something again and again for about ``seconds``; return the outcomes.
+
+    Up to two calls more warm up. Three are counted at least, but one where three would take twice
+    as long.
+    """
+    outcomes: list[T] = []
+    started = time.perf_counter()
+    warm_up = 0
+    while len(outcomes) < _MOST_CALLS:
+        outcome = perform()
+        elapsed = time.perf_counter() - started
+        if warm_up < 2 and elapsed < seconds / 4:
+            warm_up += 1
+            continue
+        outcomes.append(outcome)
+        if elapsed > seconds and (len(outcomes) >= 3 or elapsed >= 2 * seconds):
+            break
+    return outcomes
 
 
 def agreement(values: NDArray[Any], expected: NDArray[np.float64]) -> float:
-    """Share of values within 1% of the reference rounded to their type, or special alike."""
+    """Return the share of values within 1% of the reference in their type, or special alike."""
     with np.errstate(all="ignore"):
         rounded = expected.astype(values.dtype)
         close = np.isclose(values, rounded, rtol=0.01, atol=1e-30, equal_nan=True)
     return float(close.mean())
 
 
-def expected_values(programs: list[Program], given: Table, parameters: Any) -> NDArray[np.float64]:
-    """Values of the first rows by the float64 reference, [programs, rows]."""
-    return reference.evaluate(programs, given.X[:CHECKED_ROWS].T, parameters)
+def _agreements(session: Session, scenario: Scenario, batch: Batch, job: Job) -> dict[str, float]:
+    """Return the shares of values that agree with the reference, the peer's and warpfit's."""
+    given, data = session.data(scenario)
+    rows = min(CHECKED_ROWS, scenario.rows)
+    expected = reference.evaluate(batch[0], given.X[:rows].T, batch[1])
+    theirs = agreement(np.asarray(job.values(rows)), expected)
+    # In a small batch a single expression that overflows float32 may be more than that share.
+    if theirs < min(AGREEMENT, 1 - 1.5 / len(batch[0])):
+        raise ValueError(f"only {theirs:.1%} of its values agree with the reference to 1%")
+    answer = session.client.evaluate(
+        data, *batch, rows=(0, rows), precision=scenario.precision, tier=scenario.tier
+    )
+    return {"peer": theirs, "warpfit": agreement(answer.T, expected)}
 
 
-def _timed(
-    perform: Callable[[Batch], Call], batches: Iterator[Batch], seconds: float, least: int
-) -> list[Call]:
-    calls: list[Call] = []
-    started = time.perf_counter()
-    warm_up = 0
-    while len(calls) < _MOST_CALLS:
-        made = perform(next(batches))
-        elapsed = time.perf_counter() - started
-        if warm_up < _WARM_UP_CALLS and elapsed < seconds / 4:
-            warm_up += 1
-            continue
-        calls.append(made)
-        enough = _USUAL_CALLS if elapsed < 2 * seconds else least
-        if elapsed > seconds and len(calls) >= enough:
-            break
-    return calls
-
-
-def _roofline(
-    scenario: Scenario, programs: list[Program], peaks: Peaks, cell: dict[str, Any]
-) -> dict[str, Any]:
-    least = roofline.bound(scenario, programs, peaks)
-    kernel = cell["kernel"]["median"]
-    return {**least, "fraction": least["seconds"] / kernel if kernel else None}
-
-
-def _rates(cell: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
-    if scenario.kind is Kind.OPTIMIZE:
-        return {"fits_per_second": cell["searches"] / cell["wall"]["median"]}
-    work = cell["tokens"] * scenario.rows * scenario.vectors
-    seconds = {name: cell[name]["median"] for name in ("kernel", "engine", "wall")}
-    # An engine may not tell its times.
-    return {"token_rows_per_second": {name: work / s for name, s in seconds.items() if s}}
+def _summary(calls: list[Call]) -> dict[str, Any]:
+    """Summarise calls: end to end, kernel and engine, and the median of each stage."""
+    stages = [call.to_json() for call in calls]
+    return {
+        "wall": summarise([c.wall / 1e9 for c in calls]),
+        "engine": summarise([c.engine / 1e9 for c in calls]),
+        "kernel": summarise([c.timings.compute / 1e9 for c in calls]),
+        "stages": {name: statistics.median(s[name] for s in stages) for name in stages[0]},
+    }

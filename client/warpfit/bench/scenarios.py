@@ -1,28 +1,33 @@
-"""What is measured: scenarios, and the profiles that choose among them."""
+"""What `warpfit bench` measures: scenarios, and the profiles that choose among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
-from typing import Any, Final
+from typing import Final
+
+from warpfit.bench.batches import RECORDED, THESIS
 
 #: Parameter vectors of a call that has several: neighbours that a local search tries at once.
 VECTORS: Final = 16
+#: Mean length of an expression of the thesis mix, for predictions.
+_MEAN_TOKENS: Final = 30
 
 
 class Kind(StrEnum):
-    """How a scenario is measured."""
+    """How a scenario is measured.
+
+    One client evaluates or fits, one call after the other; several workers evaluate at once; or
+    a peer, which is another library, takes turns with one client on the same batch.
+    """
 
     EVALUATE = "evaluate"
-    """One client, one call after the other."""
     OPTIMIZE = "optimize"
-    """One client; every call fits the parameters of all expressions."""
     WORKERS = "workers"
-    """Several clients at once, each with calls of its own."""
     PEER = "peer"
-    """Another library on the same work, alternating with calls of one client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +40,10 @@ class Scenario:
     tier: str = "interpreter"
     rows: int = 10_000
     expressions: int = 300
-    tokens: tuple[int, int] = (10, 50)
-    """Least and most tokens of an expression."""
+    workload: str = THESIS
+    """`THESIS` or one of the `RECORDED` populations."""
     reuse: str = "fresh"
-    """``"fresh"``: other expressions in every call; ``"repeated"``: new parameters only."""
+    """``"fresh"``: another batch in every call; ``"repeated"``: new parameters only."""
     output: str = "losses"
     """``"losses"``, ``"values"`` or ``"gradients"``."""
     precision: str = "fast"
@@ -50,30 +55,15 @@ class Scenario:
 
     @property
     def token_rows(self) -> float:
-        """Tokens evaluated for one row in one call, by the mean length: the work."""
-        return sum(self.tokens) / 2 * self.expressions * self.rows * self.vectors
+        """Tokens times rows of one call, about."""
+        return _MEAN_TOKENS * self.expressions * self.rows * self.vectors
 
     @property
     def key(self) -> str:
-        """What identifies the scenario in a result file."""
+        """What identifies the scenario in a result file, and to people."""
         parts = [self.kind, self.peer or self.engine, self.tier, self.precision, self.output]
-        size = f"{self.rows}x{self.expressions}x{self.tokens[0]}-{self.tokens[1]}"
-        return "/".join([*parts, self.reuse, size, f"{self.vectors}v", f"{self.workers}w"])
-
-    @property
-    def title(self) -> str:
-        """A short name for people."""
-        who = self.peer or (self.engine if self.engine == "cpu" else f"{self.engine} {self.tier}")
-        workers = f", {self.workers} at once" if self.kind is Kind.WORKERS else ""
-        what = "fits" if self.kind is Kind.OPTIMIZE else self.output
-        mode = "" if self.precision == "fast" else f", {self.precision}"
-        size = f"{self.expressions:,} x {self.rows:,} rows"
-        vectors = f", {self.vectors} vectors" if self.vectors > 1 else ""
-        return f"{who}: {size}, {self.reuse} {what}{mode}{vectors}{workers}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON knows them."""
-        return {**asdict(self), "tokens": list(self.tokens)}
+        parts += [self.reuse, f"{self.rows}x{self.expressions}", self.workload]
+        return "/".join([*parts, f"{self.vectors}v", f"{self.workers}w"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,66 +72,49 @@ class Profile:
 
     name: str
     slice_seconds: float
-    """Time for one scenario. At least three calls are timed within twice this time."""
-    least_calls: int
-    """How many are timed at least, whatever they take."""
-    total_seconds: float | None
-    """Time for everything: where it is short, slices get shorter, scenarios that take more than
-    their share come last, and what does not fit then is left out. None for no limit."""
+    """Time for the calls of one scenario."""
+    total_seconds: float = math.inf
+    """Time for one engine; what does not fit is left out."""
     longest_call: float
     """Scenarios whose calls are predicted to take longer are left out, in seconds."""
     rows: tuple[int, ...]
+    """With all ``expressions``: the grid of plain evaluations."""
     expressions: tuple[int, ...]
+    other_rows: tuple[int, ...]
+    """Where everything else is measured."""
     usual: int = 300
-    """Expressions of every scenario outside the grid of rows and expressions; fits have a third."""
-    mode_rows: tuple[int, ...]
-    """Where precise mode and float64 are measured beside fast mode."""
-    output_rows: tuple[int, ...]
-    """Where values, gradients, several parameter vectors and fits are measured."""
-    lengths: tuple[int, ...]
-    """Lengths, in tokens, that all expressions of a batch have in turn."""
+    """Expressions of every scenario outside the grid; fits have a third."""
     workers: tuple[int, ...]
-    worker_rows: tuple[int, ...]
-    peer_rows: tuple[int, ...]
-    slow_peers: bool = False
-    """Whether there is time to prepare all expressions for peers that take long over each."""
 
-    def scenarios(self, engine: str, tiers: Iterable[str]) -> Iterator[Scenario]:
-        """Yield what to measure on one engine, the most important first."""
+    def scenarios(
+        self, engine: str, tiers: Sequence[str], peers: Sequence[str]
+    ) -> Iterator[Scenario]:
+        """Yield what to measure on one engine, the most important first.
+
+        Args:
+            engine: ``"cpu"`` or ``"cuda"``.
+            tiers: of the engine.
+            peers: names of other libraries.
+
+        """
         base = Scenario(engine=engine, expressions=self.usual)
         compiles = "compiled" in tiers
         for rows, expressions in product(self.rows, self.expressions):
             yield from _ways(replace(base, rows=rows, expressions=expressions), compiles)
-        for precision, rows in product(("precise", "float64"), self.mode_rows):
-            yield from _ways(replace(base, rows=rows, precision=precision), compiles)
-        for rows in self.output_rows:
+        for rows, workload in product(self.other_rows, RECORDED):
+            yield from _ways(replace(base, rows=rows, workload=workload), compiles)
+        for rows in self.other_rows:
+            for precision in ("precise", "float64"):
+                yield from _ways(replace(base, rows=rows, precision=precision), compiles)
             yield replace(base, rows=rows, output="values")
             yield from _ways(replace(base, rows=rows, output="gradients"), compiles)
             yield replace(base, rows=rows, vectors=VECTORS)
             fits = max(1, self.usual // 3)
             yield replace(base, kind=Kind.OPTIMIZE, rows=rows, expressions=fits)
-        for length, rows in product(self.lengths, self.mode_rows):
-            yield from _ways(replace(base, rows=rows, tokens=(length, length)), compiles)
-        for workers, rows in product(self.workers, self.worker_rows):
+        for workers, rows in product(self.workers, self.other_rows):
             yield replace(base, kind=Kind.WORKERS, rows=rows, workers=workers)
-
-    def peers(self, engine: str, offers: Mapping[str, tuple[int, str]]) -> Iterator[Scenario]:
-        """Yield the peers of an engine.
-
-        Args:
-            engine: what they compute on.
-            offers: by name the most expressions in a quick profile, and warpfit's tier beside it.
-
-        """
-        for rows, (name, (most, tier)) in product(reversed(self.peer_rows), offers.items()):
-            yield Scenario(
-                kind=Kind.PEER,
-                engine=engine,
-                peer=name,
-                tier=tier,
-                rows=rows,
-                expressions=self.usual if self.slow_peers else min(self.usual, most),
-            )
+        for rows, peer in product(self.other_rows, peers):
+            yield replace(base, kind=Kind.PEER, peer=peer, rows=rows)
 
 
 def _ways(scenario: Scenario, compiles: bool) -> Iterator[Scenario]:
@@ -155,33 +128,22 @@ def _ways(scenario: Scenario, compiles: bool) -> Iterator[Scenario]:
 QUICK: Final = Profile(
     name="quick",
     slice_seconds=0.6,
-    least_calls=1,
     total_seconds=100.0,
     longest_call=3.0,
     rows=(1_000, 10_000, 100_000, 1_000_000),
     expressions=(10, 300, 5_000),
-    mode_rows=(100_000,),
-    output_rows=(10_000,),
-    lengths=(),
+    other_rows=(1_000, 100_000),
     workers=(1, 4, 16),
-    worker_rows=(100_000,),
-    peer_rows=(1_000, 100_000),
 )
 FULL: Final = replace(
     QUICK,
     name="full",
     slice_seconds=3.0,
-    least_calls=2,
-    total_seconds=None,
+    total_seconds=math.inf,
     longest_call=60.0,
     expressions=(10, 100, 300, 1_000, 5_000),
-    mode_rows=(10_000, 100_000, 1_000_000),
-    output_rows=(1_000, 10_000, 100_000),
-    lengths=(10, 25, 50),
+    other_rows=(1_000, 10_000, 100_000, 1_000_000),
     workers=(1, 2, 4, 8, 16, 32, 64),
-    worker_rows=(1_000, 100_000),
-    peer_rows=(1_000, 10_000, 100_000, 1_000_000),
-    slow_peers=True,
 )
 #: Everything once and small: for tests, and to see that a machine can be measured at all.
 TINY: Final = replace(
@@ -191,11 +153,8 @@ TINY: Final = replace(
     total_seconds=30.0,
     rows=(100, 1_000),
     expressions=(5, 20),
+    other_rows=(200,),
     usual=12,
-    mode_rows=(100,),
-    output_rows=(100,),
     workers=(2,),
-    worker_rows=(100,),
-    peer_rows=(200,),
 )
 PROFILES: Final = {profile.name: profile for profile in (QUICK, FULL, TINY)}

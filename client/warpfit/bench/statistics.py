@@ -1,50 +1,28 @@
-"""What is told about repeated measurements: medians, percentiles, spread and their uncertainty."""
+"""Statistics of repeated measurements: medians with their intervals, percentiles, crossovers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-#: A percentile is told from this many measurements beyond it on.
+#: A percentile is reported if at least so many measurements lie beyond it.
 _BEYOND: Final = 5
 #: Two-sided 95% quantile of the normal distribution.
 _Z: Final = 1.959964
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Repeated measurements of one quantity, in its unit (seconds, unless said otherwise)."""
+def summarise(samples: ArrayLike) -> dict[str, Any]:
+    """Summarise repeated measurements, [n], to five significant digits.
 
-    n: int
-    median: float
-    low: float
-    """Lower end of the 95% confidence interval of the median, from order statistics."""
-    high: float
-    """Its upper end. With fewer than six measurements the interval is their range."""
-    p10: float
-    p90: float
-    p99: float | None
-    """None with fewer than 500 measurements: fewer than 5 would lie beyond it."""
-    least: float
-    greatest: float
-    spread: float
-    """Interquartile range divided by the median."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields, rounded to five significant digits."""
-        return {name: _rounded(value) for name, value in asdict(self).items()}
-
-
-def summarise(samples: ArrayLike) -> Summary:
-    """Summarise repeated measurements, [n].
-
-    The confidence interval is the distribution-free one: the ranks are those of the binomial
-    distribution's normal approximation (Conover 1999, Practical Nonparametric Statistics, 3.2).
+    Returns:
+        Number ``n``, ``median``, the ends ``low`` and ``high`` of its 95% confidence interval,
+        ``p90``, ``p99`` (None with fewer than 500), and ``spread``, the interquartile range
+        divided by the median. The interval's ranks are those of the binomial distribution's normal
+        approximation (Conover 1999, Practical Nonparametric Statistics, 3.2); with fewer than six
+        measurements it is their range.
 
     Raises:
         ValueError: if there are none.
@@ -57,23 +35,16 @@ def summarise(samples: ArrayLike) -> Summary:
     reach = _Z * math.sqrt(n) / 2
     first = max(0, math.floor(n / 2 - reach) - 1) if n > 5 else 0
     last = min(n - 1, math.ceil(n / 2 + reach)) if n > 5 else n - 1
-    p10, p25, median, p75, p90 = np.percentile(ordered, [10, 25, 50, 75, 90]).tolist()
-    return Summary(
-        n=n,
-        median=median,
-        low=float(ordered[first]),
-        high=float(ordered[last]),
-        p10=p10,
-        p90=p90,
-        p99=told_percentile(ordered, 99),
-        least=float(ordered[0]),
-        greatest=float(ordered[-1]),
-        spread=(p75 - p25) / median if median else 0.0,
-    )
+    p25, median, p75, p90 = np.percentile(ordered, [25, 50, 75, 90]).tolist()
+    spread = (p75 - p25) / median if median else 0.0
+    numbers = {"median": median, "low": ordered[first], "high": ordered[last], "spread": spread}
+    numbers |= {"p90": p90, "p99": percentile(ordered, 99)}
+    rounded = {k: None if v is None else float(f"{v:.5g}") for k, v in numbers.items()}
+    return {"n": n, **rounded}
 
 
-def told_percentile(ordered: Sequence[float] | ArrayLike, percent: float) -> float | None:
-    """Percentile of sorted measurements; None if too few lie beyond it to tell."""
+def percentile(ordered: ArrayLike, percent: float) -> float | None:
+    """Return a percentile of sorted measurements, or None if too few of them lie beyond it."""
     values = np.asarray(ordered, dtype=np.float64)
     if len(values) * (100 - percent) / 100 < _BEYOND:
         return None
@@ -81,15 +52,9 @@ def told_percentile(ordered: Sequence[float] | ArrayLike, percent: float) -> flo
 
 
 def crossover(x: ArrayLike, ratio: ArrayLike) -> float | None:
-    """Least x from which on ``ratio`` stays at or above 1, interpolated on logarithmic axes.
+    """Return the least x from which on ``ratio`` stays at or above 1, both positive, [n].
 
-    Args:
-        x: increasing positive numbers, [n].
-        ratio: positive numbers, [n].
-
-    Returns:
-        The first x if the ratio is never below 1, None if it is below 1 at the last x.
-
+    It is interpolated on logarithmic axes; None if the ratio is below 1 at the last x.
     """
     values = np.asarray(x, dtype=np.float64)
     places = np.log(values)
@@ -102,7 +67,3 @@ def crossover(x: ArrayLike, ratio: ArrayLike) -> float | None:
         return None
     share = -heights[last] / (heights[last + 1] - heights[last])
     return float(np.exp(places[last] + share * (places[last + 1] - places[last])))
-
-
-def _rounded(value: float | None) -> float | None:
-    return value if value is None or isinstance(value, int) else float(f"{value:.5g}")

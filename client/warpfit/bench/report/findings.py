@@ -1,18 +1,22 @@
-"""What results say: break-evens, gains and comparisons, from one file or several together."""
+"""Findings: break-even points, gains and comparisons, from one result file or several together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+from warpfit.bench.batches import THESIS
 from warpfit.bench.statistics import crossover
 
 Document = Mapping[str, Any]
 Cell = Mapping[str, Any]
 #: Seconds by rows and expressions.
 Grid = dict[tuple[int, int], float]
+_USUAL = {"kind": "evaluate", "output": "losses", "precision": "fast", "vectors": 1}
+_FRESH = {"tier": "interpreter", "reuse": "fresh"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,24 +28,18 @@ class System:
     document: Document
     cells: tuple[Cell, ...]
 
-    def select(self, **wanted: Any) -> list[Cell]:
-        """Cells whose scenario has these fields; plain evaluations of losses unless they say so."""
-        usual: dict[str, Any] = {
-            "kind": "evaluate",
-            "output": "losses",
-            "precision": "fast",
-            "tokens": [10, 50],
-        }
-        usual |= {"vectors": 1}
-        fields = {**usual, **wanted}
+    def select(self, *, workload: str = THESIS, **wanted: Any) -> list[Cell]:
+        """Return cells whose scenario has these fields; by default plain evaluations of losses."""
+        fields = {**_USUAL, **wanted}
         return [
             cell
             for cell in self.cells
-            if all(cell["scenario"][name] == value for name, value in fields.items())
+            if workload_of(cell) == workload
+            and all(cell["scenario"][name] == value for name, value in fields.items())
         ]
 
     def grid(self, measure: str, **wanted: Any) -> Grid:
-        """Median seconds of ``"wall"``, ``"kernel"`` or ``"engine"`` by rows and expressions."""
+        """Return median seconds of ``"wall"``, ``"kernel"`` or ``"engine"``."""
         return {size(cell): cell[measure]["median"] for cell in self.select(**wanted)}
 
     @property
@@ -52,18 +50,18 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Interpreter and compiled kernels on one batch that comes again with new parameters."""
+    """Interpreter and compiled kernels on one batch that comes again with new parameters.
+
+    Seconds of calls: the first compiled one, compiling included; an interpreted one with other
+    expressions; an interpreted and a compiled one that repeats; the kernels of the last two.
+    """
 
     rows: int
     expressions: int
     first: float
-    """Seconds of the first compiled call, compiling included."""
     fresh: float
-    """Seconds of an interpreted call with other expressions."""
     interpreted: float
-    """Seconds of an interpreted call that repeats."""
     compiled: float
-    """Seconds of a compiled call that repeats."""
     interpreted_kernel: float
     compiled_kernel: float
     certain: bool
@@ -77,17 +75,18 @@ class Repeats:
     @property
     def break_even(self) -> float:
         """Calls after which compiling has paid, end to end; infinite if it never does."""
-        saved = self.interpreted - self.compiled
-        return self.compiling / saved + 1 if saved > 0 and self.certain else math.inf
+        return self._after(self.interpreted - self.compiled) if self.certain else math.inf
 
     @property
     def kernel_break_even(self) -> float:
         """The same if only kernels took time, as in a search on the server."""
-        saved = self.interpreted_kernel - self.compiled_kernel
+        return self._after(self.interpreted_kernel - self.compiled_kernel)
+
+    def _after(self, saved: float) -> float:
         return self.compiling / saved + 1 if saved > 0 else math.inf
 
     def gain(self, calls: int) -> float:
-        """How many times as fast the better choice is than interpreting every one of ``calls``."""
+        """Return how many times as fast the better way is as interpreting all ``calls``."""
         interpreted = calls * self.interpreted
         return interpreted / min(interpreted, self.first + (calls - 1) * self.compiled)
 
@@ -102,22 +101,21 @@ class Comparison:
     kernel: Grid
 
     def expressions(self) -> list[int]:
-        """Sizes of batches that both have measured at two sizes of data or more."""
-        counts = {e for _, e in self.wall}
-        return sorted(e for e in counts if sum(key[1] == e for key in self.wall) > 1)
+        """Return the sizes of batches that both have measured at two sizes of data or more."""
+        counts = [e for _, e in self.wall]
+        return sorted({e for e in counts if counts.count(e) > 1})
 
-    def crossover(self, expressions: int, measure: str = "wall") -> float | None:
-        """Rows from which on the GPU is faster; None if it is not at the most rows measured."""
-        grid: Grid = getattr(self, measure)
+    def crossover(self, expressions: int, grid: Grid) -> float | None:
+        """Return the rows from which on the GPU is faster; None if it is not at the most rows."""
         points = sorted((rows, ratio) for (rows, e), ratio in grid.items() if e == expressions)
         return crossover([rows for rows, _ in points], [ratio for _, ratio in points])
 
 
 def systems(documents: Sequence[Document]) -> list[System]:
-    """Engines of all documents, those with a GPU first."""
+    """Return the engines of all documents, those with a GPU first."""
     found = []
     for document in documents:
-        engines = sorted({cell["scenario"]["engine"] for cell in document["cells"]}, reverse=True)
+        engines = sorted({cell["scenario"]["engine"] for cell in document["cells"]})
         for engine in engines:
             cells = tuple(c for c in document["cells"] if c["scenario"]["engine"] == engine)
             found.append(System(_label(document, engine), engine, document, cells))
@@ -125,37 +123,27 @@ def systems(documents: Sequence[Document]) -> list[System]:
 
 
 def comparisons(found: Iterable[System]) -> list[Comparison]:
-    """Every GPU beside every CPU, where they have measured the same."""
-    everything = list(found)
-    pairs = [
-        (gpu, cpu)
-        for gpu in everything
-        if gpu.engine == "cuda"
-        for cpu in everything
-        if cpu.engine == "cpu"
+    """Compare every GPU with every CPU, where they have measured the same."""
+    engines = list(found)
+    gpus, cpus = ([s for s in engines if s.engine == name] for name in ("cuda", "cpu"))
+    made = [
+        Comparison(gpu, cpu, *(_ratios(cpu, gpu, measure) for measure in ("wall", "kernel")))
+        for gpu, cpu in product(gpus, cpus)
     ]
-    made = []
-    for gpu, cpu in pairs:
-        ratios = [
-            _ratios(cpu.grid(measure, **_FRESH), gpu.grid(measure, **_FRESH))
-            for measure in ("wall", "kernel")
-        ]
-        if ratios[0]:
-            made.append(Comparison(gpu, cpu, *ratios))
-    return made
+    return [comparison for comparison in made if comparison.wall]
 
 
 def repeats(system: System) -> list[Repeats]:
-    """Interpreter and compiled kernels, wherever both were measured on fast float32."""
+    """Compare interpreter and compiled kernels, wherever both were measured."""
     compiled = {size(c): c for c in system.select(tier="compiled", reuse="repeated")}
     repeated = {size(c): c for c in system.select(tier="interpreter", reuse="repeated")}
-    fresh = {size(c): c for c in system.select(**_FRESH)}
+    fresh = system.grid("wall", **_FRESH)
     return [
         Repeats(
             rows=key[0],
             expressions=key[1],
             first=compiled[key]["first"]["wall"],
-            fresh=fresh[key]["wall"]["median"],
+            fresh=fresh[key],
             interpreted=repeated[key]["wall"]["median"],
             compiled=compiled[key]["wall"]["median"],
             interpreted_kernel=repeated[key]["kernel"]["median"],
@@ -168,15 +156,23 @@ def repeats(system: System) -> list[Repeats]:
 
 
 def size(cell: Cell) -> tuple[int, int]:
-    """Rows and expressions of a cell."""
+    """Return the rows and expressions of a cell."""
     return cell["scenario"]["rows"], cell["scenario"]["expressions"]
 
 
-_FRESH = {"tier": "interpreter", "reuse": "fresh"}
+def workload_of(cell: Cell) -> str:
+    """Name the expressions of a cell; files of earlier versions tell their lengths instead."""
+    scenario = cell["scenario"]
+    if "workload" in scenario:
+        return str(scenario["workload"])
+    least, most = scenario["tokens"]
+    return THESIS if least < most else f"{least} tokens"
 
 
-def _ratios(above: Grid, below: Grid) -> Grid:
-    return {key: above[key] / below[key] for key in sorted(above) if below.get(key)}
+def _ratios(above: System, below: System, measure: str) -> Grid:
+    numerators, denominators = (s.grid(measure, **_FRESH) for s in (above, below))
+    common = [key for key in sorted(numerators) if denominators.get(key)]
+    return {key: numerators[key] / denominators[key] for key in common}
 
 
 def _label(document: Document, engine: str) -> str:
@@ -192,11 +188,9 @@ def _label(document: Document, engine: str) -> str:
 def _distinct(found: list[System]) -> list[System]:
     """Number labels that occur more than once."""
     labels = [system.label for system in found]
-    named = []
-    for place, system in enumerate(found):
-        if labels.count(system.label) > 1:
-            number = labels[: place + 1].count(system.label)
-            label = f"{system.label} ({number})"
-            system = System(label, system.engine, system.document, system.cells)
-        named.append(system)
-    return named
+    return [
+        replace(system, label=f"{system.label} ({labels[: place + 1].count(system.label)})")
+        if labels.count(system.label) > 1
+        else system
+        for place, system in enumerate(found)
+    ]

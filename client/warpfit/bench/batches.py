@@ -1,0 +1,146 @@
+"""Batches to evaluate: fresh random expressions, and samples of recorded populations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Program
+from warpfit.ops import BY_CODE, CONSTANT, VARIABLE, Operator
+
+VARIABLES: Final = 10
+#: Name of the random expressions: 10 to 50 tokens over all variables.
+THESIS: Final = "thesis"
+GENERATIONS: Final = (0, 5, 25)
+#: Names of the recorded populations, 1,000 expressions each.
+RECORDED: Final = tuple(
+    f"{library} generation {number}" for library in ("DEAP", "pyoperon") for number in GENERATIONS
+)
+#: Trees that are drawn at most; larger batches have several expressions of each shape.
+_TREES: Final = 1_000
+Vectors = list[NDArray[np.float64]]
+Batch = tuple[list[Program], Vectors]
+
+
+class Table(NamedTuple):
+    """Variables X [rows, variables] and target y [rows]."""
+
+    X: NDArray[Any]
+    y: NDArray[Any]
+
+
+def table(rows: int, seed: int, dtype: str = "float32") -> Table:
+    """Draw variables uniformly from [0.5, 2) and a noisy law of them as the target."""
+    rng = np.random.default_rng([seed, rows])
+    columns = rng.uniform(0.5, 2.0, (VARIABLES, rows))
+    law = 2 * columns[0] * np.exp(-0.5 * columns[1]) + np.sqrt(columns[2]) - columns[3]
+    y = law + rng.normal(0, 0.1, rows)
+    return Table(columns.T.astype(dtype), y.astype(dtype))
+
+
+@dataclass
+class Expressions:
+    """Draws batches from one seed.
+
+    Drawing a random tree takes 0.7 ms, so trees are drawn once, and their variables and constants
+    anew for every batch: batches share operators and lengths, but no expression.
+    """
+
+    seed: int
+    stream: tuple[int, ...] = ()
+    """Others with the same seed draw other expressions from the same trees if this differs."""
+    _trees: dict[int, list[Program]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def draw(self, count: int, workload: str = THESIS) -> Batch:
+        """Draw expressions and a parameter vector for each.
+
+        Those of the thesis mix were never drawn before; of a recorded population it is another
+        sample without repetition.
+        """
+        rng = np.random.default_rng([self.seed, *self.stream, next(self._numbers)])
+        if workload == THESIS:
+            programs = redrawn(self._shapes(count), rng)
+            return programs, [rng.uniform(0.5, 2.0, program.parameters) for program in programs]
+        population, parameters = recorded(workload)
+        chosen = rng.permutation(len(population))[:count].tolist()
+        return [population[index] for index in chosen], [parameters[index] for index in chosen]
+
+    def _shapes(self, count: int) -> list[Program]:
+        if count not in self._trees:
+            drawn, _ = thesis_mix(self.seed, min(count, _TREES), variables=VARIABLES)
+            self._trees[count] = list(itertools.islice(itertools.cycle(drawn), count))
+        return self._trees[count]
+
+
+@cache
+def recorded(name: str) -> Batch:
+    """Read one of the `RECORDED` populations and its parameters.
+
+    ``tests/bench/record_populations.py`` has recorded them.
+    """
+    with np.load(Path(__file__).with_name("populations.npz")) as file:
+        parts = ("lengths", "codes", "values", "parameters")
+        lengths, codes, values, parameters = (file[f"{name}/{part}"] for part in parts)
+    ends = np.cumsum(lengths)[:-1]
+    pairs = zip(np.split(codes, ends), np.split(values, ends), strict=True)
+    programs = [Program(*pair) for pair in pairs]
+    counts = np.cumsum([program.parameters for program in programs])[:-1]
+    return programs, np.split(parameters.astype(np.float64), counts)
+
+
+def near(parameters: Vectors, rng: np.random.Generator, *count: int) -> Vectors:
+    """Change each parameter by up to a tenth, as a local search would: vectors [*count, n]."""
+    return [vector * rng.uniform(0.9, 1.1, (*count, len(vector))) for vector in parameters]
+
+
+def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Program]:
+    """Draw variables and constants anew; operators, shapes and parameters stay."""
+    codes = np.concatenate([program.codes for program in programs])
+    values = np.concatenate([program.values for program in programs])
+    variable, constant = codes == VARIABLE, codes == CONSTANT
+    values[variable] = rng.integers(VARIABLES, size=int(variable.sum()))
+    values[constant] = np.round(rng.uniform(-5, 5, int(constant.sum())), 3)
+    ends = np.cumsum([len(program) for program in programs]).tolist()
+    # Each token was replaced by one of its kind, so that the programs are as well-formed as before.
+    return [Program._unchecked(codes[a:b], values[a:b]) for a, b in itertools.pairwise([0, *ends])]
+
+
+def token_count(programs: Sequence[Program]) -> int:
+    """Return the number of tokens of all programs."""
+    return sum(map(len, programs))
+
+
+def operations(programs: Sequence[Program]) -> tuple[int, int]:
+    """Count the operators of a batch, and how many of them compiled code executes at a row.
+
+    The second number counts different operations that depend on a variable: compiled code computes
+    a value that occurs again once, and what is the same for all rows before the rows. Constants
+    and parameters are each expression's own, because compiled code reads them at run time. It is a
+    lower bound, because a kernel holds a part of a large batch.
+    """
+    known: dict[tuple[object, ...], tuple[int, bool]] = {}
+    operators = 0
+    for number, program in enumerate(programs):
+
+        def leaf(code: int, value: float, number: int = number) -> tuple[int, bool]:
+            owner = -1 if code == VARIABLE else number
+            return known.setdefault((code, value, owner), (len(known), code == VARIABLE))
+
+        def operator(op: Operator, operands: list[tuple[int, bool]]) -> tuple[int, bool]:
+            varies = any(varying for _, varying in operands)
+            return known.setdefault((op.code, *operands), (len(known), varies))
+
+        program.fold(leaf, operator)
+        operators += sum(code in BY_CODE for code in program.codes.tolist())
+    # The second entry of an operation's key is an operand, that of a leaf's key a number.
+    executed = sum(varies for key, (_, varies) in known.items() if isinstance(key[1], tuple))
+    return operators, executed

@@ -1,0 +1,241 @@
+"""Other libraries that evaluate expressions, each on the same batches as warpfit.
+
+A peer is made of the data and the number of threads. ``prepare`` turns programs and parameters into
+whatever the library evaluates, and is timed apart; its job is one evaluation of all programs on all
+rows. A peer that leaves values in memory is not charged for reducing them to losses; warpfit is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.bench.batches import Table, Vectors
+from warpfit.expressions.workload import THESIS_OPERATORS
+from warpfit.frontends.operon import to_operon_infix
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One evaluation of a batch by a peer."""
+
+    run: Callable[[], object]
+    """Evaluate once and wait for the end."""
+    values: Callable[[int], NDArray[Any]]
+    """Evaluate, and return the values of the first rows, [programs, rows]."""
+
+
+class Peer(Protocol):
+    """A library that evaluates batches on one table."""
+
+    needs: str
+    """Module that must be installed."""
+    engine: str
+    """``"cpu"`` or ``"cuda"``: what it computes on, and which engine it is compared with."""
+    output: str
+    """``"values"``: each row's values in memory; ``"losses"``: mean squared errors."""
+    notes: str
+    """How it is used."""
+
+    def __init__(self, table: Table, threads: int) -> None: ...
+
+    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+        """Translate, compile, allocate: everything that comes before an evaluation."""
+
+
+class NumpyPeer:
+    """NumPy in float32: the definitions of the operators, one array operation each."""
+
+    needs, engine, output = "numpy", "cpu", "losses"
+    notes = "one array operation for each operator, one thread"
+
+    def __init__(self, table: Table, threads: int) -> None:
+        """Keep the columns contiguous."""
+        self._columns = np.ascontiguousarray(table.X.T)
+        self._target = table.y
+
+    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+        """Nothing is translated."""
+        batch = list(zip(programs, parameters, strict=True))
+
+        @np.errstate(all="ignore")
+        def run() -> list[Any]:
+            found = (self._value(self._columns, *pair) for pair in batch)
+            return [np.mean(np.square(value - self._target)) for value in found]
+
+        @np.errstate(all="ignore")
+        def values(rows: int) -> NDArray[Any]:
+            found = (self._value(self._columns[:, :rows], *pair) for pair in batch)
+            return np.stack([np.broadcast_to(value, (rows,)) for value in found])
+
+        return Job(run, values)
+
+    def _value(self, columns: NDArray[Any], program: Program, vector: NDArray[np.float64]) -> Any:
+        def leaf(code: int, value: float) -> Any:
+            if code == VARIABLE:
+                return columns[int(value)]
+            return np.float32(value if code == CONSTANT else vector[int(value)])
+
+        return program.fold(leaf, lambda op, operands: op.numpy(*operands))
+
+
+class PyoperonPeer:
+    """pyoperon's ``EvaluateTrees`` in float32 on all threads."""
+
+    needs, engine, output = "pyoperon", "cpu", "values"
+    notes = "EvaluateTrees into a preallocated matrix; all threads"
+
+    def __init__(self, table: Table, threads: int) -> None:
+        """Keep the array alive, which `pyoperon.Dataset` does not."""
+        import pyoperon
+
+        self._pyoperon = pyoperon
+        self._threads = threads
+        self._array = np.asfortranarray(table.X, dtype=np.float32)
+        self._dataset = pyoperon.Dataset(self._array)
+        self._hashes = {v.Name: v.Hash for v in self._dataset.Variables}
+
+    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+        """Build trees with its own parser."""
+        parse, names = self._pyoperon.InfixParser.Parse, list(self._hashes)
+        texts = [to_operon_infix(p, names, v) for p, v in zip(programs, parameters, strict=True)]
+        trees = [parse(text, self._hashes) for text in texts]
+        rows = self._pyoperon.Range(0, len(self._array))
+        out = np.zeros((len(trees), len(self._array)), np.float32)
+
+        def values(first: int) -> NDArray[Any]:
+            self._pyoperon.EvaluateTrees(trees, self._dataset, rows, out, self._threads)
+            return out[:, :first]
+
+        return Job(lambda: values(0), values)
+
+
+class GplearnPeer:
+    """gplearn's own programs, with functions that protect nothing."""
+
+    needs, engine, output = "gplearn", "cpu", "values"
+    notes = "its programs with unprotected NumPy functions, one thread; float64 from constants on"
+
+    def __init__(self, table: Table, threads: int) -> None:
+        """Make the functions."""
+        from gplearn.functions import _Function
+
+        self._X = np.asfortranarray(table.X)
+        rows = [OPERATORS[name] for name in THESIS_OPERATORS]
+        self._functions = {row.name: _Function(row.numpy, row.name, row.arity) for row in rows}
+
+    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+        """Translate to its prefix lists."""
+        made = [self._translate(p, v) for p, v in zip(programs, parameters, strict=True)]
+
+        @np.errstate(all="ignore")
+        def evaluate(X: NDArray[Any]) -> list[NDArray[Any]]:
+            return [np.asarray(program.execute(X)) for program in made]
+
+        @np.errstate(all="ignore")
+        def values(first: int) -> NDArray[Any]:
+            return np.stack(evaluate(self._X[:first])).astype(np.float32)
+
+        return Job(lambda: evaluate(self._X), values)
+
+    def _translate(self, program: Program, vector: NDArray[np.float64]) -> Any:
+        from gplearn._program import _Program
+
+        def leaf(code: int, value: float) -> list[Any]:
+            if code == VARIABLE:
+                return [int(value)]
+            return [float(value if code == CONSTANT else vector[int(value)])]
+
+        def operator(op: Operator, operands: list[list[Any]]) -> list[Any]:
+            return [self._functions[op.name], *(node for nodes in operands for node in nodes)]
+
+        return _Program(
+            function_set=list(self._functions.values()),
+            arities={},
+            init_depth=(2, 6),
+            init_method="half and half",
+            n_features=self._X.shape[1],
+            const_range=(-5.0, 5.0),
+            metric=None,
+            p_point_replace=0.05,
+            parsimony_coefficient=0.0,
+            random_state=None,
+            program=program.fold(leaf, operator),
+        )
+
+
+class EvogpPeer:
+    """EvoGP's CUDA interpreter, mean squared errors on the device.
+
+    Written from EvoGP's source (https://github.com/EMI-Group/evogp at 42a6e6f) and not run beside
+    it yet. A forest is three tensors in prefix order (float32 values, int16 types and subtree
+    sizes) of at most 1,024 nodes a tree. Operators mean what NumPy's do, but x / 0 is NaN; older
+    versions protect division, logarithm, power and root, so that values disagree and nothing is
+    timed. Codes of operators differ between versions and are asked of the installed one.
+    """
+
+    needs, engine, output = "evogp", "cuda", "losses"
+    notes = "SR_fitness with its automatic choice of mode"
+
+    def __init__(self, table: Table, threads: int) -> None:
+        """Copy the data to the device."""
+        import torch
+
+        self._torch = torch
+        self._x = torch.from_numpy(np.ascontiguousarray(table.X)).cuda()
+        self._y = torch.from_numpy(table.y[:, None].copy()).cuda()
+
+    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
+        """Translate to its three tensors."""
+        from evogp.tree import Forest
+
+        table = np.zeros((3, len(programs), max(map(len, programs))))
+        for row, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
+            table[:, row, : len(program)] = np.transpose(evogp_nodes(program, vector))
+        kinds = zip(table, (np.float32, np.int16, np.int16), strict=True)
+        tensors = [self._torch.from_numpy(array.astype(kind)).cuda() for array, kind in kinds]
+        forest = Forest(self._x.shape[1], 1, *tensors)
+
+        def values(first: int) -> NDArray[Any]:
+            found: NDArray[Any] = forest.batch_forward(self._x[:first])[:, :, 0].cpu().numpy()
+            return found
+
+        return Job(lambda: forest.SR_fitness(self._x, self._y).cpu(), values)
+
+
+def evogp_nodes(program: Program, vector: NDArray[np.float64]) -> list[tuple[float, int, int]]:
+    """Return EvoGP's nodes of a program in prefix order: value, type, size of the subtree."""
+    from evogp.tree.utils import Func, NType
+
+    def leaf(code: int, value: float) -> list[tuple[float, int, int]]:
+        if code == VARIABLE:
+            return [(value, NType.VAR, 1)]
+        number = value if code == CONSTANT else float(vector[int(value)])
+        return [(number, NType.CONST, 1)]
+
+    def operator(op: Operator, operands: list[Any]) -> list[tuple[float, int, int]]:
+        below = [node for part in operands for node in part]
+        kind = NType.UFUNC if op.arity == 1 else NType.BFUNC
+        return [(float(getattr(Func, op.name.upper())), kind, len(below) + 1), *below]
+
+    return program.fold(leaf, operator)
+
+
+PEERS: Final = MappingProxyType[str, type[Peer]](
+    {"NumPy": NumpyPeer, "pyoperon": PyoperonPeer, "gplearn": GplearnPeer, "EvoGP": EvogpPeer}
+)
+
+
+def installed(engine: str) -> tuple[list[str], list[str]]:
+    """Return the names of an engine's peers that are installed, and of those that are not."""
+    of_engine = [name for name, peer in PEERS.items() if peer.engine == engine]
+    names = [name for name in of_engine if find_spec(PEERS[name].needs)]
+    return names, [name for name in of_engine if name not in names]
