@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,8 @@ COMPILE_SECONDS = 0.0006
 
 
 def summary(median: float) -> dict[str, Any]:
-    names = ("low", "high", "p10", "p90", "least", "greatest")
-    around = zip(names, (0.99, 1.01, 0.95, 1.1, 0.9, 1.3), strict=True)
-    return {
-        "n": 50,
-        "median": median,
-        **{name: median * factor for name, factor in around},
-        "p99": None,
-        "spread": 0.05,
-    }
+    around = {"low": 0.99 * median, "high": 1.01 * median, "p90": 1.1 * median}
+    return {"n": 50, "median": median, **around, "p99": None, "spread": 0.05}
 
 
 def cell(scenario: Scenario) -> dict[str, Any]:
@@ -40,8 +34,10 @@ def cell(scenario: Scenario) -> dict[str, Any]:
     stages = {"decode": 1e-4, "queue": 1e-4, "copy_in": 0.0, "compute": kernel, "copy_out": 1e-4}
     content: dict[str, Any] = {
         "key": scenario.key,
-        "scenario": scenario.to_json(),
+        "scenario": asdict(scenario),
         "tokens": tokens,
+        "operators": tokens // 2,
+        "executed": tokens // 3,
         "wall": summary(wall),
         "token_rows_per_second": {
             name: tokens * scenario.rows * scenario.vectors / seconds
@@ -79,9 +75,8 @@ def document(*engines: str) -> dict[str, Any]:
     cells = []
     for engine in engines:
         tiers = ["interpreter", "compiled"] if engine == "cuda" else ["interpreter"]
-        cells += [cell(scenario) for scenario in QUICK.scenarios(engine, tiers)]
-        name = "CuPy arrays" if engine == "cuda" else "NumPy"
-        cells += [cell(scenario) for scenario in QUICK.peers(engine, {name: (300, "interpreter")})]
+        peers = ["EvoGP" if engine == "cuda" else "NumPy"]
+        cells += [cell(scenario) for scenario in QUICK.scenarios(engine, tiers, peers)]
     devices = {"cpu": {"name": "made-up CPU", "threads": 2}, "cuda": {"name": "made-up GPU"}}
     peaks = {"lanes_per_second": 2e11, "special_per_second": 0.0, "bytes_per_second": 3e10}
     return {
@@ -90,7 +85,6 @@ def document(*engines: str) -> dict[str, Any]:
         "date": "2026-01-01",
         "profile": "quick",
         "seed": 1,
-        "runs": 1,
         "machine": {"cpu": "made-up CPU", "cores": 2, "memory_gib": 8.0, "system": "Linux x86_64"},
         "versions": {"python": "3.11", "warpfit": "0.1.0"},
         "servers": {e: {"device": devices[e], "start_seconds": 1.0} for e in engines},
@@ -100,7 +94,7 @@ def document(*engines: str) -> dict[str, Any]:
         "seconds": 60.0,
         "load_average": {"start": 0.1, "end": 1.5},
         "address": None,
-        "skipped": [{"key": "peer/EvoGP", "why": "evogp is not installed"}],
+        "skipped": [{"key": "peer/gplearn", "why": "it is not installed"}],
         "cells": cells,
     }
 

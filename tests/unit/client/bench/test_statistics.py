@@ -1,48 +1,40 @@
-"""Statistics of `warpfit bench`, the workload, and what is counted for the roofline."""
+"""Statistics, batches, scenarios and bounds of `warpfit bench`."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfit.bench import roofline, work
-from warpfit.bench.arrivals import arrivals
+from warpfit.bench import batches
+from warpfit.bench.batches import RECORDED, Expressions, near, operations, recorded, table
 from warpfit.bench.hardware import Peaks
-from warpfit.bench.scenarios import PROFILES, QUICK, Kind, Scenario
-from warpfit.bench.statistics import crossover, summarise, told_percentile
-from warpfit.bench.work import Expressions, moved, redrawn, table
-from warpfit.expressions.workload import thesis_mix
-from warpfit.ops import BY_CODE
+from warpfit.bench.scenarios import PROFILES, Scenario
+from warpfit.bench.statistics import crossover, percentile, summarise
 from warpfit.parse import parse
 
-POSITIVE = st.floats(1e-6, 1e3)
 
-
-@given(st.lists(POSITIVE, min_size=1, max_size=60))
-def test_a_summary_is_ordered_and_encloses_the_median(samples):
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=60))
+def test_the_interval_encloses_the_median(samples):
     found = summarise(samples)
-    assert found.n == len(samples)
-    assert found.least <= found.low <= found.median <= found.high <= found.greatest
-    assert found.p10 <= found.median <= found.p90
-    assert found.median == pytest.approx(float(np.median(samples)))
+    assert found["n"] == len(samples)
+    assert found["low"] <= found["median"] <= found["high"]
+    assert found["median"] == pytest.approx(float(np.median(samples)), rel=1e-4)
 
 
 def test_the_interval_of_the_median_covers_as_often_as_it_says():
     rng = np.random.default_rng(1)
-    covered = 0
-    for _ in range(400):
-        found = summarise(rng.exponential(size=41))
-        covered += found.low <= np.log(2) <= found.high
+    found = [summarise(rng.exponential(size=41)) for _ in range(400)]
+    covered = sum(one["low"] <= np.log(2) <= one["high"] for one in found)
     assert 0.92 <= covered / 400 <= 0.995
 
 
-def test_no_percentile_is_told_without_measurements_beyond_it():
-    assert summarise(range(499)).p99 is None
-    assert summarise(range(500)).p99 == pytest.approx(494.01)
-    assert told_percentile(np.arange(49.0), 90) is None
-    assert told_percentile(np.arange(50.0), 90) is not None
+def test_a_percentile_needs_measurements_beyond_it():
+    assert summarise(range(499))["p99"] is None
+    assert summarise(range(500))["p99"] == pytest.approx(494.01)
+    assert percentile(np.arange(49.0), 90) is None
+    assert percentile(np.arange(50.0), 90) is not None
 
 
 def test_nothing_measured_is_an_error():
@@ -64,47 +56,61 @@ def test_crossover(ratios, expected):
     assert found == (None if expected is None else pytest.approx(expected))
 
 
-# ----------------------------------------------------------------------------------------- work
+# -------------------------------------------------------------------------------------- batches
 
 
-def test_fresh_batches_share_no_expression_but_their_shapes():
+def test_fresh_batches_share_lengths_but_no_expression():
     drawn = Expressions(3)
-    first, _ = drawn.fresh(40, (10, 50))
-    second, parameters = drawn.fresh(40, (10, 50))
+    first, _ = drawn.draw(40)
+    second, parameters = drawn.draw(40)
     assert not set(first) & set(second)
     assert [len(program) for program in first] == [len(program) for program in second]
     assert [p.parameters for p in second] == [len(vector) for vector in parameters]
-
-
-def test_another_stream_draws_other_expressions():
-    one, other = (Expressions(3, (run,)).fresh(40, (10, 50))[0] for run in (1, 2))
-    assert not set(one) & set(other)
+    assert not set(first) & set(Expressions(3, (1,)).draw(40)[0])
 
 
 def test_a_batch_larger_than_the_trees_has_no_expression_twice(monkeypatch):
-    monkeypatch.setattr(work, "_TREES", 40)
-    programs, _ = Expressions(1).fresh(300, (30, 30))
-    assert len(set(programs)) == 300
+    monkeypatch.setattr(batches, "_TREES", 40)
+    programs, _ = Expressions(1).draw(200)
+    assert len(set(programs)) == 200
 
 
-def test_redrawing_keeps_the_mix_of_operators():
-    programs, _ = thesis_mix(1, 300)
-    before, after = (
-        np.bincount(np.concatenate([p.codes for p in some]), minlength=256)
-        for some in (programs, redrawn(programs, np.random.default_rng(0)))
-    )
-    operators = [code for code in BY_CODE if before[code]]
-    assert before[operators].sum() == after[operators].sum()
-    assert np.all(np.abs(before - after)[operators] < 0.3 * before[operators])
+@pytest.mark.parametrize("workload", RECORDED)
+def test_recorded_populations_are_whole(workload):
+    programs, parameters = recorded(workload)
+    assert len(programs) == 1_000
+    assert [p.parameters for p in programs] == [len(vector) for vector in parameters]
+    assert max(p.variables for p in programs) <= batches.VARIABLES
 
 
-def test_moving_changes_every_parameter_a_little():
+def test_a_batch_of_a_population_is_a_sample_without_repetition():
+    drawn = Expressions(1)
+    population = {id(program) for program in recorded(RECORDED[2])[0]}
+    first, second = ({id(p) for p in drawn.draw(300, RECORDED[2])[0]} for _ in range(2))
+    assert len(first) == 300
+    assert first <= population
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("texts", "operators", "executed"),
+    [
+        (["x1 + x2*exp(x3)"], 3, 3),
+        (["sin(x1) * sin(x1)", "sin(x1) + 1"], 5, 3),  # equal values
+        (["x1 * exp(p1 + 2)"], 3, 1),  # the same for all rows
+        (["x1 + p1", "x1 + p1"], 2, 2),  # parameters of two expressions
+    ],
+)
+def test_executed_operations_are_different_and_depend_on_the_row(texts, operators, executed):
+    assert operations([parse(text) for text in texts]) == (operators, executed)
+
+
+def test_near_parameters_differ_by_up_to_a_tenth():
     vectors = [np.array([1.0, 2.0]), np.array([]), np.array([3.0])]
-    found = moved(vectors, np.random.default_rng(0))
-    assert [len(v) for v in found] == [2, 0, 1]
-    for old, new in zip(vectors, found, strict=True):
+    for old, new in zip(vectors, near(vectors, np.random.default_rng(0)), strict=True):
         assert np.all(new != old)
         assert np.all(np.abs(new / old - 1) <= 0.1)
+    assert near(vectors, np.random.default_rng(0), 4)[0].shape == (4, 2)
 
 
 def test_tables_are_the_same_for_the_same_seed():
@@ -116,39 +122,23 @@ def test_tables_are_the_same_for_the_same_seed():
 
 # ------------------------------------------------------------------------------------ scenarios
 
-OFFERS = {"a": (9, "interpreter"), "b": (500, "compiled")}
-
 
 @pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
 def test_no_scenario_is_measured_twice(profile):
     for engine, tiers in (("cpu", ["interpreter"]), ("cuda", ["interpreter", "compiled"])):
-        wanted = [*profile.scenarios(engine, tiers), *profile.peers(engine, OFFERS)]
-        keys = [scenario.key for scenario in wanted]
-        assert len(set(keys)) == len(keys)
-        assert all(scenario.expressions >= 1 for scenario in wanted)
-
-
-def test_a_cpu_is_not_asked_for_compiled_kernels():
-    assert all(s.tier == "interpreter" for s in QUICK.scenarios("cpu", ["interpreter"]))
-    tiers = {s.tier for s in QUICK.scenarios("cuda", ["interpreter", "compiled"])}
-    assert tiers == {"interpreter", "compiled"}
-
-
-def test_slow_peers_get_fewer_expressions_in_a_quick_profile():
-    quick = {s.expressions for s in QUICK.peers("cuda", {"slow": (50, "compiled")})}
-    full = {s.expressions for s in PROFILES["full"].peers("cuda", {"slow": (50, "compiled")})}
-    assert (quick, full) == ({50}, {300})
+        wanted = list(profile.scenarios(engine, tiers, ["a", "b"]))
+        assert len({scenario.key for scenario in wanted}) == len(wanted)
+        assert {scenario.tier for scenario in wanted} == set(tiers)
+        assert {scenario.workload for scenario in wanted} == {"thesis", *RECORDED}
 
 
 # ------------------------------------------------------------------------------------- roofline
 
-PEAKS = Peaks("made up", 1e12, 0.0, 1e11, "")
-
 
 def test_the_bound_counts_instructions_special_functions_and_bytes():
     scenario = Scenario(engine="cpu", rows=1000, expressions=1)
-    programs = [parse("x1 + x2*exp(x3)")]
-    found = roofline.bound(scenario, programs, PEAKS)
+    peaks = Peaks("made up", 1e12, 0.0, 1e11, "")
+    found = peaks.bound(scenario, [parse("x1 + x2*exp(x3)")])
     assert found["operations"] == (3 + 9) * 1000
     assert found["bytes"] == 11 * 1000 * 4
     assert found["by"] == "memory"
@@ -158,33 +148,7 @@ def test_the_bound_counts_instructions_special_functions_and_bytes():
 def test_a_unit_for_special_functions_has_its_own_roof():
     peaks = Peaks("made up", 1e12, 1e9, 1e15, "")
     programs = [parse("x1 ^ x2")]
-    found = roofline.bound(Scenario(engine="cuda", rows=100, expressions=1), programs, peaks)
+    found = peaks.bound(Scenario(engine="cuda", rows=100, expressions=1), programs)
     assert (found["by"], found["seconds"]) == ("special functions", pytest.approx(200 / 1e9))
     precise = Scenario(engine="cuda", rows=100, expressions=1, precision="precise")
-    assert roofline.bound(precise, programs, peaks)["by"] == "issue"
-
-
-# ------------------------------------------------------------------------------------- arrivals
-
-
-@settings(max_examples=40)
-@given(st.floats(5, 500), st.floats(0.5, 3), st.floats(0, 2), st.sampled_from(["even", "poisson"]))
-def test_arrivals_come_in_order_and_in_the_number_asked_for(rate, seconds, ramp, kind):
-    moments = arrivals(rate, seconds, ramp, kind, seed=1)
-    assert np.all(np.diff(moments) >= 0)
-    assert np.all((moments >= 0) & (moments <= ramp + seconds + 1e-9))
-    expected = rate * (ramp / 2 + seconds)
-    assert abs(len(moments) - expected) <= (1 if kind == "even" else 6 * np.sqrt(expected) + 1)
-
-
-def test_the_rate_grows_during_the_ramp():
-    moments = arrivals(1000, 1.0, 1.0, "even", seed=1)
-    early, late = ((moments < 0.5).sum(), ((moments >= 0.5) & (moments < 1)).sum())
-    assert early == pytest.approx(125, abs=2)
-    assert late == pytest.approx(375, abs=2)
-    assert (moments >= 1).sum() == pytest.approx(1000, abs=2)
-
-
-def test_titles_tell_what_kind_of_scenario_it_is():
-    assert "at once" in Scenario(engine="cpu", kind=Kind.WORKERS, workers=4).title
-    assert "fits" in Scenario(engine="cpu", kind=Kind.OPTIMIZE).title
+    assert peaks.bound(precise, programs)["by"] == "issue"
