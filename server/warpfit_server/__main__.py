@@ -1,4 +1,4 @@
-"""``warpfit serve``, also ``python -m warpfit_server``."""
+"""The command ``warpfit serve``, also ``python -m warpfit_server``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from warpfit_server.observability.logs import configure_logging
 from warpfit_server.server import Server
 from warpfit_server.system.worker_threads import take_short_turns
 
-#: Pause between two looks whether the server should stop.
-_LOOK_SECONDS: Final = 0.1
+#: Seconds between two looks at the received signals.
+_POLL_SECONDS: Final = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,8 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Server(config) as server:
             print(server.describe(), flush=True)
-            while not signals:  # the system may give one to another thread, which wakes nobody
-                time.sleep(_LOOK_SECONDS)
+            while (
+                not signals
+            ):  # polls, as a signal that another thread gets would not wake this one
+                time.sleep(_POLL_SECONDS)
             logging.getLogger("warpfit").info("stopping")
     except WarpfitError as error:
         print(f"warpfit: {error}", file=sys.stderr)

@@ -49,13 +49,6 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def parse_log_level(text: str) -> str:
-    """Return the name of a log level in lower case; raise ValueError."""
-    if text.lower() not in ("debug", "info", "warning", "error"):
-        raise ValueError(f"{text!r} is no log level; use debug, info, warning or error")
-    return text.lower()
-
-
 def _option(
     default: Any,
     text: str,
@@ -85,7 +78,9 @@ class Config:
     )
     threads: int | None = _option(None, "threads of the CPU engine (default: all cores)", int)
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
-    log_level: str = _option("info", "debug, info, warning or error", parse_log_level)
+    log_level: str = _option(
+        "info", "lowest level of log lines", str.lower, ("debug", "info", "warning", "error")
+    )
     log_format: str = _option("text", "form of the log lines", choices=("text", "json"))
     tracing: str = _option("none", "where OpenTelemetry traces go", choices=("none", "otlp"))
     grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM", float)
@@ -234,10 +229,10 @@ class Config:
 def _add_flag(
     parser: argparse.ArgumentParser, setting: Any, environment: Mapping[str, str]
 ) -> None:
-    metadata = setting.metadata
-    default = environment.get(f"WARPFIT_{setting.name.upper()}", setting.default)
-    if metadata["choices"] and default not in metadata["choices"]:
-        parser.error(f"WARPFIT_{setting.name.upper()} must be one of {metadata['choices']}")
+    metadata, variable = setting.metadata, f"WARPFIT_{setting.name.upper()}"
+    default = environment.get(variable, setting.default)
+    if metadata["choices"] and metadata["parse"](default) not in metadata["choices"]:
+        parser.error(f"{variable} must be one of {metadata['choices']}")
     is_switch = metadata["parse"] is parse_switch  # whose flag needs no value
     switch: dict[str, Any] = {"nargs": "?", "const": True} if is_switch else {}
     parser.add_argument(

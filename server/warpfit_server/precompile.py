@@ -1,6 +1,6 @@
-"""``warpfit precompile``: fills the cache with what the CPU engine's first start and fits compile.
+"""``warpfit precompile``: compiles ahead of time what the CPU engine and its fits need.
 
-The code is for the processor of this machine; another one compiles its own.
+The compiled code is for the processor of this machine; another machine compiles its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ def main(arguments: Sequence[str]) -> int:
         InvalidArgumentError: if others could have written to the cache.
 
     """
-    options = _parser().parse_args(arguments)
-    directory = options.cache_dir or default_cache_directory()
+    parser = argparse.ArgumentParser(
+        prog="warpfit precompile",
+        description="Compile what the CPU engine and its fits need, so that servers start at once.",
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
+    )
+    directory = parser.parse_args(arguments).cache_dir or default_cache_directory()
     directory = directory.absolute()
     make_private_directory(directory)
     check_private(directory)
@@ -44,14 +50,3 @@ def main(arguments: Sequence[str]) -> int:
     print(f"fits: {time.perf_counter() - engine_ready:.1f} s", flush=True)
     print(f"warpfit: the code is in {directory}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="warpfit precompile",
-        description="Compile what the CPU engine and its fits need, so that servers start at once.",
-    )
-    parser.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
-    )
-    return parser

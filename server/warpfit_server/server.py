@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 from warpfit_server.config import Config
@@ -13,9 +14,9 @@ from warpfit_server.monitoring import Monitoring
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
-from warpfit_server.rpc.interceptor import make_interceptor
+from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import check_free, listen, make_server
-from warpfit_server.rpc.servicer import SERVICE_NAME, LocalLeases, MainServicer
+from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer, lease_loaded
 from warpfit_server.rpc.tls import check_exposure
 from warpfit_server.system.compile_cache import usable_cache_directory
 from warpfit_server.system.server_directory import ServerDirectory
@@ -48,11 +49,11 @@ class Server:
         self._datasets = datasets = DatasetStore(config.limits(), pool, supervisor.unload)
         self.quotas = QuotaTable.create(config.front_ends)
         recorder = Recorder()
-        leases = LocalLeases(datasets, supervisor)
-        self._front_ends = FrontEndSupervisor(config, supervisor, leases, self.quotas, recorder)
-        admission, interceptor = make_interceptor(config, self.quotas, is_main=True)
+        lease = partial(lease_loaded, datasets, supervisor)
+        self._front_ends = FrontEndSupervisor(config, supervisor, lease, self.quotas, recorder)
+        interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
-            datasets, supervisor, admission, config.chunk_bytes, self._front_ends.forget
+            datasets, supervisor, interceptor.admission, config.chunk_bytes, self._front_ends.forget
         )
         self._monitoring = Monitoring(
             config, supervisor, datasets, self._front_ends, recorder, SERVICE_NAME

@@ -37,7 +37,7 @@ from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.probe import Probe
 from warpfit_server.rpc.health import Health
-from warpfit_server.rpc.interceptor import make_interceptor
+from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, ComputeServicer
 from warpfit_server.system.worker_threads import take_short_turns
@@ -201,8 +201,10 @@ class FrontEndProcess:
         self._probe = Probe(self._engine, seed)
         self._probe_now = threading.Event()
         self._leases = BorrowedLeases(control.send)
-        admission, interceptor = make_interceptor(config, quotas)
-        servicer = ComputeServicer(self._leases, self._engine, admission, config.chunk_bytes)
+        interceptor = Interceptor(config, quotas)
+        servicer = ComputeServicer(
+            self._leases.lease, self._engine, interceptor.admission, config.chunk_bytes
+        )
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
         observer = Observer(self._recorder, self._tracer)

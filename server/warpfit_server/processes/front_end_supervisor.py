@@ -20,7 +20,7 @@ from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
-from warpfit_server.rpc.servicer import LocalLeases
+from warpfit_server.rpc.servicer import Lease
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
@@ -66,7 +66,7 @@ class FrontEndSupervisor:
     Args:
         config: the server's configuration.
         supervisor: of the engine.
-        leases: the data sets of the main process.
+        lease: leases the data sets of the main process.
         quotas: what is in flight in all front ends.
         recorder: takes in what the processes measure.
 
@@ -76,7 +76,7 @@ class FrontEndSupervisor:
         self,
         config: Config,
         supervisor: EngineSupervisor,
-        leases: LocalLeases,
+        lease: Lease,
         quotas: QuotaTable,
         recorder: Recorder,
     ) -> None:
@@ -85,7 +85,7 @@ class FrontEndSupervisor:
         self._config = config
         self._engine = supervisor
         self._engine.quarantine.on_change = self._tell_all
-        self._leases = leases
+        self._lease_dataset = lease
         self._quotas = quotas
         self._recorder = recorder
         self._ready = False
@@ -272,7 +272,7 @@ class FrontEndSupervisor:
     def _lease(self, front_end: _FrontEnd, content_id: bytes) -> messages.DatasetLease:
         lease = ExitStack()
         try:
-            layout = lease.enter_context(self._leases.lease(content_id))
+            layout = lease.enter_context(self._lease_dataset(content_id))
         except WarpfitError as error:
             return messages.DatasetLease(content_id, error=error)
         front_end.leases.setdefault(content_id, []).append(lease)

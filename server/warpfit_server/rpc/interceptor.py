@@ -47,27 +47,35 @@ _NO_THREAD_SECONDS: Final = 0.1
 
 
 class Interceptor:
-    """Puts authentication, limits and observation before the methods of a service.
+    """Puts authentication, admission and observation before the methods of a service.
 
     Args:
-        authenticator: finds the tenant of a call.
-        admission: accepts or refuses the calls of this process.
-        workers: the threads that serve calls.
-        message_seconds: time in which a message must arrive.
+        config: the server's configuration.
+        quotas: what is in flight in all front-end processes.
+        is_main: whether this is the main process, to which the others forward calls.
+
+    Raises:
+        InvalidArgumentError: if the token file or the tenants file cannot be used.
 
     """
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        admission: Admission,
-        workers: Workers,
-        message_seconds: float,
-    ) -> None:
-        self.authenticator = authenticator
-        self.admission = admission
-        self.workers = workers
-        self.message_seconds = message_seconds
+    def __init__(self, config: Config, quotas: QuotaTable, *, is_main: bool = False) -> None:
+        has_certificates = bool(config.tls_client_ca)
+        tokens = TokenFile(config.token_file) if config.token_file else None
+        has_tenants = has_certificates or tokens is not None
+        tenants = TenantLimits(config.limits(), config.tenants_file or None, shared=has_tenants)
+        self.admission = Admission(config, tenants, quotas)
+        """Accepts or refuses the calls of this process."""
+        self.authenticator = Authenticator(
+            tokens, certificates=has_certificates, trusts_local_socket=is_main
+        )
+        # Twice as many as slots: a cancelled call leaves its slot at once, but its thread only
+        # when the engine has stopped.
+        threads = 2 * max(1, config.max_requests)
+        self.workers = Workers(threads, max(1, int(tenants.share(threads))))
+        """Threads that serve calls."""
+        self.message_seconds = config.message_seconds
+        """Time in which a message must arrive."""
         self.timeouts = ReceiveTimeouts()
         """Of calls that wait for a message."""
         self.decoding = TenantSemaphore()
@@ -91,35 +99,6 @@ class Interceptor:
             )
             for name, handler in handlers.items()
         }
-
-
-def make_interceptor(
-    config: Config, quotas: QuotaTable, *, is_main: bool = False
-) -> tuple[Admission, Interceptor]:
-    """Make admission and interceptor of one front-end process.
-
-    Args:
-        config: the server's configuration.
-        quotas: what is in flight in all front-end processes.
-        is_main: whether this is the main process, to which the others forward calls.
-
-    Raises:
-        InvalidArgumentError: if the token file or the tenants file cannot be used.
-
-    """
-    has_tenants = bool(config.token_file or config.tls_client_ca)
-    tenants = TenantLimits(config.limits(), config.tenants_file or None, shared=has_tenants)
-    admission = Admission(config, tenants, quotas)
-    authenticator = Authenticator(
-        TokenFile(config.token_file) if config.token_file else None,
-        certificates=bool(config.tls_client_ca),
-        trusts_local_socket=is_main,
-    )
-    # Twice as many as slots: a cancelled call leaves its slot at once, but its thread only when
-    # the engine has stopped.
-    threads = 2 * max(1, config.max_requests)
-    workers = Workers(threads, max(1, int(tenants.share(threads))))
-    return admission, Interceptor(authenticator, admission, workers, config.message_seconds)
 
 
 class _InterceptedMethod:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, Protocol
 
@@ -36,29 +37,17 @@ from warpfit_server.ipc.engine_connection import EngineConnection, InFlightReque
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.limits import check_batch, check_fit, check_loss, check_names, check_result
 from warpfit_server.observability import calls
-from warpfit_server.tenancy.admission import Admission
+from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenants import key_of, tenant_of
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
+#: Context manager that keeps the data set of a key (`warpfit_server.tenancy.tenants.key_of`)
+#: resident and loaded by the engine. It raises DatasetNotFoundError if the data set is not
+#: resident, and ResourceExhaustedError if the device has no room for it.
+Lease = Callable[[bytes], AbstractContextManager[Layout]]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
-
-
-class DatasetLeases(Protocol):
-    """Data sets that can be leased."""
-
-    def lease(self, key: bytes) -> AbstractContextManager[Layout]:
-        """Keep a data set resident and loaded by the engine inside the ``with`` block.
-
-        Args:
-            key: see `warpfit_server.tenancy.tenants.key_of`.
-
-        Raises:
-            DatasetNotFoundError: if it is not resident.
-            ResourceExhaustedError: if the device has no room for it.
-
-        """
 
 
 class EngineHost(Protocol):
@@ -83,7 +72,7 @@ class ComputeServicer:
     """Implements Evaluate and Optimize, in every front-end process.
 
     Args:
-        datasets: the data sets that requests name.
+        lease: leases the data sets that requests name.
         engine: this process's connection to the engine.
         admission: accepts or refuses the work of calls.
         chunk_bytes: bytes of values in one message of an answer.
@@ -91,13 +80,9 @@ class ComputeServicer:
     """
 
     def __init__(
-        self,
-        datasets: DatasetLeases,
-        engine: EngineConnection,
-        admission: Admission,
-        chunk_bytes: int,
+        self, lease: Lease, engine: EngineConnection, admission: Admission, chunk_bytes: int
     ) -> None:
-        self._leases = datasets
+        self._lease = lease
         self._engine = engine
         self._admission = admission
         self._chunk_bytes = chunk_bytes
@@ -117,19 +102,18 @@ class ComputeServicer:
             request = codec.parse_message(pb.EvaluateRequest, message)
             check_loss(len(request.loss_function.codes), limits)
             evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
-            layout = held.enter_context(self._leases.lease(evaluation.dataset_id))
+            layout = held.enter_context(self._lease(evaluation.dataset_id))
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
             size = check_result(evaluation, layout, limits)
-            reservation = held.enter_context(
-                self._admission.reserve_evaluation(tenant, evaluation, layout, size, len(message))
-            )
+            cost = CallCost.of_evaluation(evaluation, layout)
+            held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
             calls.record_work(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            reservation.run = run = self._engine.start(evaluation, layout, tenant)
-            _end_with_call(run, context, held)
+            run = self._engine.start(evaluation, layout, tenant)
+            self._end_with_call(run, cost, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
             yield from self._stream_result(run, start, decode)
 
@@ -142,20 +126,37 @@ class ComputeServicer:
             check_loss(len(parsed.problem.loss_function.codes), limits)
             request = codec.fit_from_message(parsed)
             request = replace(request, problem=_of_tenant(request.problem, tenant))
-            layout = held.enter_context(self._leases.lease(request.problem.dataset_id))
+            layout = held.enter_context(self._lease(request.problem.dataset_id))
             check_batch(request.problem.batch, limits)
             request.check(layout)
             size = check_fit(request, layout, limits)
-            reservation = held.enter_context(
-                self._admission.reserve_fit(tenant, request, layout, size, len(message))
-            )
+            cost = CallCost.of_fit(request, layout)
+            held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
             deadline = _stop_time(request, context.time_remaining())
             calls.record_work(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            reservation.run = run = self._engine.start_fit(request, layout, deadline, tenant)
-            _end_with_call(run, context, held)
+            run = self._engine.start_fit(request, layout, deadline, tenant)
+            self._end_with_call(run, cost, context, held)
             yield from _stream_fit(run, decode)
+
+    def _end_with_call(
+        self,
+        run: InFlightRequest,
+        cost: CallCost,
+        context: grpc.ServicerContext,
+        held: ExitStack,
+    ) -> None:
+        """Cancel a request when its call ends early; at the end close it and learn its time."""
+
+        def learn() -> None:
+            if run.timings is not None:
+                self._admission.costs.observe(cost, run.timings.compute)
+
+        held.callback(learn)
+        held.callback(run.close)  # before `learn`, as it may still receive the timings
+        if not context.add_callback(run.cancel):
+            run.cancel()
 
     def _stream_result(self, run: InFlightRequest, start: bytes, decode: int) -> Iterator[bytes]:
         layout = run.segment_layout
@@ -204,7 +205,8 @@ class MainServicer(ComputeServicer):
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
     ) -> None:
-        super().__init__(LocalLeases(datasets, host), host.connection, admission, chunk_bytes)
+        lease = partial(lease_loaded, datasets, host)
+        super().__init__(lease, host.connection, admission, chunk_bytes)
         self._datasets = datasets
         self._host = host
         self._on_release = on_release
@@ -238,7 +240,12 @@ class MainServicer(ComputeServicer):
         except BaseException:
             self._datasets.abandon(upload)
             raise
-        self._load(key)
+        with self._datasets.lease(key) as dataset:
+            try:
+                self._host.load(dataset).result()
+            except WarpfitError:
+                self._datasets.release(key)
+                raise
         calls.record_upload(layout.nbytes)
         return codec.dataset_info(content_id, layout).SerializeToString()
 
@@ -270,28 +277,13 @@ class MainServicer(ComputeServicer):
         )
         return codec.info_to_message(info).SerializeToString()
 
-    def _load(self, key: bytes) -> None:
-        with self._datasets.lease(key) as dataset:
-            try:
-                self._host.load(dataset).result()
-            except WarpfitError:
-                self._datasets.release(key)
-                raise
 
-
-class LocalLeases:
-    """`DatasetLeases` of the main process, which owns the data sets."""
-
-    def __init__(self, datasets: DatasetStore, host: EngineHost) -> None:
-        self._datasets = datasets
-        self._host = host
-
-    @contextmanager
-    def lease(self, key: bytes) -> Iterator[Layout]:
-        """Lease a data set and wait until the engine has loaded it."""
-        with self._datasets.lease(key) as dataset:
-            self._host.load(dataset).result()
-            yield dataset.layout
+@contextmanager
+def lease_loaded(datasets: DatasetStore, host: EngineHost, key: bytes) -> Iterator[Layout]:
+    """Lease a data set of the main process and wait until the engine has loaded it; see `Lease`."""
+    with datasets.lease(key) as dataset:
+        host.load(dataset).result()
+        yield dataset.layout
 
 
 def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:
@@ -308,13 +300,6 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
         raise DeadlineExceededError(
             "the deadline passed before the call began", "DEADLINE_EXCEEDED", "Raise timeout="
         )
-
-
-def _end_with_call(run: InFlightRequest, context: grpc.ServicerContext, held: ExitStack) -> None:
-    """Cancel a run when its call ends early, and close it with the call's other resources."""
-    held.callback(run.close)
-    if not context.add_callback(run.cancel):
-        run.cancel()
 
 
 def _record_answer(reply: messages.RequestFinished, decode: int) -> Timings:

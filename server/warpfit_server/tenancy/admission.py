@@ -7,13 +7,14 @@ retry is likely to be accepted. Accepted calls wait in a queue that these limits
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitRequest
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Evaluation
 from warpfit.server_info import Limits
 from warpfit_server.config import Config
 from warpfit_server.tenancy.quotas import Amounts, Exceeded, QuotaTable
@@ -47,6 +48,25 @@ _REFUSALS: Final = {
 }
 
 
+class CallCost(NamedTuple):
+    """What a call asks of the engine."""
+
+    kind: str
+    units: float
+
+    @classmethod
+    def of_evaluation(cls, evaluation: Evaluation, layout: Layout) -> CallCost:
+        """Return the work of an evaluation on a data set, in token-rows."""
+        derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
+        return cls("derive" if derives else "evaluate", evaluation.token_rows(layout))
+
+    @classmethod
+    def of_fit(cls, request: FitRequest, layout: Layout) -> CallCost:
+        """Return the work of a fit on a data set, in token-rows of all passes."""
+        passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
+        return cls("fit", request.problem.token_rows(layout) * passes)
+
+
 class CostModel:
     """Estimates the engine time of each kind of work with a line through what was observed.
 
@@ -57,14 +77,15 @@ class CostModel:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float, float, float, float]] = {}
 
-    def estimate(self, kind: str, units: float) -> int:
-        """Return the estimated nanoseconds of ``units`` of a kind of work."""
-        n, x, y, xx, xy = self._sums.get(kind, _ASSUMED)
+    def estimate(self, cost: CallCost) -> int:
+        """Return the estimated engine time in nanoseconds."""
+        n, x, y, xx, xy = self._sums.get(cost.kind, _ASSUMED)
         slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
-        return int(min(_LONGEST_ESTIMATE, max(0.0, (y - slope * x) / n) + slope * units))
+        return int(min(_LONGEST_ESTIMATE, max(0.0, (y - slope * x) / n) + slope * cost.units))
 
-    def observe(self, kind: str, units: float, nanoseconds: float) -> None:
+    def observe(self, cost: CallCost, nanoseconds: float) -> None:
         """Add an observation. Takes no lock: losing one of two at the same time does no harm."""
+        kind, units = cost
         n, x, y, xx, xy = (
             assumed + _DECAY * (old - assumed)
             for assumed, old in zip(_ASSUMED, self._sums.get(kind, _ASSUMED), strict=True)
@@ -76,47 +97,6 @@ class CostModel:
             xx + units * units,
             xy + units * nanoseconds,
         )
-
-
-class EngineRun(Protocol):
-    """What a reservation reads of `warpfit_server.ipc.engine_connection.InFlightRequest`."""
-
-    @property
-    def timings(self) -> Timings | None:
-        """Timings of the engine, once it has finished without an error."""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Memory and engine time of one call; a context manager that holds them."""
-
-    admission: Admission
-    tenant: str
-    kind: str
-    units: float
-    amount: Amounts
-    held: int
-    """Bytes of the call's message, which are counted already."""
-    run: EngineRun | None = None
-    """Teaches the cost model when it has finished."""
-
-    def __enter__(self) -> Reservation:
-        """Count the memory and engine time.
-
-        Raises:
-            ResourceExhaustedError: if too much is in flight.
-
-        """
-        admission = self.admission
-        admission.acquire(self.tenant, self.amount, admission.tenant_quota, self.held)
-        return self
-
-    def __exit__(self, kind: object, value: object, traceback: object) -> None:
-        """Give them back, and learn from the run."""
-        admission = self.admission
-        admission.quotas.release(self.tenant, self.amount)
-        if self.run is not None and self.run.timings is not None:
-            admission.costs.observe(self.kind, self.units, self.run.timings.compute)
 
 
 class Admission:
@@ -142,8 +122,7 @@ class Admission:
         self.costs = CostModel()
         self.limits = tenants.limits
         """Limits of a tenant; see `TenantLimits.limits`."""
-        self.tenant_quota = Amounts(0, int(tenants.share(pending)), queue)
-        """Bytes and engine time that one tenant may have in flight."""
+        self._tenant_quota = Amounts(0, int(tenants.share(pending)), queue)
         self.message_bytes = limits.message_bytes
         """Bytes that gRPC may hold of a message before its length is known."""
         self._longest_work = int(_LARGEST_PART * queue)
@@ -171,22 +150,17 @@ class Admission:
             )
 
     def enter(self, tenant: str, limits: Limits, *, slot: bool = True) -> None:
-        """Count a call that arrives, and the largest message that it may have.
+        """Count a call that arrives, unless not ``slot``, and the longest message it may have.
 
-        gRPC receives a message completely before it tells the length, so only the largest message
+        gRPC receives a message completely before it tells the length, so only the longest message
         that it would receive is sure to be enough; `shrink_message` gives the rest back.
-
-        Args:
-            tenant: owner of the call.
-            limits: limits of the tenant.
-            slot: whether it counts as a call in flight, until `leave`.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
 
         """
-        own = Amounts(limits.requests, self.tenant_quota.nbytes, 0)
-        self.acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
+        own = Amounts(limits.requests, self._tenant_quota.nbytes, 0)
+        self._acquire(tenant, Amounts(int(slot), self.message_bytes, 0), own)
 
     def leave(self, tenant: str) -> None:
         """Give back the slot of a call in flight."""
@@ -197,53 +171,32 @@ class Admission:
         if size < reserved:
             self.quotas.release(tenant, Amounts(nbytes=reserved - size))
 
-    def acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
-        """Count what a call takes.
+    @contextmanager
+    def reserve(self, tenant: str, cost: CallCost, answer: int, message: int) -> Iterator[None]:
+        """Count the memory and engine time of a call while it waits and runs.
 
         Args:
             tenant: owner of the call.
-            amount: what it takes.
-            own: what the tenant may have in flight.
-            held: bytes that are counted for the call already.
+            cost: what it asks of the engine.
+            answer: bytes of its batch and answer.
+            message: bytes of its message, which are counted already.
 
         Raises:
-            ResourceExhaustedError: if more would be in flight than may be.
+            ResourceExhaustedError: if too much is in flight.
 
         """
+        engine_ns = min(self._longest_work, self.costs.estimate(cost))
+        amount = Amounts(0, answer, engine_ns)
+        self._acquire(tenant, amount, self._tenant_quota, message)
+        try:
+            yield
+        finally:
+            self.quotas.release(tenant, amount)
+
+    def _acquire(self, tenant: str, amount: Amounts, own: Amounts, held: int = 0) -> None:
         exceeded = self.quotas.acquire(tenant, amount, own, self._server_quota, held)
         if exceeded is not None:
             raise self._refusal(exceeded, amount)
-
-    def reserve_evaluation(
-        self, tenant: str, evaluation: Evaluation, layout: Layout, answer: int, message: int
-    ) -> Reservation:
-        """Return the reservation of an evaluation, to be held while it waits and runs.
-
-        Args:
-            tenant: owner of the call.
-            evaluation: what it asks for.
-            layout: layout of the data set.
-            answer: bytes of the answer.
-            message: bytes of the request, which are counted already.
-
-        """
-        derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
-        units = evaluation.token_rows(layout)
-        return self._reserve(tenant, "derive" if derives else "evaluate", units, answer, message)
-
-    def reserve_fit(
-        self, tenant: str, request: FitRequest, layout: Layout, answer: int, message: int
-    ) -> Reservation:
-        """Return the reservation of a fit, as `reserve_evaluation` does."""
-        passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
-        units = request.problem.token_rows(layout) * passes
-        return self._reserve(tenant, "fit", units, answer, message)
-
-    def _reserve(
-        self, tenant: str, kind: str, units: float, answer: int, message: int
-    ) -> Reservation:
-        work = min(self._longest_work, self.costs.estimate(kind, units))
-        return Reservation(self, tenant, kind, units, Amounts(0, answer, work), message)
 
     def _refusal(self, exceeded: Exceeded, amount: Amounts) -> ResourceExhaustedError:
         reason, what, flag = _REFUSALS[exceeded.quantity]

@@ -23,7 +23,7 @@ from warpfit_server.config import Config
 from warpfit_server.observability import calls
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.rpc.interceptor import make_interceptor
+from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import tenant_of
 
@@ -39,7 +39,7 @@ class FrontEnd:
         config = replace(Config(), **settings)
         self.quotas = QuotaTable.create(1)
         self.recorder = Recorder()
-        self.admission, self.interceptor = make_interceptor(config, self.quotas)
+        self.interceptor = Interceptor(config, self.quotas)
         kinds = {
             "Evaluate": grpc.unary_stream_rpc_method_handler,
             "UploadVariables": grpc.stream_unary_rpc_method_handler,
@@ -200,7 +200,9 @@ class TestMessages:
         front_end = FrontEnd(echo_of(name), name=name, message_seconds=0.3)
         began = time.monotonic()
         call = front_end.take(Call(SILENT))
-        assert front_end.quotas.in_flight() == Amounts(1, front_end.admission.message_bytes)
+        assert front_end.quotas.in_flight() == Amounts(
+            1, front_end.interceptor.admission.message_bytes
+        )
         assert call.answer()[0] == "DEADLINE_EXCEEDED"
         assert 0.3 <= time.monotonic() - began < 3
         assert call.detail().reason == "MESSAGE_TIMEOUT"

@@ -15,7 +15,7 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss
 from warpfit_server.config import Config
-from warpfit_server.tenancy.admission import Admission, CostModel
+from warpfit_server.tenancy.admission import Admission, CallCost, CostModel
 from warpfit_server.tenancy.quotas import Amounts, QuotaTable
 from warpfit_server.tenancy.tenants import TenantLimits
 
@@ -34,7 +34,7 @@ def enter(admission, tenant):
 
 def reserve(admission, rows=1, tenant="a"):
     layout = Layout(np.dtype("<f4"), 1, rows, has_target=True)
-    return admission.reserve_evaluation(tenant, PROBLEM, layout, 1, 0)
+    return admission.reserve(tenant, CallCost.of_evaluation(PROBLEM, layout), 1, 0)
 
 
 class TestSlots:
@@ -127,23 +127,23 @@ class TestQueue:
         admission = make_admission(max_requests=2)
         fit = FitRequest(PROBLEM, FitSettings(max_iterations=2**32 - 1))
         layout = Layout(np.dtype("<f4"), 1, 2**60, has_target=True)
-        with admission.reserve_fit("a", fit, layout, 1, 0):
+        with admission.reserve("a", CallCost.of_fit(fit, layout), 1, 0):
             assert admission.quotas.in_flight().engine_ns == 30 * 10**9
-        assert CostModel().estimate("fit", 1e30) == 2**50
+        assert CostModel().estimate(CallCost("fit", 1e30)) == 2**50
 
 
 class TestCostModel:
     def test_each_kind_of_work_is_learned_from_observations(self):
         costs = CostModel()
-        assert costs.estimate("evaluate", 1e9) == pytest.approx(3e8)
+        assert costs.estimate(CallCost("evaluate", 1e9)) == pytest.approx(3e8)
         for units in (1e9, 3e9, 5e9) * 20:
-            costs.observe("evaluate", units, 2e6 + 1.5 * units)
-        assert costs.estimate("evaluate", 2e9) == pytest.approx(3e9, rel=0.1)
-        assert costs.estimate("fit", 1e9) == pytest.approx(3e8)
+            costs.observe(CallCost("evaluate", units), 2e6 + 1.5 * units)
+        assert costs.estimate(CallCost("evaluate", 2e9)) == pytest.approx(3e9, rel=0.1)
+        assert costs.estimate(CallCost("fit", 1e9)) == pytest.approx(3e8)
 
     def test_small_calls_do_not_decide_about_large_ones(self):
         costs = CostModel()
         for turn in range(5000):
-            costs.observe("evaluate", 1e5 * (1 + turn % 3), 5e6 * (1 + turn % 2))
-        assert 3e8 / 2 < costs.estimate("evaluate", 1e9) < 2 * 3e8
-        assert costs.estimate("evaluate", 1e5) == pytest.approx(7.5e6, rel=0.2)
+            costs.observe(CallCost("evaluate", 1e5 * (1 + turn % 3)), 5e6 * (1 + turn % 2))
+        assert 3e8 / 2 < costs.estimate(CallCost("evaluate", 1e9)) < 2 * 3e8
+        assert costs.estimate(CallCost("evaluate", 1e5)) == pytest.approx(7.5e6, rel=0.2)
