@@ -1,4 +1,4 @@
-"""``warpfit precompile`` leaves nothing to compile for a start and the first calls."""
+"""After ``warpfit precompile`` a server's start and first calls compile nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import compile_processes
 from warpfit_server.system.compile_cache import engine_environment
 
-#: Counts what a start, a first evaluation, a gradient and what steers fits have compiled.
+#: Prints how many things an engine's start, an evaluation, a gradient and the fits compile.
 SCRIPT = """
 import subprocess
 import numpy as np
@@ -61,7 +61,7 @@ print(count)
 
 @pytest.mark.timeout(600)  # where the cache is empty, as after a change of these sources
 def test_a_start_and_the_first_calls_compile_nothing():
-    """Into the tests' own cache, where most is already."""
+    """The cache is the one of the tests, which has most of the code already."""
     environment = engine_environment(None)
     command = [sys.executable, "-c", "from warpfit.cli.main import main; main(['precompile'])"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -73,13 +73,13 @@ def test_a_start_and_the_first_calls_compile_nothing():
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """What processes are asked to compile, which do nothing."""
+    """Names of the parts that compile processes are started for; the processes do nothing."""
     found = []
 
     class Child:
         def __init__(self, place, module, names, lock, *, urgent):
             found.extend(names)
-            assert urgent  # whoever has called the command waits
+            assert urgent
 
         def wait(self):
             return 0
@@ -89,7 +89,7 @@ def started(monkeypatch, tmp_path):
     return found
 
 
-def test_everything_is_compiled_once(started, tmp_path):
+def test_every_part_is_compiled_once(started, tmp_path):
     methods = [Method.LM, Method.BFGS]
     assert cli.main(["precompile", "--cache-dir", str(tmp_path)]) == 0
     assert sorted(started) == sorted([*parts.PARTS, *methods])

@@ -23,25 +23,14 @@ class TestTokens:
         assert token not in line
         assert token_digest(token).hex() in line
 
-    def test_every_line_counts(self, tmp_path):
-        made = [new_token(name, days) for name, days in [("a", None), ("b", 1), ("a", None)]]
-        tokens = TokenFile(self._file(tmp_path, "\n".join(f"{x}  # note" for _, x in made)))
-        assert [tokens.tenant(token) for token, _ in made] == ["a", "b", "a"]
-
-    @pytest.mark.parametrize("until", ["2020-01-01", "2020-01-01T00:00:00+02:00"])
-    def test_an_expired_token_is_refused(self, tmp_path, until):
+    @pytest.mark.parametrize("until", ["2020-01-01", "2020-01-01T00:00:00+02:00", None])
+    def test_a_token_expires_even_if_it_was_used_before(self, tmp_path, until):
         token, line = new_token("a")
-        tokens = TokenFile(self._file(tmp_path, f"{line} {until}"))
-        with pytest.raises(UnauthenticatedError) as caught:
-            tokens.tenant(token)
-        assert caught.value.reason == "TOKEN_EXPIRED"
-
-    def test_a_token_that_was_used_before_expires_too(self, tmp_path):
-        token, line = new_token("a")
-        until = datetime.now(UTC) + timedelta(seconds=0.5)
-        tokens = TokenFile(self._file(tmp_path, f"{line} {until.isoformat()}"))
-        assert tokens.tenant(token) == "a"
-        time.sleep(0.6)
+        soon = datetime.now(UTC) + timedelta(seconds=0.5)
+        tokens = TokenFile(self._file(tmp_path, f"{line} {until or soon.isoformat()}"))
+        if until is None:
+            assert tokens.tenant(token) == "a"
+            time.sleep(0.6)
         with pytest.raises(UnauthenticatedError) as caught:
             tokens.tenant(token)
         assert caught.value.reason == "TOKEN_EXPIRED"
@@ -68,12 +57,11 @@ class TestTokens:
             TokenFile(path)
         assert caught.value.reason == "FILE_NOT_SECRET"
 
-    @pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o640])
-    def test_a_file_may_be_readable_by_its_group_as_kubernetes_mounts_it(self, tmp_path, mode):
-        token, line = new_token("alice")
-        path = self._file(tmp_path, line)
+    @pytest.mark.parametrize("mode", [0o400, 0o640])  # Kubernetes mounts secrets for a group
+    def test_a_file_that_its_group_may_read_is_accepted(self, tmp_path, mode):
+        path = self._file(tmp_path, new_token("alice")[1])
         path.chmod(mode)
-        assert TokenFile(path).tenant(token) == "alice"
+        TokenFile(path)
 
     def test_a_changed_file_that_others_may_read_leaves_the_old_tokens_valid(
         self, tmp_path, caplog
@@ -103,8 +91,8 @@ class TestTokens:
         assert len(compared) == 3 * len(made)
 
     def test_a_token_whose_line_was_removed_is_refused(self, tmp_path):
-        made = [new_token("a"), new_token("b")]
-        path = self._file(tmp_path, "\n".join(line for _, line in made))
+        made = [new_token("a"), new_token("b", days=1)]
+        path = self._file(tmp_path, "\n".join(f"{line}  # note" for _, line in made))
         tokens = TokenFile(path)
         assert [tokens.tenant(token) for token, _ in made * 2] == ["a", "b"] * 2
         path.write_text(made[1][1])
