@@ -30,9 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Server(config) as server:
             print(server.describe(), flush=True)
-            while (
-                not signals
-            ):  # polls, as a signal that another thread gets would not wake this one
+            while not signals:  # polls: a signal to another thread would not end a wait
                 time.sleep(_POLL_SECONDS)
             logging.getLogger("warpfit").info("stopping")
     except WarpfitError as error:

@@ -20,6 +20,7 @@ _LIMITS: Final = Limits()
 #: One message may take this part of the bytes in flight, and in any case this many bytes.
 _MESSAGE_PART, _LEAST_MESSAGE_BYTES = 8, 4 << 20
 _MOST_FRONT_ENDS: Final = 16
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _LAST_PORT: Final = 65_535
 #: Default of the most connections of a front-end process: this part of its file descriptors, but
 #: no more than this.
@@ -49,14 +50,8 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def _option(
-    default: Any,
-    text: str,
-    parse: Callable[[str], Any] = str,
-    choices: Sequence[str] | None = None,
-) -> Any:
-    metadata = {"help": text, "parse": parse, "choices": choices}
-    return field(default=default, metadata=metadata)
+def _option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,98 +59,77 @@ class Config:
     """Every setting of the server.
 
     Each field ``some_name`` is the flag ``--some-name`` and the variable ``WARPFIT_SOME_NAME``; a
-    flag wins over a variable.
+    flag wins over a variable. A name that ends with ``bytes`` is a size, with ``port`` a port.
     """
 
     host: str = _option("127.0.0.1", "address to listen on")
-    port: int = _option(50551, "port to listen on; 0 takes a free one", parse_port)
-    engine: str = _option(
-        "auto", "auto chooses CUDA if there is a device", choices=("auto", "cpu", "cuda")
-    )
-    device: int = _option(0, "CUDA device", int)
+    port: int = _option(50551, "port to listen on; 0 takes a free one")
+    engine: str = _option("auto", "auto takes CUDA if there is a device", ("auto", "cpu", "cuda"))
+    device: int = _option(0, "CUDA device")
     front_doors: int = _option(
-        0, "front-end processes; 0 chooses one for each core but one, at most 16", int
+        0, "front-end processes; 0 makes one for each core but one, at most 16"
     )
-    threads: int | None = _option(None, "threads of the CPU engine (default: all cores)", int)
+    threads: int | None = _option(None, "threads of the CPU engine (default: all cores)")
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
-    log_level: str = _option(
-        "info", "lowest level of log lines", str.lower, ("debug", "info", "warning", "error")
-    )
-    log_format: str = _option("text", "form of the log lines", choices=("text", "json"))
-    tracing: str = _option("none", "where OpenTelemetry traces go", choices=("none", "otlp"))
-    grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM", float)
+    log_level: str = _option("info", "least level of log lines", _LOG_LEVELS)
+    log_format: str = _option("text", "form of the log lines", ("text", "json"))
+    tracing: str = _option("none", "where OpenTelemetry traces go", ("none", "otlp"))
+    grace: float = _option(10.0, "seconds that calls may take to finish on SIGTERM")
     notice: float = _option(
-        0.0, "seconds on SIGTERM between the end of readiness and refusing new calls", float
+        0.0, "seconds on SIGTERM between the end of readiness and refusing new calls"
     )
     health_port: int | None = _option(
-        None, "plain port for health checks only; 0 takes a free one (default: none)", parse_port
+        None, "plain port for health checks only; 0 takes a free one (default: none)"
     )
     health_host: str = _option("127.0.0.1", "address of the health port")
     metrics_port: int | None = _option(
-        None, "HTTP port of the metrics; 0 takes a free one (default: none)", parse_port
+        None, "HTTP port of the metrics; 0 takes a free one (default: none)"
     )
     metrics_host: str = _option("127.0.0.1", "address of the metrics port")
     expose_tenants: bool = _option(
-        False,
-        "allow a metrics port on a network although it tells the names of the tenants",
-        parse_switch,
+        False, "allow a metrics port on a network although it tells the names of the tenants"
     )
-    probe_seconds: float = _option(2.0, "pause between probes of the engine", float)
+    probe_seconds: float = _option(2.0, "pause between probes of the engine")
     probe_timeout: float = _option(
-        3.0, "seconds without an answer to a probe after which the server is not ready", float
+        3.0, "seconds without an answer to a probe after which the server is not ready"
     )
     hang_seconds: float = _option(
-        30.0, "seconds without an answer after which the engine is replaced", float
+        30.0, "seconds without an answer after which the engine is replaced"
     )
-    stuck_seconds: float = _option(
-        120.0, "seconds that a cancelled request may take to stop", float
-    )
-    start_seconds: float = _option(600.0, "seconds that an engine may take to start", float)
-    chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer", parse_bytes)
-    idle_bytes: int = _option(512 << 20, "result memory kept for reuse", parse_bytes)
+    stuck_seconds: float = _option(120.0, "seconds that a cancelled request may take to stop")
+    start_seconds: float = _option(600.0, "seconds that an engine may take to start")
+    chunk_bytes: int = _option(1 << 20, "bytes of values in one message of an answer")
+    idle_bytes: int = _option(512 << 20, "result memory kept for reuse")
     max_message_bytes: int = _option(
         _LIMITS.message_bytes,
         "one message; also at most an eighth of --max-pending-bytes, but 4 MiB are always allowed",
-        parse_bytes,
     )
     message_seconds: float = _option(
-        30.0, "seconds in which a message of a call must arrive completely", float
+        30.0, "seconds in which a message of a call must arrive completely"
     )
-    max_dataset_bytes: int = _option(_LIMITS.dataset_bytes, "one data set", parse_bytes)
-    max_resident_bytes: int | None = _option(
-        None, "all data sets (default: half of the memory)", parse_bytes
-    )
-    max_programs: int = _option(_LIMITS.programs, "programs in a batch", int)
-    max_tokens: int = _option(_LIMITS.tokens, "tokens in a batch", int)
-    max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program", int)
-    max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program", int)
-    max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer", parse_bytes)
-    max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front ends", int)
+    max_dataset_bytes: int = _option(_LIMITS.dataset_bytes, "one data set")
+    max_resident_bytes: int | None = _option(None, "all data sets (default: half of the memory)")
+    max_programs: int = _option(_LIMITS.programs, "programs in a batch")
+    max_tokens: int = _option(_LIMITS.tokens, "tokens in a batch")
+    max_program_tokens: int = _option(_LIMITS.program_tokens, "tokens in a program")
+    max_vectors: int = _option(_LIMITS.vectors, "parameter vectors for each program")
+    max_result_bytes: int = _option(_LIMITS.result_bytes, "one answer")
+    max_requests: int = _option(_LIMITS.requests, "calls in flight, in all front ends")
     max_connections: int | None = _option(
         None,
-        "connections of each front-end process (default: half of its file descriptors, at most "
-        "4,096)",
-        int,
+        "connections of each front end (default: half of its file descriptors, at most 4,096)",
     )
-    max_rows: int = _option(_LIMITS.rows, "rows of a data set", int)
-    max_loss_tokens: int = _option(
-        _LIMITS.loss_tokens, "tokens in a loss function of the caller's own", int
-    )
-    max_names: int = _option(_LIMITS.names, "variable names of a data set", int)
-    max_name_bytes: int = _option(
-        _LIMITS.name_bytes, "all variable names of a data set", parse_bytes
-    )
-    max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit", float)
-    max_queue_seconds: float = _option(
-        60.0, "estimated engine time of one tenant's calls in flight", float
-    )
+    max_rows: int = _option(_LIMITS.rows, "rows of a data set")
+    max_loss_tokens: int = _option(_LIMITS.loss_tokens, "tokens in a caller's own loss function")
+    max_names: int = _option(_LIMITS.names, "variable names of a data set")
+    max_name_bytes: int = _option(_LIMITS.name_bytes, "all variable names of a data set")
+    max_rate: float = _option(_LIMITS.rate, "calls a second; 0 for no limit")
+    max_queue_seconds: float = _option(60.0, "estimated engine time of a tenant's calls in flight")
     max_pending_bytes: int | None = _option(
-        None,
-        "arriving messages, batches and answers in flight (default: a quarter of the memory)",
-        parse_bytes,
+        None, "arriving messages, batches and answers in flight (default: a quarter of the memory)"
     )
-    lease_seconds: float = _option(86_400.0, "an unused data set is removed after this time", float)
-    insecure: bool = _option(False, "allow plain text on a network", parse_switch)
+    lease_seconds: float = _option(86_400.0, "an unused data set is removed after this time")
+    insecure: bool = _option(False, "allow plain text on a network")
     tls_cert: str = _option("", "file with the certificate chain; switches TLS on")
     tls_key: str = _option("", "file with the certificate's key")
     tls_client_ca: str = _option("", "file with the authorities of client certificates, required")
@@ -229,27 +203,37 @@ class Config:
 def _add_flag(
     parser: argparse.ArgumentParser, setting: Any, environment: Mapping[str, str]
 ) -> None:
-    metadata, variable = setting.metadata, f"WARPFIT_{setting.name.upper()}"
+    variable, choices = f"WARPFIT_{setting.name.upper()}", setting.metadata["choices"]
+    parse, text = _parser_of(setting), setting.metadata["help"]
     default = environment.get(variable, setting.default)
-    if metadata["choices"] and metadata["parse"](default) not in metadata["choices"]:
-        parser.error(f"{variable} must be one of {metadata['choices']}")
-    is_switch = metadata["parse"] is parse_switch  # whose flag needs no value
-    switch: dict[str, Any] = {"nargs": "?", "const": True} if is_switch else {}
+    if choices and default.lower() not in choices:  # argparse does not check defaults
+        parser.error(f"{variable} must be one of {choices}")
+    switch: dict[str, Any] = {"nargs": "?", "const": True} if setting.type == "bool" else {}
     parser.add_argument(
         "--" + setting.name.replace("_", "-"),
         default=default,
-        type=_with_reason(metadata["parse"]),
-        choices=metadata["choices"],
-        help=metadata["help"] + ("" if default in (None, "") else " (default: %(default)s)"),
-        metavar=None if metadata["choices"] else setting.name.split("_")[-1].upper(),
+        type=parse,
+        choices=choices,
+        help=text if default in (None, "") else f"{text} (default: %(default)s)",
+        metavar=None if choices else setting.name.split("_")[-1].upper(),
         **switch,
     )
 
 
+def _parser_of(setting: Any) -> Callable[[str], Any]:
+    """Return what reads the text of a setting, by its name, choices or type."""
+    if setting.name.endswith("bytes"):
+        return _with_reason(parse_bytes)
+    if setting.name.endswith("port"):
+        return _with_reason(parse_port)
+    if setting.type == "bool":
+        return _with_reason(parse_switch)
+    numbers: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+    return numbers.get(setting.type.split()[0], str.lower if setting.metadata["choices"] else str)
+
+
 def _with_reason(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Let argparse print the text of a ValueError, which it replaces by one of its own."""
-    if parse in (int, float, str):  # for these argparse's own text says enough
-        return parse
 
     def read(text: str) -> Any:
         try:

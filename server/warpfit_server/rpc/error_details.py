@@ -25,7 +25,7 @@ _DOMAIN: Final = "warpfit"
 _FACTS: Final = ("field", "expression", "token", "needed", "available")
 
 
-def fail(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
+def fail_call(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
     """Give a call the status of an error, unless it has a status already.
 
     Args:

@@ -26,7 +26,7 @@ from warpfit.errors import (
 )
 from warpfit_server.config import Config
 from warpfit_server.observability.calls import CallRecord, Observer, set_current_call, status_of
-from warpfit_server.rpc.error_details import fail
+from warpfit_server.rpc.error_details import fail_call
 from warpfit_server.rpc.port import InlineExecutor
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
@@ -138,7 +138,7 @@ class _InterceptedMethod:
         try:
             call.admit()
         except Exception as error:
-            fail(context, error, record.trailing)
+            fail_call(context, error, record.trailing)
             self.observer.end(record, status_of(context))
             send(None)
             return
@@ -213,7 +213,7 @@ class _Call:
         try:
             self._answer()
         except Exception as error:
-            fail(self._context, error, self._record.trailing)
+            fail_call(self._context, error, self._record.trailing)
             _clear_tracebacks(error)
         finally:
             self._end_decoding()
@@ -269,7 +269,7 @@ class _Call:
     def _end_late(self) -> None:
         """End the call because its message has not arrived; `_receive` then gets no message."""
         self._is_over = True
-        fail(self._context, _too_late(self._method.message_seconds), self._record.trailing)
+        fail_call(self._context, _too_late(self._method.message_seconds), self._record.trailing)
         self._send(None)
 
     def _shrink_message(self, size: int) -> None:
