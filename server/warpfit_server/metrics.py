@@ -1,8 +1,8 @@
-"""Everything that the server counts, as metrics of Prometheus.
+"""The server's metrics for Prometheus.
 
-All processes that take calls send what they measure to the front door (`measurements`), which
-serves one page for all of them. prometheus_client's own way with several processes, files that all
-of them map, needs a writable directory, keeps a file for each process that ever was, and costs a
+All front ends send what they measure to the main process (`observability.measurements`), which
+serves one page for all of them. The multiprocess mode of prometheus_client, files that all
+processes map, needs a writable directory, keeps a file for each process that ever was, and costs a
 call about four times as much.
 """
 
@@ -28,163 +28,122 @@ from prometheus_client.registry import Collector
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.engine.interface import CACHE_EVENTS, CACHE_SIZES, CACHES
 from warpfit_server.observability.gpu_monitor import GpuMonitor
-from warpfit_server.observability.measurements import BOUNDS, COUNTERS, HISTOGRAMS, Delta, Recorder
+from warpfit_server.observability.measurements import (
+    BUCKET_BOUNDS,
+    COUNTERS,
+    HISTOGRAMS,
+    MetricsDelta,
+    Recorder,
+)
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
 from warpfit_server.rpc.health import Health
 
 _PREFIX: Final = "warpfit_"
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sources:
-    """Where the figures come from."""
+class ServerCollector(Collector):
+    """Collects the server's metrics whenever Prometheus asks for them."""
 
     recorder: Recorder
     supervisor: EngineSupervisor
     datasets: DatasetStore
     health: Health
     resident_limit: int
-    """Bytes that data sets may have together."""
+    """Most bytes of all data sets."""
     processes: Callable[[], Mapping[str, int]]
-    """Process ids by role."""
+    """Returns the process ids by role."""
     probe_seconds: Callable[[], float]
+    """Returns the time that the last health probe took."""
     gpus: GpuMonitor
-
-
-class MetricsPage:
-    """The page of all metrics, in the format that the reader asks for."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(ServerCollector(sources))
 
     def render(self, accept: str) -> tuple[str, bytes]:
         """Return type and content of the page for a request's ``Accept`` header."""
         encode, content_type = choose_encoder(accept)
-        return content_type, encode(self._registry)
-
-
-class ServerCollector(Collector):
-    """Turns the server's figures into metrics, whenever they are asked for."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+        registry = CollectorRegistry()
+        registry.register(self)
+        return content_type, encode(registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
-        totals = self._sources.recorder.totals()
-        yield from _counters(totals)
-        yield from _histograms(totals)
+        totals = self.recorder.totals()
+        yield from _call_counters(totals)
+        yield from _call_histograms(totals)
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
         yield from self._engine()
         yield from self._datasets()
-        yield from _caches(self._sources.supervisor.counters)
+        yield from _caches(self.supervisor.counters)
         yield from self._gpus()
-        yield from _processes(self._sources.processes())
+        yield from _processes(self.processes())
 
     def _engine(self) -> Iterator[Metric]:
-        supervisor = self._sources.supervisor
-        build = GaugeMetricFamily(
-            _PREFIX + "build_info", "Version and engine", labels=("version", "engine")
-        )
-        build.add_metric((version("warpfit"), supervisor.engine), 1)
-        yield build
-        yield _gauge("ready", "1 if the engine answers rightly", self._sources.health.ready)
-        yield _gauge(
-            "probe_seconds",
-            "Time that the last health probe of the engine took",
-            self._sources.probe_seconds(),
-        )
-        restarts = CounterMetricFamily(
-            _PREFIX + "engine_restarts", "Engine processes that ended unasked", labels=("cause",)
-        )
-        for cause, count in dict(supervisor.restarts).items():
-            restarts.add_metric((cause,), count)
-        yield restarts
+        engine = ((version("warpfit"), self.supervisor.engine), 1.0)
+        yield _gauges("build_info", "Version and engine", ("version", "engine"), [engine])
+        yield _gauge("ready", "1 if the engine answers rightly", self.health.ready)
+        text = "Time that the last health probe of the engine took"
+        yield _gauge("probe_seconds", text, self.probe_seconds())
+        restarts = [((cause,), count) for cause, count in dict(self.supervisor.restarts).items()]
+        text = "Engine processes that ended unasked"
+        yield _counters("engine_restarts", text, ("cause",), restarts)
 
     def _datasets(self) -> Iterator[Metric]:
-        usage = self._sources.datasets.usage()
-        limit = self._sources.resident_limit
-        yield _gauge(
-            "resident_bytes",
-            "Bytes of all resident data sets, the health probe's included",
-            usage.nbytes,
-        )
-        yield _gauge("resident_limit_bytes", "Bytes that resident data sets may have", limit)
-        yield _gauge(
-            "resident_datasets", "Resident data sets, the health probe's included", usage.datasets
-        )
-        evictions = CounterMetricFamily(
-            _PREFIX + "evictions", "Data sets that had to make room for others"
-        )
-        evictions.add_metric((), usage.evictions)
-        yield evictions
+        usage = self.datasets.usage()
+        text = "Bytes of all resident data sets, the health probe's included"
+        yield _gauge("resident_bytes", text, usage.nbytes)
+        text = "Bytes that resident data sets may have"
+        yield _gauge("resident_limit_bytes", text, self.resident_limit)
+        text = "Resident data sets, the health probe's included"
+        yield _gauge("resident_datasets", text, usage.datasets)
+        text = "Data sets that had to make room for others"
+        yield _counters("evictions", text, (), [((), usage.evictions)])
 
     def _gpus(self) -> Iterator[Metric]:
-        usages = self._sources.gpus.usage()
+        usages = self.gpus.usage()
         for name, text, attribute in (
             ("gpu_memory_used_bytes", "GPU memory in use, by all processes", "memory_used"),
             ("gpu_memory_total_bytes", "GPU memory", "memory_total"),
             ("gpu_utilization_ratio", "Share of time with a kernel at work", "utilisation"),
         ):
-            family = GaugeMetricFamily(_PREFIX + name, text, labels=("gpu", "name"))
-            for usage in usages:
-                family.add_metric((usage.gpu, usage.name), getattr(usage, attribute))
-            yield family
+            samples = [((usage.gpu, usage.name), getattr(usage, attribute)) for usage in usages]
+            yield _gauges(name, text, ("gpu", "name"), samples)
 
 
-def _counters(totals: Delta) -> Iterator[Metric]:
-    for name, description in COUNTERS.items():
-        family = CounterMetricFamily(_PREFIX + name, description.text, labels=description.labels)
-        for (counted, labels), amount in totals.counts.items():
-            if counted == name:
-                family.add_metric(labels, amount)
-        yield family
+def _call_counters(totals: MetricsDelta) -> Iterator[Metric]:
+    for name, family in COUNTERS.items():
+        samples = [(labels, n) for (counted, labels), n in totals.counts.items() if counted == name]
+        yield _counters(name, family.text, family.labels, samples)
 
 
-def _histograms(totals: Delta) -> Iterator[Metric]:
-    for name, description in HISTOGRAMS.items():
-        family = HistogramMetricFamily(_PREFIX + name, description.text, labels=description.labels)
+def _call_histograms(totals: MetricsDelta) -> Iterator[Metric]:
+    for name, family in HISTOGRAMS.items():
+        metric = HistogramMetricFamily(_PREFIX + name, family.text, labels=family.labels)
         for (observed, labels), row in totals.buckets.items():
             if observed == name:
-                family.add_metric(labels, _cumulative(row), row[-1])
-        yield family
+                metric.add_metric(labels, _cumulative(row), row[-1])
+        yield metric
 
 
 def _cumulative(row: list[float]) -> list[tuple[str, float]]:
     buckets, total = [], 0.0
-    for bound, count in zip((*map(str, BOUNDS), "+Inf"), row, strict=False):
+    for bound, count in zip((*map(str, BUCKET_BOUNDS), "+Inf"), row, strict=False):
         total += count
         buckets.append((bound, total))
     return buckets
 
 
-def _caches(figures: Mapping[str, float]) -> Iterator[Metric]:
-    """Metrics of the engine's caches; engines that have none leave the families empty."""
-    for kinds, family_type in (
-        (CACHE_EVENTS, CounterMetricFamily),
-        (CACHE_SIZES, GaugeMetricFamily),
-    ):
+def _caches(counters: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield the metrics of the engine's caches, without samples for engines that have none."""
+    for kinds, make in ((CACHE_EVENTS, _counters), (CACHE_SIZES, _gauges)):
         for kind in kinds:
-            text = f"Caches of compiled kernels: {kind}"
-            family: Any = family_type(f"{_PREFIX}cache_{kind}", text, labels=("cache",))
-            for cache in CACHES:
-                figure = figures.get(f"{cache}_cache_{kind}")
-                if figure is not None:
-                    family.add_metric((cache,), figure)
-            yield family
+            found = {cache: counters.get(f"{cache}_cache_{kind}") for cache in CACHES}
+            samples = [((cache,), value) for cache, value in found.items() if value is not None]
+            yield make(f"cache_{kind}", f"Caches of compiled kernels: {kind}", ("cache",), samples)
 
 
-def _processes(processes: Mapping[str, int]) -> Iterable[Metric]:
-    memory = GaugeMetricFamily(
-        _PREFIX + "process_resident_bytes",
-        "Memory of a process, shared memory included",
-        labels=("process",),
-    )
-    files = GaugeMetricFamily(
-        _PREFIX + "process_open_files", "File descriptors of a process", labels=("process",)
-    )
+def _processes(processes: Mapping[str, int]) -> Iterator[Metric]:
+    memory, files = [], []
     for role, number in processes.items():
         place = Path(f"/proc/{number}")
         try:
@@ -192,12 +151,27 @@ def _processes(processes: Mapping[str, int]) -> Iterable[Metric]:
             descriptors = sum(1 for _ in (place / "fd").iterdir())
         except OSError:
             continue  # it has ended
-        memory.add_metric((role,), pages * _PAGE)
-        files.add_metric((role,), descriptors)
-    return memory, files
+        memory.append(((role,), pages * _PAGE_BYTES))
+        files.append(((role,), descriptors))
+    text = "Memory of a process, shared memory included"
+    yield _gauges("process_resident_bytes", text, ("process",), memory)
+    yield _gauges("process_open_files", "File descriptors of a process", ("process",), files)
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(_PREFIX + name, text)
-    family.add_metric((), float(value))
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return _gauges(name, text, (), [((), value)])
+
+
+def _gauges(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    return _family(GaugeMetricFamily, name, text, labels, samples)
+
+
+def _counters(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    return _family(CounterMetricFamily, name, text, labels, samples)
+
+
+def _family(kind: Any, name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    family: Metric = kind(_PREFIX + name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, float(value))  # type: ignore[attr-defined]
     return family

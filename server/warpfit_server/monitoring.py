@@ -7,7 +7,7 @@ import time
 
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
-from warpfit_server.metrics import MetricsPage, Sources
+from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.calls import Observer
 from warpfit_server.observability.gpu_monitor import GpuMonitor
 from warpfit_server.observability.measurements import Recorder
@@ -48,6 +48,7 @@ class Monitoring:
     ) -> None:
         self._config = config
         self._supervisor = supervisor
+        self._datasets = datasets
         self._front_ends = front_ends
         self._tracer = make_tracer(config.tracing)
         self.observer = Observer(recorder, self._tracer)
@@ -58,7 +59,7 @@ class Monitoring:
             *(config, supervisor, self._probe, self.health, front_ends.answer, self._tick)
         )
         supervisor.on_loss = self.watchdog.engine_lost
-        self._sources = Sources(
+        self._collector = ServerCollector(
             recorder,
             supervisor,
             datasets,
@@ -82,8 +83,9 @@ class Monitoring:
         if config.health_port is not None:
             self._health_port = HealthPort(self.health, config.health_host, config.health_port)
         if config.metrics_port is not None:
-            page = MetricsPage(self._sources)
-            self._metrics_port = MetricsPort(page, config.metrics_host, config.metrics_port)
+            self._metrics_port = MetricsPort(
+                self._collector.render, config.metrics_host, config.metrics_port
+            )
 
     def drain(self) -> None:
         """Be not ready for good, and give load balancers some time to notice."""
@@ -114,6 +116,7 @@ class Monitoring:
     def _tick(self) -> None:
         self._front_ends.kill_silent(engine_answers=self.watchdog.answers)
         self._supervisor.quarantine.expire()
+        self._datasets.expire(self._config.lease_seconds)
 
     def _processes(self) -> dict[str, int]:
         processes = {"front door": os.getpid(), **self._front_ends.processes()}

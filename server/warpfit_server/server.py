@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import DatasetStore, Sweeper
+from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.monitoring import Monitoring
 from warpfit_server.observability.measurements import Recorder
@@ -66,7 +66,6 @@ class Server:
         self.port = listen(self._grpc, config, config.port)
         self._local_address = f"unix:{self._directory.path}/main"
         self._grpc.add_insecure_port(self._local_address)
-        self._sweeper = Sweeper(datasets, config.lease_seconds)
 
     def __enter__(self) -> Server:
         """Start the engine, the port and the other front ends; return when the server is ready."""
@@ -75,7 +74,6 @@ class Server:
         self.supervisor.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
         self._front_ends.open()
-        self._sweeper.start()
         self._monitoring.watchdog.start()
         return self
 
@@ -87,7 +85,6 @@ class Server:
     ) -> None:
         """Be not ready, then refuse new calls, let those in flight finish in time, stop."""
         self._monitoring.drain()
-        self._sweeper.stop()
         stopped = self._grpc.stop(self._config.grace)
         self._front_ends.stop()
         stopped.wait()

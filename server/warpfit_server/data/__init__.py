@@ -1,1 +1,1 @@
-"""Resident data sets."""
+"""The resident data sets and their uploads."""

@@ -39,7 +39,7 @@ from warpfit_server.engine.runner import RequestRunner, merge_key
 from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
-from warpfit_server.observability.logs import works_for
+from warpfit_server.observability.logs import set_logged_request_id
 from warpfit_server.system.resources import available_cores
 from warpfit_server.system.shortages import shortage
 
@@ -233,7 +233,7 @@ class Loop:
 
     def _run_alone(self, request: Request) -> tuple[Future[Any] | None, list[Request]]:
         """Run one step; return what the request waits for, and the request if it is unfinished."""
-        works_for(request.problem.request_id)
+        set_logged_request_id(request.problem.request_id)
         try:
             if request.cancelled[0]:
                 raise _cancelled()

@@ -32,7 +32,7 @@ from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Know
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
 from warpfit_server.ipc.segment_layout import ALONE, FIT_SETTING_ARRAYS, QUEUED, SegmentLayout
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.observability.logs import current_id
+from warpfit_server.observability.logs import logged_request_id
 from warpfit_server.system.shortages import TOO_MANY_FILES, shortage
 from warpfit_server.tenancy.tenants import PROBE
 
@@ -279,7 +279,7 @@ class _Unsent:
             closing=None if custom is None else custom.closing.value,
             outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
             tenant=self.tenant,
-            request_id=current_id(),
+            request_id=logged_request_id(),
             alone=alone,
         )
         if self.fit_settings is None:

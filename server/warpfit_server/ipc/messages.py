@@ -20,7 +20,7 @@ from warpfit.server_info import Device
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, SuspectList
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.observability.measurements import Delta
+from warpfit_server.observability.measurements import MetricsDelta
 
 #: Outputs of an evaluation that a message names.
 OUTPUTS: Final = (
@@ -238,7 +238,7 @@ class ProbeResult:
 class MetricsRecorded:
     """What the front end has measured since the last time; it also says that it lives."""
 
-    delta: Delta
+    delta: MetricsDelta
 
 
 # ------------------------------------------------------ main process -> front-end process

@@ -22,8 +22,8 @@ import grpc
 from warpfit.codec import REQUEST_ID_KEY
 from warpfit.dataset import Layout
 from warpfit.request import Evaluation, Timings
-from warpfit_server.observability.logs import Allowance, works_for
-from warpfit_server.observability.measurements import Recorder, Sample
+from warpfit_server.observability.logs import LogRateLimiter, set_logged_request_id
+from warpfit_server.observability.measurements import CallMeasurement, Recorder
 
 _LOG: Final = logging.getLogger("warpfit.requests")
 #: Ids that clients may choose; any other is replaced.
@@ -95,7 +95,7 @@ class Tracer(Protocol):
 def set_current_call(call: CallRecord) -> None:
     """Let the functions below, and the log lines of this thread, refer to a call."""
     _CURRENT.set(call)
-    works_for(call.request_id)
+    set_logged_request_id(call.request_id)
 
 
 def record_work(evaluation: Evaluation, layout: Layout) -> None:
@@ -145,7 +145,7 @@ class Observer:
         """Counts a call as running."""
         self._recorder = recorder
         self._tracer = tracer
-        self._lines = Allowance(_BURST_LINES, _LINES_A_SECOND)
+        self._lines = LogRateLimiter(_BURST_LINES, _LINES_A_SECOND)
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(6)
 
@@ -190,12 +190,12 @@ def stages(call: CallRecord, timings: Timings) -> tuple[int, ...]:
     return timings.decode, timings.queue, copy, timings.compute, call.encode
 
 
-def _sample(call: CallRecord, status: str, ended: int) -> Sample:
+def _sample(call: CallRecord, status: str, ended: int) -> CallMeasurement:
     labels, seconds = (call.method, status, call.tenant), (ended - call.started) / 1e9
     timings = call.timings
     if timings is None:
-        return Sample(labels, seconds, call.received)
-    return Sample(
+        return CallMeasurement(labels, seconds, call.received)
+    return CallMeasurement(
         labels,
         seconds,
         call.received,
@@ -209,7 +209,7 @@ def _sample(call: CallRecord, status: str, ended: int) -> Sample:
 
 
 def _log(level: int, call: CallRecord, status: str, ended: int, left_out: int = 0) -> None:
-    works_for(call.request_id)
+    set_logged_request_id(call.request_id)
     seconds = (ended - call.started) / 1e9
     fields = {"method": call.method, "status": status, "tenant": call.tenant}
     measured: dict[str, Any] = {"seconds": round(seconds, 6), "programs": call.programs}

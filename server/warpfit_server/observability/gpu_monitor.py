@@ -1,7 +1,7 @@
 """Memory and utilisation of the GPUs, from NVIDIA's management library (NVML).
 
-NVML opens no CUDA context, so the front door may ask it. Without the package ``nvidia-ml-py`` or
-without a driver there are no figures.
+NVML opens no CUDA context, so the main process may use it. Without the package ``nvidia-ml-py`` or
+without a driver there is nothing to report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOG: Final = logging.getLogger("warpfit.gpu")
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """Figures of one GPU at one moment."""
+    """How much of a GPU is in use at one moment."""
 
     gpu: str
     """Its index, as nvidia-smi counts."""
@@ -39,7 +39,7 @@ class GpuMonitor:
         self._nvml = _library()
 
     def usage(self) -> list[GpuUsage]:
-        """Read all visible GPUs; none without NVML or when it fails."""
+        """Read all visible GPUs; return none without NVML or when it fails."""
         if self._nvml is None:
             return []
         try:
@@ -50,17 +50,12 @@ class GpuMonitor:
             return []
 
     def _handles(self) -> list[Any]:
-        nvml = self._nvml
+        by_index = self._nvml.nvmlDeviceGetHandleByIndex
         if self._visible is None:
-            indices = range(nvml.nvmlDeviceGetCount())
-            return [nvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
+            return [by_index(index) for index in range(self._nvml.nvmlDeviceGetCount())]
         names = [name.strip() for name in self._visible.split(",") if name.strip()]
-        return [
-            nvml.nvmlDeviceGetHandleByIndex(int(name))
-            if name.isdigit()
-            else nvml.nvmlDeviceGetHandleByUUID(name)
-            for name in names
-        ]
+        by_uuid = self._nvml.nvmlDeviceGetHandleByUUID
+        return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
 
     def _read(self, handle: Any) -> GpuUsage:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)

@@ -1,4 +1,4 @@
-"""Logging for people or for machines; every line of a call carries its id."""
+"""Log lines as text or JSON; every line of a call carries the call's id."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ import time
 from contextvars import ContextVar
 from typing import Final
 
-#: Whose lines are counted at a time; with more of them all begin anew.
+#: Most names whose lines are counted at a time; with more of them all counts begin anew.
 _MOST_NAMES: Final = 10_000
 _REQUEST_ID: Final[ContextVar[str]] = ContextVar("request id", default="")
 
 
-def works_for(request_id: str) -> None:
-    """Let the log lines of this thread name a call from now on; an empty string names none."""
+def set_logged_request_id(request_id: str) -> None:
+    """Let the log lines of this thread carry a call's id from now on; "" for none."""
     _REQUEST_ID.set(request_id)
 
 
-def current_id() -> str:
-    """Id of the call that this thread works for, or an empty string."""
+def logged_request_id() -> str:
+    """Return the id of the call that this thread works for, or an empty string."""
     return _REQUEST_ID.get()
 
 
-class Allowance:
-    """How many lines somebody may cause: a number at once, then some a second.
+class LogRateLimiter:
+    """Limits the lines of each name, so that a client that repeats a mistake fills no disk.
 
-    So who repeats a mistake for weeks fills no disk (generic cell rate algorithm, as in `quotas`).
+    This is the generic cell rate algorithm, as in `warpfit_server.tenancy.quotas`.
 
     Args:
-        at_once: lines without a pause.
+        burst: lines without a pause.
         rate: lines a second in the long run.
 
     """
 
-    def __init__(self, at_once: int, rate: float) -> None:
-        self._ahead = at_once / rate
+    def __init__(self, burst: int, rate: float) -> None:
+        self._ahead = burst / rate
         self._step = 1 / rate
         self._lock = threading.Lock()
         self._used: dict[str, tuple[float, int]] = {}
-        """By name: the moment until which the rate is used up, lines left out since the last."""
+        """By name: when the next line is due at this rate, and lines left out since the last."""
 
     def take(self, name: str, now: float) -> int | None:
-        """Ask for a line.
+        """Ask whether a line may be written.
 
         Args:
-            name: whose.
-            now: seconds on a clock that only goes forward.
+            name: whose line it is.
+            now: seconds on a monotonic clock.
 
         Returns:
-            How many lines were left out since the last one, or None if this one is to be left out.
+            How many lines were left out since the last one, or None to leave this one out, too.
 
         """
         with self._lock:
@@ -75,7 +75,7 @@ class _JsonFormatter(logging.Formatter):
             "process": record.process,
             "message": record.getMessage(),
         }
-        request_id = current_id()
+        request_id = logged_request_id()
         if request_id:
             entry["request_id"] = request_id
         entry |= getattr(record, "fields", {})
@@ -86,13 +86,13 @@ class _JsonFormatter(logging.Formatter):
 
 class _TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        request_id = current_id()
+        request_id = logged_request_id()
         line = super().formatMessage(record)
         return f"{line} [{request_id}]" if request_id else line
 
 
 def configure_logging(level: str, style: str) -> None:
-    """Log to standard error at ``level``, as ``text`` or as ``json`` lines."""
+    """Log to standard error from ``level`` on, as ``text`` or ``json`` lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         _JsonFormatter()

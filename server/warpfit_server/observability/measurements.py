@@ -1,8 +1,8 @@
-"""What a process measures of its calls, and how the figures of several processes become one.
+"""Counters and histograms of calls, and how those of several processes become one.
 
-Every process that takes calls has a `Recorder`. Further doors send what they have recorded since
-the last time to the front door, which adds it to its own: increments need no files, and survive the
-door that sent them. A call leaves one tuple behind; many of them are added up at a time.
+Every front end has a `Recorder`. Front-end processes send what they have recorded since the last
+time to the main process, which adds it to its own: increments need no files, and survive the
+process that sent them. A call leaves one tuple behind; many of them are added up at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 #: Upper bounds of the buckets of every histogram, in seconds.
-BOUNDS: Final = (
+BUCKET_BOUNDS: Final = (
     *(round(step * 10.0**power, 9) for power in range(-5, 2) for step in (1.0, 2.5, 5.0)),
     100.0,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A metric: what it means and what its labels are called."""
+class Family(NamedTuple):
+    """A metric family: its documentation and the names of its labels."""
 
     text: str
     labels: tuple[str, ...]
@@ -51,18 +50,17 @@ HISTOGRAMS: Final[Mapping[str, Family]] = MappingProxyType(
         ),
     }
 )
-
-#: Most counters in a message to the front door; its length is limited.
-_MOST_SERIES: Final = 500
-#: Name of a metric and the values of its labels.
-Series = tuple[str, tuple[str, ...]]
 #: Stages of an answered call.
 STAGES: Final = ("decode", "queue", "copy", "kernel", "encode")
-#: Calls whose figures are kept before they are added up.
-_MOST_SAMPLES: Final = 256
+#: Most counters in a message to the main process, because the length of messages is limited.
+_MOST_SERIES: Final = 500
+#: Calls whose measurements are kept before they are added up.
+_MOST_CALLS: Final = 256
+#: Name of a family and the values of its labels.
+Series = tuple[str, tuple[str, ...]]
 
 
-class Sample(NamedTuple):
+class CallMeasurement(NamedTuple):
     """What was measured of a call that has ended."""
 
     labels: tuple[str, str, str]
@@ -74,19 +72,19 @@ class Sample(NamedTuple):
     tokens: int = 0
     token_rows: int = 0
     tier: str | None = None
-    """That answered; None if the engine did not."""
+    """Tier that answered; None if the engine did not."""
     compiled: int = 0
     """Programs served by kernels that were compiled already."""
     stages: tuple[int, ...] = ()
-    """Nanoseconds of each stage, if the engine answered."""
+    """Nanoseconds of each of `STAGES`, if the engine answered."""
 
 
-#: Names of the counters of a tenant's amounts, in the order of `Sample`.
+#: Counters of a tenant's amounts, in the order of `CallMeasurement` from ``received`` on.
 _AMOUNTS: Final = ("received_bytes", "programs", "tokens", "token_rows")
 
 
 @dataclass(slots=True, eq=False)
-class Delta:
+class MetricsDelta:
     """Increments of counters and histograms."""
 
     counts: dict[Series, float] = field(default_factory=dict)
@@ -104,43 +102,40 @@ class Delta:
         """Add observations to a histogram."""
         row = self.buckets.get((name, labels))
         if row is None:
-            row = self.buckets[name, labels] = [0.0] * (len(BOUNDS) + 2)
-        for bucket in np.searchsorted(BOUNDS, seconds).tolist():
+            row = self.buckets[name, labels] = [0.0] * (len(BUCKET_BOUNDS) + 2)
+        for bucket in np.searchsorted(BUCKET_BOUNDS, seconds).tolist():
             row[bucket] += 1.0
         row[-1] += float(np.sum(seconds))
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Add what was measured of calls."""
-        answered = [sample for sample in samples if sample.tier is not None]
-        for labels, count in Counter([sample.labels for sample in samples]).items():
+    def add(self, calls: Sequence[CallMeasurement]) -> None:
+        """Add the measurements of calls."""
+        for labels, count in Counter([call.labels for call in calls]).items():
             self.count("requests", labels, count)
-        self._add_amounts(samples)
-        for tier, count in Counter([sample.tier for sample in answered]).items():
-            self.count("evaluations", (str(tier),), count)
-        if answered:
-            compiled = sum([sample.compiled for sample in answered])
-            self.count("compiled_programs", (), compiled)
-            for stage, seconds in zip(STAGES, _stage_seconds(answered), strict=True):
-                self.observe("stage_seconds", (stage,), seconds)
-        methods: dict[str, list[float]] = {}
-        for sample in samples:
-            methods.setdefault(sample.labels[0], []).append(sample.seconds)
-        for method, times in methods.items():
-            self.observe("request_seconds", (method,), times)
-
-    def _add_amounts(self, samples: Sequence[Sample]) -> None:
-        """Add what is counted of each tenant."""
-        sums: dict[Series, float] = {}
-        for sample in samples:
-            tenant = sample.labels[2:]
-            for name, amount in zip(_AMOUNTS, sample[2:6], strict=True):
+        times: dict[str, list[float]] = {}
+        amounts: Counter[Series] = Counter()
+        for call in calls:
+            times.setdefault(call.labels[0], []).append(call.seconds)
+            for name, amount in zip(_AMOUNTS, call[2:6], strict=True):
                 if amount:
-                    sums[name, tenant] = sums.get((name, tenant), 0.0) + amount
-        for (name, labels), total in sums.items():
-            self.count(name, labels, total)
+                    amounts[name, call.labels[2:]] += amount
+        for method, seconds in times.items():
+            self.observe("request_seconds", (method,), seconds)
+        for (name, tenant), total in amounts.items():
+            self.count(name, tenant, total)
+        answered = [call for call in calls if call.tier is not None]
+        if answered:
+            self._add_answered(answered)
 
-    def merge(self, other: Delta) -> None:
-        """Add the increments of another."""
+    def _add_answered(self, calls: Sequence[CallMeasurement]) -> None:
+        for tier, count in Counter([call.tier for call in calls]).items():
+            self.count("evaluations", (str(tier),), count)
+        self.count("compiled_programs", (), sum([call.compiled for call in calls]))
+        stages = np.array([call.stages for call in calls], np.float64).T / 1e9
+        for stage, seconds in zip(STAGES, stages.tolist(), strict=True):
+            self.observe("stage_seconds", (stage,), seconds)
+
+    def merge(self, other: MetricsDelta) -> None:
+        """Add the increments of another one."""
         for (name, labels), amount in other.counts.items():
             self.count(name, labels, amount)
         for series, row in other.buckets.items():
@@ -149,67 +144,60 @@ class Delta:
 
 
 class Recorder:
-    """Figures of the calls of this process and, in the front door, of the others too."""
+    """Counters and histograms of this process and, in the main process, of the others too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._delta = Delta()
-        self._samples: deque[Sample] = deque()
+        self._delta = MetricsDelta()
+        self._ended: deque[CallMeasurement] = deque()
         self._running: set[object] = set()
         self._running_elsewhere: dict[int, int] = {}
 
     def begin(self, call: object) -> None:
-        """Note that a call has begun."""
+        """Count a call as running."""
         self._running.add(call)
 
-    def end(self, call: object, sample: Sample) -> None:
-        """Note that a call has ended, begun or not, and what was measured of it."""
+    def end(self, call: object, measurement: CallMeasurement) -> None:
+        """Record a call that has ended, whether or not it was counted as running."""
         self._running.discard(call)
-        self._samples.append(sample)
-        if len(self._samples) >= _MOST_SAMPLES:
+        self._ended.append(measurement)
+        if len(self._ended) >= _MOST_CALLS:
             with self._lock:
                 self._add_up()
 
-    def take(self) -> Delta:
-        """Take what was recorded out, at most as much as fits into a message."""
+    def take(self) -> MetricsDelta:
+        """Take out what was recorded, at most as much as fits into a message."""
         with self._lock:
             self._add_up()
             counts = self._delta.counts
             first = dict(islice(counts.items(), _MOST_SERIES))
-            taken = Delta(first, self._delta.buckets, len(self._running))
+            taken = MetricsDelta(first, self._delta.buckets, len(self._running))
             left = {series: counts[series] for series in counts.keys() - first.keys()}
-            self._delta = Delta(left)
+            self._delta = MetricsDelta(left)
         return taken
 
-    def add(self, source: int, delta: Delta) -> None:
-        """Take in what another process has recorded."""
+    def add(self, process: int, delta: MetricsDelta) -> None:
+        """Add what another process has recorded."""
         with self._lock:
-            self._running_elsewhere[source] = delta.in_flight
+            self._running_elsewhere[process] = delta.in_flight
             self._delta.merge(delta)
 
-    def forget(self, source: int) -> None:
-        """Note that another process, and the calls that it had, are gone."""
+    def forget(self, process: int) -> None:
+        """Take notice that another process, with the calls that it had, is gone."""
         with self._lock:
-            self._running_elsewhere.pop(source, None)
+            self._running_elsewhere.pop(process, None)
 
-    def totals(self) -> Delta:
+    def totals(self) -> MetricsDelta:
         """Return everything recorded so far."""
         with self._lock:
             self._add_up()
             elsewhere = sum(self._running_elsewhere.values())
-            copy = Delta(in_flight=len(self._running) + elsewhere)
+            copy = MetricsDelta(in_flight=len(self._running) + elsewhere)
             copy.merge(self._delta)
         return copy
 
     def _add_up(self) -> None:
         """Add up the calls that have ended; the lock is held, but calls go on ending."""
-        count = len(self._samples)
+        count = len(self._ended)
         if count:
-            self._delta.add([self._samples.popleft() for _ in range(count)])
-
-
-def _stage_seconds(answered: Sequence[Sample]) -> list[list[float]]:
-    """Seconds of each stage, one list a stage."""
-    matrix = np.array([sample.stages for sample in answered], np.float64) / 1e9
-    seconds: list[list[float]] = matrix.T.tolist()
-    return seconds
+            self._delta.add([self._ended.popleft() for _ in range(count)])

@@ -1,8 +1,8 @@
-"""The HTTP port of the metrics: one thread, few connections, little time for each.
+"""The HTTP port that Prometheus reads metrics from: one thread, few connections, short timeouts.
 
-Nobody needs credentials to connect, so a connection costs no thread and nothing that a client says
-makes the server wait: where there are too many connections the oldest one goes, because a scrape is
-over long before it would be the oldest.
+Connecting needs no credentials. So a connection costs no thread, and no client can keep the server
+waiting: when there are too many connections, the oldest one is closed, because a scrape ends long
+before it would be the oldest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Final
 
 from warpfit.errors import UnavailableError
 
@@ -20,22 +20,17 @@ _LOG: Final = logging.getLogger("warpfit.metrics")
 _MOST_CONNECTIONS: Final = 32
 #: Most bytes of the lines of a request.
 _MOST_BYTES: Final = 16 << 10
-#: Seconds in which a request must come and its answer be taken.
+#: Seconds within which a request must come and its answer be read.
 _SECONDS: Final = 5.0
-
-
-class Page(Protocol):
-    """What is served at ``/metrics``."""
-
-    def render(self, accept: str) -> tuple[str, bytes]:
-        """Return type and content for a request's ``Accept`` header."""
+#: Returns type and content of the page for a request's ``Accept`` header.
+Render = Callable[[str], tuple[str, bytes]]
 
 
 class MetricsPort:
     """Serves one page over HTTP. ``port`` is the port that it listens on.
 
     Args:
-        page: served at ``/metrics``; rendered in the port's thread.
+        render: makes the page, in the port's thread.
         host: address to listen on.
         port: number, 0 for a free one.
 
@@ -44,8 +39,8 @@ class MetricsPort:
 
     """
 
-    def __init__(self, page: Page, host: str, port: int) -> None:
-        self._page = page
+    def __init__(self, render: Render, host: str, port: int) -> None:
+        self._render = render
         self._open: dict[asyncio.StreamWriter, None] = {}
         self._loop = asyncio.new_event_loop()
         try:
@@ -89,25 +84,19 @@ class MetricsPort:
         try:
             async with asyncio.timeout(_SECONDS):
                 request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(answer(request, self._page.render))
+                writer.write(_answer(request, self._render))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            _LOG.debug("a client of the metrics port was too slow, too long, or has gone")
+            _LOG.debug("a client of the metrics port was too slow, sent too much, or has gone")
         finally:
             self._open.pop(writer, None)
             writer.transport.abort()
 
 
-def answer(request: bytes, render: Callable[[str], tuple[str, bytes]]) -> bytes:
-    """Answer an HTTP request, of which there is one on each connection.
-
-    Args:
-        request: its lines, the empty one at their end included.
-        render: makes type and content of the page.
-
-    """
+def _answer(request: bytes, render: Render) -> bytes:
+    """Answer a connection's only HTTP request, given with the empty line at its end."""
     first, *lines = request.decode("latin-1").split("\r\n")
     method, _, rest = first.partition(" ")
     path = rest.partition(" ")[0].partition("?")[0]
@@ -115,27 +104,22 @@ def answer(request: bytes, render: Callable[[str], tuple[str, bytes]]) -> bytes:
         return _response(HTTPStatus.NOT_FOUND, "text/plain", b"the metrics are at /metrics\n")
     if method not in ("GET", "HEAD"):
         return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"use GET\n")
-    headers = {name.strip().lower(): value for name, _, value in map(_split, lines)}
+    headers = {name.lower(): value for name, _, value in (line.partition(":") for line in lines)}
     try:
         content_type, content = render(headers.get("accept", "").strip())
     except Exception:
         _LOG.exception("the metrics could not be collected")
         return _response(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", b"see the log\n")
-    return _response(HTTPStatus.OK, content_type, content, with_content=method == "GET")
-
-
-def _split(line: str) -> tuple[str, str, str]:
-    return line.partition(":")
+    return _response(HTTPStatus.OK, content_type, content, has_body=method == "GET")
 
 
 def _response(
-    status: HTTPStatus, content_type: str, content: bytes, *, with_content: bool = True
+    status: HTTPStatus, content_type: str, content: bytes, *, has_body: bool = True
 ) -> bytes:
-    lines = (
-        f"HTTP/1.1 {status.value} {status.phrase}",
-        f"Content-Type: {content_type}",
-        f"Content-Length: {len(content)}",
-        "Connection: close",
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        f"Content-Type: {content_type}\r\n"
+        f"Content-Length: {len(content)}\r\n"
+        "Connection: close\r\n\r\n"
     )
-    head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
-    return head + content if with_content else head
+    return head.encode("latin-1") + (content if has_body else b"")

@@ -29,11 +29,17 @@ from support.repository.deployments import (
     render,
 )
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import Usage
+from warpfit_server.data.dataset_store import StoreUsage
 from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
-from warpfit_server.metrics import ServerCollector, Sources
+from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability.gpu_monitor import GpuUsage
-from warpfit_server.observability.measurements import COUNTERS, HISTOGRAMS, STAGES, Recorder, Sample
+from warpfit_server.observability.measurements import (
+    COUNTERS,
+    HISTOGRAMS,
+    STAGES,
+    CallMeasurement,
+    Recorder,
+)
 from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.tls import check_exposure
 
@@ -69,23 +75,23 @@ def exported() -> set[str]:
     """Every series name that a server with a GPU can export."""
     recorder = Recorder()
     stages = tuple(range(1, 1 + len(STAGES)))
-    recorder.end(1, Sample(("Evaluate", "OK", "x"), 1.0, 1, 1, 1, 1, "tier", 1, stages))
+    recorder.end(1, CallMeasurement(("Evaluate", "OK", "x"), 1.0, 1, 1, 1, 1, "tier", 1, stages))
     totals = recorder.totals()
     assert {name for name, _ in totals.counts} == set(COUNTERS)
     assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
-    sources = Sources(
+    collector = ServerCollector(
         recorder=recorder,
         supervisor=SimpleNamespace(
             engine="cuda", restarts={"hung": 1}, counters=dict.fromkeys(ENGINE_COUNTERS, 1.0)
         ),
-        datasets=SimpleNamespace(usage=lambda: Usage(1, 1, 1)),
+        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 1, 1)),
         health=Health("service"),
         resident_limit=1,
         processes=lambda: {"engine": 1},
         probe_seconds=lambda: 1.0,
         gpus=SimpleNamespace(usage=lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]),
     )
-    families = list(ServerCollector(sources).collect())
+    families = list(collector.collect())
     assert all(family.samples for family in families)
     return {sample.name for family in families for sample in family.samples}
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from warpfit_server.observability import logs
 from warpfit_server.observability.calls import CallRecord, Observer
-from warpfit_server.observability.logs import Allowance
+from warpfit_server.observability.logs import LogRateLimiter
 
 PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
 
 
 @given(st.integers(1, 20), st.sampled_from([0.5, 1.0, 8.0]), PAUSES)
 def test_lines_keep_to_the_rate_and_those_left_out_are_told(at_once, rate, pauses):
-    allowance, now, written, told, left_out = Allowance(at_once, rate), 1000.0, [], 0, 0
+    allowance, now, written, told, left_out = LogRateLimiter(at_once, rate), 1000.0, [], 0, 0
     for pause in pauses:
         now += pause
         found = allowance.take("one", now)
@@ -35,7 +35,7 @@ def test_lines_keep_to_the_rate_and_those_left_out_are_told(at_once, rate, pause
 
 
 def test_so_many_are_allowed_at_once_then_one_a_second():
-    allowance = Allowance(3, 1.0)
+    allowance = LogRateLimiter(3, 1.0)
     assert [allowance.take("a", 10.0) for _ in range(5)] == [0, 0, 0, None, None]
     assert allowance.take("a", 10.5) is None
     assert allowance.take("b", 10.5) == 0, "each has lines of its own"
@@ -45,7 +45,7 @@ def test_so_many_are_allowed_at_once_then_one_a_second():
 
 def test_names_take_a_bounded_amount_of_memory(monkeypatch):
     monkeypatch.setattr(logs, "_MOST_NAMES", 10)
-    allowance = Allowance(1, 1.0)
+    allowance = LogRateLimiter(1, 1.0)
     for number in range(35):
         assert allowance.take(str(number), 0.0) == 0
         assert len(allowance._used) <= 10

@@ -18,16 +18,15 @@ from warpfit_server.rpc.tls import check_exposure
 TEXT = b"warpfit_ready 1.0\n" * 10_000
 
 
-class Page:
-    def render(self, accept):
-        if accept == "broken":
-            raise RuntimeError("no figures")
-        return "text/plain; version=0.0.4", TEXT
+def render(accept):
+    if accept == "broken":
+        raise RuntimeError("no metrics")
+    return "text/plain; version=0.0.4", TEXT
 
 
 @pytest.fixture
 def port():
-    made = MetricsPort(Page(), "127.0.0.1", 0)
+    made = MetricsPort(render, "127.0.0.1", 0)
     yield made.port
     made.stop()
 
@@ -110,11 +109,7 @@ def test_a_slow_client_is_cut_off(port, monkeypatch):
 def test_a_client_that_takes_no_answer_is_cut_off(monkeypatch):
     monkeypatch.setattr(metrics_port, "_SECONDS", 0.5)
 
-    class Large:
-        def render(self, accept):
-            return "text/plain", bytes(64 << 20)
-
-    made = MetricsPort(Large(), "127.0.0.1", 0)
+    made = MetricsPort(lambda accept: ("text/plain", bytes(64 << 20)), "127.0.0.1", 0)
     try:
         with connect(made.port) as client:
             client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -128,11 +123,11 @@ def test_a_client_that_takes_no_answer_is_cut_off(monkeypatch):
 
 def test_a_taken_port_is_an_error(port):
     with pytest.raises(UnavailableError, match="--metrics-port"):
-        MetricsPort(Page(), "127.0.0.1", port)
+        MetricsPort(render, "127.0.0.1", port)
 
 
 def test_a_closed_port_answers_nobody():
-    made = MetricsPort(Page(), "127.0.0.1", 0)
+    made = MetricsPort(render, "127.0.0.1", 0)
     silent = connect(made.port)
     made.stop()
     with pytest.raises(OSError, match="refused"):

@@ -16,22 +16,25 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import CollectorRegistry
 
 from warpfit.cli.prometheus_reader import Change, Scrape
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.request import Timings
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import Usage
+from warpfit_server.data.dataset_store import StoreUsage
 from warpfit_server.engine.hang_detector import EXIT_STUCK
 from warpfit_server.engine.interface import COUNTERS as ENGINE_COUNTERS
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.metrics import ServerCollector, Sources
+from warpfit_server.metrics import ServerCollector
 from warpfit_server.observability import gpu_monitor
 from warpfit_server.observability.calls import CallRecord
 from warpfit_server.observability.gpu_monitor import GpuMonitor, GpuUsage
-from warpfit_server.observability.measurements import BOUNDS, Delta, Recorder, Sample
+from warpfit_server.observability.measurements import (
+    BUCKET_BOUNDS,
+    CallMeasurement,
+    MetricsDelta,
+    Recorder,
+)
 from warpfit_server.observability.tracing import SpanTracer, make_tracer
 from warpfit_server.processes.engine_supervisor import cause_of_death
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
@@ -48,7 +51,9 @@ class TestMeasurements:
         one, front, door = Recorder(), Recorder(), Recorder()
         for number, (tenant, seconds, answered) in enumerate(observed):
             engine = (2, 3, 4, "cpu", 1, (1, 2, 3, 4, 5)) if answered else ()
-            sample = Sample(("Evaluate", "OK", tenant), seconds, 10 * (number % 3), *engine)
+            sample = CallMeasurement(
+                ("Evaluate", "OK", tenant), seconds, 10 * (number % 3), *engine
+            )
             for recorder in (one, front if number % 2 else door):
                 recorder.begin(number)
                 recorder.end(number, sample)
@@ -70,7 +75,7 @@ class TestMeasurements:
         def work(thread):
             for number in range(2000):
                 recorder.begin((thread, number))
-                recorder.end((thread, number), Sample(("Evaluate", "OK", "a"), 0.1))
+                recorder.end((thread, number), CallMeasurement(("Evaluate", "OK", "a"), 0.1))
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
@@ -80,18 +85,18 @@ class TestMeasurements:
 
     @given(SECONDS)
     def test_an_observation_falls_into_the_bucket_that_bounds_it(self, seconds):
-        delta = Delta()
+        delta = MetricsDelta()
         delta.observe("time", (), [seconds])
         (row,) = delta.buckets.values()
         (index,) = np.flatnonzero(row[:-1])
-        bounds = (*BOUNDS, math.inf)
+        bounds = (*BUCKET_BOUNDS, math.inf)
         assert seconds <= bounds[index]
         assert index == 0 or seconds > bounds[index - 1]
 
     def test_a_message_is_bounded_and_what_is_left_comes_later(self):
         recorder = Recorder()
         for number in range(1200):
-            recorder.end(number, Sample(("Evaluate", "OK", str(number)), 0.0))
+            recorder.end(number, CallMeasurement(("Evaluate", "OK", str(number)), 0.0))
         sizes = []
         while counts := recorder.take().counts:
             sizes.append(len(counts))
@@ -101,8 +106,8 @@ class TestMeasurements:
     def test_calls_of_a_process_that_died_are_not_in_flight(self):
         recorder = Recorder()
         recorder.begin("call")
-        recorder.add(7, Delta(in_flight=3))
-        recorder.add(8, Delta(in_flight=1))
+        recorder.add(7, MetricsDelta(in_flight=3))
+        recorder.add(8, MetricsDelta(in_flight=1))
         assert recorder.totals().in_flight == 5
         recorder.forget(7)
         assert recorder.totals().in_flight == 2
@@ -343,19 +348,17 @@ def test_gpus_that_are_visible(monkeypatch, visible, gpus):
 
 def page(counters, usages=()):
     """The metrics of a server that has done nothing, as text."""
-    sources = Sources(
+    collector = ServerCollector(
         recorder=Recorder(),
         supervisor=SimpleNamespace(engine="cuda", restarts={"hung": 2}, counters=counters),
-        datasets=SimpleNamespace(usage=lambda: Usage(1, 100, 3)),
+        datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 100, 3)),
         health=Health("service"),
         resident_limit=1000,
         processes=lambda: {"engine": 2**22 + 1},  # no such process
         probe_seconds=lambda: 0.5,
         gpus=SimpleNamespace(usage=lambda: list(usages)),
     )
-    registry = CollectorRegistry()
-    registry.register(ServerCollector(sources))
-    return generate_latest(registry).decode()
+    return collector.render("")[1].decode()
 
 
 def test_figures_of_a_gpu_engine_become_metrics():
@@ -398,10 +401,10 @@ class TestScrape:
     def test_quantiles_are_in_the_right_bucket(self, values, share):
         recorder = Recorder()
         for value in values:
-            recorder.end(value, Sample(("Evaluate", "OK", "a"), value))
+            recorder.end(value, CallMeasurement(("Evaluate", "OK", "a"), value))
         (row,) = recorder.totals().buckets.values()
         cumulative = np.cumsum(row[:-1])
-        labels = [str(bound) for bound in BOUNDS] + ["+Inf"]
+        labels = [str(bound) for bound in BUCKET_BOUNDS] + ["+Inf"]
         after = {
             ("time_bucket", frozenset({("le", le)})): count
             for le, count in zip(labels, cumulative, strict=True)
@@ -409,8 +412,8 @@ class TestScrape:
         empty = dict.fromkeys(after, 0.0)
         got = Change(Scrape(0.0, empty), Scrape(1.0, after)).quantile(share, "time")
         exact = sorted(values)[math.ceil(share * len(values)) - 1]
-        index = np.searchsorted(BOUNDS, exact)
-        assert (BOUNDS[index - 1] if index else 0) <= got <= BOUNDS[index]
+        index = np.searchsorted(BUCKET_BOUNDS, exact)
+        assert (BUCKET_BOUNDS[index - 1] if index else 0) <= got <= BUCKET_BOUNDS[index]
 
     def test_without_observations_there_is_no_quantile(self):
         nothing = Scrape(0.0, {})

@@ -1,0 +1,104 @@
+"""An upload of a data set on its way into shared memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from warpfit.dataset import Layout, PayloadDigest, check_weights
+from warpfit.errors import InvalidArgumentError
+from warpfit_server.ipc.segments import Segment
+from warpfit_server.tenancy.tenants import key_of
+
+#: Most bytes of an upload that have arrived and are not hashed yet.
+_UNHASHED_BYTES: Final = 4 << 20
+_REMEDY: Final = "Send exactly (variables + target + weights) x rows numbers of the dtype"
+
+
+class Upload:
+    """A data set of which not all bytes have been checked.
+
+    Args:
+        layout: its layout.
+        content_id: SHA-256 that its content must have.
+        tenant: owner.
+        segment: where its payload goes.
+        cost: bytes that it will count for.
+        budget: bytes that its tenant may hold.
+
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        content_id: bytes,
+        tenant: str,
+        segment: Segment,
+        cost: int,
+        budget: int,
+    ) -> None:
+        self.layout = layout
+        self.content_id = content_id
+        self.tenant = tenant
+        self.segment = segment
+        self.cost = cost
+        self.budget = budget
+        self.reserved = 0
+        """Bytes that it counts for now."""
+        self.key = key_of(tenant, content_id)
+        self._digest = PayloadDigest(layout, _UNHASHED_BYTES)
+        self._received = 0
+
+    def check(self, data: memoryview) -> None:
+        """Check that there is room for the next bytes of the payload.
+
+        Raises:
+            InvalidArgumentError: if there are more than the layout says.
+
+        """
+        end = self._received + len(data)
+        if end > self.layout.nbytes:
+            raise InvalidArgumentError(
+                f"the upload has at least {end} bytes where its layout has {self.layout.nbytes}",
+                "SURPLUS_UPLOAD",
+                _REMEDY,
+                "data",
+            )
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes of the payload, which have been checked and reserved."""
+        self._digest.update(data)
+        self.segment.write(data, self._received)
+        self._received += len(data)
+
+    def verify(self) -> None:
+        """Check that the upload is complete, has the content of its id, and has valid weights.
+
+        Raises:
+            InvalidArgumentError: otherwise.
+
+        """
+        if self._received != self.layout.nbytes:
+            raise InvalidArgumentError(
+                f"the upload ended after {self._received} of {self.layout.nbytes} bytes",
+                "TRUNCATED_UPLOAD",
+                _REMEDY,
+                "data",
+            )
+        digest = self._digest.finish()
+        if digest != self.content_id:
+            raise InvalidArgumentError(
+                f"the content hashes to {digest.hex()[:16]}..., "
+                f"content_id says {self.content_id.hex()[:16]}...",
+                "BAD_DIGEST",
+                "Compute SHA-256 over the header and payload as evaluator.proto describes",
+                "content_id",
+            )
+        if self.layout.has_weights:
+            rows, dtype = self.layout.rows, self.layout.dtype
+            offset = self.layout.nbytes - rows * dtype.itemsize
+            check_weights(self.segment.array(dtype, (rows,), offset))
+
+    def close(self) -> None:
+        """Stop hashing and give the memory back."""
+        self._digest.close()
+        self.segment.close()
