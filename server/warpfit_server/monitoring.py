@@ -19,6 +19,7 @@ from warpfit_server.processes.probe import Probe
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.port import join_address
+from warpfit_server.rpc.servicer import SERVICE_NAME
 
 
 class Monitoring:
@@ -30,7 +31,6 @@ class Monitoring:
         datasets: the resident data sets.
         front_ends: the other front-end processes, which are told about readiness.
         recorder: recorder of the main process.
-        service: full name of the gRPC service.
 
     Raises:
         UnavailableError: if traces are asked for and OpenTelemetry is not installed.
@@ -44,7 +44,6 @@ class Monitoring:
         datasets: DatasetStore,
         front_ends: FrontEndSupervisor,
         recorder: Recorder,
-        service: str,
     ) -> None:
         self._config = config
         self._supervisor = supervisor
@@ -52,7 +51,7 @@ class Monitoring:
         self._front_ends = front_ends
         self._tracer = make_tracer(config.tracing)
         self.observer = Observer(recorder, self._tracer)
-        self.health = Health(service, front_ends.tell_readiness)
+        self.health = Health(SERVICE_NAME, front_ends.tell_readiness)
         self._probe = Probe(supervisor.connection, front_ends.seed)
         self._probe.make_resident(datasets, supervisor)
         self.watchdog = Watchdog(

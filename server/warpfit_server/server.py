@@ -55,9 +55,7 @@ class Server:
         servicer = MainServicer(
             datasets, supervisor, interceptor.admission, config.chunk_bytes, self._front_ends.forget
         )
-        self._monitoring = Monitoring(
-            config, supervisor, datasets, self._front_ends, recorder, SERVICE_NAME
-        )
+        self._monitoring = Monitoring(config, supervisor, datasets, self._front_ends, recorder)
         check_free(config.host, config.port)
         handlers = interceptor.intercept(servicer.handlers(), self._monitoring.observer)
         self._workers = interceptor.workers

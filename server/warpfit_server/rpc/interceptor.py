@@ -11,10 +11,10 @@ arrive within a time limit.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 import grpc
 
@@ -95,46 +95,31 @@ class Interceptor:
         """
         return {
             name: grpc.stream_stream_rpc_method_handler(
-                _InterceptedMethod(name, handler, self, observer, forwards=forwards)
+                _InterceptedMethod(name, handler, self, observer, forwards)
             )
             for name, handler in handlers.items()
         }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class _InterceptedMethod:
     """One method as a handler for gRPC: it admits calls and has them served by worker threads."""
 
     #: Tells gRPC to call this object on the port's own thread, and that it answers with `send`.
-    experimental_non_blocking: Final = True
-    experimental_thread_pool: Final = InlineExecutor()
+    experimental_non_blocking: ClassVar = True
+    experimental_thread_pool: ClassVar = InlineExecutor()
 
-    def __init__(
-        self,
-        name: str,
-        handler: Any,
-        interceptor: Interceptor,
-        observer: Observer,
-        *,
-        forwards: bool,
-    ) -> None:
-        self.name = name
-        self.interceptor = interceptor
-        self.observer = observer
-        self.forwards = forwards
-        self.behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
-        self.streams_in = handler.request_streaming
-        self.streams_out = handler.response_streaming
-        self.has_batch = name in _BATCH_METHODS
-        is_long = name in _LONG_MESSAGE_METHODS
-        self.most_bytes = sys.maxsize if is_long else _SHORT_MESSAGE
-        seconds = interceptor.message_seconds
-        self.message_seconds = seconds if is_long else min(_SHORT_SECONDS, seconds)
+    name: str
+    handler: Any
+    interceptor: Interceptor
+    observer: Observer
+    forwards: bool
 
     def __call__(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
     ) -> None:
         record = self.observer.new_call(self.name, context, ANONYMOUS)
-        call = _Call(self, record, messages, context, send)
+        call = _Call(self, self.interceptor, record, messages, context, send)
         try:
             call.admit()
         except Exception as error:
@@ -149,29 +134,28 @@ class _InterceptedMethod:
         self.interceptor.workers.start(record.tenant, call.serve)
 
 
+@dataclass(eq=False, slots=True)
 class _Call:
     """One call, from its arrival to its end, and what is counted for it."""
 
-    def __init__(
-        self,
-        method: _InterceptedMethod,
-        record: CallRecord,
-        messages: Iterator[bytes],
-        context: grpc.ServicerContext,
-        send: Send,
-    ) -> None:
-        self._method = method
-        self._record = record
-        self._messages = messages
-        self._context = context
-        self._send = send
-        self._interceptor = method.interceptor
-        self._admission = method.interceptor.admission
-        self._most_bytes = 0
-        self._reserved = 0  # bytes that are counted for its message
-        self._slots: list[str] = []  # its tenant, while the call has a slot
-        self._is_decoding = False  # whether it holds the semaphore
-        self._is_over = False  # whether it has been ended because its message did not arrive
+    method: _InterceptedMethod
+    interceptor: Interceptor
+    record: CallRecord
+    messages: Iterator[bytes]
+    context: grpc.ServicerContext
+    send: Send
+    most_bytes: int = 0
+    """Most bytes of a message."""
+    message_seconds: float = 0.0
+    """Time in which a message must arrive."""
+    reserved: int = 0
+    """Bytes that are counted for its message."""
+    slots: list[str] = field(default_factory=list)
+    """Its tenant, while it has a slot."""
+    is_decoding: bool = False
+    """Whether it holds the semaphore."""
+    is_over: bool = False
+    """Whether it has been ended because its message did not arrive."""
 
     def admit(self) -> None:
         """Find the tenant and count the call.
@@ -182,52 +166,57 @@ class _Call:
             ResourceExhaustedError: if it comes too soon, or too much is in flight.
 
         """
-        admission, record = self._admission, self._record
-        tenant, is_forwarded = self._interceptor.authenticator.authenticate(
-            self._context, record.metadata
+        admission, record = self.interceptor.admission, self.record
+        tenant, is_forwarded = self.interceptor.authenticator.authenticate(
+            self.context, record.metadata
         )
         record.tenant = tenant
-        assign_tenant(self._context, tenant)
+        assign_tenant(self.context, tenant)
         limits = admission.limits(tenant)
-        self._most_bytes = min(self._method.most_bytes, limits.message_bytes)
+        self.most_bytes = limits.message_bytes
+        self.message_seconds = self.interceptor.message_seconds
+        if self.method.name not in _LONG_MESSAGE_METHODS:
+            self.most_bytes = min(self.most_bytes, _SHORT_MESSAGE)
+            self.message_seconds = min(self.message_seconds, _SHORT_SECONDS)
         if not is_forwarded:  # the process that forwards a call has counted all but its message
             admission.check_rate(tenant, limits.rate)
-        if not self._interceptor.workers.has_room(tenant):
+        if not self.interceptor.workers.has_room(tenant):
             raise _no_thread()
         admission.enter(tenant, limits, slot=not is_forwarded)
-        self._reserved = admission.message_bytes
+        self.reserved = admission.message_bytes
         if not is_forwarded:
-            self._slots.append(tenant)
+            self.slots.append(tenant)
 
     def leave_slot(self) -> None:
         """Give the slot back, if the call has one; any thread may call this, several times."""
         try:
-            tenant = self._slots.pop()  # atomic, so that only one thread gets it
+            tenant = self.slots.pop()  # atomic, so that only one thread gets it
         except IndexError:
             return
-        self._admission.leave(tenant)
+        self.interceptor.admission.leave(tenant)
 
     def serve(self) -> None:
         """Receive the messages, run the method and send its answer."""
-        set_current_call(self._record)
+        set_current_call(self.record)
         try:
             self._answer()
         except Exception as error:
-            fail_call(self._context, error, self._record.trailing)
+            fail_call(self.context, error, self.record.trailing)
             _clear_tracebacks(error)
         finally:
             self._end_decoding()
             self.leave_slot()
             self._shrink_message(0)
-        if not self._method.forwards:
-            self._method.observer.end(self._record, status_of(self._context))
-        if not self._is_over:
-            self._send(None)
+        if not self.method.forwards:
+            self.method.observer.end(self.record, status_of(self.context))
+        if not self.is_over:
+            self.send(None)
 
     def _answer(self) -> None:
-        method = self._method
+        handler = self.method.handler
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary
         argument: Any
-        if method.streams_in:
+        if handler.request_streaming:
             argument = iter(self._receive, None)
         else:
             argument = self._receive()
@@ -236,73 +225,73 @@ class _Call:
                     "the call has no message", "NO_MESSAGE", "Send exactly one request message"
                 )
             self._shrink_message(len(argument))
-        if method.has_batch:
+        if self.method.name in _BATCH_METHODS:
             self._begin_decoding()
-        answer: Any = method.behaviour(argument, self._context)
+        answer: Any = behaviour(argument, self.context)
         del argument  # the method alone decides how long the message is kept
-        if method.streams_out:
+        if handler.response_streaming:
             self._send_each(answer)
         else:
-            self._send(answer)
+            self.send(answer)
 
     def _receive(self) -> bytes | None:
         """Wait for the next message; return None if there is none."""
-        seconds, timeouts = self._method.message_seconds, self._interceptor.timeouts
+        seconds, timeouts = self.message_seconds, self.interceptor.timeouts
         timeouts.begin(self, seconds, self._end_late)
         try:
-            message = next(self._messages, None)
+            message = next(self.messages, None)
         finally:
             if not timeouts.stop(self):
-                self._is_over = True
-        if self._is_over:
+                self.is_over = True
+        if self.is_over:
             raise _too_late(seconds)
-        if message is not None and len(message) > self._most_bytes:
+        if message is not None and len(message) > self.most_bytes:
             raise ResourceExhaustedError(
-                f"one message has {len(message)} bytes, the limit is {self._most_bytes}",
+                f"one message has {len(message)} bytes, the limit is {self.most_bytes}",
                 "MESSAGE_TOO_LARGE",
                 "Send smaller batches or pieces, or ask for a higher limit",
                 needed=len(message),
-                available=self._most_bytes,
+                available=self.most_bytes,
             )
         return message
 
     def _end_late(self) -> None:
         """End the call because its message has not arrived; `_receive` then gets no message."""
-        self._is_over = True
-        fail_call(self._context, _too_late(self._method.message_seconds), self._record.trailing)
-        self._send(None)
+        self.is_over = True
+        fail_call(self.context, _too_late(self.message_seconds), self.record.trailing)
+        self.send(None)
 
     def _shrink_message(self, size: int) -> None:
         """Count ``size`` bytes for the call's message instead of what is counted."""
-        self._admission.shrink_message(self._record.tenant, self._reserved, size)
-        self._reserved = min(size, self._reserved)
+        self.interceptor.admission.shrink_message(self.record.tenant, self.reserved, size)
+        self.reserved = min(size, self.reserved)
 
     def _begin_decoding(self) -> None:
         """Wait until few other calls of the tenant are being decoded."""
-        self._interceptor.decoding.acquire(self._record.tenant)
-        self._is_decoding = True
-        self._record.on_decoded = self._end_decoding
-        if not self._context.is_active():  # it may have ended while it waited
+        self.interceptor.decoding.acquire(self.record.tenant)
+        self.is_decoding = True
+        self.record.on_decoded = self._end_decoding
+        if not self.context.is_active():  # it may have ended while it waited
             raise CancelledError("the call has ended", "CANCELLED")
 
     def _end_decoding(self) -> None:
-        if self._is_decoding:
-            self._is_decoding = False
-            self._record.on_decoded = None  # the record outlives the call
-            self._interceptor.decoding.release(self._record.tenant)
+        if self.is_decoding:
+            self.is_decoding = False
+            self.record.on_decoded = None  # the record outlives the call
+            self.interceptor.decoding.release(self.record.tenant)
 
     def _send_each(self, answer: Any) -> None:
         """Send the messages of an answer, and measure the time that making them takes."""
-        record = self._record
+        record = self.record
         try:
             for message in answer:
                 made = time.monotonic_ns()
                 if record.finished:
                     record.encode = made - record.finished - record.suspended
-                self._send(message)
+                self.send(message)
                 if record.finished:
                     record.suspended += time.monotonic_ns() - made
-                if not self._context.is_active():
+                if not self.context.is_active():
                     return
         finally:
             answer.close()
