@@ -119,7 +119,7 @@ class _InterceptedMethod:
         self, messages: Iterator[bytes], context: grpc.ServicerContext, send: Send
     ) -> None:
         record = self.observer.new_call(self.name, context, ANONYMOUS)
-        call = _Call(self, self.interceptor, record, messages, context, send)
+        call = _ServedCall(self, self.interceptor, record, messages, context, send)
         try:
             call.admit()
         except Exception as error:
@@ -135,7 +135,7 @@ class _InterceptedMethod:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _ServedCall:
     """One call, from its arrival to its end, and what is counted for it."""
 
     method: _InterceptedMethod

@@ -34,16 +34,16 @@ _NAME_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class _Token:
+class _BearerToken:
     tenant: str
     digest: bytes
     until: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    all: Sequence[_Token]
-    used: dict[bytes, _Token] = field(default_factory=dict)
+class _BearerTokens:
+    all: Sequence[_BearerToken]
+    used: dict[bytes, _BearerToken] = field(default_factory=dict)
     """Valid tokens that calls have come with, by digest."""
 
 
@@ -73,7 +73,7 @@ class TokenFile:
             raise _refused(f"the token was valid until {found.until.isoformat()}", "TOKEN_EXPIRED")
         return found.tenant
 
-    def _read(self) -> _Tokens:
+    def _read(self) -> _BearerTokens:
         try:
             check_secret(self._path)
             lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -84,9 +84,9 @@ class TokenFile:
                 "Check path, permissions and encoding",
             ) from error
         words = ((number, line.split("#")[0].split()) for number, line in enumerate(lines, 1))
-        return _Tokens([self._parse(number, line) for number, line in words if line])
+        return _BearerTokens([self._parse(number, line) for number, line in words if line])
 
-    def _parse(self, number: int, words: Sequence[str]) -> _Token:
+    def _parse(self, number: int, words: Sequence[str]) -> _BearerToken:
         try:
             tenant, digest = words[0], bytes.fromhex(words[1].removeprefix("sha256:"))
             until = datetime.fromisoformat(words[2]) if len(words) > 2 else None
@@ -100,10 +100,10 @@ class TokenFile:
             ) from None
         if until is not None and until.tzinfo is None:
             until = until.replace(tzinfo=UTC)
-        return _Token(tenant, digest, until)
+        return _BearerToken(tenant, digest, until)
 
 
-def _find(tokens: Sequence[_Token], digest: bytes) -> _Token:
+def _find(tokens: Sequence[_BearerToken], digest: bytes) -> _BearerToken:
     found = _NO_MATCH
     for index, token in enumerate(tokens):  # no early exit: the time must not tell which matches
         found = index if hmac.compare_digest(token.digest, digest) else found

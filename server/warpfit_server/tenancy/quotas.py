@@ -99,38 +99,42 @@ class QuotaTable:
             held: bytes that are counted for the same call already.
 
         """
-        offset = self._offsets.get(tenant) or self._offset(tenant)
-        words, processes, exceeded = self._words, self._processes, None
+        offset = self._offset(tenant)
         with self._lock:
-            for index, (column, more) in enumerate(zip(self._columns, amount, strict=True)):
-                if not more:
-                    continue
-                words[column + self._process] += more
-                words[offset + column + self._process] += more
-                if exceeded is not None:
-                    continue
-                alone = (0, more + held, more)[index]
-                for start, most, of_tenant in (
-                    (_SERVER + column, server[index], False),
-                    (offset + column, own[index], True),
-                ):
-                    used = sum(words[start : start + processes])
-                    if used > most and used > alone:
-                        name = Amounts._fields[index]
-                        exceeded = Exceeded(name, of_tenant, used - more, most)
-                        break
-        if exceeded is not None:
-            self.release(tenant, amount)
+            self._add(offset, amount, 1)
+            exceeded = self._find_exceeded(offset, amount, own, server, held)
+            if exceeded is not None:
+                self._add(offset, amount, -1)
         return exceeded
 
     def release(self, tenant: str, amount: Amounts) -> None:
         """Subtract what `acquire` has added."""
-        offset, words = self._offsets.get(tenant) or self._offset(tenant), self._words
+        offset = self._offset(tenant)
         with self._lock:
-            for less, column in zip(amount, self._columns, strict=True):
-                if less:
-                    words[offset + column + self._process] -= less
-                    words[_SERVER + column + self._process] -= less
+            self._add(offset, amount, -1)
+
+    def _add(self, offset: int, amount: Amounts, sign: int) -> None:
+        for more, column in zip(amount, self._columns, strict=True):
+            if more:
+                self._words[_SERVER + column + self._process] += sign * more
+                self._words[offset + column + self._process] += sign * more
+
+    def _find_exceeded(
+        self, offset: int, amount: Amounts, own: Amounts, server: Amounts, held: int
+    ) -> Exceeded | None:
+        alone = (0, amount.nbytes + held, amount.engine_ns)
+        for index, more in enumerate(amount):
+            if not more:
+                continue
+            for entry, limits, of_tenant in ((_SERVER, server, False), (offset, own, True)):
+                used = self._sum(entry + self._columns[index])
+                if used > limits[index] and used > alone[index]:
+                    name = Amounts._fields[index]
+                    return Exceeded(name, of_tenant, used - more, limits[index])
+        return None
+
+    def _sum(self, start: int) -> int:
+        return sum(self._words[start : start + self._processes])
 
     def count_call(self, tenant: str, now: float, own_rate: float, server_rate: float) -> float:
         """Count a call against the rates; return 0, or the seconds after which it may come again.
@@ -190,8 +194,7 @@ class QuotaTable:
     def in_flight(self, tenant: str | None = None) -> Amounts:
         """Return what a tenant, or the whole server, has in flight."""
         offset = _SERVER if tenant is None else self._offset(tenant)
-        starts = (offset + column for column in self._columns)
-        return Amounts(*(sum(self._words[start : start + self._processes]) for start in starts))
+        return Amounts(*(self._sum(offset + column) for column in self._columns))
 
     def clear_process(self, process: int) -> None:
         """Subtract all that a process had in flight which has ended."""
