@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.expressions.workload import thesis_mix
+from warpfit.expressions.workload import THESIS_OPERATORS, WEIGHTS, thesis_mix
 from warpfit.ir import Program
-from warpfit.ops import BY_CODE, CONSTANT, VARIABLE, Operator
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, VARIABLE, Operator
 
 VARIABLES: Final = 10
 #: Name of the random expressions: 10 to 50 tokens over all variables.
@@ -50,8 +50,8 @@ def table(rows: int, seed: int, dtype: str = "float32") -> Table:
 class Expressions:
     """Draws batches from one seed.
 
-    Drawing a random tree takes 0.7 ms, so trees are drawn once, and their variables and constants
-    anew for every batch: batches share operators and lengths, but no expression.
+    Drawing a random tree takes 0.7 ms, so trees are drawn once, and what stands at their nodes anew
+    for every batch: batches share shapes and lengths, but no expression.
     """
 
     seed: int
@@ -103,9 +103,15 @@ def near(parameters: Vectors, rng: np.random.Generator, *count: int) -> Vectors:
 
 
 def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Program]:
-    """Draw variables and constants anew; operators, shapes and parameters stay."""
+    """Draw operators (with the weights of the mix), variables and constants of trees anew."""
     codes = np.concatenate([program.codes for program in programs])
     values = np.concatenate([program.values for program in programs])
+    for arity in (1, 2):
+        names = [name for name in THESIS_OPERATORS if OPERATORS[name].arity == arity]
+        known = np.array([OPERATORS[name].code for name in names], np.uint8)
+        weights = np.array([WEIGHTS.get(name, 1.0) for name in names])
+        places = np.flatnonzero(np.isin(codes, known))
+        codes[places] = rng.choice(known, len(places), p=weights / weights.sum())
     variable, constant = codes == VARIABLE, codes == CONSTANT
     values[variable] = rng.integers(VARIABLES, size=int(variable.sum()))
     values[constant] = np.round(rng.uniform(-5, 5, int(constant.sum())), 3)
@@ -114,21 +120,15 @@ def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Progr
     return [Program._unchecked(codes[a:b], values[a:b]) for a, b in itertools.pairwise([0, *ends])]
 
 
-def token_count(programs: Sequence[Program]) -> int:
-    """Return the number of tokens of all programs."""
-    return sum(map(len, programs))
+def operations(programs: Sequence[Program]) -> tuple[int, int, int]:
+    """Count tokens, operators, and those operators that compiled code executes at a row.
 
-
-def operations(programs: Sequence[Program]) -> tuple[int, int]:
-    """Count the operators of a batch, and how many of them compiled code executes at a row.
-
-    The second number counts different operations that depend on a variable: compiled code computes
+    The last number counts different operations that depend on a variable: compiled code computes
     a value that occurs again once, and what is the same for all rows before the rows. Constants
     and parameters are each expression's own, because compiled code reads them at run time. It is a
     lower bound, because a kernel holds a part of a large batch.
     """
     known: dict[tuple[object, ...], tuple[int, bool]] = {}
-    operators = 0
     for number, program in enumerate(programs):
 
         def leaf(code: int, value: float, number: int = number) -> tuple[int, bool]:
@@ -140,7 +140,7 @@ def operations(programs: Sequence[Program]) -> tuple[int, int]:
             return known.setdefault((op.code, *operands), (len(known), varies))
 
         program.fold(leaf, operator)
-        operators += sum(code in BY_CODE for code in program.codes.tolist())
     # The second entry of an operation's key is an operand, that of a leaf's key a number.
     executed = sum(varies for key, (_, varies) in known.items() if isinstance(key[1], tuple))
-    return operators, executed
+    codes = np.concatenate([program.codes for program in programs]).tolist()
+    return len(codes), sum(code in BY_CODE for code in codes), executed

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from threading import Barrier
 from typing import Any, Final, NamedTuple
 
@@ -32,9 +32,6 @@ from warpfit.request import Timings
 from warpfit.transport.settings import RetryPolicy
 
 Floats = NDArray[np.float64]
-#: Kinds of calls by name, and their share of the mix.
-Mix = dict[str, float]
-OUTPUTS: Final = ("losses", "values", "gradients", "fits")
 #: Batches that a process prepares: drawing them between the calls would take the processor from
 #: server and clients.
 _BATCHES: Final = 32
@@ -55,8 +52,7 @@ class Call:
     @property
     def engine(self) -> int:
         """In the engine: kernels, and what it copies and prepares for them."""
-        timings = self.timings
-        return timings.copy_in + timings.compute + timings.copy_out
+        return self.timings.copy_in + self.timings.compute + self.timings.copy_out
 
     def to_json(self) -> dict[str, float]:
         """Return seconds, as a whole and by stage; ``rest`` is client, wire and front end."""
@@ -104,8 +100,7 @@ class Load:
 
     address: str
     scenario: Scenario
-    """Rows, expressions, precision and tier of every call."""
-    mix: Mix = field(default_factory=lambda: {"losses": 1.0})
+    """What every call does."""
     rate: float | None = None
     """Calls a second; None for clients that call without a pause."""
     seconds: float
@@ -137,15 +132,6 @@ class Load:
             found = list(pool.map(_run_process, tasks, timeout=patience))
         return [outcome for outcomes in found for outcome in outcomes]
 
-    def work(self, process: int) -> list[tuple[Scenario, Batch]]:
-        """Draw what a process calls in turn, kinds by their shares."""
-        drawn = Expressions(self.seed, (process,))
-        shares = np.array(list(self.mix.values()))
-        rng = np.random.default_rng([self.seed, process])
-        kinds = rng.choice(list(self.mix), _BATCHES, p=shares / shares.sum()).tolist()
-        size = self.scenario.expressions, self.scenario.workload
-        return [(_of_kind(self.scenario, kind), drawn.draw(*size)) for kind in kinds]
-
 
 Task = tuple[Load, int, int, list[float] | None]
 
@@ -160,19 +146,18 @@ def run_clients(task: Task, barrier: Barrier) -> list[Outcome]:
 
     """
     load, process, count, due = task
-    given = table(load.scenario.rows, load.seed)
-    work = load.work(process)
+    scenario, drawn = load.scenario, Expressions(load.seed, (process,))
+    batches = [drawn.draw(scenario.expressions, scenario.workload) for _ in range(_BATCHES)]
+    given = table(scenario.rows, load.seed)
     retry = RetryPolicy() if load.retries else RetryPolicy(total_seconds=0.0)
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(load.address, retry=retry)) for _ in range(count)]
         uploaded = [client.upload(given.X, given.y) for client in clients]
         for client, data in zip(clients, uploaded, strict=True):  # warms up
-            call(client, data, *work[0])
-        # With a timetable, what is late is still sent for as long as a call may take.
-        latest = load.ramp + load.seconds + load.timeout
+            call(client, data, scenario, batches[0])
         # The clients take from both iterators, whose next() is atomic.
         moments = itertools.repeat(None) if due is None else iter(due)
-        turns = itertools.cycle(work)
+        turns = itertools.cycle(batches)
         barrier.wait(_PATIENCE_SECONDS)
         start = time.monotonic()
 
@@ -183,31 +168,26 @@ def run_clients(task: Task, barrier: Barrier) -> list[Outcome]:
                 if moment is None and now >= load.ramp + load.seconds:
                     break
                 due = now if moment is None else moment
-                perform = functools.partial(call, client, data, *next(turns), timeout=load.timeout)
-                outcomes.append(_outcome(perform, due, start, latest))
+                perform = functools.partial(call, client, data, scenario, next(turns))
+                outcomes.append(_outcome(perform, load, due, start))
             return outcomes
 
         with ThreadPoolExecutor(count) as pool:
             return [outcome for found in pool.map(loop, clients, uploaded) for outcome in found]
 
 
-def _outcome(perform: Callable[[], Call], due: float, start: float, latest: float) -> Outcome:
+def _outcome(perform: Callable[..., Call], load: Load, due: float, start: float) -> Outcome:
     time.sleep(max(0.0, start + due - time.monotonic()))
     sent = time.monotonic() - start
-    if sent > latest:
+    # With a timetable, what is late is still sent for as long as a call may take.
+    if sent > load.ramp + load.seconds + load.timeout:
         return Outcome(due, np.nan, sent, "NOT_SENT")
     error = ""
     try:
-        perform()
+        perform(timeout=load.timeout)
     except WarpfitError as failure:
         error = failure.reason or failure.status
     return Outcome(due, sent, time.monotonic() - start, error)
-
-
-def _of_kind(scenario: Scenario, name: str) -> Scenario:
-    if name == "fits":
-        return replace(scenario, kind=Kind.OPTIMIZE)
-    return replace(scenario, kind=Kind.EVALUATE, output=name)
 
 
 def arrivals(rate: float, seconds: float, ramp: float, seed: int) -> Floats:

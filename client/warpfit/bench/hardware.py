@@ -117,18 +117,14 @@ def gpu_peaks() -> Peaks | None:
     try:
         import cupy
 
-        device = cupy.cuda.Device(0)
-        attributes = device.attributes
+        attributes = cupy.cuda.Device(0).attributes
         name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        wanted = ("MultiProcessorCount", "ClockRate", "MemoryClockRate", "GlobalMemoryBusWidth")
+        multiprocessors, clock, memory_clock, width = (float(attributes[a]) for a in wanted)
     except Exception:  # CuPy raises its own kinds for every way in which a device can be missing
         return None
-    wanted = ("MultiProcessorCount", "ClockRate", "MemoryClockRate", "GlobalMemoryBusWidth")
-    if not all(attributes.get(attribute) for attribute in wanted):
-        return None
-    multiprocessors, clock, memory_clock, width = (float(attributes[a]) for a in wanted)
     clocks = multiprocessors * clock * 1e3
-    source = "multiprocessors, clocks and bus width as the driver reports them; 128 lanes and 16 "
-    source += "special functions a clock"
+    source = "as the driver reports them; 128 lanes and 16 special functions a clock"
     return Peaks(name, 128 * clocks, 16 * clocks, 2 * memory_clock * 1e3 * width / 8, source)
 
 

@@ -1,4 +1,4 @@
-"""``warpfit bench load``: the latencies that callers see at a load, and the load that is fine."""
+"""``warpfit bench load``: the latencies that callers see at a given load."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit.bench.callers import OUTPUTS, Load, Mix, Outcome
-from warpfit.bench.scenarios import Scenario
+from warpfit.bench.callers import Load, Outcome
+from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.bench.statistics import percentile
 from warpfit.client import connect
 from warpfit.errors import InvalidArgumentError
 
+#: Fields of the scenario of each kind of calls.
+_CALLS: Final[dict[str, dict[str, Any]]] = {
+    **{output: {"output": output} for output in ("losses", "values", "gradients")},
+    "fits": {"kind": Kind.OPTIMIZE},
+}
 _PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
 
 
@@ -49,16 +54,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     loads = parser.add_mutually_exclusive_group(required=True)
     loads.add_argument("--rate", type=float, metavar="R", help="calls a second, open loop")
-    many = "N clients that call without a pause"
-    loads.add_argument("--concurrency", type=int, metavar="N", help=many)
+    loads.add_argument("--concurrency", type=int, metavar="N", help="N clients without a pause")
     add = parser.add_argument
     add("address", metavar="HOST:PORT")
     add("--seconds", type=float, default=10.0, help="default: %(default)s")
     add("--ramp", type=float, default=1.0, metavar="S", help="default: %(default)s")
     add("--clients", type=int, default=64, help="most calls in flight (default: %(default)s)")
     add("--processes", type=int, default=2, help="default: %(default)s")
-    kinds = f"kinds of calls and their shares, of {', '.join(OUTPUTS)} (default: losses)"
-    add("--mix", type=_mix, default={"losses": 1.0}, metavar="losses=8,values=1", help=kinds)
+    add("--calls", choices=list(_CALLS), default="losses", help="default: %(default)s")
     add("--rows", type=int, default=1_000, help="default: %(default)s")
     add("--expressions", type=int, default=300, help="default: %(default)s")
     add("--timeout", type=float, default=10.0, help="of a call (default: 10)")
@@ -83,29 +86,14 @@ def _load(options: argparse.Namespace) -> Load:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InvalidArgumentError(f"--{name} {value} is not positive", "BAD_LOAD", "Raise it")
+    size = {"rows": options.rows, "expressions": options.expressions}
+    same = ("address", "rate", "seconds", "processes", "timeout", "seed")
     return Load(
-        address=options.address,
-        scenario=Scenario(engine="remote", rows=options.rows, expressions=options.expressions),
-        mix=options.mix,
-        rate=options.rate,
-        seconds=options.seconds,
+        scenario=Scenario(engine="remote", **size, **_CALLS[options.calls]),
         ramp=0.0 if options.concurrency else max(0.0, options.ramp),
         clients=options.concurrency or options.clients,
-        processes=options.processes,
-        timeout=options.timeout,
-        seed=options.seed,
+        **{name: getattr(options, name) for name in same},
     )
-
-
-def _mix(text: str) -> Mix:
-    try:
-        pairs = [part.partition("=") for part in text.split(",")]
-        mix = {name.strip(): float(share or 1) for name, _, share in pairs}
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like losses=8,values=1") from error
-    if not set(mix) <= set(OUTPUTS) or min(mix.values()) <= 0:
-        raise argparse.ArgumentTypeError(f"kinds are {', '.join(OUTPUTS)}, shares positive")
-    return mix
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:

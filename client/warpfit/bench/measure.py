@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.bench.batches import Batch, Expressions, Table, near, operations, table, token_count
+from warpfit.bench.batches import Batch, Expressions, Table, near, operations, table
 from warpfit.bench.callers import Call, Load, call
 from warpfit.bench.hardware import Peaks
 from warpfit.bench.peers import PEERS, Job
@@ -26,8 +26,6 @@ from warpfit.expressions import reference
 #: Share of all values that must agree with the float64 reference. The others come from expressions
 #: that overflow float32 or magnify its rounding errors.
 AGREEMENT: Final = 0.95
-#: Rows on which answers are compared with the reference.
-CHECKED_ROWS: Final = 200
 _MOST_CALLS: Final = 2_000
 T = TypeVar("T")
 
@@ -78,10 +76,10 @@ def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
     programs, parameters = next(batches)
     first = call(session.client, data, scenario, (programs, parameters))
     timed = repeat(lambda: call(session.client, data, scenario, next(batches)), seconds)
-    operators, executed = operations(programs)
+    tokens, operators, executed = operations(programs)
     cell = {
         "scenario": asdict(scenario),
-        "tokens": token_count(programs),
+        "tokens": tokens,
         "operators": operators,
         "executed": executed,
         "first": first.to_json(),
@@ -94,7 +92,7 @@ def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
     if session.peaks is not None and scenario.output != "gradients":
         bound = session.peaks.bound(scenario, programs)
         cell["roofline"] = {**bound, "fraction": bound["seconds"] / kernel if kernel else None}
-    work = cell["tokens"] * scenario.rows * scenario.vectors
+    work = tokens * scenario.rows * scenario.vectors
     medians = {name: cell[name]["median"] for name in ("kernel", "engine", "wall")}
     # An engine may not tell its times.
     return {**cell, "token_rows_per_second": {name: work / s for name, s in medians.items() if s}}
@@ -103,12 +101,7 @@ def measure(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
 def measure_workers(
     session: Session, address: str, scenario: Scenario, seconds: float
 ) -> dict[str, Any]:
-    """Let ``scenario.workers`` clients call without a pause, from several processes.
-
-    Raises:
-        InternalError: if a call failed.
-
-    """
+    """Let ``scenario.workers`` clients call without a pause; a call that fails is an error."""
     load = Load(
         address=address,
         scenario=scenario,
@@ -125,7 +118,7 @@ def measure_workers(
     if errors:
         raise InternalError(f"calls of workers failed: {', '.join(sorted(errors))}", "LOAD_FAILED")
     # All batches of a seed have the same lengths.
-    tokens = token_count(session.draw(scenario)[0])
+    tokens = sum(map(len, session.draw(scenario)[0]))
     rate = len(outcomes) / max(outcome.done for outcome in outcomes)
     return {
         "scenario": asdict(scenario),
@@ -139,12 +132,8 @@ def measure_workers(
 def compare(session: Session, scenario: Scenario, seconds: float) -> dict[str, Any]:
     """Measure a peer and warpfit on the same batch in turns, for about ``seconds``.
 
-    Other load on the machine meets both alike. The peer is checked against the float64 reference
-    before anything is timed, and so is warpfit.
-
-    Raises:
-        ValueError: if the peer's values are wrong, so that its time would mean nothing.
-
+    Other load on the machine meets both alike. Before anything is timed, both are checked against
+    the float64 reference; where the peer is wrong, a ValueError says so.
     """
     given, data = session.data(scenario)
     threads = len(os.sched_getaffinity(0))
@@ -171,7 +160,7 @@ def compare(session: Session, scenario: Scenario, seconds: float) -> dict[str, A
         "output": peer.output,
         "notes": peer.notes,
         "threads": threads,
-        "tokens": token_count(batch[0]),
+        "tokens": sum(map(len, batch[0])),
         "agreement": shares,
         "prepare": prepared,
         "wall": wall,
@@ -212,7 +201,7 @@ def agreement(values: NDArray[Any], expected: NDArray[np.float64]) -> float:
 def _agreements(session: Session, scenario: Scenario, batch: Batch, job: Job) -> dict[str, float]:
     """Return the shares of values that agree with the reference, the peer's and warpfit's."""
     given, data = session.data(scenario)
-    rows = min(CHECKED_ROWS, scenario.rows)
+    rows = min(200, scenario.rows)
     expected = reference.evaluate(batch[0], given.X[:rows].T, batch[1])
     theirs = agreement(np.asarray(job.values(rows)), expected)
     # In a small batch a single expression that overflows float32 may be more than that share.

@@ -2,16 +2,17 @@
 
 A peer is made of the data and the number of threads. ``prepare`` turns programs and parameters into
 whatever the library evaluates, and is timed apart; its job is one evaluation of all programs on all
-rows. A peer that leaves values in memory is not charged for reducing them to losses; warpfit is.
+rows. A peer says which module it ``needs``, the ``engine`` that it is compared with, and its
+``output``: "losses", or "values" in memory, which it is not charged for reducing; warpfit is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,24 +32,6 @@ class Job:
     """Evaluate once and wait for the end."""
     values: Callable[[int], NDArray[Any]]
     """Evaluate, and return the values of the first rows, [programs, rows]."""
-
-
-class Peer(Protocol):
-    """A library that evaluates batches on one table."""
-
-    needs: str
-    """Module that must be installed."""
-    engine: str
-    """``"cpu"`` or ``"cuda"``: what it computes on, and which engine it is compared with."""
-    output: str
-    """``"values"``: each row's values in memory; ``"losses"``: mean squared errors."""
-    notes: str
-    """How it is used."""
-
-    def __init__(self, table: Table, threads: int) -> None: ...
-
-    def prepare(self, programs: list[Program], parameters: Vectors) -> Job:
-        """Translate, compile, allocate: everything that comes before an evaluation."""
 
 
 class NumpyPeer:
@@ -229,7 +212,8 @@ def evogp_nodes(program: Program, vector: NDArray[np.float64]) -> list[tuple[flo
     return program.fold(leaf, operator)
 
 
-PEERS: Final = MappingProxyType[str, type[Peer]](
+Peer = NumpyPeer | PyoperonPeer | GplearnPeer | EvogpPeer
+PEERS: Final[Mapping[str, type[Peer]]] = MappingProxyType(
     {"NumPy": NumpyPeer, "pyoperon": PyoperonPeer, "gplearn": GplearnPeer, "EvoGP": EvogpPeer}
 )
 

@@ -21,12 +21,7 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a result file.
-
-    Raises:
-        InvalidArgumentError: if it is missing or something else.
-
-    """
+    """Read a result file; an InvalidArgumentError says that it is missing or something else."""
     remedy = "Name a file of `warpfit bench`"
     try:
         document = json.loads(path.read_text())

@@ -51,23 +51,15 @@ class Run:
             "seed": self.seed,
             "machine": hardware.machine(),
             "versions": hardware.versions(),
-            "servers": {},
-            "peaks": {},
             "load_average": {"start": _load_average()},
             "address": self.address,
             "notes": list(self.notes),
             "complete": False,
-            "skipped": [],
-            "cells": [],
+            **{"servers": {}, "peaks": {}, "skipped": [], "cells": []},
         }
 
     def perform(self) -> None:
-        """Measure everything.
-
-        Raises:
-            UnavailableError: if the only engine is missing, or nothing answers at the address.
-
-        """
+        """Measure everything; an UnavailableError says that there is nothing to measure."""
         for engine in self.engines:
             try:
                 self._measure_engine(engine)

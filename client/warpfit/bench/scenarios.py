@@ -18,11 +18,7 @@ _MEAN_TOKENS: Final = 30
 
 
 class Kind(StrEnum):
-    """How a scenario is measured.
-
-    One client evaluates or fits, one call after the other; several workers evaluate at once; or
-    a peer, which is another library, takes turns with one client on the same batch.
-    """
+    """Who calls: one client that evaluates or fits, workers at once, or a client and a peer."""
 
     EVALUATE = "evaluate"
     OPTIMIZE = "optimize"
@@ -153,8 +149,8 @@ TINY: Final = replace(
     total_seconds=30.0,
     rows=(100, 1_000),
     expressions=(5, 20),
-    other_rows=(200,),
-    usual=12,
+    other_rows=(100,),
+    usual=20,
     workers=(2,),
 )
 PROFILES: Final = {profile.name: profile for profile in (QUICK, FULL, TINY)}

@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike
 
 #: A percentile is reported if at least so many measurements lie beyond it.
 _BEYOND: Final = 5
-#: Two-sided 95% quantile of the normal distribution.
-_Z: Final = 1.959964
 
 
 def summarise(samples: ArrayLike) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def summarise(samples: ArrayLike) -> dict[str, Any]:
     n = len(ordered)
     if not n:
         raise ValueError("nothing was measured")
-    reach = _Z * math.sqrt(n) / 2
+    reach = 1.959964 * math.sqrt(n) / 2  # the two-sided 95% quantile of the normal distribution
     first = max(0, math.floor(n / 2 - reach) - 1) if n > 5 else 0
     last = min(n - 1, math.ceil(n / 2 + reach)) if n > 5 else n - 1
     p25, median, p75, p90 = np.percentile(ordered, [25, 50, 75, 90]).tolist()

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from warpfit.bench.report.findings import Comparison, Repeats, System, comparisons, repeats, size
 from warpfit.bench.scenarios import VECTORS
 
-_SEARCHES = (10, 100, 1_000, 10_000)
-
 
 def answers(found: Sequence[System]) -> dict[str, list[str]]:
     """Return what the results say to each question, or what is missing for it."""
@@ -104,7 +102,7 @@ def _tier_sentences(measured: list[Repeats]) -> Iterator[str]:
         calls = ", ".join(f"{_calls(r.break_even)} at {r.rows:,} rows" for r in of_count)
         kernels = ", ".join(f"{_calls(r.kernel_break_even)} at {r.rows:,}" for r in of_count)
         yield (
-            f"{count:,} expressions that come again: compiling takes {_duration(compiling)} and "
+            f"{count:,} expressions that come again: compiling takes {duration(compiling)} and "
             f"has paid, end to end, {calls}. If only kernels took time: {kernels}."
         )
 
@@ -113,7 +111,9 @@ def _searches(found: Sequence[System]) -> Iterator[str]:
     for system in found:
         measured = repeats(system)
         if measured:
-            gains = [f"{_best(measured, calls)} with {calls:,}" for calls in _SEARCHES]
+            gains = [
+                f"{_best(measured, calls)} with {calls:,}" for calls in (10, 100, 1_000, 10_000)
+            ]
             yield (
                 f"{system.label}: beside interpreting always, the better of the two ways is at "
                 f"most so many times as fast for so many evaluations of the same expressions: "
@@ -126,13 +126,13 @@ def _searches(found: Sequence[System]) -> Iterator[str]:
                 yield (
                     f"{system.label}: one call with {VECTORS} parameter vectors for each of "
                     f"{size(cell)[1]:,} expressions on {size(cell)[0]:,} rows takes "
-                    f"{_duration(seconds)}; {VECTORS} calls with one vector each take "
+                    f"{duration(seconds)}; {VECTORS} calls with one vector each take "
                     f"{compact(VECTORS * single[size(cell)] / seconds)} times as long."
                 )
         for cell in system.select(kind="optimize"):
             yield (
                 f"{system.label}: one call of Optimize with {size(cell)[1]:,} expressions and 10 "
-                f"iterations on {size(cell)[0]:,} rows takes {_duration(cell['wall']['median'])}, "
+                f"iterations on {size(cell)[0]:,} rows takes {duration(cell['wall']['median'])}, "
                 f"{cell['fits_per_second']:,.0f} fits a second."
             )
 
@@ -163,5 +163,8 @@ def _about(number: float) -> str:
     return f"{round(number, digits):,.0f}"
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+def duration(seconds: float) -> str:
+    """Write a time with the unit that suits it."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

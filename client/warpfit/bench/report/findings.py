@@ -42,11 +42,6 @@ class System:
         """Return median seconds of ``"wall"``, ``"kernel"`` or ``"engine"``."""
         return {size(cell): cell[measure]["median"] for cell in self.select(**wanted)}
 
-    @property
-    def compiles(self) -> bool:
-        """Whether there are compiled kernels beside the interpreter."""
-        return bool(self.select(tier="compiled"))
-
 
 @dataclass(frozen=True, slots=True)
 class Repeats:

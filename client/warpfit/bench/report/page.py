@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from warpfit.bench import results
 from warpfit.bench.report import plots
-from warpfit.bench.report.answers import answers
+from warpfit.bench.report.answers import answers, duration
 from warpfit.bench.report.findings import Cell, Document, System, size, systems, workload_of
 from warpfit.errors import InvalidArgumentError
 
@@ -32,11 +32,10 @@ otherwise. Expressions of the thesis mix have 10 to 50 tokens over 10 variables;
 operator or an operand. Rates are nominal: tokens times rows, as the field counts its GP operations,
 whatever an engine executes. Fresh means that no call has an expression that the server has seen (of
 a recorded population: another sample of it); repeated means the same expressions with new
-parameters. Times are medians of calls after a warm-up; the first call, which pays for compiling, is
-told apart. Intervals are 95% confidence intervals of the median, spread is the interquartile range
-divided by the median. Kernel time is what the engine reports, end to end what the client sees.
-Peers are checked against the float64 reference before they are timed, and take turns with warpfit
-on the same expressions and data; peers that leave values in memory are not charged for reducing
+parameters. Times are medians of calls after a warm-up, with 95% confidence intervals; spread is the
+interquartile range divided by the median. Kernel time is what the engine reports, end to end what
+the client sees. Peers are checked against the float64 reference before they are timed, and take
+turns with warpfit on the same batch; peers that leave values in memory are not charged for reducing
 them to losses, warpfit is, and for the wire too."""
 _WORKLOADS: Final = """
 Bred programs are shorter or share more than random ones, so the recorded populations of DEAP and
@@ -83,7 +82,10 @@ def write_report(paths: Sequence[Path], directory: Path) -> list[Path]:
 def _page(
     documents: Sequence[Document], found: Sequence[System], figures: Sequence[str]
 ) -> Iterator[str]:
-    subtitle = "; ".join(map(_subtitle, documents))
+    ends = [d["date"] + ("" if d["complete"] else ", not finished") for d in documents]
+    subtitle = "; ".join(
+        f"profile {d['profile']}, {e}" for d, e in zip(documents, ends, strict=True)
+    )
     yield "<!doctype html><html lang=en><head><meta charset=utf-8>"
     yield "<meta name=viewport content='width=device-width,initial-scale=1'>"
     yield f"<title>warpfit bench</title><style>{_STYLE}</style></head><body>"
@@ -108,11 +110,6 @@ def _page(
     yield "</body></html>"
 
 
-def _subtitle(document: Document) -> str:
-    state = "" if document["complete"] else ", not finished"
-    return f"{document['profile']} profile of {document['date']}{state}"
-
-
 def _paragraph(sentence: str) -> str:
     """Write one sentence; those that end with a colon head the ones that follow."""
     text = escape(sentence)
@@ -120,11 +117,8 @@ def _paragraph(sentence: str) -> str:
 
 
 def _figure(title: str, picture: bytes) -> str:
-    data = base64.b64encode(picture).decode()
-    return (
-        f"<h2>{escape(title)}</h2><figure>"
-        f"<img alt='{escape(title)}' src='data:image/png;base64,{data}'></figure>"
-    )
+    image = f"<img alt='{title}' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>"
+    return f"<h2>{title}</h2><figure>{image}</figure>"
 
 
 _WORKLOAD_TITLES: Final = (
@@ -156,7 +150,7 @@ def _workload_rows(system: System) -> Iterator[list[str]]:
                 f"{tokens / size(cell)[1]:.1f}",
                 f"{cell['operators'] / tokens:.2f}",
                 f"{cell['executed'] / tokens:.2f}",
-                _seconds(cell["kernel"]["median"]),
+                duration(cell["kernel"]["median"]),
                 f"{rate / 1e9:.4g}",
                 f"{share * rate / 1e9:.4g}",
             ]
@@ -174,11 +168,11 @@ def _peer_row(system: System, cell: Cell) -> list[str]:
         cell["peer"],
         system.label,
         *(f"{number:,}" for number in size(cell)),
-        _seconds(cell["prepare"]),
-        _seconds(cell["wall"]["median"]),
-        _seconds(ours["first"]["wall"]),
-        _seconds(ours["wall"]["median"]),
-        _seconds(ours["kernel"]["median"]),
+        duration(cell["prepare"]),
+        duration(cell["wall"]["median"]),
+        duration(ours["first"]["wall"]),
+        duration(ours["wall"]["median"]),
+        duration(ours["kernel"]["median"]),
         f"{cell['times_warpfit']:.2f}",
         f"{cell['agreement']['peer']:.1%} / {cell['agreement']['warpfit']:.1%}",
         f"{cell['output']}; {cell['notes']}; beside the {cell['scenario']['tier']} tier",
@@ -202,14 +196,14 @@ def _cell_row(cell: Cell) -> list[str]:
     return [
         f"{what}: {mode}{''.join(numbers)}{workload}",
         *(f"{number:,}" for number in size(cell)),
-        _seconds(cell["first"]["wall"]) if "first" in cell else "",
-        _seconds(wall["median"]),
-        f"{_seconds(wall['low'])} to {_seconds(wall['high'])}",
-        _seconds(wall["p90"]),
-        "" if wall["p99"] is None else _seconds(wall["p99"]),
+        duration(cell["first"]["wall"]) if "first" in cell else "",
+        duration(wall["median"]),
+        f"{duration(wall['low'])} to {duration(wall['high'])}",
+        duration(wall["p90"]),
+        "" if wall["p99"] is None else duration(wall["p99"]),
         f"{wall['spread']:.0%}",
         f"{wall['n']}",
-        *(_seconds(cell[n]["median"]) if n in cell else "" for n in ("engine", "kernel")),
+        *(duration(cell[n]["median"]) if n in cell else "" for n in ("engine", "kernel")),
         f"{rates['wall'] / 1e9:.4g}" if rates else f"{cell.get('fits_per_second', 0):.4g} fits/s",
         "" if fraction is None else f"{fraction:.1%}",
     ]
@@ -245,11 +239,4 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(text: str) -> str:
-    kind = " class=text" if len(text) > 50 else ""
-    return f"<td{kind}>{escape(text)}</td>"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+    return f"<td{' class=text' if len(text) > 50 else ''}>{escape(text)}</td>"

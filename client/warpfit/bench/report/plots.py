@@ -161,11 +161,9 @@ def peers(found: Sequence[System]) -> Any:
     if not bars:
         return None
     figure, axis = _bars(bars)
-    values = [ratio for _, ratio in bars]
-    colours = [COLOURS[ratio < 1] for ratio in values]
-    axis.barh(range(len(bars)), [v - 1 for v in values], left=1, color=colours)
-    for place, value in enumerate(values):
-        axis.text(max(value, 1), place, f" {value:.2g}", va="center", fontsize=8)
+    for place, (_, ratio) in enumerate(bars):
+        axis.barh(place, ratio - 1, left=1, color=COLOURS[ratio < 1])
+        axis.text(max(ratio, 1), place, f" {ratio:.2g}", va="center", fontsize=8)
     label = "peer's time / warpfit's time, through gRPC; above 1 it is slower"
     axis.set(xscale="log", xlabel=label)
     axis.axvline(1, color="black", lw=1)
@@ -207,7 +205,7 @@ def _bars(bars: Sequence[tuple[str, Any]]) -> tuple[Any, Any]:
 def _ways(system: System) -> list[tuple[dict[str, str], str]]:
     """Return tier and reuse of what is drawn of a system, and its name."""
     fresh = {"tier": "interpreter", "reuse": "fresh"}
-    if not system.compiles:
+    if not system.select(tier="compiled"):
         return [(fresh, f"{system.label}: fresh")]
     compiled = {"tier": "compiled", "reuse": "repeated"}
     return [

@@ -102,7 +102,7 @@ def test_a_batch_of_a_population_is_a_sample_without_repetition():
     ],
 )
 def test_executed_operations_are_different_and_depend_on_the_row(texts, operators, executed):
-    assert operations([parse(text) for text in texts]) == (operators, executed)
+    assert operations([parse(text) for text in texts])[1:] == (operators, executed)
 
 
 def test_near_parameters_differ_by_up_to_a_tenth():
