@@ -148,6 +148,11 @@ class Config:
         return self.max_connections or min(_MOST_CONNECTIONS, int(files * _CONNECTIONS_PART))
 
     @property
+    def has_tenants(self) -> bool:
+        """Whether callers are authenticated, so that there may be several tenants."""
+        return bool(self.token_file or self.tls_client_ca)
+
+    @property
     def cache_path(self) -> Path | None:
         """Directory of compiled code, or None for the engine's default."""
         return Path(self.cache_dir) if self.cache_dir else None

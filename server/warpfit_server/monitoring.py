@@ -25,13 +25,6 @@ from warpfit_server.rpc.servicer import SERVICE_NAME
 class Monitoring:
     """Health, watchdog, metrics and traces of the main process.
 
-    Args:
-        config: ports and intervals.
-        supervisor: supervisor of the engine process.
-        datasets: the resident data sets.
-        front_ends: the other front-end processes, which are told about readiness.
-        recorder: recorder of the main process.
-
     Raises:
         UnavailableError: if traces are asked for and OpenTelemetry is not installed.
 

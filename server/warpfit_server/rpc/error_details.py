@@ -28,11 +28,7 @@ _FACTS: Final = ("field", "expression", "token", "needed", "available")
 def fail_call(context: Any, error: Exception, trailing: tuple[tuple[str, str], ...]) -> None:
     """Give a call the status of an error, unless it has a status already.
 
-    Args:
-        context: gRPC's context of the call.
-        error: what the handler raised.
-        trailing: trailing metadata to send beside those of the error.
-
+    Metadata that every answer carries, ``trailing``, are sent beside those of the error.
     """
     if context.code() is not None:
         return

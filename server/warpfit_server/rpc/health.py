@@ -18,7 +18,13 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from warpfit_server.rpc.port import InlineExecutor, join_address, port_in_use
+from warpfit_server.rpc.port import (
+    InlineExecutor,
+    NonBlockingMethod,
+    Send,
+    join_address,
+    port_in_use,
+)
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 
@@ -43,7 +49,6 @@ _PORT_OPTIONS: Final = (
 )
 
 _Response = health_pb2.HealthCheckResponse
-Send = Callable[[bytes | None], None]
 
 
 class Health:
@@ -165,7 +170,7 @@ class _CallLimit:
                 self._calls.pop(address, None)
 
 
-class _HealthMethod:
+class _HealthMethod(NonBlockingMethod):
     """A method of grpc.health.v1 as a handler for gRPC.
 
     Args:
@@ -174,10 +179,6 @@ class _HealthMethod:
         watching: limits the calls that last; None where the answer is one message.
 
     """
-
-    #: Tells gRPC to call this object on the port's own thread, and that it answers with ``send``.
-    experimental_non_blocking: Final = True
-    experimental_thread_pool: Final = InlineExecutor()
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ arrive within a time limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import grpc
 
@@ -27,7 +27,7 @@ from warpfit.errors import (
 from warpfit_server.config import Config
 from warpfit_server.observability.calls import CallRecord, Observer, set_current_call, status_of
 from warpfit_server.rpc.error_details import fail_call
-from warpfit_server.rpc.port import InlineExecutor
+from warpfit_server.rpc.port import NonBlockingMethod, Send
 from warpfit_server.rpc.receive_timeouts import ReceiveTimeouts
 from warpfit_server.system.worker_threads import Workers
 from warpfit_server.tenancy.admission import Admission
@@ -36,7 +36,6 @@ from warpfit_server.tenancy.quotas import QuotaTable
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import ANONYMOUS, TenantLimits, assign_tenant
 
-Send = Callable[[bytes | None], None]
 #: Methods whose messages are batches, and those whose messages may be long.
 _BATCH_METHODS: Final = ("Evaluate", "Optimize")
 _LONG_MESSAGE_METHODS: Final = (*_BATCH_METHODS, "UploadVariables")
@@ -60,15 +59,16 @@ class Interceptor:
     """
 
     def __init__(self, config: Config, quotas: QuotaTable, *, is_main: bool = False) -> None:
-        has_certificates = bool(config.tls_client_ca)
-        tokens = TokenFile(config.token_file) if config.token_file else None
-        has_tenants = has_certificates or tokens is not None
-        tenants = TenantLimits(config.limits(), config.tenants_file or None, shared=has_tenants)
+        self.authenticator = Authenticator(
+            TokenFile(config.token_file) if config.token_file else None,
+            certificates=bool(config.tls_client_ca),
+            trusts_local_socket=is_main,
+        )
+        tenants = TenantLimits(
+            config.limits(), config.tenants_file or None, shared=config.has_tenants
+        )
         self.admission = Admission(config, tenants, quotas)
         """Accepts or refuses the calls of this process."""
-        self.authenticator = Authenticator(
-            tokens, certificates=has_certificates, trusts_local_socket=is_main
-        )
         # Twice as many as slots: a cancelled call leaves its slot at once, but its thread only
         # when the engine has stopped.
         threads = 2 * max(1, config.max_requests)
@@ -102,12 +102,8 @@ class Interceptor:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _InterceptedMethod:
+class _InterceptedMethod(NonBlockingMethod):
     """One method as a handler for gRPC: it admits calls and has them served by worker threads."""
-
-    #: Tells gRPC to call this object on the port's own thread, and that it answers with `send`.
-    experimental_non_blocking: ClassVar = True
-    experimental_thread_pool: ClassVar = InlineExecutor()
 
     name: str
     handler: Any

@@ -19,6 +19,8 @@ _KEEPALIVE_MS: Final = 20_000
 _STREAMS: Final = 128
 #: Time that TLS and the first frames of a connection may take.
 _HANDSHAKE_MS: Final = 10_000
+#: Sends a message of an answer; None ends the call.
+Send = Callable[[bytes | None], None]
 
 
 class InlineExecutor(ThreadPoolExecutor):
@@ -37,18 +39,24 @@ class InlineExecutor(ThreadPoolExecutor):
         return done
 
 
+class NonBlockingMethod:
+    """Base of method handlers that gRPC calls on the port's own thread, and that must not block.
+
+    Such a handler is called with the iterator of the call's messages, its context, and a function
+    of type `Send` by which it answers, then or later.
+    """
+
+    experimental_non_blocking: Final = True
+    experimental_thread_pool: Final = InlineExecutor()
+
+
 def make_server(
     config: Config, service: str, handlers: Mapping[str, Any], *, shared: bool
 ) -> grpc.Server:
-    """Make a gRPC server.
+    """Make a gRPC server for one service, whose method handlers bring their own threads.
 
-    Args:
-        config: limits and sizes.
-        service: full name of the service.
-        handlers: its method handlers by name, which bring their own threads.
-        shared: whether several processes of this user listen on the port; the kernel distributes
-            the connections among them.
-
+    If ``shared``, several processes of this user may listen on the port, among which the kernel
+    distributes the connections.
     """
     return grpc.server(
         InlineExecutor(),

@@ -71,12 +71,7 @@ class EngineHost(Protocol):
 class ComputeServicer:
     """Implements Evaluate and Optimize, in every front-end process.
 
-    Args:
-        lease: leases the data sets that requests name.
-        engine: this process's connection to the engine.
-        admission: accepts or refuses the work of calls.
-        chunk_bytes: bytes of values in one message of an answer.
-
+    A message of an answer has at most ``chunk_bytes`` bytes of values.
     """
 
     def __init__(
@@ -188,13 +183,7 @@ class ComputeServicer:
 class MainServicer(ComputeServicer):
     """Implements all methods of evaluator.proto, in the main process.
 
-    Args:
-        datasets: the resident data sets.
-        host: owner of the engine process.
-        admission: accepts or refuses the work of calls.
-        chunk_bytes: bytes of values in one message of an answer.
-        on_release: called with the key of a data set that a client has released.
-
+    ``on_release`` is called with the key of each data set that a client releases.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ def check_exposure(config: Config) -> None:
             "Give --tls-cert and --tls-key, listen on 127.0.0.1, or accept it with --insecure",
         )
     is_public = config.metrics_port is not None and not is_loopback(config.metrics_host)
-    has_tenants = bool(config.token_file or config.tls_client_ca)
-    if is_public and has_tenants and not config.expose_tenants:
+    if is_public and config.has_tenants and not config.expose_tenants:
         raise InvalidArgumentError(
             f"whoever can reach the metrics port on {config.metrics_host} can read the names of "
             "the tenants and how much they compute",

@@ -56,13 +56,13 @@ class CallCost(NamedTuple):
 
     @classmethod
     def of_evaluation(cls, evaluation: Evaluation, layout: Layout) -> CallCost:
-        """Return the work of an evaluation on a data set, in token-rows."""
+        """Return the cost of an evaluation on a data set, in token-rows."""
         derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
         return cls("derive" if derives else "evaluate", evaluation.token_rows(layout))
 
     @classmethod
     def of_fit(cls, request: FitRequest, layout: Layout) -> CallCost:
-        """Return the work of a fit on a data set, in token-rows of all passes."""
+        """Return the cost of a fit on a data set, in token-rows of all passes."""
         passes = min(_FIT_PASSES, 1 + request.settings.max_iterations)
         return cls("fit", request.problem.token_rows(layout) * passes)
 
@@ -106,12 +106,6 @@ class Admission:
     finite. Engine time in the queue is limited for each tenant alone: the engine takes turns among
     tenants, so what one has queued does not delay another. A call of many hours counts for half of
     its tenant's queue: it is legitimate work, and must not shut its own tenant out either.
-
-    Args:
-        config: the server's configuration.
-        tenants: limits of the tenants.
-        quotas: what is in flight in all front-end processes.
-
     """
 
     def __init__(self, config: Config, tenants: TenantLimits, quotas: QuotaTable) -> None:
@@ -173,13 +167,9 @@ class Admission:
 
     @contextmanager
     def reserve(self, tenant: str, cost: CallCost, answer: int, message: int) -> Iterator[None]:
-        """Count the memory and engine time of a call while it waits and runs.
+        """Count the engine time and the bytes of ``answer`` while a call waits and runs.
 
-        Args:
-            tenant: owner of the call.
-            cost: what it asks of the engine.
-            answer: bytes of its batch and answer.
-            message: bytes of its message, which are counted already.
+        The bytes of its ``message`` are counted already.
 
         Raises:
             ResourceExhaustedError: if too much is in flight.
