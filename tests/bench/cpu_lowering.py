@@ -22,7 +22,7 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit_server.engine.cpu import evaluation as cpu_work
+from warpfit_server.engine.cpu import chunked_work
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import Outputs, run_to_end
 
@@ -63,8 +63,8 @@ def compare(engine: CpuEngine, data: Dataset, count: int, batches: int) -> dict[
         mixes = [thesis_mix(first + n, count, variables=VARIABLES) for n in range(2 * batches)]
         for number, batch in enumerate([Batch.of(*mix) for mix in mixes]):
             way = ("one piece", "shared")[number % 2]
-            size = ONE_PIECE if way == "one piece" else cpu_work._TOKENS_A_PIECE
-            with mock.patch.object(cpu_work, "_TOKENS_A_PIECE", size):
+            size = ONE_PIECE if way == "one piece" else chunked_work._TOKENS_A_CHUNK
+            with mock.patch.object(chunked_work, "_TOKENS_A_CHUNK", size):
                 times[way].append(seconds(engine, data, batch, gradient=gradient))
         median = {way: 1e3 * float(np.median(each[2:])) for way, each in times.items()}
         found["losses and gradients" if gradient else "losses"] = {

@@ -14,7 +14,7 @@ from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.source import labels
-from warpfit_server.engine.lowering.schedule import COPY_CODE
+from warpfit_server.engine.lowering.lowered import COPY_CODE
 
 LEVEL, COLUMN, SCALAR, BEFORE = 1, 2, 3, 4
 

@@ -7,29 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.autodiff.backward_sweep import COLUMNS_START, NONE
-from warpfit_server.engine.autodiff.differentiate import (
-    COLUMNS_END,
-    ENTRIES_END,
-    ENTRIES_START,
-    LOSS_PLACE,
-    SLOPE_PLACE,
-    Differentiated,
-)
 from warpfit_server.engine.autodiff.rules import arities
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.source import labels
-from warpfit_server.engine.lowering.schedule import (
+from warpfit_server.engine.lowering.lowered import (
     COPY_CODE,
-    INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
-    LOADS,
-    PROLOGUE_END,
+    INPUT,
+    NONE,
     RESULT,
-    ROWS,
     SCALAR,
-    SCALARS,
-    SLOTS,
+    Lowered,
 )
 
 LEVEL, COLUMN, UNIFORM, BEFORE = 1, 2, 3, 4
@@ -58,31 +45,33 @@ def parts_of(code: DerivativeCode, program: int) -> Parts:
     }
 
 
-def reference_parts(lowered: Differentiated, program: int, *, keeps_values: bool) -> Parts:
+def reference_parts(lowered: Lowered, program: int, *, keeps_values: bool) -> Parts:
     """Encode one program."""
-    summary = lowered.summaries[program].tolist()
-    start, middle, end = (
-        summary[column] for column in (INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END)
-    )
-    load = int(lowered.starts[program])
-    loads = slice(load, load + summary[LOADS])
-    encoder = _Encoder(summary[SLOTS], keeps_values=keeps_values)
-    columns = lowered.columns[summary[COLUMNS_START] : summary[COLUMNS_END]].tolist()
-    places = {
+    header = lowered.headers[program]
+
+    def part(array: NDArray[Any], first: str, count: str) -> NDArray[Any]:
+        return array[header[first] : header[first] + header[count]]
+
+    loads = part(lowered.loads, "first_load", "loads")
+    entries = part(lowered.entries, "first_entry", "entries").tolist()
+    encoder = _Encoder(int(header["slots"]), keeps_values=keeps_values)
+    columns = part(lowered.columns, "first_column", "columns").tolist()
+    locations = {
         "columns": [encoder.awaits(column) for column in columns],
-        "loss": encoder.awaits(summary[LOSS_PLACE]),
-        "slope": encoder.awaits(summary[SLOPE_PLACE]),
-        "result": summary[SLOTS] << 3 | LEVEL,
+        "loss": encoder.awaits(int(header["loss"])),
+        "slope": encoder.awaits(int(header["loss_derivative"])),
+        "result": int(header["slots"]) << 3 | LEVEL,
     }
+    start, middle, end = (int(header[name]) for name in ("start", "prologue_end", "end"))
     return {
-        **places,
+        **locations,
         "prologue": [_scalar_words(line) for line in lowered.instructions[start:middle].tolist()],
         "rows": encoder.rows(lowered.instructions[middle:end].tolist()),
         "levels": encoder.used,
-        "scalars": summary[SCALARS],
-        "entries": lowered.entries[summary[ENTRIES_START] : summary[ENTRIES_END]].tolist(),
-        "loads": lowered.loads[loads].tolist(),
-        "constants": lowered.constants[loads].view(np.uint64).tolist(),
+        "scalars": int(header["scalars"]),
+        "entries": [list(entry) for entry in entries],
+        "loads": np.stack([loads["scalar"], loads["parameter"]], axis=1).tolist(),
+        "constants": np.ascontiguousarray(loads["value"]).view(np.uint64).tolist(),
     }
 
 
@@ -98,12 +87,12 @@ class _Encoder:
         """Translate a place that is looked at when the program has run."""
         if place == NONE:
             return 0
-        if place & 3 == ROWS:
+        if place & 3 == INPUT:
             return place >> 2 << 3 | COLUMN
         self._awaited.add(self._level(place))
         return self._level(place) << 3 | LEVEL
 
-    def rows(self, lines: list[list[int]]) -> list[list[int]]:
+    def rows(self, lines: list[Any]) -> list[list[int]]:
         targets = [-1, *(self._level(line[1]) for line in lines)]
         numbers = range(len(lines) - 1, -1, -1)
         words = [self._words(lines[n], targets[n + 1], targets[n]) for n in numbers]
@@ -112,20 +101,20 @@ class _Encoder:
     def _level(self, place: int) -> int:
         return self._slots if place & 3 == RESULT else place >> 2
 
-    def _words(self, line: list[int], level: int, before: int) -> list[int]:
+    def _words(self, line: Any, level: int, before: int) -> list[int]:
         word, indices = int(labels()[line[0]]), [0, 0, 0]
         if level in self._awaited:
             self._awaited.remove(level)
             self.used = max(self.used, level + 1)
             word |= STORE
         for k in range(_operands(line[0])):
-            source, indices[k] = self._operand(line[2 + k], before)
+            source, indices[k] = self._operand(line[2][k], before)
             word |= source << (10 + 3 * k)
         return [word, indices[0], indices[1], level | indices[2] << 16]
 
     def _operand(self, place: int, before: int) -> tuple[int, int]:
         kind = place & 3
-        if kind in (SCALAR, ROWS):
+        if kind in (SCALAR, INPUT):
             return (UNIFORM if kind == SCALAR else COLUMN), place >> 2
         level = self._level(place)
         if level == before:
@@ -134,8 +123,8 @@ class _Encoder:
         return LEVEL, level
 
 
-def _scalar_words(line: list[int]) -> list[int]:
-    operands = [place >> 2 for place in line[2 : 2 + _operands(line[0])]]
+def _scalar_words(line: Any) -> list[int]:
+    operands = [place >> 2 for place in line[2][: _operands(line[0])]]
     a, b, c = [*operands, 0, 0][:3]
     return [int(labels()[line[0]]), a, b, line[1] >> 2 | c << 16]
 

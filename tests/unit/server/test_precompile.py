@@ -39,7 +39,7 @@ def counted(function):
     return call
 
 compiler.compile_extra = counted(compiler.compile_extra)
-build._compiled = counted(build._compiled)
+build._compile = counted(build._compile)
 compile_processes._start = counted(compile_processes._start)
 engine = CpuEngine(1)
 data = Dataset.of(np.ones((2, 1)), np.ones(2))

@@ -1,29 +1,29 @@
-"""Lowering of programs together with their derivatives, compiled by Numba.
+"""Reverse-mode differentiation of programs as they are lowered, compiled by Numba.
 
-Threads take ranges of programs, and add what they have made of each behind all that is there.
+A program has one result for each row, so one backward pass over its nodes gives the derivative of
+the result by every node, its *adjoint* (Griewank and Walther, Evaluating Derivatives, 2nd edition,
+chapter 3):
 
-A program has one result for each row, so one backward sweep over its nodes gives the derivative of
-the result by every node (Griewank and Walther, Evaluating Derivatives, 2nd edition, chapter 3):
-
-    slope[root] = 1
+    adjoint[root] = 1
     for each node, from the root to the leaves:
-        for each operand: slope[operand] += slope[node] * partial(node, operand)
+        for each operand: adjoint[operand] += adjoint[node] * partial(node, operand)
 
-The sweep runs once, here, on the nodes, not on numbers: each product becomes a node of the same
-expression, beside the program's own. So the interpreter needs to know nothing of derivatives;
+The pass runs once, here, on the nodes, not on numbers: each product becomes a node of the same
+graph, beside the program's own. So the interpreter needs to know nothing of derivatives;
 subexpressions that derivatives share are computed once, products with 1 and 0 never, and slots are
-given out as for any program (`lower`).
+assigned as for any program (`schedule`).
 
-The sweep stops at nodes that are the same for every row, such as a parameter or ``exp(p1)``: the
-slope there is a *column*. How such a node depends on the parameters is the same for every row too:
-its derivatives are *entries*, scalars by which sums over a column are multiplied at the end.
+The pass stops at nodes that are the same for every row, such as a parameter or ``exp(p1)``: the
+adjoint there is a *column*. How such a node depends on the parameters is the same for every row,
+too: its derivatives are *entries*, scalars by which sums over a column are multiplied at the end.
 
-The row loss is numbered beside the program, over the program's result; a sweep of its own gives its
+The row loss is numbered beside the program, over the program's result; a pass of its own gives its
 derivative by the result.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,426 +31,296 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, VARIABLE
-from warpfit_server.engine.autodiff.backward_sweep import (
+from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
-    COLUMNS_START,
-    ENTRY_COLUMNS,
-    ENTRY_FACTOR,
     LOSS,
-    MARKS,
-    NONE,
-    SLOPE,
+    LOSS_DERIVATIVE,
     SQUARES,
-    Tables,
-    loss_slope,
+    Pass,
+    differentiate_loss,
     mark_nodes,
-    sweep,
-    tables,
+    run_backward,
 )
-from warpfit_server.engine.autodiff.rules import RULE_COLUMNS
-from warpfit_server.engine.lowering.lower import find_node, number_tokens, table_size
-from warpfit_server.engine.lowering.schedule import (
-    GIVEN,
-    INSTRUCTION_COLUMNS,
-    INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
-    LOADS,
-    NEED,
-    NODE_COLUMNS,
-    PLACE,
-    PROLOGUE_END,
-    RESULT,
+from warpfit_server.engine.autodiff.rules import RULE_COLUMNS, arities, rules
+from warpfit_server.engine.lowering.graph import (
+    PREDICTION,
+    clear,
+    constant_node,
+    new_graph,
+    number_tokens,
+    power_rewrites,
+)
+from warpfit_server.engine.lowering.lower import longest_program, rewrites_of
+from warpfit_server.engine.lowering.lowered import (
+    ENTRY,
+    HEADER,
+    INSTRUCTION,
+    LOAD,
+    NONE,
     SCALAR,
     SLOT,
-    SLOTS,
-    SUMMARY_COLUMNS,
-    USES,
-    emit_copy,
-    inlined,
-    place_scalars,
-    schedule,
-    uncounted,
+    Lowered,
+    allocate,
+    lowered_of,
 )
-from warpfit_server.engine.native.calls import add_atomically
-from warpfit_server.engine.native.records import (
+from warpfit_server.engine.lowering.schedule import (
+    Scratch,
+    emit_copy,
+    emit_prologue,
+    emit_result,
+    new_scratch,
+    schedule,
+)
+from warpfit_server.engine.native.arguments import (
     FAILED,
     FINISHED,
-    numbers,
+    OWN_ARRAYS,
+    chunk_ranges,
+    floats,
     octets,
-    part,
-    table,
     words,
 )
+from warpfit_server.engine.native.intrinsics import add_atomically, inlined, uncounted
 
-# Columns of a program's summary, after COLUMNS_START: where columns and entries end, and the places
-# of the row loss and of its derivative by the result, NONE for what is not wanted.
-COLUMNS_END: Final = SUMMARY_COLUMNS + 1
-ENTRIES_START: Final = SUMMARY_COLUMNS + 2
-ENTRIES_END: Final = SUMMARY_COLUMNS + 3
-LOSS_PLACE: Final = SUMMARY_COLUMNS + 4
-SLOPE_PLACE: Final = SUMMARY_COLUMNS + 5
-LONG_SUMMARY: Final = SUMMARY_COLUMNS + 6
-#: Nodes for each token, at most: itself; partial, product and sum for the slope of an operand, once
-#: in the program's sweep and once in that of a scalar.
+#: Nodes for each token, at most: itself; partial derivative, product and sum for the adjoint of an
+#: operand, once in the pass over the program and once in that over a scalar.
 _NODES_A_TOKEN: Final = 7
 _MORE_NODES: Final = 16
 
 
-class Differentiated(NamedTuple):
-    """Instructions of a batch with derivatives; the first fields are those of `Lowered`."""
-
-    instructions: NDArray[np.int64]
-    """[capacity, INSTRUCTION_COLUMNS]."""
-    summaries: NDArray[np.int64]
-    """[programs, LONG_SUMMARY]."""
-    loads: NDArray[np.int64]
-    """Scalars to fill: place index and parameter index, -1 for a constant; [capacity, 2]."""
-    constants: NDArray[np.float64]
-    """Value of each load of a constant; [capacity]."""
-    starts: NDArray[np.int64]
-    """First load of each program, and the end of the last one's; [programs + 1]."""
-    columns: NDArray[np.int64]
-    """Place of each column; [tokens]."""
-    entries: NDArray[np.int64]
-    """[2 tokens, ENTRY_COLUMNS]."""
-
-
-def room_for_nodes(tokens: int, programs: int, loss_tokens: int) -> int:
+def node_capacity(tokens: int, programs: int, loss_tokens: int) -> int:
     """Return how many nodes, instructions or loads there are at most."""
     return _NODES_A_TOKEN * (tokens + programs * loss_tokens) + _MORE_NODES * programs
 
 
-class RowLoss(NamedTuple):
-    """Tokens of a row loss, in which GIVEN is the result and variables are the data's columns."""
+def allocate_differentiated(batch: Batch, loss: RowLossTokens) -> Lowered:
+    """Allocate what a batch is lowered to with its derivatives."""
+    tokens = len(batch.codes)
+    capacity = node_capacity(tokens, len(batch), len(loss.codes))
+    return allocate(len(batch), capacity, capacity, tokens)
+
+
+class RowLossTokens(NamedTuple):
+    """Tokens of a row loss: PREDICTION is the result, variables are the data set's columns."""
 
     codes: NDArray[np.uint8]
     values: NDArray[np.float64]
 
 
-def empty(tokens: int, programs: int, loss_tokens: int) -> Differentiated:
-    """Make room for a batch."""
-    capacity = room_for_nodes(tokens, programs, loss_tokens)
-    return Differentiated(
-        np.empty((capacity, INSTRUCTION_COLUMNS), dtype=np.int64),
-        np.empty((programs, LONG_SUMMARY), dtype=np.int64),
-        np.empty((capacity, 2), dtype=np.int64),
-        np.empty(capacity, dtype=np.float64),
-        np.empty(programs + 1, dtype=np.int64),
-        np.empty(tokens, dtype=np.int64),
-        np.empty((2 * tokens, ENTRY_COLUMNS), dtype=np.int64),
-    )
-
-
-def row_loss_tokens(row_loss: Program, variables: int, *, weighted: bool) -> RowLoss:
-    """Tie a row loss to the columns of a data set; its weight is 1 without weights."""
+def row_loss_tokens(row_loss: Program, variables: int, *, weighted: bool) -> RowLossTokens:
+    """Bind a row loss to the columns of a data set; its weight is 1 without weights."""
     codes, values = row_loss.codes.copy(), row_loss.values.copy()
     leaf = codes == VARIABLE
-    codes[leaf & (row_loss.values == 0)] = GIVEN
+    codes[leaf & (row_loss.values == 0)] = PREDICTION
     values[leaf & (row_loss.values > 0)] += variables - 1
     if not weighted:
         weight = leaf & (row_loss.values == 2)
         codes[weight], values[weight] = CONSTANT, 1.0
-    return RowLoss(codes, values)
+    return RowLossTokens(codes, values)
 
 
-def no_row_loss() -> RowLoss:
-    """Tokens for when no loss is wanted."""
-    return RowLoss(np.empty(0, dtype=np.uint8), np.empty(0))
+def no_row_loss() -> RowLossTokens:
+    """Return no tokens, for when no loss is requested."""
+    return RowLossTokens(np.empty(0, dtype=np.uint8), np.empty(0))
 
 
-def arrays_of(
-    batch: Batch,
-    row_loss: RowLoss,
-    wishes: int,
-    cells: NDArray[np.int64],
-    lowered: Differentiated,
-) -> tuple[NDArray[Any], ...]:
-    """Arrays of a record for `differentiate_piece`; ``cells`` are ranges of programs."""
-    return (cells, _ONE_SPAN, *given_arrays(batch, row_loss, wishes), *lowered)
+# Arrays of an argument block, in the order of `source_arrays`.
+_CODES, _VALUES, _STARTS, _LOSS_CODES, _LOSS_VALUES = range(OWN_ARRAYS, OWN_ARRAYS + 5)
+_ARITIES, _REWRITES, _RULES, _REQUESTED, _ENDS = range(_LOSS_VALUES + 1, _LOSS_VALUES + 6)
+AFTER_SOURCE: Final = _ENDS + 1
 
 
-def given_arrays(batch: Batch, row_loss: RowLoss, wishes: int) -> tuple[NDArray[Any], ...]:
-    """Arrays of a record from GIVEN_ARRAYS on, for `given_of`."""
+def source_arrays(batch: Batch, loss: RowLossTokens, requested: int) -> tuple[NDArray[Any], ...]:
+    """Return arrays of an argument block for `source_of`; the last one are the ends."""
     tokens = np.ascontiguousarray(batch.codes), np.ascontiguousarray(batch.values), batch.starts
-    return (*tokens, *row_loss, *tables(), np.array([wishes, 0, 0, 0, 0]))
+    flags, ends = np.array([requested]), np.zeros(4, dtype=np.int64)
+    return (*tokens, *loss, *_tables(), flags, ends)
 
 
-#: Arrays of a record, in order; those of `Differentiated` begin with _LOWERED. Behind the wishes
-#: are the ends of instructions, loads, columns and entries so far.
-_CELLS, _SPANS, _CODES, _VALUES, _STARTS, _LOSS_CODES, _LOSS_VALUES = range(7)
-_ARITIES, _REWRITES, _RULES, _WISHES, _LOWERED = range(7, 12)
-GIVEN_ARRAYS: Final = _CODES
-AFTER_GIVEN: Final = _LOWERED
-_ONE_SPAN: Final = np.array([[0, 1]])
-_ONE_BITS: Final = int(np.ones(1).view(np.int64)[0])
+@cache
+def _tables() -> tuple[NDArray[Any], ...]:
+    """Return what lowering reads of the operator table."""
+    return arities().astype(np.int64), power_rewrites(), rules()
 
 
-class Given(NamedTuple):
-    """The programs to lower, as arrays for compiled code; ``bits`` are the bits of the values."""
+class Source(NamedTuple):
+    """The programs to lower, in compiled code."""
 
     codes: Any
     values: Any
-    bits: Any
     starts: Any
     loss_codes: Any
     loss_values: Any
-    loss_bits: Any
-    tables: Tables
-    wishes: Any
-    """See _WISHES."""
-
-
-class Scratch(NamedTuple):
-    """Memory of a thread for one program at a time, in compiled code."""
-
-    nodes: Any
-    marks: Any
-    stack: Any
-    known: Any
-    work: Any
+    arities: Any
+    rewrites: Any
+    rules: Any
+    requested: Any
+    """Bits of `backward_pass`, int64 [1]."""
     ends: Any
-    """Instructions, loads, columns and entries of the program, int64 [4]."""
-    made: Differentiated
-    """Of the program alone."""
+    """Ends of what all threads have appended: instructions, loads, columns and entries."""
+
+
+class LoweringWorkspace(NamedTuple):
+    """Memory of a thread to lower one program at a time, in compiled code."""
+
+    state: Pass
+    scratch: Scratch
+    program: Lowered
+    """The program that was lowered last, alone."""
 
 
 @inlined
-def differentiated_of(record: int, index: int) -> Differentiated:
-    """Arrays of a record from number ``index``."""
-    return Differentiated(
-        table(record, index, INSTRUCTION_COLUMNS),
-        table(record, index + 1, LONG_SUMMARY),
-        table(record, index + 2, 2),
-        numbers(record, index + 3),
-        words(record, index + 4),
-        words(record, index + 5),
-        table(record, index + 6, ENTRY_COLUMNS),
-    )
-
-
-@inlined
-def given_of(record: int) -> Given:
-    """Arrays of a record that `given_arrays` has listed."""
-    return Given(
-        octets(record, _CODES), numbers(record, _VALUES), words(record, _VALUES),
-        words(record, _STARTS),
-        octets(record, _LOSS_CODES), numbers(record, _LOSS_VALUES), words(record, _LOSS_VALUES),
-        Tables(
-            words(record, _ARITIES),
-            numbers(record, _REWRITES).reshape((-1, 2)),
-            table(record, _RULES, RULE_COLUMNS),
-        ),
-        words(record, _WISHES),
+def source_of(block: int) -> Source:
+    """Return the arrays of an argument block that `source_arrays` has listed."""
+    return Source(
+        octets(block, _CODES), floats(block, _VALUES), words(block, _STARTS),
+        octets(block, _LOSS_CODES), floats(block, _LOSS_VALUES), words(block, _ARITIES),
+        rewrites_of(block, _REWRITES), words(block, _RULES).reshape((-1, RULE_COLUMNS)),
+        words(block, _REQUESTED), words(block, _ENDS),
     )  # fmt: skip
 
 
 @inlined
-def scratch_for(given: Given, first: int, stop: int) -> Scratch:
+def new_workspace(source: Source, start: int, stop: int) -> LoweringWorkspace:
     """Allocate the memory to lower each program of a range."""
-    longest = 1
-    for program in range(first, stop):
-        longest = max(longest, given.starts[program + 1] - given.starts[program])
-    longest_both = longest + len(given.loss_codes)
-    capacity = _NODES_A_TOKEN * longest_both + _MORE_NODES
-    return Scratch(
-        np.empty((capacity, NODE_COLUMNS), dtype=np.int64),
-        np.empty((capacity, MARKS), dtype=np.int64),
-        np.empty(longest_both, dtype=np.int64),
-        np.empty(table_size(capacity), dtype=np.int64),
-        np.empty(6 * capacity + 8, dtype=np.int64),
-        np.empty(4, dtype=np.int64),
-        Differentiated(
-            np.empty((capacity, INSTRUCTION_COLUMNS), dtype=np.int64),
-            np.empty((1, LONG_SUMMARY), dtype=np.int64),
-            np.empty((capacity, 2), dtype=np.int64), np.empty(capacity),
-            np.empty(0, dtype=np.int64), np.empty(longest, dtype=np.int64),
-            np.empty((2 * longest, ENTRY_COLUMNS), dtype=np.int64),
-        ),
+    tokens = longest_program(source.starts, start, stop) + len(source.loss_codes)
+    capacity = _NODES_A_TOKEN * tokens + _MORE_NODES
+    program = Lowered(
+        np.empty(1, dtype=HEADER),
+        np.empty(capacity, dtype=INSTRUCTION),
+        np.empty(capacity, dtype=LOAD),
+        np.empty(tokens, dtype=np.int64),
+        np.empty(2 * tokens, dtype=ENTRY),
+    )
+    state = Pass(
+        new_graph(capacity, tokens, source.arities, source.rewrites), source.rules,
+        np.empty(1, dtype=np.int64),
+        np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
+        np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64),
+        np.empty(capacity, dtype=np.int64),
     )  # fmt: skip
+    return LoweringWorkspace(state, new_scratch(capacity), program)
 
 
-def differentiate_piece(record: int, piece: int) -> int:
-    """Lower a range of programs with their derivatives; see `records` and `arrays_of`."""
-    programs, _, _ = part(table(record, _CELLS, 2), table(record, _SPANS, 2), piece)
-    given, lowered = given_of(record), differentiated_of(record, _LOWERED)
+def differentiate_chunk(block: int, chunk: int) -> int:
+    """Lower a range of programs with their derivatives; see `arguments`.
+
+    Each is appended to what all threads have lowered, so that nothing lies in between.
+    """
+    programs, _, _ = chunk_ranges(block, chunk)
+    source, out = source_of(block), lowered_of(block, AFTER_SOURCE)
     try:
-        scratch = scratch_for(given, programs[0], programs[1])
-        for program in range(programs[0], programs[1]):
-            differentiate_program(given, scratch, program)
-            _append(given, scratch.made, scratch.ends, lowered, program)
-    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+        workspace = new_workspace(source, programs.start, programs.stop)
+        for program in range(programs.start, programs.stop):
+            differentiate_program(source, workspace, program)
+            _append(source, workspace.program, out, program)
+    except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
     return FINISHED
 
 
 @uncounted
-def differentiate_program(given: Given, scratch: Scratch, program: int) -> None:
-    """Lower one program into ``scratch.made``, from the beginning of each of its arrays."""
-    start, stop = given.starts[program], given.starts[program + 1]
-    needed = _NODES_A_TOKEN * (stop - start + len(given.loss_codes)) + _MORE_NODES
-    mask = table_size(needed) - 1
-    nodes, stack, known = scratch.nodes, scratch.stack, scratch.known
-    for index in range(mask + 1):
-        known[index] = -1
-    count = number_tokens(
-        given.codes[start:stop], given.values[start:stop], given.bits[start:stop],
-        given.tables.arities, given.tables.rewrites, nodes, stack, known, mask,
-        np.int64(0), np.int64(-1),
-    )  # fmt: skip
-    root = stack[0]
-    loss = np.int64(NONE)
-    if given.wishes[0] & (LOSS | SLOPE):
-        count = number_tokens(
-            given.loss_codes, given.loss_values, given.loss_bits, given.tables.arities,
-            given.tables.rewrites, nodes, stack, known, mask, count, root,
-        )  # fmt: skip
-        loss = stack[0]
-    for kind in range(4):
-        scratch.ends[kind] = 0
-    _lower_program(
-        nodes, scratch.marks, known, mask, count, root, loss, given.wishes[0], given.tables,
-        scratch.made, scratch.made.summaries[0], scratch.ends, scratch.work,
-    )  # fmt: skip
-
-
-@uncounted
-def room_behind(given: Given, kind: int, count: int) -> Any:
-    """Take room behind what all threads have made of a kind, see `Scratch.ends`."""
-    return add_atomically(np.int64(given.wishes.ctypes.data + 8 * (1 + kind)), np.int64(count))
-
-
-@uncounted
-def _append(
-    given: Given, made: Differentiated, ends: Any, lowered: Differentiated, program: int
-) -> None:
-    """Put what was made of a program behind all that is there."""
-    first, load = room_behind(given, 0, ends[0]), room_behind(given, 1, ends[1])
-    column, entry = room_behind(given, 2, ends[2]), room_behind(given, 3, ends[3])
-    for index in range(ends[0]):
-        for k in range(INSTRUCTION_COLUMNS):
-            lowered.instructions[first + index, k] = made.instructions[index, k]
-    for index in range(ends[1]):
-        lowered.loads[load + index, 0] = made.loads[index, 0]
-        lowered.loads[load + index, 1] = made.loads[index, 1]
-        lowered.constants[load + index] = made.constants[index]
-    for index in range(ends[2]):
-        lowered.columns[column + index] = made.columns[index]
-    for index in range(ends[3]):
-        for k in range(ENTRY_COLUMNS):
-            lowered.entries[entry + index, k] = made.entries[index, k]
-    lowered.starts[program] = load
-    if program + 1 == len(lowered.summaries):
-        lowered.starts[program + 1] = load + ends[1]
-    summary = lowered.summaries[program]
-    for k in range(LONG_SUMMARY):
-        summary[k] = made.summaries[0, k]
-    for k in (INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END):
-        summary[k] += first
-    for k in (COLUMNS_START, COLUMNS_END):
-        summary[k] += column
-    for k in (ENTRIES_START, ENTRIES_END):
-        summary[k] += entry
-
-
-@uncounted
-def _lower_program(
-    nodes: Any, marks: Any, table: Any, mask: int, count: int, root: Any, loss: Any, wishes: int,
-    given: Any, lowered: Any, summary: Any, ends: Any, work: Any,
-) -> None:  # fmt: skip
-    """Add the nodes of the derivatives, then place and emit all nodes; ``ends`` are ends so far."""
-    one = find_node(
-        np.int64(CONSTANT), (np.int64(_ONE_BITS), np.int64(-1), np.int64(-1)),
-        nodes, table, mask, count,
-    )  # fmt: skip
-    count = max(count, one + 1)
-    forward = count
-    slope = loss
-    if wishes & SLOPE and not wishes & SQUARES:
-        count, slope = loss_slope(nodes, marks, table, mask, count, root, loss, one, given)
-    summary[COLUMNS_START], summary[ENTRIES_START] = ends[2], ends[3]
-    if wishes & (BY_PARAMETERS | BY_VARIABLES):
-        mark_nodes(nodes, marks, forward, given.arities, wishes)
-        count = sweep(
-            nodes, marks, table, mask, count, root, one, given, lowered.columns, lowered.entries,
-            ends, summary,
-        )  # fmt: skip
-    summary[COLUMNS_END], summary[ENTRIES_END] = ends[2], ends[3]
-    emitted = _emit_program(
-        nodes[:count], given.arities, root, loss, slope, wishes, lowered, summary, ends, work
-    )
-    _name_factors(nodes, one, lowered.entries[summary[ENTRIES_START] : ends[3]])
-    ends[0] += emitted
+def differentiate_program(source: Source, workspace: LoweringWorkspace, program: int) -> None:
+    """Lower one program into ``workspace.program``, from the beginning of each of its arrays."""
+    state, out = workspace.state, workspace.program
+    graph, requested = state.graph, source.requested[0]
+    start, stop = source.starts[program], source.starts[program + 1]
+    clear(graph, _NODES_A_TOKEN * (stop - start + len(source.loss_codes)) + _MORE_NODES)
+    root = number_tokens(graph, source.codes[start:stop], source.values[start:stop], np.int64(NONE))
+    loss = derivative = np.int64(NONE)
+    if requested & (LOSS | LOSS_DERIVATIVE):
+        loss = number_tokens(graph, source.loss_codes, source.loss_values, root)
+    state.one[0] = constant_node(graph, 1.0)
+    forward = graph.size[0]
+    header = out.headers[0]
+    header.start = header.first_load = header.first_column = header.first_entry = 0
+    header.columns = header.entries = 0
+    if requested & LOSS_DERIVATIVE:
+        derivative = loss if requested & SQUARES else differentiate_loss(state, loss, root)
+    if requested & (BY_PARAMETERS | BY_VARIABLES):
+        mark_nodes(state, forward, requested)
+        run_backward(state, root, out, header)
+    loss = loss if requested & LOSS else np.int64(NONE)
+    _emit_program(workspace, header, root, loss, derivative)
 
 
 @uncounted
 def _emit_program(
-    nodes: Any, arities: Any, root: Any, loss: Any, slope: Any, wishes: int, lowered: Any,
-    summary: Any, ends: Any, work: Any,
-) -> int:  # fmt: skip
-    """Place and emit all nodes; return how many instructions there are."""
-    instructions = lowered.instructions[ends[0] :]
-    emitted = place_scalars(
-        nodes, arities, instructions, summary, lowered.loads[ends[1] :],
-        lowered.constants[ends[1] :], work,
-    )  # fmt: skip
-    ends[1] += summary[LOADS]
-    columns = lowered.columns[summary[COLUMNS_START] : ends[2]]
-    for column in columns:
-        nodes[column, USES] += 1
-    loss = loss if wishes & LOSS else np.int64(NONE)
-    slope = slope if wishes & SLOPE else np.int64(NONE)
-    for kept in (loss, slope):
-        if kept != NONE:
-            nodes[kept, USES] += 1
-    freed = slots = np.int64(0)
-    if nodes[root, NEED]:
-        emitted, freed, slots = schedule(
-            nodes, arities, root, root, instructions, emitted, work, freed, slots
-        )
-    else:
-        emit_copy(nodes[root, PLACE], np.int64(RESULT), instructions, emitted)
-        emitted += 1
-    for kept in (loss, slope):
-        if kept != NONE and nodes[kept, NEED]:
-            emitted, freed, slots = schedule(
-                nodes, arities, kept, root, instructions, emitted, work, freed, slots
-            )
-    for column in columns:
-        if nodes[column, NEED]:
-            emitted, freed, slots = schedule(
-                nodes, arities, column, root, instructions, emitted, work, freed, slots
-            )
+    workspace: LoweringWorkspace, header: Any, root: Any, loss: Any, derivative: Any
+) -> None:
+    """Schedule and emit all nodes; turn the nodes of columns, entries and losses to locations."""
+    graph, scratch, out = workspace.state.graph, workspace.scratch, workspace.program
+    columns = out.columns[: header.columns]
+    emit_prologue(graph, scratch, out, header)
+    for node in columns:
+        graph.nodes[node].uses += 1
+    for node in (loss, derivative):
+        if node != NONE:
+            graph.nodes[node].uses += 1
+    emit_result(graph, scratch, out, header, root)
+    for node in (loss, derivative):
+        if node != NONE and graph.nodes[node].slots:
+            schedule(graph, scratch, out, header, node, root)
+    for node in columns:
+        if graph.nodes[node].slots:
+            schedule(graph, scratch, out, header, node, root)
     for index in range(len(columns)):
-        emitted, slots, columns[index] = _spread(
-            nodes[columns[index], PLACE], instructions, emitted, slots
-        )
-    for column, kept in ((LOSS_PLACE, loss), (SLOPE_PLACE, slope)):
-        summary[column] = NONE
-        if kept != NONE:
-            emitted, slots, summary[column] = _spread(
-                nodes[kept, PLACE], instructions, emitted, slots
-            )
-    summary[SLOTS] = slots
-    summary[INSTRUCTIONS_START] = ends[0]
-    summary[PROLOGUE_END] += ends[0]
-    summary[INSTRUCTIONS_END] = ends[0] + emitted
-    return emitted
+        columns[index] = _as_rows(graph, out, header, columns[index])
+    header.loss = _as_rows(graph, out, header, loss)
+    header.loss_derivative = _as_rows(graph, out, header, derivative)
+    for index in range(header.entries):
+        entry = out.entries[index]
+        is_one = entry.factor == workspace.state.one[0]
+        entry.factor = NONE if is_one else graph.nodes[entry.factor].location >> 2
 
 
 @uncounted
-def _spread(place: Any, instructions: Any, emitted: Any, slots: Any) -> Any:
-    """Copy a scalar to rows of its own, for sums that read rows; return ends and the place."""
-    if place & 3 != SCALAR:
-        return emitted, slots, place
-    target = slots << 2 | SLOT
-    emit_copy(place, target, instructions, emitted)
-    return emitted + 1, slots + 1, target
+def _as_rows(graph: Any, out: Lowered, header: Any, node: Any) -> Any:
+    """Return the location of a node's rows; a scalar is copied to rows, for sums that read them."""
+    if node == NONE:
+        return np.int64(NONE)
+    location = graph.nodes[node].location
+    if location & 3 != SCALAR:
+        return location
+    target = header.slots << 2 | SLOT
+    header.slots += 1
+    emit_copy(location, target, out, header)
+    return target
 
 
 @uncounted
-def _name_factors(nodes: Any, one: Any, entries: Any) -> None:
-    """Replace the node of each entry's factor by its scalar's index, or -1 for the node 1."""
-    for index in range(len(entries)):
-        factor = entries[index, ENTRY_FACTOR]
-        entries[index, ENTRY_FACTOR] = -1 if factor == one else nodes[factor, PLACE] >> 2
+def reserve(source: Source, header: Any) -> Any:
+    """Reserve room for a program behind what all threads have appended.
+
+    Returns:
+        The first instruction, load, column and entry.
+
+    """
+    first = np.int64(source.ends.ctypes.data)
+    return (
+        add_atomically(first, header.end),
+        add_atomically(first + 8, header.loads),
+        add_atomically(first + 16, header.columns),
+        add_atomically(first + 24, header.entries),
+    )
+
+
+@uncounted
+def _append(source: Source, made: Lowered, out: Lowered, program: int) -> None:
+    """Append a program to what all threads have lowered."""
+    header = made.headers[0]
+    start, load, column, entry = reserve(source, header)
+    for index in range(header.end):
+        out.instructions[start + index] = made.instructions[index]
+    for index in range(header.loads):
+        out.loads[load + index] = made.loads[index]
+    for index in range(header.columns):
+        out.columns[column + index] = made.columns[index]
+    for index in range(header.entries):
+        out.entries[entry + index] = made.entries[index]
+    header.start, header.first_load = start, load
+    header.first_column, header.first_entry = column, entry
+    header.prologue_end += start
+    header.end += start
+    out.headers[program] = header

@@ -1,4 +1,4 @@
-"""What an evaluation with derivatives, a loss of one's own or statistics is to fill."""
+"""What an evaluation with derivatives, a custom loss or statistics is to fill."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from warpfit.ir import Batch, Program
 from warpfit.losses import ABSOLUTE, LossFunction
 from warpfit.request import Evaluation
-from warpfit_server.engine.autodiff import backward_sweep
-from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.autodiff import backward_pass
+from warpfit_server.engine.interface import Linearisation, Outputs
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
-    """Arrays to fill; None is not wanted. See `Outputs` and `Linearisation`."""
+class RequestedOutputs:
+    """Arrays to fill, None for what is not requested; see `Outputs` and `Linearisation`."""
 
     row_loss: Program | None = None
     values: NDArray[Any] | None = None
@@ -32,21 +32,21 @@ class Wanted:
     moments: Floats | None = None
 
     @property
-    def wishes(self) -> int:
-        """What lowering has to provide."""
+    def lowering_flags(self) -> int:
+        """What lowering has to provide: bits of `backward_pass`."""
         parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
         variables = self.variable_gradients is not None
         return (
-            backward_sweep.BY_PARAMETERS * parameters
-            | backward_sweep.BY_VARIABLES * variables
-            | backward_sweep.LOSS * (self.row_loss is not None and not self.deviation)
-            | backward_sweep.SLOPE * self.wants_slopes
-            | backward_sweep.SQUARES * self.is_squares
+            backward_pass.BY_PARAMETERS * parameters
+            | backward_pass.BY_VARIABLES * variables
+            | backward_pass.LOSS * (self.row_loss is not None and not self.deviation)
+            | backward_pass.LOSS_DERIVATIVE * self.needs_loss_derivative
+            | backward_pass.SQUARES * self.is_squares
         )
 
     @property
-    def wants_slopes(self) -> bool:
-        """Whether the derivative of the loss is wanted."""
+    def needs_loss_derivative(self) -> bool:
+        """Whether derivatives of the loss are requested."""
         return self.gradients is not None or self.variable_gradients is not None
 
     @property
@@ -58,19 +58,19 @@ class Wanted:
     def deviation(self) -> str:
         """``"squared"`` for (f - y)^2, ``"absolute"`` for |f - y|, else empty.
 
-        Engines compute these two of values and target by themselves, in float64 for each row.
+        Engines compute these two from values and target themselves, in float64 for each row.
         """
         if self.is_squares:
             return "squared"
         return "absolute" if self.row_loss == ABSOLUTE else ""
 
 
-def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:
-    """List what an evaluation asks for."""
+def requested_outputs(evaluation: Evaluation, outputs: Outputs) -> RequestedOutputs:
+    """Return what an evaluation requests."""
     loss = evaluation.loss_function
     sums = (outputs.losses, outputs.gradients, outputs.variable_gradients)
     needs_loss = any(array is not None for array in sums)
-    return Wanted(
+    return RequestedOutputs(
         row_loss=loss.row if loss is not None and needs_loss else None,
         values=outputs.values,
         losses=outputs.losses,
@@ -82,7 +82,17 @@ def wanted_by(evaluation: Evaluation, outputs: Outputs) -> Wanted:
     )
 
 
-def room_for_curvatures(batch: Batch) -> Floats:
-    """Make room for the packed triangles of a batch."""
+def linearisation_outputs(
+    batch: Batch, row_loss: Program, *, curvature: bool
+) -> tuple[Linearisation, RequestedOutputs]:
+    """Allocate the results of a linearisation; return them, and the request to fill them."""
     counts = batch.parameter_counts.astype(np.int64)
-    return np.empty(int((counts * (counts + 1) // 2).sum()) * batch.vectors)
+    triangles = int((counts * (counts + 1) // 2).sum()) * batch.vectors
+    found = Linearisation(
+        losses=np.empty((len(batch), batch.vectors)),
+        gradients=np.empty(len(batch.parameters)),
+        curvatures=np.empty(triangles) if curvature else None,
+    )
+    return found, RequestedOutputs(
+        row_loss, losses=found.losses, gradients=found.gradients, curvatures=found.curvatures
+    )

@@ -1,10 +1,10 @@
 """The interpreter of programs with derivatives, compiled by Numba.
 
-The simple form, for one cell (program and parameter vector):
+The simple form, for one instance (program and parameter vector):
 
     run the prologue once, on scalars
     for each block of rows:
-        run the instructions: result, slope s = dl/df of the row loss, columns c1, c2, ...
+        run the instructions: result, derivative s = dl/df of the row loss, columns c1, c2, ...
         loss += row losses of the result (`row_loss`)
         sums[k] += sum(w s ck);  products[i, j] += sum(w ci cj)
     for each entry (column k, parameter p, factor d):
@@ -18,59 +18,32 @@ The loss has spans of its own, the same whatever else is summed, so that its bit
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
+from numba import carray
 
-from warpfit_server.engine.autodiff.backward_sweep import (
-    COLUMNS_START,
-    ENTRY_COLUMN,
-    ENTRY_FACTOR,
-    ENTRY_LEAF,
-)
-from warpfit_server.engine.autodiff.differentiate import (
-    COLUMNS_END,
-    ENTRIES_END,
-    ENTRIES_START,
-    SLOPE_PLACE,
-    Differentiated,
-    differentiated_of,
-)
 from warpfit_server.engine.cpu.codegen.dot_products import LARGEST_TILE
 from warpfit_server.engine.cpu.interpreter import (
-    BLOCK,
-    CANCEL_FLAG,
-    CELLS,
-    INSTRUCTION_TABLE,
-    ITEMSIZE,
-    JOB,
-    JOB_ENTRIES,
-    KERNELS,
-    PARAMETER_STARTS,
-    PARAMETERS,
-    ROW_START,
-    ROW_STOP,
+    INPUT_ARRAYS,
     SCALAR_WIDTH,
-    SPANS,
-    TARGET_ROWS,
-    VARIABLE_PITCH,
-    VARIABLES,
-    VECTORS,
-    WEIGHT_ROWS,
+    Inputs,
+    Memory,
+    address_of,
+    aligned,
+    divide,
+    inputs_of,
     measure,
-    prologue,
-    result_address,
-    run_instructions,
+    memory_bytes,
+    run_body,
+    run_prologue,
+    scalars_of,
 )
 from warpfit_server.engine.cpu.row_loss import (
-    ROW_LOSS_ARRAYS,
     begin_block,
     begin_row_loss,
     block_loss,
     row_loss_bytes,
-    row_loss_of,
 )
 from warpfit_server.engine.cpu.statistics import (
     MOMENTS,
@@ -79,85 +52,70 @@ from warpfit_server.engine.cpu.statistics import (
     add_reductions,
     merge_spans,
 )
-from warpfit_server.engine.lowering.schedule import (
-    INSTRUCTIONS_END,
-    PROLOGUE_END,
-    inlined,
-)
-from warpfit_server.engine.native.intrinsics import compiled_intrinsic
-from warpfit_server.engine.native.records import (
+from warpfit_server.engine.lowering.lowered import NONE
+from warpfit_server.engine.native.arguments import (
+    CANCEL_FLAG,
     CANCELLED,
     FAILED,
     FINISHED,
-    numbers,
+    OWN_ARRAYS,
+    SPANS,
+    chunk_ranges,
+    floats,
     octets,
-    part,
     pointer32,
     pointer64,
-    table,
+    ranges,
     words,
 )
+from warpfit_server.engine.native.calls import call_kernel
+from warpfit_server.engine.native.intrinsics import inlined
 
-#: More entries of the ``job`` array: what is wanted, and where it goes.
-WANTS_LOSS: Final = JOB_ENTRIES
-WANTS_SLOPES: Final = JOB_ENTRIES + 1
-WANTS_PRODUCTS: Final = JOB_ENTRIES + 2
-IS_SQUARES: Final = JOB_ENTRIES + 3
-"""The slope's place holds half of the slope of a square."""
-WEIGHS_LOSS: Final = JOB_ENTRIES + 4
-"""Each row loss counts w times."""
-JACOBIAN: Final = JOB_ENTRIES + 5
-WANTS_REDUCTIONS: Final = JOB_ENTRIES + 6
-WANTS_MOMENTS: Final = JOB_ENTRIES + 7
-LOSS_SPAN: Final = JOB_ENTRIES + 8
-"""Rows of a span of the loss."""
-LOSS_CELLS: Final = JOB_ENTRIES + 9
-"""Cells of the batch."""
-LONG_JOB_ENTRIES: Final = JOB_ENTRIES + 10
+# Arrays of an argument block after the inputs.
+_ROW_LOSS: Final = OWN_ARRAYS + INPUT_ARRAYS
+_DOTS: Final = _ROW_LOSS + INPUT_ARRAYS
+_STARTS, _SUMS, _REDUCTIONS, _MOMENTS, _LOSSES = range(_DOTS + 1, _DOTS + 6)
+_TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES = range(_LOSSES + 1, _LOSSES + 5)
 
 
-@compiled_intrinsic
-def _call_dots(
-    typing_context: Any, address: Any, sums: Any, pitch: Any, left: Any, right: Any, w: Any, n: Any
-) -> Any:
-    """Call the kernel at an address."""
+class ChunkSums(NamedTuple):
+    """What a chunk adds up, in compiled code; `interpreter` says what an instance is."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 6)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), generate
-
-
-#: Arrays of a record after those of `Differentiated`, in order.
-_DOTS: Final = INSTRUCTION_TABLE + len(Differentiated._fields)
-_STARTS, _SUMS, _REDUCTIONS, _MOMENTS = _DOTS + 1, _DOTS + 2, _DOTS + 3, _DOTS + 4
-_ROW_LOSS: Final = _DOTS + 5
-_LOSSES: Final = _ROW_LOSS + ROW_LOSS_ARRAYS
+    dots: Any
+    """Addresses of kernels, in the order of `dot_products.DOT_SHAPES`."""
+    starts: Any
+    """First sum of each instance, and the end of the last one's."""
+    sums: Any
+    """A sum for each column and, if requested, products of all columns, [columns, columns], of
+    which the lower triangle is valid."""
+    reductions: Any
+    """[instances, REDUCTIONS]."""
+    moments: Any
+    """[instances, MOMENTS]."""
+    losses: Any
+    """[spans of the loss, instances]."""
 
 
-def linearise_piece(record: int, piece: int) -> int:
-    """Run a piece; see `records`.
+def linearise_chunk(block: int, chunk: int) -> int:
+    """Run a range of instances over a span of rows; see `arguments`.
 
-    The first arrays of a record are as for `interpreter.interpret_piece`, in ``Lowered``'s place
-    `Differentiated`. Sums, reductions and moments have one more dimension, the first, for spans;
-    they are as for `_linearise` otherwise, as the others.
+    ChunkSums, reductions and moments of an argument block have spans as their first dimension.
     """
-    cells, rows, span = part(table(record, CELLS, 2), table(record, SPANS, 2), piece)
-    spans = len(table(record, SPANS, 2))
+    instances, rows, span = chunk_ranges(block, chunk)
+    spans = len(ranges(block, SPANS))
     try:
-        finished = _linearise(
-            words(record, JOB), words(record, KERNELS), words(record, _DOTS),
-            differentiated_of(record, INSTRUCTION_TABLE), numbers(record, PARAMETERS),
-            words(record, PARAMETER_STARTS), cells, rows,
-            octets(record, CANCEL_FLAG), words(record, _STARTS),
-            _of_span(numbers(record, _SUMS), spans, span),
-            _rows_of_span(numbers(record, _REDUCTIONS), spans, span, REDUCTIONS),
-            _rows_of_span(numbers(record, _MOMENTS), spans, span, MOMENTS),
-            row_loss_of(record, _ROW_LOSS), numbers(record, _LOSSES),
+        sums = ChunkSums(
+            words(block, _DOTS), words(block, _STARTS),
+            _of_span(floats(block, _SUMS), spans, span),
+            _of_span(floats(block, _REDUCTIONS), spans, span).reshape((-1, REDUCTIONS)),
+            _of_span(floats(block, _MOMENTS), spans, span).reshape((-1, MOMENTS)),
+            floats(block, _LOSSES),
         )  # fmt: skip
-    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+        finished = _linearise(
+            inputs_of(block, OWN_ARRAYS), inputs_of(block, _ROW_LOSS), sums, instances, rows,
+            octets(block, CANCEL_FLAG),
+        )  # fmt: skip
+    except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
     return FINISHED if finished else CANCELLED
 
@@ -169,173 +127,145 @@ def _of_span(values: Any, spans: int, span: int) -> Any:
 
 
 @inlined
-def _rows_of_span(values: Any, spans: int, span: int, columns: int) -> Any:
-    own = _of_span(values, spans, span)
-    return own.reshape((len(own) // columns, columns))
-
-
-@inlined
 def _linearise(
-    job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any, parameter_starts: Any,
-    cells: Any, rows: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
-    row_loss: Any, losses: Any,
-) -> bool:  # fmt: skip
-    """Run cells over rows; return whether they were finished.
-
-    ``job``, ``parameters``, ``cells``, ``rows`` and ``cancelled`` are as for
-    `interpreter._interpret`, ``job`` with LONG_JOB_ENTRIES. ``kernels`` are addresses by code of
-    instruction, ``dots`` by `DOT_SHAPES`. ``lowered`` is `Differentiated`. To ``sums``, from
-    ``starts[cell]``, are added a sum for each column and, if wanted, the products of all columns,
-    [columns, columns], of which the lower triangle is valid. ``reductions`` and ``moments`` are
-    [cells, REDUCTIONS] and [cells, MOMENTS]. ``row_loss`` is as `row_loss_of` gives it; to
-    ``losses``, [spans of the loss, cells], are added the losses.
-    """
-    scalar_starts, slots = measure(lowered.summaries, cells[0], cells[1], job[VECTORS])
-    slot_bytes = job[BLOCK] * job[ITEMSIZE]
-    scalar_bytes = (scalar_starts[-1] + 1) * SCALAR_WIDTH
-    loss_bytes = row_loss_bytes(job, row_loss) + SCALAR_WIDTH
-    memory = np.empty(scalar_bytes + (slots + 1) * slot_bytes + loss_bytes, dtype=np.uint8)
-    scalars = (memory.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH
-    slot_memory = scalars + scalar_starts[-1] * SCALAR_WIDTH
-    spare = slot_memory + slots * slot_bytes
-    places = (scalars, slot_memory, spare, spare + slot_bytes)
-    finished = _run_cells(
-        job, kernels, dots, lowered, parameters, parameter_starts, cells, rows, cancelled, starts,
-        sums, reductions, moments, row_loss, losses, scalar_starts, places, slot_bytes,
-    )  # fmt: skip
+    inputs: Inputs, row_loss: Inputs, sums: ChunkSums, instances: Any, rows: Any, cancelled: Any
+) -> bool:
+    """Run instances over rows; return whether they were finished."""
+    starts, slots = measure(inputs, instances.start, instances.stop)
+    own_bytes = memory_bytes(inputs, starts, slots)
+    loss_bytes = row_loss_bytes(inputs.context[0], row_loss) + SCALAR_WIDTH
+    array = np.empty(own_bytes + loss_bytes, dtype=np.uint8)
+    memory = divide(inputs, array, instances.start, starts, slots)
+    finished = _run(inputs, row_loss, sums, memory, instances, rows, cancelled)
     # Compiled code frees an array after its last use, and addresses do not count as one.
-    return finished and memory.size > 0
+    return finished and array.size > 0
 
 
 @inlined
-def _run_cells(
-    job: Any, kernels: Any, dots: Any, lowered: Any, parameters: Any, parameter_starts: Any,
-    cells: Any, rows: Any, cancelled: Any, starts: Any, sums: Any, reductions: Any, moments: Any,
-    row_loss: Any, losses: Any, scalar_starts: Any, places: Any, slot_bytes: int,
+def _run(
+    inputs: Inputs, row_loss: Inputs, sums: ChunkSums, memory: Memory, instances: Any, rows: Any,
+    cancelled: Any,
 ) -> bool:  # fmt: skip
-    """Run cells over rows with memory at ``places``: scalars, slots, a spare slot, row losses."""
-    scalars, slot_memory, spare, loss_memory = places
-    begin_row_loss(job, row_loss, loss_memory)
-    most = 1
-    for cell in range(cells[0], cells[1]):
-        base = scalars + scalar_starts[cell - cells[0]] * SCALAR_WIDTH
-        prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
-        summary = lowered.summaries[cell // job[VECTORS]]
-        most = max(most, summary[COLUMNS_END] - summary[COLUMNS_START])
-    addresses = np.empty(most + 2, dtype=np.int64)
-    pitches = (job[VARIABLE_PITCH], slot_bytes, SCALAR_WIDTH, 0)
-    for block_start in range(rows[0], rows[1], job[BLOCK]):
-        count = min(job[BLOCK], rows[1] - block_start)
-        offset = block_start * job[ITEMSIZE]
-        loss_start = (block_start - job[ROW_START]) // job[LOSS_SPAN] * job[LOSS_CELLS]
-        begin_block(job, row_loss, loss_memory, offset, count)
-        for cell in range(cells[0], cells[1]):
+    context, loss_memory = inputs.context[0], memory.spare + memory.slot_bytes
+    begin_row_loss(context, row_loss, loss_memory)
+    columns = 1
+    for instance in range(instances.start, instances.stop):
+        run_prologue(inputs, instance, scalars_of(memory, instance))
+        columns = max(columns, inputs.lowered.headers[instance // context.vectors].columns)
+    addresses = np.empty(columns, dtype=np.int64)
+    for row in range(rows.start, rows.stop, context.block_rows):
+        count = min(context.block_rows, rows.stop - row)
+        offset = row * context.item_bytes
+        begin_block(context, row_loss, loss_memory, offset, count)
+        for instance in range(instances.start, instances.stop):
             if cancelled[0]:
                 return False
-            program = cell // job[VECTORS]
-            base = scalars + scalar_starts[cell - cells[0]] * SCALAR_WIDTH
-            result = result_address(job, cell, block_start, spare)
-            bases = (job[VARIABLES] + offset, slot_memory, base, result)
-            summary = lowered.summaries[program]
-            run_instructions(
-                lowered.instructions, summary[PROLOGUE_END], summary[INSTRUCTIONS_END], kernels,
-                bases, pitches, count,
-            )  # fmt: skip
-            columns = summary[COLUMNS_END] - summary[COLUMNS_START]
-            for k in range(columns):
-                place = lowered.columns[summary[COLUMNS_START] + k]
-                addresses[k] = bases[place & 3] + (place >> 2) * pitches[place & 3]
-            weight = job[WEIGHT_ROWS] + offset if job[WEIGHT_ROWS] else 0
-            if job[WANTS_LOSS]:
-                losses[loss_start + cell] += block_loss(
-                    job, row_loss, loss_memory, result, offset, count
+            bases, pitches = run_body(inputs, memory, instance, row, count)
+            header = inputs.lowered.headers[instance // context.vectors]
+            for k in range(header.columns):
+                location = inputs.lowered.columns[header.first_column + k]
+                addresses[k] = address_of(location, bases, pitches)
+            derivative = address_of(max(header.loss_derivative, 0), bases, pitches)
+            if context.wants_losses:
+                span = (row - context.row_start) // context.loss_span_rows
+                sums.losses[span * context.instances + instance] += block_loss(
+                    context, row_loss, loss_memory, bases[3], offset, count
                 )
-            slope = max(summary[SLOPE_PLACE], 0)
-            _add_sums(
-                job, dots, sums[starts[cell] : starts[cell + 1]], addresses, columns,
-                bases[slope & 3] + (slope >> 2) * pitches[slope & 3], weight, count,
-            )  # fmt: skip
-            if job[JACOBIAN]:
-                _store_jacobian(
-                    job, lowered, summary, parameter_starts, cell, base, addresses, block_start,
-                    count,
-                )  # fmt: skip
-            if job[WANTS_REDUCTIONS]:
-                add_reductions(
-                    result, job[ITEMSIZE], count, reductions[cell], block_start == rows[0]
-                )
-            if job[WANTS_MOMENTS]:
-                add_moments(
-                    result, job[TARGET_ROWS] + offset, weight, job[ITEMSIZE], count,
-                    moments[cell], block_start == rows[0],
-                )  # fmt: skip
+            _add_sums(inputs, sums, instance, addresses, derivative, offset, count)
+            if context.jacobian:
+                scalars = scalars_of(memory, instance)
+                _store_jacobian(inputs, instance, scalars, addresses, row, count)
+            _add_statistics(context, sums, instance, bases[3], row, count, row == rows.start)
     return True
 
 
 @inlined
+def _add_statistics(
+    context: Any, sums: ChunkSums, instance: int, result: int, row: int, count: int, is_first: bool
+) -> None:
+    """Add a block of values to the reductions and moments that are requested."""
+    offset = row * context.item_bytes
+    weights = context.weights + offset if context.weights else 0
+    if context.wants_reductions:
+        add_reductions(result, context.item_bytes, count, sums.reductions[instance], is_first)
+    if context.wants_moments:
+        add_moments(
+            result, context.target + offset, weights, context.item_bytes, count,
+            sums.moments[instance], is_first,
+        )  # fmt: skip
+
+
+@inlined
 def _add_sums(
-    job: Any, dots: Any, sums: Any, addresses: Any, columns: int, slope: int, weight: int,
+    inputs: Inputs, sums: ChunkSums, instance: int, addresses: Any, derivative: int, offset: int,
     count: int,
 ) -> None:  # fmt: skip
     """Add a block's sums over columns and products of columns."""
+    context = inputs.context[0]
+    columns = inputs.lowered.headers[instance // context.vectors].columns
+    own = sums.sums[sums.starts[instance] : sums.starts[instance + 1]]
+    weights = context.weights + offset if context.weights else 0
     left = np.empty(1, dtype=np.int64)
-    left[0] = slope
-    if job[WANTS_SLOPES]:
-        own = weight if job[WEIGHS_LOSS] else 0
+    left[0] = derivative
+    if context.wants_gradients:
+        loss_weights = weights if context.weighs_loss else 0
         for k in range(0, columns, LARGEST_TILE):
             width = min(columns - k, LARGEST_TILE)
-            _dot(dots, sums, k, 1, left, 0, 1, addresses, k, width, own, count)
-    if job[WANTS_PRODUCTS]:
+            _add_tile(sums.dots, own, k, 1, left, 0, 1, addresses, k, width, loss_weights, count)
+    if context.wants_curvatures:
         for i in range(0, columns, LARGEST_TILE):
             height = min(columns - i, LARGEST_TILE)
             for j in range(0, i + 1, LARGEST_TILE):
                 width = min(columns - j, LARGEST_TILE)
-                _dot(
-                    dots, sums, columns + i * columns + j, columns, addresses, i, height,
-                    addresses, j, width, weight, count,
+                first = columns + i * columns + j
+                _add_tile(
+                    sums.dots, own, first, columns, addresses, i, height, addresses, j, width,
+                    weights, count,
                 )  # fmt: skip
     left[0] = addresses[0]  # both arrays live until here
 
 
 @inlined
-def _dot(
-    dots: Any, sums: Any, first: int, pitch: int, left: Any, i: int, height: int, right: Any,
-    j: int, width: int, weight: int, count: int,
+def _add_tile(
+    dots: Any, own: Any, first: int, pitch: int, left: Any, i: int, height: int, right: Any,
+    j: int, width: int, weights: int, count: int,
 ) -> None:  # fmt: skip
     """Add products of ``height`` columns from ``left[i]`` and ``width`` from ``right[j]``."""
     shape = (height - 1) * LARGEST_TILE + width - 1
-    if weight:
+    if weights:
         shape += LARGEST_TILE * LARGEST_TILE
-    _call_dots(
-        dots[shape], sums.ctypes.data + 8 * first, pitch, left.ctypes.data + 8 * i,
-        right.ctypes.data + 8 * j, weight, count,
+    arguments = (
+        int(own.ctypes.data + 8 * first), pitch, int(left.ctypes.data + 8 * i),
+        int(right.ctypes.data + 8 * j), weights, count,
     )  # fmt: skip
+    call_kernel(dots[shape], arguments)
 
 
 @inlined
 def _store_jacobian(
-    job: Any, lowered: Any, summary: Any, parameter_starts: Any, cell: int, base: int,
-    addresses: Any, row: int, count: int,
-) -> None:  # fmt: skip
+    inputs: Inputs, instance: int, scalars: int, addresses: Any, row: int, count: int
+) -> None:
     """Store a block of the derivatives by each parameter."""
-    program, vector = cell // job[VECTORS], cell % job[VECTORS]
-    start = parameter_starts[program]
-    length = (parameter_starts[program + 1] - start) // job[VECTORS]
-    pitch = (job[ROW_STOP] - job[ROW_START]) * job[ITEMSIZE]
-    first = job[JACOBIAN] + (start + vector * length) * pitch
-    first += (row - job[ROW_START]) * job[ITEMSIZE]
+    context, lowered = inputs.context[0], inputs.lowered
+    program, vector = instance // context.vectors, instance % context.vectors
+    start = inputs.parameter_starts[program]
+    length = (inputs.parameter_starts[program + 1] - start) // context.vectors
+    pitch = (context.row_stop - context.row_start) * context.item_bytes
+    first = context.jacobian + (start + vector * length) * pitch
+    first += (row - context.row_start) * context.item_bytes
     for parameter in range(length):
-        if job[ITEMSIZE] == 4:
+        if context.item_bytes == 4:
             carray(pointer32(first + parameter * pitch), count)[:] = np.float32(0.0)
         else:
             carray(pointer64(first + parameter * pitch), count)[:] = 0.0
-    for index in range(summary[ENTRIES_START], summary[ENTRIES_END]):
+    header = lowered.headers[program]
+    for index in range(header.first_entry, header.first_entry + header.entries):
         entry = lowered.entries[index]
-        factor = entry_factor(entry[ENTRY_FACTOR], base, job[ITEMSIZE])
-        if entry[ENTRY_LEAF] < 0 or factor == 0.0:
+        factor = _read_factor(entry.factor, scalars, context.item_bytes)
+        if entry.leaf < 0 or factor == 0.0:
             continue
-        target, source = first + entry[ENTRY_LEAF] * pitch, addresses[entry[ENTRY_COLUMN]]
-        if job[ITEMSIZE] == 4:
+        target, source = first + entry.leaf * pitch, addresses[entry.column]
+        if context.item_bytes == 4:
             _add_scaled(
                 carray(pointer32(target), count), carray(pointer32(source), count),
                 np.float32(factor),
@@ -352,89 +282,102 @@ def _add_scaled(target: Any, source: Any, factor: Any) -> None:
 
 
 @inlined
-def entry_factor(index: int, base: int, itemsize: int) -> float:
-    """Read the factor of an entry from a cell's scalars at ``base``."""
-    if index < 0:
+def _read_factor(scalar: int, scalars: int, item_bytes: int) -> float:
+    """Return the factor of an entry from an instance's scalars at an address."""
+    if scalar == NONE:
         return 1.0
-    if itemsize == 4:
-        return np.float64(carray(pointer32(base + index * SCALAR_WIDTH), 1)[0])
-    return float(carray(pointer64(base + index * SCALAR_WIDTH), 1)[0])
+    if item_bytes == 4:
+        return np.float64(carray(pointer32(scalars + scalar * SCALAR_WIDTH), 1)[0])
+    return float(carray(pointer64(scalars + scalar * SCALAR_WIDTH), 1)[0])
 
 
-def combine(
-    job: Any, kernels: Any, lowered: Any, parameters: Any, parameter_starts: Any, starts: Any,
-    sums: Any, gradients: Any, variable_gradients: Any, curvatures: Any, moments: Any,
-) -> None:  # fmt: skip
-    """Turn the sums of all rows into gradients and curvatures; merge the moments of all spans.
+def combine_chunk(block: int, chunk: int) -> int:
+    """Turn the sums of all chunks of `linearise_chunk` into what is requested.
 
-    ``gradients`` and ``curvatures`` are as in `interface.Linearisation` or empty,
-    ``variable_gradients`` is [cells, variables] or [0, variables]. All are added to. ``moments`` is
-    as in `statistics.merge_spans`.
+    Gradients, variable gradients, [instances, variables], and curvatures are as in `Outputs` and
+    `Linearisation`, and are added to; each may be empty. The moments of all spans are merged into
+    those of the first one.
     """
-    merge_spans(moments)
-    cells = len(starts) - 1
-    scalar_starts, _ = measure(lowered.summaries, 0, cells, job[VECTORS])
-    most = 1
-    for cell in range(cells):
-        most = max(most, scalar_starts[cell + 1] - scalar_starts[cell])
-    memory = np.empty((most + 1) * SCALAR_WIDTH, dtype=np.uint8)
-    base = (memory.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH
+    inputs = inputs_of(block, OWN_ARRAYS)
+    moments, spans = floats(block, _MOMENTS), len(ranges(block, SPANS))
+    merge_spans(moments.reshape((spans, -1, MOMENTS)))
+    try:
+        _combine(
+            inputs, words(block, _STARTS), floats(block, _TOTALS), floats(block, _GRADIENTS),
+            floats(block, _VARIABLE_GRADIENTS), floats(block, _CURVATURES),
+        )  # fmt: skip
+    except Exception:  # compiled code tells exceptions apart no further: memory is short
+        return FAILED
+    return FINISHED
+
+
+@inlined
+def _combine(
+    inputs: Inputs, starts: Any, totals: Any, gradients: Any, variable_gradients: Any,
+    curvatures: Any,
+) -> None:  # fmt: skip
+    context, lowered = inputs.context[0], inputs.lowered
+    most = 0
+    for header in lowered.headers:
+        most = max(most, header.scalars)
+    array = np.empty((most + 1) * SCALAR_WIDTH, dtype=np.uint8)
+    scalars = aligned(array)
+    variables = len(variable_gradients) // context.instances
     triangle = 0
-    for cell in range(cells):
-        program, vector = cell // job[VECTORS], cell % job[VECTORS]
-        length = (parameter_starts[program + 1] - parameter_starts[program]) // job[VECTORS]
-        first = parameter_starts[program] + vector * length
-        prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
-        summary = lowered.summaries[program]
-        entries = lowered.entries[summary[ENTRIES_START] : summary[ENTRIES_END]]
-        columns = summary[COLUMNS_END] - summary[COLUMNS_START]
-        own = sums[starts[cell] : starts[cell + 1]]
-        if job[WANTS_SLOPES]:
-            _add_gradient(job, entries, base, own, first, cell, gradients, variable_gradients)
-        if job[WANTS_PRODUCTS]:
+    for instance in range(context.instances):
+        program, vector = instance // context.vectors, instance % context.vectors
+        first = inputs.parameter_starts[program]
+        length = (inputs.parameter_starts[program + 1] - first) // context.vectors
+        first += vector * length
+        run_prologue(inputs, instance, scalars)
+        header = lowered.headers[program]
+        entries = lowered.entries[header.first_entry : header.first_entry + header.entries]
+        own = totals[starts[instance] : starts[instance + 1]]
+        if context.wants_gradients:
+            mine = variable_gradients[instance * variables : (instance + 1) * variables]
+            _add_gradient(context, entries, scalars, own, gradients[first:], mine)
+        if context.wants_curvatures:
             size = length * (length + 1) // 2
-            _add_curvature(
-                job, entries, base, own[columns:], columns,
-                curvatures[triangle : triangle + size],
-            )  # fmt: skip
+            products, own_curvatures = own[header.columns :], curvatures[triangle:]
+            _add_curvature(context, entries, scalars, products, header.columns, own_curvatures)
             triangle += size
-    memory[0] = 0  # it lives until here
+    array[0] = 0  # it lives until here
 
 
 @inlined
 def _add_gradient(
-    job: Any, entries: Any, base: int, own: Any, first: int, cell: int, gradients: Any,
-    variable_gradients: Any,
-) -> None:  # fmt: skip
-    scale = 2.0 if job[IS_SQUARES] else 1.0
-    for index in range(len(entries)):
-        leaf = entries[index, ENTRY_LEAF]
-        factor = entry_factor(entries[index, ENTRY_FACTOR], base, job[ITEMSIZE])
-        total = own[entries[index, ENTRY_COLUMN]]
+    context: Any, entries: Any, scalars: int, own: Any, gradients: Any, variable_gradients: Any
+) -> None:
+    """Add an instance's sums over columns, times the factors of its entries."""
+    scale = 2.0 if context.is_squares else 1.0
+    for entry in entries:
+        factor = _read_factor(entry.factor, scalars, context.item_bytes)
+        total = own[entry.column]
         if factor == 0.0 or total == 0.0:
             continue
         term = scale * factor * total
-        if leaf >= 0 and len(gradients):
-            gradients[first + leaf] += term
-        elif leaf < 0 and len(variable_gradients):
-            variable_gradients[cell, -1 - leaf] += term
+        if entry.leaf >= 0 and len(gradients):
+            gradients[entry.leaf] += term
+        elif entry.leaf < 0 and len(variable_gradients):
+            variable_gradients[-1 - entry.leaf] += term
 
 
 @inlined
 def _add_curvature(
-    job: Any, entries: Any, base: int, products: Any, columns: int, triangle: Any
+    context: Any, entries: Any, scalars: int, products: Any, columns: int, triangle: Any
 ) -> None:
-    for first in range(len(entries)):
-        p = entries[first, ENTRY_LEAF]
-        a = entry_factor(entries[first, ENTRY_FACTOR], base, job[ITEMSIZE])
+    """Add an instance's products of columns, times the factors of two entries each."""
+    for first in entries:
+        p = first.leaf
+        a = _read_factor(first.factor, scalars, context.item_bytes)
         if p < 0 or a == 0.0:
             continue
-        for second in range(len(entries)):
-            q = entries[second, ENTRY_LEAF]
+        for second in entries:
+            q = second.leaf
             if q < 0 or q > p:
                 continue
-            b = entry_factor(entries[second, ENTRY_FACTOR], base, job[ITEMSIZE])
-            i, j = entries[first, ENTRY_COLUMN], entries[second, ENTRY_COLUMN]
+            b = _read_factor(second.factor, scalars, context.item_bytes)
+            i, j = first.column, second.column
             product = products[max(i, j) * columns + min(i, j)]
             if b != 0.0 and product != 0.0:
                 triangle[p * (p + 1) // 2 + q] += a * b * product

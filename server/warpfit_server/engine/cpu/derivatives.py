@@ -1,4 +1,4 @@
-"""Evaluations that need derivatives, losses of one's own or statistics, on the CPU."""
+"""Evaluations that need derivatives, custom losses or statistics, on the CPU."""
 
 from __future__ import annotations
 
@@ -9,240 +9,187 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Dataset
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
-from warpfit_server.engine.autodiff import backward_sweep
-from warpfit_server.engine.autodiff import differentiate as lowering
-from warpfit_server.engine.autodiff.requested_outputs import Wanted
-from warpfit_server.engine.cpu import derivative_interpreter, interpreter
-from warpfit_server.engine.cpu.codegen.kernel_cache import Derivatives, Kernels
-from warpfit_server.engine.cpu.codegen.kernels import Flavour
-from warpfit_server.engine.cpu.evaluation import (
-    Work,
-    cut_cells,
+from warpfit_server.engine.autodiff.backward_pass import LOSS
+from warpfit_server.engine.autodiff.differentiate import (
+    RowLossTokens,
+    no_row_loss,
+    row_loss_tokens,
+)
+from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
+from warpfit_server.engine.cpu.chunked_work import (
+    ChunkedWork,
+    Cut,
+    block_rows,
+    cut_instances,
     cut_rows,
-    fill_job,
-    flavour_of,
+    new_context,
     span_rows,
     sum_spans,
 )
-from warpfit_server.engine.cpu.row_loss import no_row_loss, row_loss_arrays
-from warpfit_server.engine.cpu.statistics import (
-    MOMENTS,
-    REDUCTIONS,
-    from_zero,
-    merge_reductions,
-)
+from warpfit_server.engine.cpu.codegen.kernel_cache import CompiledDerivatives
+from warpfit_server.engine.cpu.codegen.kernels import Flavour
+from warpfit_server.engine.cpu.interpreter import Inputs
+from warpfit_server.engine.cpu.row_loss import row_loss_inputs
+from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
 from warpfit_server.engine.interface import Outputs
-from warpfit_server.engine.lowering import lower as cpu_lower
-from warpfit_server.engine.lowering.schedule import (
-    INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
-    SCALARS,
-)
+from warpfit_server.engine.lowering.lowered import Lowered, allocate
+from warpfit_server.engine.native.arguments import FAILED
 
-Floats = NDArray[np.float64]
-#: Lowers a batch with a row loss, for some wishes; and lowers a batch alone.
-LowerBoth = Callable[[Batch, lowering.RowLoss, int], lowering.Differentiated]
-Lower = Callable[[Batch], cpu_lower.Lowered]
-#: Bytes of one intermediate result. More of them are alive at a time than in plain evaluation.
-_BLOCK_BYTES: Final = 4096
+#: Lowers a batch with a row loss, for the bits requested; and lowers a batch alone.
+Differentiate = Callable[[Batch, RowLossTokens, int], Lowered]
+Lower = Callable[[Batch], Lowered]
 #: What row losses are computed with.
 _WIDE: Final = Flavour(single=False, fast=False)
 #: Sums of all spans together above which fewer spans are cut: 256 MiB.
 _MOST_SUMS: Final = 2**25
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Derivation:
-    """Work that is cut into pieces, and what to do when all pieces are done."""
-
-    work: Work
-    finish: Callable[[], None]
-
-
 def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
     """Whether an evaluation asks for more than values and one of the six losses."""
     derivatives = (outputs.gradients, outputs.jacobian, outputs.variable_gradients)
     statistics = (outputs.reductions, outputs.moments)
-    own_loss = outputs.losses is not None and evaluation.loss is None
-    return own_loss or any(wish is not None for wish in (*derivatives, *statistics))
+    custom_loss = outputs.losses is not None and evaluation.loss is None
+    return custom_loss or any(array is not None for array in (*derivatives, *statistics))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class DerivativePlan:
     """What does not depend on the parameters."""
 
-    lowered: lowering.Differentiated
-    row_loss: cpu_lower.Lowered
-    """Instructions of the row loss, for losses that have no kernel of their own."""
-    spans: NDArray[np.int64]
-    """See `Work`, likewise the next."""
-    cells: NDArray[np.int64]
-    cost: int
+    lowered: Lowered
+    row_loss: Lowered
+    """Instructions of the row loss; no program for losses that have kernels of their own."""
+    cut: Cut
     sizes: NDArray[np.int64]
-    """Sums of each cell."""
+    """Sums of each instance."""
     weighs_loss: bool
     """Whether each row loss counts w times."""
 
 
 def make_plan(
-    lower_both: LowerBoth, lower: Lower, dataset: Dataset, evaluation: Evaluation, wanted: Wanted
-) -> Plan:
-    """Lower a batch with its derivatives and cut the work."""
-    batch, layout = evaluation.batch, dataset.layout
-    wishes = wanted.wishes & ~backward_sweep.LOSS  # losses are computed apart, in float64
-    lowered = lower_both(batch, _row_loss(layout, wanted), wishes)
-    rows = evaluation.row_range(layout)
-    sizes = _sum_sizes(lowered, batch, products=wanted.curvatures is not None)
-    block = _BLOCK_BYTES // layout.dtype.itemsize
-    spans = cut_rows(rows, block, max(1, _MOST_SUMS // max(1, int(sizes.sum()))))
-    summaries = lowered.summaries
-    lengths = summaries[:, INSTRUCTIONS_END] - summaries[:, INSTRUCTIONS_START]
-    scalars = summaries[:, SCALARS]
-    cells, cost = cut_cells(lengths, scalars, batch.vectors, rows, spans)
-    loss = wanted.row_loss
-    row_loss = no_row_loss()
-    if loss is not None and not wanted.deviation:
-        row_loss = lower(Batch.of([loss]))
-    weighs_loss = loss is not None and not mentions_weight(loss)
-    return Plan(lowered, row_loss, spans, cells, cost, sizes, weighs_loss)
-
-
-def plan_needs(dataset: Dataset, evaluation: Evaluation, wanted: Wanted) -> tuple[Hashable, ...]:
-    """What a plan depends on beside the programs."""
-    wishes = (wanted.row_loss, wanted.wishes, wanted.curvatures is not None)
-    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, *wishes)
-
-
-def prepare(
-    compiled: Derivatives,
-    plan: Plan,
+    differentiate: Differentiate,
+    lower: Lower,
     dataset: Dataset,
     evaluation: Evaluation,
-    wanted: Wanted,
-    cancelled: NDArray[np.uint8],
-) -> Derivation:
-    """Prepare the work of a plan for the parameters of an evaluation."""
-    batch, layout, lowered, spans = evaluation.batch, dataset.layout, plan.lowered, plan.spans
-    kernels = compiled.kernels[flavour_of(layout, evaluation.precision)]
-    rows = evaluation.row_range(layout)
-    block = _BLOCK_BYTES // layout.dtype.itemsize
-    job = _job(dataset, evaluation, wanted, block)
-    job[derivative_interpreter.WEIGHS_LOSS] = plan.weighs_loss
-    job[derivative_interpreter.LOSS_SPAN], job[derivative_interpreter.LOSS_CELLS] = (
-        span_rows(rows, block),
-        len(plan.sizes),
+    requested: RequestedOutputs,
+) -> DerivativePlan:
+    """Lower a batch with its derivatives and cut the work."""
+    batch, layout, loss = evaluation.batch, dataset.layout, requested.row_loss
+    tokens = no_row_loss()
+    if loss is not None and requested.needs_loss_derivative:
+        program = DIFFERENCE if requested.is_squares else loss
+        tokens = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
+    # The losses themselves are computed apart, in float64.
+    lowered = differentiate(batch, tokens, requested.lowering_flags & ~LOSS)
+    headers, rows = lowered.headers, evaluation.row_range(layout)
+    columns = headers["columns"]
+    products = columns * columns * (requested.curvatures is not None)
+    sizes = np.repeat(columns + products, batch.vectors)
+    most_spans = max(1, _MOST_SUMS // max(1, int(sizes.sum())))
+    spans = cut_rows(rows, block_rows(layout), most_spans)
+    instructions = headers["end"] - headers["start"]
+    return DerivativePlan(
+        lowered,
+        allocate(0, 0, 0) if loss is None or requested.deviation else lower(Batch.of([loss])),
+        cut_instances(instructions, headers["scalars"], batch.vectors, rows, spans),
+        sizes,
+        weighs_loss=loss is not None and not mentions_weight(loss),
     )
-    is_weighted = layout.has_weights and plan.weighs_loss
-    if wanted.deviation:
-        job[interpreter.LOSS_KERNEL] = _loss_kernel(kernels, wanted.deviation, is_weighted)
-    loss_spans = -(-(rows[1] - rows[0]) // span_rows(rows, block))
-    sums = _Sums.of(plan.sizes, len(spans), loss_spans, wanted)
-    parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
-
-    given = (job, kernels.addresses, plan.cells, spans, parameters, starts, cancelled)
-    results = (kernels.dots, sums.starts, sums.sums, sums.reductions, sums.moments)
-    wide = compiled.kernels[_WIDE]
-    has_program = len(plan.row_loss.summaries) > 0
-    adds_losses = _loss_kernel(wide, "given", is_weighted) if has_program else 0
-    row_loss = row_loss_arrays(wide.addresses, adds_losses, plan.row_loss)
-    arrays: tuple[NDArray[Any], ...] = (*given, *lowered, *results, *row_loss, sums.losses)
-
-    def finish() -> None:
-        with np.errstate(all="ignore"):
-            total = sums.sums.sum(axis=0) if len(sums.sums) > 1 else sums.sums[0]
-        combine = (job, kernels.addresses, lowered, parameters, starts, sums.starts, total)
-        _finish(compiled, combine, wanted, sums, rows[1] - rows[0])
-
-    work = Work(compiled.linearise, arrays, plan.cells, spans, batch.vectors, plan.cost, cancelled)
-    return Derivation(work, finish)
 
 
-def _loss_kernel(kernels: Kernels, term: str, weighted: bool) -> int:
-    return kernels.losses[f"{term}_weighted" if weighted else term]
+def plan_key(
+    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs
+) -> tuple[Hashable, ...]:
+    """Return what a plan depends on beside the programs."""
+    flags = requested.row_loss, requested.lowering_flags, requested.curvatures is not None
+    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, *flags)
 
 
-def _row_loss(layout: Layout, wanted: Wanted) -> lowering.RowLoss:
-    if wanted.row_loss is None or not wanted.wants_slopes:
-        return lowering.no_row_loss()
-    program = DIFFERENCE if wanted.is_squares else wanted.row_loss
-    return lowering.row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
+class DerivativeRun:
+    """One evaluation by a plan: its work, what that adds up, and how outputs are made of it."""
 
-
-def _job(dataset: Dataset, evaluation: Evaluation, wanted: Wanted, block: int) -> NDArray[np.int64]:
-    job = np.zeros(derivative_interpreter.LONG_JOB_ENTRIES, dtype=np.int64)
-    fill_job(job, dataset, evaluation, wanted.values, block)
-    job[derivative_interpreter.WANTS_LOSS] = wanted.row_loss is not None
-    job[derivative_interpreter.WANTS_SLOPES] = wanted.wants_slopes
-    job[derivative_interpreter.WANTS_PRODUCTS] = wanted.curvatures is not None
-    job[derivative_interpreter.IS_SQUARES] = wanted.is_squares
-    job[derivative_interpreter.WANTS_REDUCTIONS] = wanted.reductions is not None
-    job[derivative_interpreter.WANTS_MOMENTS] = wanted.moments is not None
-    if wanted.jacobian is not None:
-        job[derivative_interpreter.JACOBIAN] = wanted.jacobian.ctypes.data
-    return job
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sums:
-    """What pieces add up, by span."""
-
-    starts: NDArray[np.int64]
-    """First sum of each cell, [cells + 1]."""
-    sums: Floats
-    """[spans, sums]."""
-    reductions: Floats
-    """[spans, cells, REDUCTIONS], or no cells."""
-    moments: Floats
-    """[spans, cells, MOMENTS], or no cells."""
-    losses: Floats
-    """[spans of the loss, cells], or no cells."""
-
-    @classmethod
-    def of(cls, sizes: NDArray[np.int64], spans: int, loss_spans: int, wanted: Wanted) -> _Sums:
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        cells = len(sizes)
-        return cls(
-            starts,
-            np.zeros((spans, int(starts[-1]))),
-            np.zeros((spans, cells if wanted.reductions is not None else 0, REDUCTIONS)),
-            np.zeros((spans, cells if wanted.moments is not None else 0, MOMENTS)),
-            np.zeros((loss_spans, cells if wanted.row_loss is not None else 0)),
+    def __init__(
+        self,
+        code: CompiledDerivatives,
+        plan: DerivativePlan,
+        dataset: Dataset,
+        evaluation: Evaluation,
+        requested: RequestedOutputs,
+        cancelled: NDArray[np.uint8],
+    ) -> None:
+        batch, layout, spans = evaluation.batch, dataset.layout, len(plan.cut.spans)
+        self._requested = requested
+        self._combine = code.combine
+        rows = evaluation.row_range(layout)
+        self._rows = rows[1] - rows[0]
+        loss_rows, count = span_rows(rows, block_rows(layout)), len(plan.sizes)
+        starts = np.concatenate([[0], np.cumsum(plan.sizes)])
+        self._sums = np.zeros((spans, int(starts[-1])))
+        self._totals = np.empty(int(starts[-1]))
+        has_loss, has_reductions, has_moments = (
+            array is not None
+            for array in (requested.row_loss, requested.reductions, requested.moments)
         )
+        self._reductions = np.zeros((spans, count * has_reductions, REDUCTIONS))
+        self._moments = np.zeros((spans, count * has_moments, MOMENTS))
+        self._losses = np.zeros((-(-self._rows // loss_rows), count * has_loss))
+
+        kernels = code.kernels[Flavour.of(layout, evaluation.precision)]
+        suffix = "_weighted" if layout.has_weights and plan.weighs_loss else ""
+        context = _context(dataset, evaluation, requested)
+        context["weighs_loss"], context["loss_span_rows"] = plan.weighs_loss, loss_rows
+        if requested.deviation:
+            context["loss_kernel"] = kernels.losses[requested.deviation + suffix]
+        parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
+        inputs = Inputs(context, kernels.addresses, *parameters, plan.lowered)
+        wide = code.kernels[_WIDE]
+        sum_kernel = wide.losses["given" + suffix] if len(plan.row_loss.headers) else 0
+        row_loss = row_loss_inputs(wide.addresses, sum_kernel, plan.row_loss)
+        sums = (starts, self._sums, self._reductions, self._moments, self._losses, self._totals)
+        arrays = requested.gradients, requested.variable_gradients, requested.curvatures
+        gradients = [np.empty(0) if array is None else array for array in arrays]
+        arrays_of_block = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, *sums, *gradients)
+        self.work = ChunkedWork(code.linearise, arrays_of_block, plan.cut, cancelled)
+
+    def finish(self) -> None:
+        """Fill the outputs, once all chunks have run.
+
+        Raises:
+            MemoryError: if there was not enough memory.
+
+        """
+        requested = self._requested
+        with np.errstate(all="ignore"):
+            self._sums.sum(axis=0, out=self._totals)
+        for array in (requested.gradients, requested.variable_gradients, requested.curvatures):
+            if array is not None:
+                array.fill(0.0)
+        if self._combine(self.work.block.ctypes.data, 0) == FAILED:
+            raise MemoryError("no memory to combine sums")
+        if requested.losses is not None:
+            requested.losses.reshape(-1)[:] = sum_spans(self._losses)
+        if requested.reductions is not None:
+            found: NDArray[Any] = merge_reductions(self._reductions, self._rows)
+            requested.reductions.reshape(found.shape)[:] = found
+        if requested.moments is not None:
+            found = from_zero(self._moments[0])
+            requested.moments.reshape(found.shape)[:] = found
 
 
-def _sum_sizes(
-    lowered: lowering.Differentiated, batch: Batch, *, products: bool
-) -> NDArray[np.int64]:
-    """Count the sums of each cell."""
-    summaries = lowered.summaries
-    columns = summaries[:, lowering.COLUMNS_END] - summaries[:, backward_sweep.COLUMNS_START]
-    return np.repeat(columns + columns * columns * products, batch.vectors)
-
-
-def _finish(
-    compiled: Derivatives, combine: tuple[Any, ...], wanted: Wanted, sums: _Sums, rows: int
-) -> None:
-    """Turn sums into what is wanted."""
-    cells = len(sums.starts) - 1
-    nothing, no_rows = np.empty(0), np.empty((0, 0))
-    variables = wanted.variable_gradients
-    for array in (wanted.gradients, variables, wanted.curvatures):
-        if array is not None:
-            array.fill(0.0)
-    compiled.combine(
-        *combine,
-        nothing if wanted.gradients is None else wanted.gradients,
-        no_rows if variables is None else variables.reshape(cells, -1),
-        nothing if wanted.curvatures is None else wanted.curvatures,
-        sums.moments,
-    )
-    if wanted.losses is not None:
-        wanted.losses.reshape(-1)[:] = sum_spans(sums.losses)
-    if wanted.reductions is not None:
-        wanted.reductions.reshape(cells, -1)[:] = merge_reductions(sums.reductions, rows)
-    if wanted.moments is not None:
-        wanted.moments.reshape(cells, -1)[:] = from_zero(sums.moments[0])
+def _context(
+    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs
+) -> NDArray[np.void]:
+    context = new_context(dataset, evaluation, requested.values)
+    context["wants_losses"] = requested.row_loss is not None
+    context["wants_gradients"] = requested.needs_loss_derivative
+    context["wants_curvatures"] = requested.curvatures is not None
+    context["is_squares"] = requested.is_squares
+    context["wants_reductions"] = requested.reductions is not None
+    context["wants_moments"] = requested.moments is not None
+    if requested.jacobian is not None:
+        context["jacobian"] = requested.jacobian.ctypes.data
+    return context

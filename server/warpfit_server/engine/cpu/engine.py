@@ -7,19 +7,18 @@ The simple form:
             for each instruction of the program: result[:] = operator(operands[:])
             store the values, add up the loss
 
-The way through: `lower` turns the batch's tokens into instructions, `interpreter` runs them
-in blocks, calling the loops that `kernels` generates from the operator table with the
-functions of `elementary_functions`. Compiled code is kept on disk (`parts`, `kernel_cache`).
-`evaluation` cuts the work into pieces, and a step is a parallel loop over some of them
-(`parallel_loop`). Derivatives, custom losses and statistics take another way through,
-`derivatives`.
+`lower` turns the tokens of a batch into instructions. `interpreter` runs them in blocks, calling
+the loops that `kernels` makes of the operator table with the functions of `elementary_functions`.
+Compiled code is kept on disk (`parts`, `kernel_cache`). `chunked_work` cuts the work into chunks,
+and a step is a parallel loop over some of them (`parallel_loop`). What asks for derivatives, custom
+losses or statistics is done by `derivatives` and `derivative_interpreter` instead.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,30 +32,36 @@ from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
-from warpfit_server.engine.autodiff.differentiate import Differentiated, RowLoss
-from warpfit_server.engine.autodiff.requested_outputs import Wanted, room_for_curvatures, wanted_by
-from warpfit_server.engine.cpu import derivatives, interpreter
-from warpfit_server.engine.cpu.codegen import kernel_cache
-from warpfit_server.engine.cpu.evaluation import (
-    Programs,
-    Work,
-    differentiating,
-    fill_job,
-    flavour_of,
-    lowering,
+from warpfit_server.engine.autodiff.differentiate import RowLossTokens
+from warpfit_server.engine.autodiff.requested_outputs import (
+    RequestedOutputs,
+    linearisation_outputs,
+    requested_outputs,
+)
+from warpfit_server.engine.cpu import derivatives
+from warpfit_server.engine.cpu.chunked_work import (
+    ChunkedWork,
+    Cut,
+    block_rows,
+    cut_instances,
+    cut_rows,
+    differentiation_work,
+    lowering_work,
+    new_context,
     sum_spans,
 )
+from warpfit_server.engine.cpu.codegen import kernel_cache
+from warpfit_server.engine.cpu.codegen.kernels import Flavour
+from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.interface import Device, Linearisation, Outputs, Steps, timed
-from warpfit_server.engine.lowering.lower import Lowered
+from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import Recurring
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.validate import check_sound
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
-#: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
-_BLOCK_BYTES: Final = 4096
 #: Token-rows of a step for each thread, which take it about 4 ms.
 _STEP_SIZE: Final = 20_000_000
 
@@ -81,13 +86,13 @@ class CpuEngine:
         self.threads = threads or available_cores()
         self.step_size = _STEP_SIZE * self.threads
         directory = cache_directory or default_cache_directory()
-        self._compiled = kernel_cache.load(directory, processes=self.threads)
+        self._code = kernel_cache.load(directory, processes=self.threads)
         self._directory = directory
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
-        self._loop = ParallelLoop(self.threads, self._compiled.parallel)
-        self._programs: Recurring[Programs] = Recurring()
-        self._plans: Recurring[derivatives.Plan] = Recurring()
+        self._loop = ParallelLoop(self.threads, self._code.parallel)
+        self._programs: Recurring[_LoweredPrograms] = Recurring()
+        self._plans: Recurring[derivatives.DerivativePlan] = Recurring()
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
@@ -122,10 +127,12 @@ class CpuEngine:
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
-        derives = derivatives.needs_derivatives(evaluation, outputs)
-        way = self._derive if derives else self._evaluate
+        if derivatives.needs_derivatives(evaluation, outputs):
+            steps = self._evaluate_with_derivatives(dataset, evaluation, outputs)
+        else:
+            steps = self._evaluate(dataset, evaluation, outputs)
         with _memory_errors():
-            _, compute = yield from timed(way(dataset, evaluation, outputs))
+            _, compute = yield from timed(steps)
         return Timings(compute=compute)
 
     def linearise(
@@ -138,19 +145,16 @@ class CpuEngine:
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         dataset, batch = self._dataset(evaluation), evaluation.batch
-        losses = np.empty((len(batch), batch.vectors))
-        gradients = np.empty(len(batch.parameters))
-        wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
-        if curvature:
-            wanted = replace(wanted, curvatures=room_for_curvatures(batch))
+        found, requested = linearisation_outputs(batch, row_loss, curvature=curvature)
         with _memory_errors():
-            compiled = yield from self._for_derivatives()
-            planned = self._planned(compiled, dataset, evaluation, wanted, cancelled)
-            plan = self._plans.of_arrays(batch, *planned)
-            derivation = derivatives.prepare(compiled, plan, dataset, evaluation, wanted, cancelled)
-            yield from self._run(derivation.work)
-            derivation.finish()
-        return Linearisation(losses, gradients, wanted.curvatures)
+            code = yield from self._derivative_code()
+            key = derivatives.plan_key(dataset, evaluation, requested)
+            make = self._planner(code, dataset, evaluation, requested, cancelled)
+            plan = self._plans.of_arrays(batch, key, make)
+            run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
+            yield from self._run(run.work)
+            run.finish()
+        return found
 
     def _dataset(self, evaluation: Evaluation) -> Dataset:
         dataset = self._datasets.get(evaluation.dataset_id)
@@ -158,31 +162,32 @@ class CpuEngine:
             raise DatasetNotFoundError
         return dataset
 
-    def _run(self, work: Work, outputs: Outputs | None = None) -> Steps[None]:
-        """Run all pieces of the work, and tell which values are final after each step."""
+    def _run(
+        self, work: ChunkedWork, outputs: Outputs | None = None, vectors: int = 1
+    ) -> Steps[None]:
+        """Run all chunks of the work, and tell which values are final after each step."""
         has_values = outputs is not None and (
             outputs.values is not None or outputs.jacobian is not None
         )
-        size = max(1, work.pieces * self.step_size // max(1, work.cost))
+        size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
         reported = 0
-        for first in range(0, work.pieces, size):
+        for first in range(0, work.chunks, size):
             if first:
                 yield None
-            stop = min(first + size, work.pieces)
-            self._loop.run(work, first, stop)
-            if work.cancelled[0]:
-                raise CancelledError("the evaluation was cancelled", "CANCELLED")
-            if outputs is not None and has_values and work.programs_finished(stop) > reported:
-                reported = work.programs_finished(stop)
+            stop = min(first + size, work.chunks)
+            self._run_chunks(work, first, stop)
+            finished = work.instances_finished(stop) // vectors
+            if outputs is not None and has_values and finished > reported:
+                reported = finished
                 outputs.ready(reported)
 
-    def _run_at_once(self, work: Work) -> None:
-        """Run all pieces of the work in one step."""
-        self._loop.run(work, 0, work.pieces)
+    def _run_chunks(self, work: ChunkedWork, first: int, stop: int) -> None:
+        """Run chunks in one step."""
+        self._loop.run(work, first, stop)
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
-    def _for_derivatives(self) -> Steps[kernel_cache.Derivatives]:
+    def _derivative_code(self) -> Steps[kernel_cache.CompiledDerivatives]:
         """Wait for the code of derivatives, which is loaded after the engine has begun to serve."""
         loading = self._derivatives
         if loading.done() and loading.exception() is not None:  # what was lacking may be there now
@@ -191,78 +196,96 @@ class CpuEngine:
             yield loading
         return loading.result()
 
-    def _load_derivatives(self) -> Future[kernel_cache.Derivatives]:
+    def _load_derivatives(self) -> Future[kernel_cache.CompiledDerivatives]:
         return BACKGROUND.submit(
-            kernel_cache.load_derivatives, self._directory, self._compiled, self.threads
+            kernel_cache.load_derivatives, self._directory, self._code, self.threads
         )
 
-    def _planned(
+    def _planner(
         self,
-        compiled: kernel_cache.Derivatives,
+        code: kernel_cache.CompiledDerivatives,
         dataset: Dataset,
         evaluation: Evaluation,
-        wanted: Wanted,
+        requested: RequestedOutputs,
         cancelled: NDArray[np.uint8],
-    ) -> tuple[tuple[Hashable, ...], Callable[[Batch], derivatives.Plan]]:
-        """What a plan needs beside the programs, and what makes it of them."""
+    ) -> Callable[[Batch], derivatives.DerivativePlan]:
+        """Return what makes a plan of programs."""
 
-        def make(batch: Batch) -> derivatives.Plan:
+        def differentiate(programs: Batch, row_loss: RowLossTokens, flags: int) -> Lowered:
+            work, lowered = differentiation_work(
+                code.differentiate, programs, row_loss, flags, cancelled
+            )
+            self._run_chunks(work, 0, work.chunks)
+            return lowered
+
+        def lower(programs: Batch) -> Lowered:
+            return self._lower(programs, cancelled)
+
+        def make(batch: Batch) -> derivatives.DerivativePlan:
             check_sound(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
+            return derivatives.make_plan(differentiate, lower, dataset, problem, requested)
 
-            def both(programs: Batch, row_loss: RowLoss, wishes: int) -> Differentiated:
-                work, lowered = differentiating(
-                    compiled.differentiate, programs, row_loss, wishes, cancelled
-                )
-                self._run_at_once(work)
-                return lowered
+        return make
 
-            def lower(programs: Batch) -> Lowered:
-                return self._lower(programs, cancelled).lowered
+    def _lower(self, programs: Batch, cancelled: NDArray[np.uint8]) -> Lowered:
+        work, lowered = lowering_work(self._code.lower, programs, cancelled)
+        self._run_chunks(work, 0, work.chunks)
+        return lowered
 
-            return derivatives.make_plan(both, lower, dataset, problem, wanted)
-
-        return derivatives.plan_needs(dataset, evaluation, wanted), make
-
-    def _derive(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
-        compiled, cancelled = (yield from self._for_derivatives()), outputs.cancelled
-        wanted = wanted_by(evaluation, outputs)
-        planned = self._planned(compiled, dataset, evaluation, wanted, cancelled)
-        plan = self._plans.of_programs(evaluation.batch, *planned)
-        derivation = derivatives.prepare(compiled, plan, dataset, evaluation, wanted, cancelled)
-        yield from self._run(derivation.work, outputs)
-        derivation.finish()
-
-    def _lower(self, programs: Batch, cancelled: NDArray[np.uint8]) -> Programs:
-        work, lowered = lowering(self._compiled.lower, programs, cancelled)
-        self._run_at_once(work)
-        return Programs(lowered)
+    def _evaluate_with_derivatives(
+        self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs
+    ) -> Steps[None]:
+        code, cancelled = (yield from self._derivative_code()), outputs.cancelled
+        requested = requested_outputs(evaluation, outputs)
+        key = derivatives.plan_key(dataset, evaluation, requested)
+        make = self._planner(code, dataset, evaluation, requested, cancelled)
+        plan = self._plans.of_programs(evaluation.batch, key, make)
+        run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
+        yield from self._run(run.work, outputs, evaluation.batch.vectors)
+        run.finish()
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
         layout, batch = dataset.layout, evaluation.batch
 
-        def lower(programs: Batch) -> Programs:
+        def lower(programs: Batch) -> _LoweredPrograms:
             check_sound(batch, layout.variables)
-            return self._lower(programs, outputs.cancelled)
+            return _LoweredPrograms(programs, self._lower(programs, outputs.cancelled))
 
         programs = self._programs.of_programs(batch, (layout.variables,), lower)
-        kernels = self._compiled.kernels[flavour_of(layout, evaluation.precision)]
+        kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
-        block = _BLOCK_BYTES // layout.dtype.itemsize
-        spans, cells, cost = programs.cut(batch.vectors, rows, block)
-        job = np.zeros(interpreter.JOB_ENTRIES, dtype=np.int64)
-        fill_job(job, dataset, evaluation, outputs.values, block)
+        cut = programs.cut(batch.vectors, rows, block_rows(layout))
+        context = new_context(dataset, evaluation, outputs.values)
         if outputs.losses is not None and evaluation.loss is not None:
-            job[interpreter.LOSS_KERNEL] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
-        sums = np.zeros((len(spans), len(batch) * batch.vectors))
-        parameters, starts = np.ascontiguousarray(batch.parameters), batch.parameter_starts
-        given = (job, kernels.addresses, cells, spans, parameters, starts, outputs.cancelled)
-        arrays = (*given, *programs.lowered, sums)
-        function = self._compiled.interpret
-        work = Work(function, arrays, cells, spans, batch.vectors, cost, outputs.cancelled)
-        yield from self._run(work, outputs)
+            context["loss_kernel"] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
+        sums = np.zeros((len(cut.spans), len(batch) * batch.vectors))
+        parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
+        inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
+        arrays = (*inputs.arrays(), sums)
+        work = ChunkedWork(self._code.interpret, arrays, cut, outputs.cancelled)
+        yield from self._run(work, outputs, batch.vectors)
         if outputs.losses is not None and evaluation.loss is not None:
             outputs.losses.reshape(-1)[:] = sum_spans(sums)
+
+
+class _LoweredPrograms:
+    """Lowered programs, and how their work was cut last: it mostly comes again the same."""
+
+    def __init__(self, programs: Batch, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self._lengths = programs.lengths.astype(np.int64)
+        self._last: tuple[tuple[int, tuple[int, int], int], Cut] | None = None
+
+    def cut(self, vectors: int, rows: tuple[int, int], block: int) -> Cut:
+        """Cut the work for so many parameter vectors over a range of rows, in blocks of rows."""
+        key, last = (vectors, rows, block), self._last
+        if last is None or last[0] != key:
+            scalars = self.lowered.headers["scalars"]
+            spans = cut_rows(rows, block)
+            last = key, cut_instances(self._lengths, scalars, vectors, rows, spans)
+            self._last = last
+        return last[1]
 
 
 @contextmanager

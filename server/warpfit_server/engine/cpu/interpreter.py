@@ -8,290 +8,272 @@ The simple form, for one program and parameter vector:
             kernel[code](result, a, b, c)          # over the rows of the block
         add the block's loss
 
-A *cell* is a program with one of its parameter vectors, numbered in wire order. One call runs a
-range of cells over a range of rows, blocks outside and cells inside, so that a block's variables
-are read from memory once and then stay in cache. All data is addressed by byte, so the same
-compiled code serves both floating types; kernels (`kernels`) differ.
+An *instance* is a program with one of its parameter vectors, numbered in wire order. One call runs
+a range of instances over a span of rows, blocks outside and instances inside, so that a block's
+variables are read from memory once and then stay in cache. All data is addressed by byte, so the
+same compiled code serves both floating types; kernels (`kernels`) differ.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
+from numba import carray
+from numpy.typing import NDArray
 
-from warpfit_server.engine.lowering.lower import Lowered, lowered_of
-from warpfit_server.engine.lowering.schedule import (
-    BROADCAST,
-    CODE,
-    FIRST,
-    INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
-    LOADS,
-    PROLOGUE_END,
-    SCALARS,
-    SLOTS,
-    TARGET,
-    inlined,
-)
-from warpfit_server.engine.native.intrinsics import compiled_intrinsic
-from warpfit_server.engine.native.records import (
+from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
+from warpfit_server.engine.native.arguments import (
+    CANCEL_FLAG,
     CANCELLED,
     FAILED,
     FINISHED,
-    numbers,
+    OWN_ARRAYS,
+    SPANS,
+    chunk_ranges,
+    floats,
     octets,
-    part,
     pointer32,
     pointer64,
-    table,
+    ranges,
+    reader,
     words,
 )
+from warpfit_server.engine.native.calls import call_kernel, call_sum
+from warpfit_server.engine.native.intrinsics import inlined
 
 #: Bytes of one stored scalar: as wide as a kernel's step.
 SCALAR_WIDTH: Final = 64
-#: Entries of the ``job`` array.
-ITEMSIZE: Final = 0
-VARIABLES: Final = 1
-VARIABLE_PITCH: Final = 2
-TARGET_ROWS: Final = 3
-WEIGHT_ROWS: Final = 4
-VALUES: Final = 5
-LOSS_KERNEL: Final = 6
-VECTORS: Final = 7
-ROW_START: Final = 8
-ROW_STOP: Final = 9
-BLOCK: Final = 10
-JOB_ENTRIES: Final = 11
+#: What is the same for all instances of an evaluation: int64 numbers and addresses, 0 for None.
+CONTEXT: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("item_bytes", "variables", "variable_pitch", "target", "weights", "values"),
+            *("loss_kernel", "instances", "vectors", "row_start", "row_stop", "block_rows"),
+            # for `derivative_interpreter` alone:
+            *("wants_losses", "wants_gradients", "wants_curvatures", "jacobian"),
+            *("wants_reductions", "wants_moments", "is_squares", "weighs_loss", "loss_span_rows"),
+        )
+    ]
+)
 
 
-@compiled_intrinsic
-def _call_kernel(
-    typing_context: Any, address: Any, r: Any, a: Any, b: Any, c: Any, broadcast: Any, rows: Any
-) -> Any:
-    """Call the kernel at an address."""
+class Inputs(NamedTuple):
+    """What the interpreter reads of an evaluation."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word] * 6)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
+    context: Any
+    """CONTEXT, [1]."""
+    kernels: NDArray[np.int64]
+    """Addresses by code of instruction."""
+    parameters: NDArray[np.float64]
+    parameter_starts: NDArray[np.int64]
+    lowered: Lowered
 
-    return types.void(*[types.int64] * 7), generate
-
-
-@compiled_intrinsic
-def call_loss(typing_context: Any, address: Any, f: Any, y: Any, w: Any, rows: Any) -> Any:
-    """Call the loss kernel at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.DoubleType(), [word] * 4)
-        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-
-    return types.float64(*[types.int64] * 5), generate
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Return the arrays of an argument block for `inputs_of`."""
+        return (*self[:-1], *self.lowered)
 
 
-#: Arrays of a record, in order; those of `lower.Lowered` begin with INSTRUCTION_TABLE.
-JOB: Final = 0
-KERNELS: Final = 1
-CELLS: Final = 2
-SPANS: Final = 3
-PARAMETERS: Final = 4
-PARAMETER_STARTS: Final = 5
-CANCEL_FLAG: Final = 6
-INSTRUCTION_TABLE: Final = 7
-_LOSSES: Final = INSTRUCTION_TABLE + len(Lowered._fields)
+INPUT_ARRAYS: Final = len(Inputs._fields) - 1 + len(Lowered._fields)
+#: Array of an argument block after the inputs: sums of losses, [spans, instances of the batch].
+_LOSSES: Final = OWN_ARRAYS + INPUT_ARRAYS
+_contexts: Final = reader(CONTEXT)
 
 
-def interpret_piece(record: int, piece: int) -> int:
-    """Run a piece; see `records`.
+@inlined
+def inputs_of(block: int, index: int) -> Any:
+    """Return the inputs in an argument block, from array number ``index``."""
+    return Inputs(
+        _contexts(block, index), words(block, index + 1), floats(block, index + 2),
+        words(block, index + 3), lowered_of(block, index + 4),
+    )  # fmt: skip
 
-    The losses of a record are float64 [spans, cells of the batch]; its other arrays are as for
-    `_interpret`.
-    """
-    cells, rows, span = part(table(record, CELLS, 2), table(record, SPANS, 2), piece)
-    losses = numbers(record, _LOSSES)
-    count = len(losses) // len(table(record, SPANS, 2))
+
+class Memory(NamedTuple):
+    """Addresses of working memory for a range of instances, in compiled code."""
+
+    first: int
+    """The first instance."""
+    scalars: int
+    scalar_starts: Any
+    """First scalar of each instance, and the end of the last one's, int64."""
+    slots: int
+    slot_bytes: int
+    spare: int
+    """A slot for results that nobody wants; then comes memory of the caller's own."""
+
+
+def interpret_chunk(block: int, chunk: int) -> int:
+    """Run a range of instances over a span of rows; see `arguments`."""
+    instances, rows, span = chunk_ranges(block, chunk)
+    losses = floats(block, _LOSSES)
+    count = len(losses) // len(ranges(block, SPANS))
     try:
         finished = _interpret(
-            words(record, JOB), words(record, KERNELS), lowered_of(record, INSTRUCTION_TABLE),
-            numbers(record, PARAMETERS), words(record, PARAMETER_STARTS), cells, rows,
-            octets(record, CANCEL_FLAG), losses[span * count : (span + 1) * count],
+            inputs_of(block, OWN_ARRAYS), instances, rows, octets(block, CANCEL_FLAG),
+            losses[span * count : (span + 1) * count],
         )  # fmt: skip
-    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+    except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
     return FINISHED if finished else CANCELLED
 
 
 @inlined
-def _interpret(
-    job: Any,
-    kernels: Any,
-    lowered: Any,
-    parameters: Any,
-    parameter_starts: Any,
-    cells: Any,
-    rows: Any,
-    cancelled: Any,
-    losses: Any,
-) -> bool:
-    """Run cells over rows; return whether they were finished.
+def _interpret(inputs: Inputs, instances: Any, rows: Any, cancelled: Any, losses: Any) -> bool:
+    """Run instances over rows; return whether they were finished.
 
-    ``job`` is int64 [JOB_ENTRIES]: addresses and sizes that are the same for the whole evaluation.
-    ``kernels`` are addresses by operator code, int64 [256]. Parameters and their starts are the
-    batch's own. ``cells`` and ``rows`` are half-open ranges, rows absolute. ``cancelled``, uint8
-    [1], is polled between blocks. ``losses``, float64 [cells of the batch], receives each cell's
-    sum of loss terms.
+    Args:
+        inputs: of the evaluation.
+        instances: range of instances.
+        rows: range of rows of the data set.
+        cancelled: flag, uint8 [1], which is polled between blocks.
+        losses: gets each instance's sum of loss terms, float64 [instances of the batch].
+
     """
-    starts, slots = measure(lowered.summaries, cells[0], cells[1], job[VECTORS])
-    slot_bytes = job[BLOCK] * job[ITEMSIZE]
-    memory = np.empty((starts[-1] + 1) * SCALAR_WIDTH + (slots + 1) * slot_bytes, dtype=np.uint8)
-    scalars = (memory.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH
-    slot_memory = scalars + starts[-1] * SCALAR_WIDTH
-    places = (scalars, slot_memory, slot_memory + slots * slot_bytes)
-    finished = _run_cells(
-        job, kernels, lowered, parameters, parameter_starts, cells, rows, cancelled, losses,
-        starts, places, slot_bytes,
-    )  # fmt: skip
+    starts, slots = measure(inputs, instances.start, instances.stop)
+    array = np.empty(memory_bytes(inputs, starts, slots), dtype=np.uint8)
+    memory = divide(inputs, array, instances.start, starts, slots)
+    finished = _run(inputs, memory, instances, rows, cancelled, losses)
     # Compiled code frees an array after its last use, and addresses do not count as one.
-    return finished and memory.size > 0
+    return finished and array.size > 0
 
 
 @inlined
-def _run_cells(
-    job: Any,
-    kernels: Any,
-    lowered: Any,
-    parameters: Any,
-    parameter_starts: Any,
-    cells: Any,
-    rows: Any,
-    cancelled: Any,
-    losses: Any,
-    starts: Any,
-    places: Any,
-    slot_bytes: int,
+def _run(
+    inputs: Inputs, memory: Memory, instances: Any, rows: Any, cancelled: Any, losses: Any
 ) -> bool:
-    """Run cells over rows with working memory at ``places``: scalars, slots, a spare slot."""
-    scalars, slot_memory, spare = places
-    for cell in range(cells[0], cells[1]):
-        losses[cell] = 0.0
-        base = scalars + starts[cell - cells[0]] * SCALAR_WIDTH
-        prologue(job, kernels, lowered, parameters, parameter_starts, cell, base)
-    for block_start in range(rows[0], rows[1], job[BLOCK]):
-        count = min(job[BLOCK], rows[1] - block_start)
-        offset = block_start * job[ITEMSIZE]
-        for cell in range(cells[0], cells[1]):
+    context = inputs.context[0]
+    for instance in range(instances.start, instances.stop):
+        losses[instance] = 0.0
+        run_prologue(inputs, instance, scalars_of(memory, instance))
+    for row in range(rows.start, rows.stop, context.block_rows):
+        count = min(context.block_rows, rows.stop - row)
+        offset = row * context.item_bytes
+        for instance in range(instances.start, instances.stop):
             if cancelled[0]:
                 return False
-            program = cell // job[VECTORS]
-            result = result_address(job, cell, block_start, spare)
-            run_instructions(
-                lowered.instructions,
-                lowered.summaries[program, PROLOGUE_END],
-                lowered.summaries[program, INSTRUCTIONS_END],
-                kernels,
-                (
-                    job[VARIABLES] + offset,
-                    slot_memory,
-                    scalars + starts[cell - cells[0]] * SCALAR_WIDTH,
-                    result,
-                ),
-                (job[VARIABLE_PITCH], slot_bytes, SCALAR_WIDTH, 0),
-                count,
-            )
-            if job[LOSS_KERNEL]:
-                y, w = job[TARGET_ROWS] + offset, job[WEIGHT_ROWS] + offset
-                losses[cell] += call_loss(job[LOSS_KERNEL], result, y, w, count)
+            bases, _ = run_body(inputs, memory, instance, row, count)
+            if context.loss_kernel:
+                operands = bases[3], context.target + offset, context.weights + offset, count
+                losses[instance] += call_sum(context.loss_kernel, operands)
     return True
 
 
 @inlined
-def result_address(job: Any, cell: int, row: int, spare: int) -> int:
-    """Where a block of a cell's values goes: the answer, or a spare slot if it is not wanted."""
-    if not job[VALUES]:
-        return spare
-    index = cell * (job[ROW_STOP] - job[ROW_START]) + row - job[ROW_START]
-    return int(job[VALUES] + index * job[ITEMSIZE])
-
-
-@inlined
-def prologue(
-    job: Any,
-    kernels: Any,
-    lowered: Any,
-    parameters: Any,
-    parameter_starts: Any,
-    cell: int,
-    base: int,
-) -> None:
-    """Compute a cell's scalars at address ``base``."""
-    program, vector = cell // job[VECTORS], cell % job[VECTORS]
-    start = parameter_starts[program]
-    count = (parameter_starts[program + 1] - start) // job[VECTORS]
-    first, loads = lowered.starts[program], lowered.summaries[program, LOADS]
-    _fill(
-        base,
-        job[ITEMSIZE],
-        lowered.loads[first : first + loads],
-        lowered.constants[first : first + loads],
-        parameters[start + vector * count : start + (vector + 1) * count],
-    )
-    run_instructions(
-        lowered.instructions,
-        lowered.summaries[program, INSTRUCTIONS_START],
-        lowered.summaries[program, PROLOGUE_END],
-        kernels,
-        (base, base, base, base),
-        (SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH),
-        SCALAR_WIDTH // job[ITEMSIZE],
-    )
-
-
-@inlined
-def measure(summaries: Any, cell_start: int, cell_stop: int, vectors: int) -> Any:
-    """Give each cell its first scalar, and the slots that any of them needs."""
-    starts = np.empty(cell_stop - cell_start + 1, dtype=np.int64)
+def measure(inputs: Inputs, start: int, stop: int) -> Any:
+    """Return the first scalar of each instance of a range, and the most slots that one needs."""
+    starts = np.empty(stop - start + 1, dtype=np.int64)
     starts[0] = 0
     slots = 0
-    for cell in range(cell_start, cell_stop):
-        program = cell // vectors
-        starts[cell - cell_start + 1] = starts[cell - cell_start] + summaries[program, SCALARS]
-        slots = max(slots, summaries[program, SLOTS])
+    for instance in range(start, stop):
+        header = inputs.lowered.headers[instance // inputs.context[0].vectors]
+        starts[instance - start + 1] = starts[instance - start] + header.scalars
+        slots = max(slots, header.slots)
     return starts, slots
 
 
 @inlined
-def _fill(base: int, itemsize: int, loads: Any, constants: Any, parameters: Any) -> None:
-    """Store the leaves of a cell's scalars, each as wide as a kernel's step."""
-    lanes = SCALAR_WIDTH // itemsize
-    for load in range(len(loads)):
-        index, parameter = loads[load, 0], loads[load, 1]
-        value = constants[load] if parameter < 0 else parameters[parameter]
-        address = base + index * SCALAR_WIDTH
-        if itemsize == 4:
-            carray(pointer32(address), lanes)[:] = np.float32(value)
-        else:
-            carray(pointer64(address), lanes)[:] = value
+def memory_bytes(inputs: Inputs, starts: Any, slots: int) -> int:
+    """Return the bytes of `Memory`, with those that are lost by its alignment."""
+    context = inputs.context[0]
+    slot_bytes = context.block_rows * context.item_bytes
+    return int((starts[-1] + 1) * SCALAR_WIDTH + (slots + 1) * slot_bytes)
+
+
+@inlined
+def divide(inputs: Inputs, array: Any, first: int, starts: Any, slots: int) -> Memory:
+    """Divide the bytes of an array among scalars and slots."""
+    context = inputs.context[0]
+    slot_bytes = context.block_rows * context.item_bytes
+    scalars = aligned(array)
+    slot_memory = scalars + starts[-1] * SCALAR_WIDTH
+    spare = slot_memory + slots * slot_bytes
+    return Memory(first, scalars, starts, slot_memory, slot_bytes, spare)
+
+
+@inlined
+def aligned(array: Any) -> int:
+    """Return the first address in an array at which scalars may lie."""
+    return int((array.ctypes.data + SCALAR_WIDTH - 1) // SCALAR_WIDTH * SCALAR_WIDTH)
+
+
+@inlined
+def scalars_of(memory: Memory, instance: int) -> int:
+    """Return the address of an instance's scalars."""
+    return int(memory.scalars + memory.scalar_starts[instance - memory.first] * SCALAR_WIDTH)
+
+
+@inlined
+def run_prologue(inputs: Inputs, instance: int, scalars: int) -> None:
+    """Compute an instance's scalars at an address."""
+    context, lowered = inputs.context[0], inputs.lowered
+    program, vector = instance // context.vectors, instance % context.vectors
+    start = inputs.parameter_starts[program]
+    count = (inputs.parameter_starts[program + 1] - start) // context.vectors
+    header = lowered.headers[program]
+    for index in range(header.first_load, header.first_load + header.loads):
+        load = lowered.loads[index]
+        value = load.value
+        if load.parameter != NONE:
+            value = inputs.parameters[start + vector * count + load.parameter]
+        _store_scalar(scalars + load.scalar * SCALAR_WIDTH, context.item_bytes, value)
+    bases = (scalars, scalars, scalars, scalars)
+    pitches = (SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH, SCALAR_WIDTH)
+    width = SCALAR_WIDTH // context.item_bytes
+    run_instructions(inputs, header.start, header.prologue_end, bases, pitches, width)
+
+
+@inlined
+def _store_scalar(address: int, item_bytes: int, value: float) -> None:
+    """Store a scalar as wide as a kernel's step."""
+    if item_bytes == 4:
+        carray(pointer32(address), SCALAR_WIDTH // 4)[:] = np.float32(value)
+    else:
+        carray(pointer64(address), SCALAR_WIDTH // 8)[:] = value
+
+
+@inlined
+def run_body(inputs: Inputs, memory: Memory, instance: int, row: int, count: int) -> Any:
+    """Run an instance's instructions on a block of rows.
+
+    Returns:
+        Bases and pitches, for `address_of`. The base of RESULT is the address of the result.
+
+    """
+    context = inputs.context[0]
+    header = inputs.lowered.headers[instance // context.vectors]
+    result = memory.spare
+    if context.values:
+        index = instance * (context.row_stop - context.row_start) + row - context.row_start
+        result = context.values + index * context.item_bytes
+    rows = context.variables + row * context.item_bytes
+    bases = (rows, memory.slots, scalars_of(memory, instance), result)
+    pitches = (context.variable_pitch, memory.slot_bytes, SCALAR_WIDTH, 0)
+    run_instructions(inputs, header.prologue_end, header.end, bases, pitches, count)
+    return bases, pitches
 
 
 @inlined
 def run_instructions(
-    instructions: Any, start: int, stop: int, kernels: Any, bases: Any, pitches: Any, rows: int
+    inputs: Inputs, start: int, stop: int, bases: Any, pitches: Any, rows: int
 ) -> None:
-    """Run instructions; ``bases`` and ``pitches`` turn a place into an address."""
+    """Run a range of instructions on rows."""
     for index in range(start, stop):
-        target, a = instructions[index, TARGET], instructions[index, FIRST]
-        b, c = instructions[index, FIRST + 1], instructions[index, FIRST + 2]
-        _call_kernel(
-            kernels[instructions[index, CODE]],
-            bases[target & 3] + (target >> 2) * pitches[target & 3],
-            bases[a & 3] + (a >> 2) * pitches[a & 3],
-            bases[b & 3] + (b >> 2) * pitches[b & 3],
-            bases[c & 3] + (c >> 2) * pitches[c & 3],
-            instructions[index, BROADCAST],
+        instruction = inputs.lowered.instructions[index]
+        operands = instruction.operands
+        arguments = (
+            address_of(instruction.target, bases, pitches),
+            address_of(operands[0], bases, pitches),
+            address_of(operands[1], bases, pitches),
+            address_of(operands[2], bases, pitches),
+            instruction.broadcast,
             rows,
         )
+        call_kernel(inputs.kernels[instruction.code], arguments)
+
+
+@inlined
+def address_of(location: int, bases: Any, pitches: Any) -> int:
+    """Return the address of a location; bases and pitches are by its kind."""
+    return int(bases[location & 3] + (location >> 2) * pitches[location & 3])

@@ -1,13 +1,13 @@
-"""The parallel loop of the CPU engine: threads take pieces of one job by an atomic counter.
+"""The parallel loop of the CPU engine: threads take the chunks of a task by an atomic counter.
 
 The simple form, of the calling thread and of each helper thread:
 
-    while (piece := next piece that nobody has taken) is not None:
-        run the piece
+    while (chunk := next chunk that nobody has taken) is not None:
+        run the chunk
 
 The helpers run compiled code only and never take Python's lock. They sleep on a word of shared
-memory (futex(2)) while there is nothing to do. Several callers may run a job at the same time, one
-in each slot of the array of words that all threads share, so that the end of one job overlaps with
+memory (futex(2)) while there is nothing to do. Several callers may run a task at the same time, one
+in each slot of the array of words that all threads share, so that the end of one task overlaps with
 the beginning of the next.
 """
 
@@ -20,29 +20,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.lowering.schedule import inlined
-from warpfit_server.engine.native.calls import add_atomically, call_4, call_5, fence
-from warpfit_server.engine.native.records import FINISHED, run_piece
+from warpfit_server.engine.native.arguments import FINISHED
+from warpfit_server.engine.native.calls import call_c, call_chunk
+from warpfit_server.engine.native.intrinsics import add_atomically, fence, inlined
 
 #: Words of a cache line: words that many threads change have a line of their own.
 _LINE: Final = 8
 #: Words of the head: whether the helpers should end, the address of syscall(2), how often something
 #: has changed (the helpers sleep on it), and how many helpers sleep.
-_CLOSED, _SYSCALL, _CHANGES, _ASLEEP, HEAD_WORDS = 0, 1, 8, 16, 24
-#: Words of a slot: whether threads may come in, the function and the record that it is given, the
-#: piece after the last one, what ended the job early; the next piece; threads inside; how often the
-#: last thread has left (the caller sleeps on it).
-OPEN, FUNCTION, RECORD, STOP, ENDED, NEXT, INSIDE, EMPTIED, SLOT_WORDS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    8,
-    16,
-    17,
-    24,
-)
+_CLOSED, _SYSCALL, _CHANGES, ASLEEP, HEAD_WORDS = 0, 1, 8, 16, 24
+#: Words of a slot: whether threads may come in, the function and the argument block that it is
+#: given, the chunk after the last one, what ended the task early; the next chunk; threads inside;
+#: how often the last thread has left (the caller sleeps on it).
+_OPEN, FUNCTION, ARGUMENTS, STOP, _ENDED = range(5)
+NEXT, _INSIDE, _EMPTIED, SLOT_WORDS = 8, 16, 17, 24
 #: Longest sleep in seconds, after which a thread looks again.
 _LONG: Final = 10
 #: Number of the futex system call; newer architectures share one.
@@ -64,7 +55,7 @@ def new_words(slots: int) -> NDArray[np.int64]:
 
 
 def run(words: Any, slot: int, helpers: int) -> int:
-    """Run the pieces of a slot that has been filled in; return how the job ended.
+    """Run the chunks of a slot that has been filled in; return how the task ended.
 
     Args:
         words: from `new_words`.
@@ -73,16 +64,16 @@ def run(words: Any, slot: int, helpers: int) -> int:
 
     """
     fence()
-    words[slot + OPEN] = 1
+    words[slot + _OPEN] = 1
     _announce(words, helpers)
     _work(words, slot)
-    words[slot + OPEN] = 0
+    words[slot + _OPEN] = 0
     while True:
-        seen = words[slot + EMPTIED]
+        seen = words[slot + _EMPTIED]
         fence()
-        if words[slot + INSIDE] == 0:
-            return int(words[slot + ENDED])
-        _sleep(words, slot + EMPTIED, seen)
+        if words[slot + _INSIDE] == 0:
+            return int(words[slot + _ENDED])
+        _sleep(words, slot + _EMPTIED, seen)
 
 
 def help_others(words: Any) -> None:
@@ -93,11 +84,11 @@ def help_others(words: Any) -> None:
         if words[_CLOSED] != 0:
             return
         for slot in range(HEAD_WORDS, len(words), SLOT_WORDS):
-            if words[slot + OPEN] != 0:
+            if words[slot + _OPEN] != 0:
                 _work(words, slot)
-        _add(words, _ASLEEP, 1)
+        _add(words, ASLEEP, 1)
         _sleep(words, _CHANGES, seen)
-        _add(words, _ASLEEP, -1)
+        _add(words, ASLEEP, -1)
 
 
 def close(words: Any) -> None:
@@ -108,26 +99,26 @@ def close(words: Any) -> None:
 
 @inlined
 def _work(words: Any, slot: int) -> None:
-    """Take and run pieces of a slot until there are no more."""
-    _add(words, slot + INSIDE, 1)
-    while words[slot + OPEN] != 0:
-        piece = _add(words, slot + NEXT, 1)
-        if piece >= words[slot + STOP]:
+    """Take and run chunks of a slot until there are no more."""
+    _add(words, slot + _INSIDE, 1)
+    while words[slot + _OPEN] != 0:
+        chunk = _add(words, slot + NEXT, 1)
+        if chunk >= words[slot + STOP]:
             break
-        ended = run_piece(words[slot + FUNCTION], words[slot + RECORD], piece)
+        ended = call_chunk(words[slot + FUNCTION], (words[slot + ARGUMENTS], chunk))
         if ended != FINISHED:
-            words[slot + ENDED] = ended
+            words[slot + _ENDED] = ended
             words[slot + NEXT] = words[slot + STOP]
-    if _add(words, slot + INSIDE, -1) == 1:
-        _add(words, slot + EMPTIED, 1)
-        _wake(words, slot + EMPTIED, 1)
+    if _add(words, slot + _INSIDE, -1) == 1:
+        _add(words, slot + _EMPTIED, 1)
+        _wake(words, slot + _EMPTIED, 1)
 
 
 @inlined
 def _announce(words: Any, helpers: int) -> None:
     """Tell sleeping helpers that something has changed."""
     _add(words, _CHANGES, 1)
-    if helpers > 0 and words[_ASLEEP] > 0:
+    if helpers > 0 and words[ASLEEP] > 0:
         _wake(words, _CHANGES, helpers)
 
 
@@ -144,7 +135,7 @@ def _add(words: Any, index: int, number: int) -> int:
 
 @inlined
 def _wake(words: Any, index: int, count: int) -> None:
-    call_4(words[_SYSCALL], (_FUTEX, _address(words, index), _WAKE_PRIVATE, int(count)))
+    call_c(words[_SYSCALL], (_FUTEX, _address(words, index), _WAKE_PRIVATE, int(count)))
 
 
 @inlined
@@ -153,5 +144,5 @@ def _sleep(words: Any, index: int, seen: int) -> None:
     time = np.empty(2, dtype=np.int64)
     time[0], time[1] = _LONG, 0
     futex = (_FUTEX, _address(words, index), _WAIT_PRIVATE, int(seen & 0xFFFFFFFF))
-    call_5(words[_SYSCALL], (*futex, int(time.ctypes.data)))
+    call_c(words[_SYSCALL], (*futex, int(time.ctypes.data)))
     time[0] = 0  # keeps the array alive until here

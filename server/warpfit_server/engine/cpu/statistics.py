@@ -1,4 +1,4 @@
-"""Statistics of a block of values, and how those of blocks are merged."""
+"""Reductions and moments of values, block by block and merged over spans; compiled by Numba."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from warpfit_server.engine.lowering.schedule import (
-    inlined,
-)
-from warpfit_server.engine.native.records import pointer32, pointer64
+from warpfit_server.engine.native.arguments import pointer32, pointer64
+from warpfit_server.engine.native.intrinsics import inlined
 
 Floats = NDArray[np.float64]
 #: Sums that are added side by side, so that one addition need not wait for the other.
 _LANES: Final = 4
-#: Numbers of a cell's reductions (sum, least, greatest, not finite).
+#: Numbers of an instance's reductions: sum, least, greatest, number of non-finite values.
 REDUCTIONS: Final = 4
-#: Numbers of a cell's moments: sum of weights; means of values and target; sums of squares of both
-#: and of products; what the best line leaves of the target's squares; and the first row's value and
-#: target, from which the means are counted, so that a large mean costs no digits.
+#: Numbers of an instance's moments: sum of weights; means of values and target; sums of squares of
+#: both and of products; what the best line leaves of the target's squares; and the first row's
+#: value and target, from which the means are counted, so that a large mean costs no digits.
 MOMENTS: Final = 9
 _TOTAL, _MEAN_F, _MEAN_Y, _SQUARES_F, _SQUARES_Y, _PRODUCTS, _RESIDUAL = range(7)
 _FIRST_F, _FIRST_Y = 7, 8
 
 
 @inlined
-def add_reductions(address: int, itemsize: int, count: int, found: Any, first: bool) -> None:
-    """Add a block of values to sum, least, greatest and number of non-finite ones."""
-    if first:
+def add_reductions(address: int, item_bytes: int, count: int, found: Any, is_first: bool) -> None:
+    """Add a block of values to an instance's reductions, which the first block begins."""
+    if is_first:
         found[0], found[1], found[2], found[3] = 0.0, np.inf, -np.inf, 0.0
-    if itemsize == 4:
+    if item_bytes == 4:
         _reduce(carray(pointer32(address), count), found)
     else:
         _reduce(carray(pointer64(address), count), found)
@@ -54,7 +52,7 @@ def _reduce(values: Any, found: Any) -> None:
 
 
 def merge_reductions(parts: Floats, rows: int) -> Floats:
-    """Turn reductions of spans, [spans, cells, 4], into those of `Outputs`, [cells, 5]."""
+    """Turn reductions of spans, [spans, instances, 4], into those of `Outputs`, [instances, 5]."""
     with np.errstate(all="ignore"):
         total = parts[:, :, 0].sum(axis=0)
         least, greatest = parts[:, :, 1].min(axis=0), parts[:, :, 2].max(axis=0)
@@ -64,11 +62,11 @@ def merge_reductions(parts: Floats, rows: int) -> Floats:
 
 @inlined
 def add_moments(
-    f: int, y: int, w: int, itemsize: int, count: int, moments: Any, first: bool
+    f: int, y: int, w: int, item_bytes: int, count: int, moments: Any, is_first: bool
 ) -> None:
-    """Add a block of values, target and weights (none at address 0) to a cell's moments."""
+    """Add a block of values, target and weights (none at address 0) to an instance's moments."""
     block = np.zeros(MOMENTS)
-    if itemsize == 4:
+    if item_bytes == 4:
         _measure(
             carray(pointer32(f), count), carray(pointer32(y), count),
             carray(pointer32(w if w else y), count), w != 0, block,
@@ -78,16 +76,17 @@ def add_moments(
             carray(pointer64(f), count), carray(pointer64(y), count),
             carray(pointer64(w if w else y), count), w != 0, block,
         )  # fmt: skip
-    if first:
-        _copy(block, moments)
+    if is_first:
+        copy(block, moments)
     else:
         _merge(moments, block)
 
 
 @inlined
-def _copy(source: Any, target: Any) -> None:
+def copy(source: Any, target: Any) -> None:
+    """Copy numbers one by one; to assign to a slice, compiled code may make another copy."""
     for index in range(len(source)):
-        target[index] = source[index]
+        target[index] = np.float64(source[index])
 
 
 @inlined
@@ -138,7 +137,7 @@ def _merge(moments: Any, block: Any) -> None:
     squares, so that nothing cancels where all points are on one line.
     """
     if _is_empty(moments):
-        _copy(block, moments)
+        copy(block, moments)
         return
     if _is_empty(block):
         return
@@ -173,14 +172,14 @@ def _merge(moments: Any, block: Any) -> None:
 
 @inlined
 def merge_spans(moments: Any) -> None:
-    """Merge the moments of all spans, [spans, cells, MOMENTS], into those of the first one."""
+    """Merge the moments of all spans, [spans, instances, MOMENTS], into those of the first one."""
     for span in range(1, moments.shape[0]):
-        for cell in range(moments.shape[1]):
-            _merge(moments[0, cell], moments[span, cell])
+        for instance in range(moments.shape[1]):
+            _merge(moments[0, instance], moments[span, instance])
 
 
 def from_zero(moments: Floats) -> Floats:
-    """Turn moments [cells, MOMENTS] into those of `Outputs`, [cells, 7]."""
+    """Turn moments, [instances, MOMENTS], into those of `Outputs`, [instances, 7]."""
     found = moments[:, : _RESIDUAL + 1].copy()
     with np.errstate(all="ignore"):
         found[:, [_MEAN_F, _MEAN_Y]] += moments[:, [_FIRST_F, _FIRST_Y]]

@@ -12,16 +12,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cpu import parallel_loop as parallel
-from warpfit_server.engine.cpu.evaluation import Work
-from warpfit_server.engine.native.records import FAILED
+from warpfit_server.engine.cpu import parallel_loop
+from warpfit_server.engine.cpu.chunked_work import ChunkedWork
+from warpfit_server.engine.native.arguments import FAILED
+from warpfit_server.engine.native.compile_processes import NICE
 
-#: Priority of threads that compute. Threads that take and answer calls need a core for a moment
-#: only and go before them; at the same priority Linux may let those wait for 3 ms.
-NICE: Final = 10
 #: Token-rows for which waking one more thread takes as long as computing them.
-_WORK_WORTH_A_THREAD: Final = 300_000
-#: Jobs that helpers work on at a time; further ones run on their caller's thread alone.
+_COST_OF_A_THREAD: Final = 300_000
+#: Tasks that helpers work on at a time; further ones run on their caller's thread alone.
 _SLOTS: Final = 4
 
 
@@ -35,7 +33,7 @@ class ParallelCode:
 
 
 class ParallelLoop:
-    """Runs pieces of work on the calling thread and on helper threads.
+    """Runs chunks of work on the calling thread and on helper threads.
 
     Args:
         threads: how many compute at the same time for one caller, the caller included.
@@ -46,27 +44,28 @@ class ParallelLoop:
     def __init__(self, threads: int, code: ParallelCode) -> None:
         self._threads = threads
         self._code = code
-        self._words = parallel.new_words(_SLOTS)
-        self._free = [parallel.HEAD_WORDS + parallel.SLOT_WORDS * n for n in range(_SLOTS)]
+        self._words = parallel_loop.new_words(_SLOTS)
+        first, size = parallel_loop.HEAD_WORDS, parallel_loop.SLOT_WORDS
+        self._free = [first + size * n for n in range(_SLOTS)]
         self._helpers: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def run(self, work: Work, first: int, stop: int) -> None:
-        """Run the pieces from ``first`` up to ``stop`` and wait for all of them.
+    def run(self, work: ChunkedWork, first: int, stop: int) -> None:
+        """Run the chunks from ``first`` up to ``stop`` and wait for all of them.
 
         Raises:
-            MemoryError: if there was not enough memory for a piece.
+            MemoryError: if there was not enough memory for a chunk.
 
         """
-        share = work.cost * (stop - first) // work.pieces
-        helpers = min(self._threads - 1, stop - first - 1, share // _WORK_WORTH_A_THREAD)
+        share = work.cut.cost * (stop - first) // work.chunks
+        helpers = min(self._threads - 1, stop - first - 1, share // _COST_OF_A_THREAD)
         if helpers > 0:
             self._start()
         with self._slot() as (words, slot):
-            entries = np.zeros(parallel.NEXT + 1, dtype=np.int64)
-            entries[parallel.FUNCTION] = work.function
-            entries[parallel.RECORD] = work.record.ctypes.data
-            entries[parallel.NEXT], entries[parallel.STOP] = first, stop
+            entries = np.zeros(parallel_loop.NEXT + 1, dtype=np.int64)
+            entries[parallel_loop.FUNCTION] = work.function
+            entries[parallel_loop.ARGUMENTS] = work.block.ctypes.data
+            entries[parallel_loop.NEXT], entries[parallel_loop.STOP] = first, stop
             words[slot : slot + len(entries)] = entries
             ended = self._code.run(words, slot, max(0, helpers))
         if ended == FAILED:
@@ -96,7 +95,7 @@ class ParallelLoop:
         with self._lock:
             slot = self._free.pop() if self._free else None
         if slot is None:
-            yield parallel.new_words(1), parallel.HEAD_WORDS
+            yield parallel_loop.new_words(1), parallel_loop.HEAD_WORDS
             return
         try:
             yield self._words, slot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import threading
@@ -16,7 +15,6 @@ import numba
 from numba import types
 
 from warpfit.fitting import Method
-from warpfit_server.engine.cpu.codegen.parts import cached_in
 from warpfit_server.engine.fit import (
     bfgs,
     bounds,
@@ -35,8 +33,7 @@ _LOG: Final = logging.getLogger("warpfit.fit")
 #: Methods with code of their own, that of which most fits need first.
 METHODS: Final = (Method.LM, Method.BFGS)
 _MODULES: Final = (
-    *(bfgs, bounds, levenberg_marquardt, searches, separable, triangles),
-    *(numba_cache, compile_cache),
+    *(bfgs, bounds, levenberg_marquardt, searches, separable, triangles, compile_cache),
 )
 _LOCK: Final = threading.Lock()
 _LOADED: Final[dict[tuple[Method, Path | None], Steering]] = {}
@@ -80,7 +77,7 @@ def precompile(directory: Path) -> None:
 
 
 def _place(directory: Path) -> Path:
-    return directory / f"fit-{_fingerprint()[:32]}"
+    return directory / f"fit-{numba_cache.fingerprint(_MODULES)}"
 
 
 def _compile_elsewhere(method: Method, place: Path, *, urgent: bool) -> None:
@@ -108,22 +105,12 @@ def _compile(method: Method, place: Path) -> Steering:
     codes = types.Array(types.uint8, 1, "C", readonly=True)
     values = types.Array(types.float64, 1, "C", readonly=True)
     mark = types.void(codes, values, words, words, counts, numbers)
-    with cached_in(place) as jit:
+    with numba_cache.cached_in(place) as jit:
         if method != Method.LM:
             return Steering(jit(advance, bfgs.advance), None)
         # It allocates nothing, so that no references need to be counted.
         run = jit(advance_in, levenberg_marquardt.advance, _nrt=False)
         return Steering(run, jit(mark, separable.mark_linear))
-
-
-def _fingerprint() -> str:
-    """Hash everything that shapes the code."""
-    digest = hashlib.sha256()
-    for module in _MODULES:
-        digest.update(Path(str(module.__file__)).read_bytes())
-    for part in numba_cache.compiler():
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()
 
 
 if __name__ == "__main__":

@@ -1,234 +1,219 @@
-"""Places and order of a program's instructions, compiled by Numba; the second half of `lower`.
+"""Scheduling: the order of a graph's instructions and the slots of their results.
 
-Nodes come numbered, operands before what uses them. Leaves and scalars get places of their own and
-are emitted in that order; everything else is emitted depth first from what is wanted, the operand
-that needs most slots first.
+Leaves and scalars get locations of their own, and scalars are emitted in the order of their
+numbers. All other nodes are emitted depth first from what is requested, the operand that needs most
+slots first (Sethi and Ullman, JACM 17, 1970). A slot is free again after its last use, so few are
+needed and intermediate results stay in cache. Compiled by Numba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
-from numba.extending import register_jitable
 
 from warpfit.ops import CONSTANT, PARAMETER, VARIABLE
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-#: Kinds of place: a variable's rows, an intermediate result, a scalar, the program's result.
-ROWS: Final = 0
-SLOT: Final = 1
-SCALAR: Final = 2
-RESULT: Final = 3
-#: Columns of an instruction.
-CODE: Final = 0
-TARGET: Final = 1
-FIRST: Final = 2
-BROADCAST: Final = 5
-INSTRUCTION_COLUMNS: Final = 6
-#: Code of a token that stands for a node that there is already.
-GIVEN: Final = 0
-#: Code of the instruction that copies.
-COPY_CODE: Final = VARIABLE
-# Columns of a node of the expression: code, three operand nodes (or a leaf's bits), slots needed,
-# uses left, place, state.
-OPERAND, NEED, USES, PLACE, DONE, NODE_COLUMNS = 1, 4, 5, 6, 7, 8
-NO_PLACE: Final = -1
-# Columns of a program's summary.
-INSTRUCTIONS_START: Final = 0
-PROLOGUE_END: Final = 1
-INSTRUCTIONS_END: Final = 2
-SCALARS: Final = 3
-LOADS: Final = 4
-SLOTS: Final = 5
-SUMMARY_COLUMNS: Final = 6
+from warpfit_server.engine.lowering.graph import Graph
+from warpfit_server.engine.lowering.lowered import (
+    COPY_CODE,
+    INPUT,
+    NONE,
+    RESULT,
+    SCALAR,
+    SLOT,
+    Lowered,
+)
+from warpfit_server.engine.native.intrinsics import float_of_bits, inlined, uncounted
 
 
-def inlined(function: _Function) -> _Function:
-    """Make a function callable from compiled code; its code becomes part of the caller's."""
-    return cast(_Function, register_jitable(error_model="numpy", no_cfunc_wrapper=True)(function))
+class Scratch(NamedTuple):
+    """Memory to schedule one program at a time, int64."""
+
+    free: Any
+    """Number of free slots, then the slots, [nodes + 1]."""
+    agenda: Any
+    """Nodes to visit; each waits at most once for each of its uses."""
+    sorted: Any
+    """Operands of a node, [3]."""
 
 
-def uncounted(function: _Function) -> _Function:
-    """Do as `inlined` for a function that allocates nothing.
+@inlined
+def new_scratch(nodes: int) -> Scratch:
+    """Allocate the memory for programs of so many nodes."""
+    return Scratch(
+        np.empty(nodes + 1, dtype=np.int64),
+        np.empty(5 * nodes + 8, dtype=np.int64),
+        np.empty(3, dtype=np.int64),
+    )
 
-    Such code need not count references to arrays, which takes a third of the time otherwise. It
-    must not assign to slices, for which compiled code may need a copy.
+
+@uncounted
+def emit_prologue(graph: Graph, scratch: Scratch, out: Lowered, header: Any) -> None:
+    """Begin a program: locate leaves and scalars, emit the scalars, count the uses of the others.
+
+    ``header.start`` and ``header.first_load`` say where in ``out`` the program begins.
     """
-    return cast(_Function, njit(function, error_model="numpy", _nrt=False))
-
-
-@uncounted
-def place_scalars(
-    nodes: Any,
-    arities: Any,
-    instructions: Any,
-    summary: Any,
-    loads: Any,
-    constants: Any,
-    work: Any,
-) -> int:
-    """Place leaves and scalars, emit the prologue, count the uses; return the prologue's end."""
-    scalars = 0
-    load = 0
-    emitted = 0
-    for number in range(len(nodes)):
-        code = nodes[number, CODE]
-        nodes[number, USES] = 0
-        nodes[number, DONE] = 0
-        nodes[number, NEED] = 0
-        nodes[number, PLACE] = NO_PLACE
+    header.end = header.start
+    header.scalars = header.slots = header.loads = 0
+    scratch.free[0] = 0
+    for number in range(graph.size[0]):
+        node = graph.nodes[number]
+        node.slots = node.uses = node.emitted = 0
+        node.location = NONE
+        code = node.code
         if code == VARIABLE:
-            nodes[number, PLACE] = nodes[number, OPERAND] << 2 | ROWS
+            node.location = node.operands[0] << 2 | INPUT
         elif code in (PARAMETER, CONSTANT):
-            nodes[number, PLACE] = scalars << 2 | SCALAR
-            loads[load, 0] = scalars
-            loads[load, 1] = nodes[number, OPERAND] if code == PARAMETER else -1
-            constants[load] = nodes[number, OPERAND : OPERAND + 1].view(np.float64)[0]
-            scalars += 1
-            load += 1
-        elif is_scalar(nodes, number, arities[code]):
-            nodes[number, PLACE] = scalars << 2 | SCALAR
-            scalars += 1
-            emit(nodes, number, arities[code], instructions, emitted)
-            emitted += 1
+            load = out.loads[header.first_load + header.loads]
+            load.scalar = header.scalars
+            load.parameter = node.operands[0] if code == PARAMETER else NONE
+            load.value = float_of_bits(node.operands[0])
+            header.loads += 1
+            _locate_scalar(node, header)
+        elif _is_scalar(graph, node):
+            _locate_scalar(node, header)
+            _emit(graph, node, out, header)
         else:
-            count_uses(nodes, number, arities[code], work)
-    summary[INSTRUCTIONS_START] = 0
-    summary[PROLOGUE_END] = emitted
-    summary[SCALARS] = scalars
-    summary[LOADS] = load
-    return emitted
+            _count_uses(graph, scratch, node)
+    header.prologue_end = header.end
 
 
 @uncounted
-def is_scalar(nodes: Any, number: int, arity: int) -> bool:
-    for k in range(arity):
-        place = nodes[nodes[number, OPERAND + k], PLACE]
-        if place == NO_PLACE or place & 3 != SCALAR:
+def _locate_scalar(node: Any, header: Any) -> None:
+    node.location = header.scalars << 2 | SCALAR
+    header.scalars += 1
+
+
+@uncounted
+def _is_scalar(graph: Graph, node: Any) -> bool:
+    for k in range(graph.arities[node.code]):
+        location = graph.nodes[node.operands[k]].location
+        if location == NONE or location & 3 != SCALAR:
             return False
     return True
 
 
 @uncounted
-def count_uses(nodes: Any, number: int, arity: int, order: Any) -> None:
-    """Count the uses of the operands, and the slots that the node needs."""
-    for k in range(arity):
-        nodes[nodes[number, OPERAND + k], USES] += 1
-    pending = _sorted_operands(nodes, number, arity, order)
-    need = 1
+def _count_uses(graph: Graph, scratch: Scratch, node: Any) -> None:
+    """Count a node as a use of its operands, and the slots that it needs."""
+    for k in range(graph.arities[node.code]):
+        graph.nodes[node.operands[k]].uses += 1
+    pending = _sort_operands(graph, scratch, node)
+    slots = 1
     for k in range(pending):
-        need = max(need, nodes[order[k], NEED] + pending - 1 - k)
-    nodes[number, NEED] = need
+        slots = max(slots, graph.nodes[scratch.sorted[k]].slots + pending - 1 - k)
+    node.slots = slots
 
 
 @uncounted
-def _sorted_operands(nodes: Any, number: int, arity: int, order: Any) -> int:
-    """List the operands that are results, the one that needs fewest slots first."""
+def _sort_operands(graph: Graph, scratch: Scratch, node: Any) -> int:
+    """List the operands that need slots, the one that needs fewest first; return their number."""
     count = 0
-    for k in range(arity):
-        operand = nodes[number, OPERAND + k]
-        need = nodes[operand, NEED]
-        if need == 0:
+    for k in range(graph.arities[node.code]):
+        operand = node.operands[k]
+        slots = graph.nodes[operand].slots
+        if slots == 0:
             continue
         position = count
-        while position > 0 and nodes[order[position - 1], NEED] > need:
-            order[position] = order[position - 1]
+        while position > 0 and graph.nodes[scratch.sorted[position - 1]].slots > slots:
+            scratch.sorted[position] = scratch.sorted[position - 1]
             position -= 1
-        order[position] = operand
+        scratch.sorted[position] = operand
         count += 1
     return count
 
 
 @uncounted
-def emit(nodes: Any, number: int, arity: int, instructions: Any, index: int) -> None:
-    instructions[index, CODE] = nodes[number, CODE]
-    instructions[index, TARGET] = nodes[number, PLACE]
-    broadcast = 0
-    for k in range(3):
-        place = nodes[nodes[number, OPERAND + k], PLACE] if k < arity else 0
-        instructions[index, FIRST + k] = place
-        if k < arity and place & 3 == SCALAR:
-            broadcast |= 1 << k
-    instructions[index, BROADCAST] = broadcast
+def emit_result(graph: Graph, scratch: Scratch, out: Lowered, header: Any, root: Any) -> None:
+    """Emit what computes the result of the program."""
+    if graph.nodes[root].slots:
+        schedule(graph, scratch, out, header, root, root)
+    else:
+        emit_copy(graph.nodes[root].location, np.int64(RESULT), out, header)
 
 
 @uncounted
 def schedule(
-    nodes: Any,
-    arities: Any,
-    top: int,
-    root: int,
-    instructions: Any,
-    emitted: int,
-    work: Any,
-    freed: Any,
-    slots: Any,
-) -> Any:
-    """Emit the instructions of the node ``top`` and all it depends on that is not emitted yet.
+    graph: Graph, scratch: Scratch, out: Lowered, header: Any, top: Any, root: Any
+) -> None:
+    """Emit what is missing of the node ``top`` and of all that it depends on.
 
-    The ``freed`` first entries of ``work`` are free slots of ``slots``. Return the end of the
-    instructions and these two.
+    Args:
+        graph: whose prologue has been emitted.
+        scratch: working memory.
+        out: gets the instructions.
+        header: of the program.
+        top: a node that needs slots.
+        root: the node whose rows are the result.
+
     """
     # A node is visited twice: even entries of the agenda ask for its operands, odd ones emit it.
-    free, agenda, order = work[: len(nodes)], work[len(nodes) : -3], work[-3:]
+    agenda = scratch.agenda
     agenda[0] = top << 1
     pending = 1
     while pending:
         pending -= 1
-        number, ready = agenda[pending] >> 1, agenda[pending] & 1
-        arity = arities[nodes[number, CODE]]
-        if nodes[number, DONE]:
+        number, is_ready = agenda[pending] >> 1, agenda[pending] & 1
+        node = graph.nodes[number]
+        if node.emitted:
             continue
-        if not ready:
+        if not is_ready:
             agenda[pending] = number << 1 | 1
             pending += 1
-            for k in range(_sorted_operands(nodes, number, arity, order)):
-                agenda[pending] = order[k] << 1
+            for k in range(_sort_operands(graph, scratch, node)):
+                agenda[pending] = scratch.sorted[k] << 1
                 pending += 1
             continue
-        freed = _release(nodes, number, arity, free, freed)
-        freed, slots = _assign(nodes, number, root, free, freed, slots)
-        emit(nodes, number, arity, instructions, emitted)
-        nodes[number, DONE] = 1
-        emitted += 1
-    return emitted, freed, slots
+        _release_operands(graph, scratch, node)
+        node.location = RESULT if number == root else _take_slot(scratch, header) << 2 | SLOT
+        node.emitted = 1
+        _emit(graph, node, out, header)
 
 
 @uncounted
-def emit_copy(place: Any, target: Any, instructions: Any, index: int) -> None:
-    """Emit the copy of a leaf or a scalar to the place ``target``."""
-    instructions[index, CODE] = COPY_CODE
-    instructions[index, TARGET] = target
-    for k in range(3):
-        instructions[index, FIRST + k] = place
-    instructions[index, BROADCAST] = 1 if place & 3 == SCALAR else 0
-
-
-@uncounted
-def _assign(nodes: Any, number: int, root: int, free: Any, freed: int, slots: int) -> Any:
-    """Give a result its place; return how many slots are free, and how many there are."""
-    if number == root:
-        nodes[number, PLACE] = RESULT
-    elif freed:
-        freed -= 1
-        nodes[number, PLACE] = free[freed] << 2 | SLOT
-    else:
-        nodes[number, PLACE] = slots << 2 | SLOT
-        slots += 1
-    return freed, slots
-
-
-@uncounted
-def _release(nodes: Any, number: int, arity: int, free: Any, freed: int) -> int:
+def _release_operands(graph: Graph, scratch: Scratch, node: Any) -> None:
     """Free the slots of the operands that are used for the last time."""
-    for k in range(arity):
-        operand = nodes[number, OPERAND + k]
-        nodes[operand, USES] -= 1
-        place = nodes[operand, PLACE]
-        if nodes[operand, USES] == 0 and place & 3 == SLOT:
-            free[freed] = place >> 2
-            freed += 1
-    return freed
+    for k in range(graph.arities[node.code]):
+        operand = graph.nodes[node.operands[k]]
+        operand.uses -= 1
+        if operand.uses == 0 and operand.location & 3 == SLOT:
+            scratch.free[0] += 1
+            scratch.free[scratch.free[0]] = operand.location >> 2
+
+
+@uncounted
+def _take_slot(scratch: Scratch, header: Any) -> Any:
+    if scratch.free[0]:
+        scratch.free[0] -= 1
+        return scratch.free[scratch.free[0] + 1]
+    header.slots += 1
+    return header.slots - 1
+
+
+@uncounted
+def _emit(graph: Graph, node: Any, out: Lowered, header: Any) -> None:
+    instruction = out.instructions[header.end]
+    instruction.code = node.code
+    instruction.target = node.location
+    broadcast = 0
+    for k in range(3):
+        instruction.operands[k] = 0
+        if k < graph.arities[node.code]:
+            location = graph.nodes[node.operands[k]].location
+            instruction.operands[k] = location
+            if location & 3 == SCALAR:
+                broadcast |= 1 << k
+    instruction.broadcast = broadcast
+    header.end += 1
+
+
+@uncounted
+def emit_copy(source: Any, target: Any, out: Lowered, header: Any) -> None:
+    """Emit the copy of a leaf or a scalar to rows of its own."""
+    instruction = out.instructions[header.end]
+    instruction.code = COPY_CODE
+    instruction.target = target
+    for k in range(3):
+        instruction.operands[k] = source
+    instruction.broadcast = 1 if source & 3 == SCALAR else 0
+    header.end += 1

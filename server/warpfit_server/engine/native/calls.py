@@ -1,69 +1,56 @@
-"""Calls of functions of C libraries by compiled code, and what threads need that share memory."""
+"""Calls of native functions by their addresses, from compiled code.
+
+Each caller takes an address and a tuple of integers: ``call_c(address, (a, b))``.
+"""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
 from warpfit_server.engine.native.intrinsics import compiled_intrinsic
 
+_WORD: Final = ir.IntType(64)
+_INT: Final = ir.IntType(32)
 
-def _calling(*widths: int) -> Any:
-    """Make a function that calls the one at an address with integers of these widths in bits."""
+
+def _caller(returned: Any, kinds: list[Any] | None = None) -> Any:
+    """Return a function that calls what is at an address.
+
+    Args:
+        returned: Numba's type of the result.
+        kinds: LLVM's types of the parameters, integers; None if all have 64 bits.
+
+    """
 
     @compiled_intrinsic
     def call(typing_context: Any, address: Any, arguments: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            kind = ir.FunctionType(ir.IntType(32), [ir.IntType(width) for width in widths])
-            numbers = [builder.extract_value(given[1], index) for index in range(len(widths))]
-            numbers = [
-                builder.trunc(number, ir.IntType(32)) if width == 32 else number
-                for number, width in zip(numbers, widths, strict=True)
-            ]
-            return builder.call(builder.inttoptr(given[0], kind.as_pointer()), numbers)
+        parameters = kinds or [_WORD] * len(arguments)
 
-        return types.int32(types.int64, types.UniTuple(types.int64, len(widths))), generate
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            is_void = returned == types.void
+            result = ir.VoidType() if is_void else context.get_value_type(returned)
+            function = builder.inttoptr(values[0], ir.FunctionType(result, parameters).as_pointer())
+            numbers = [builder.extract_value(values[1], k) for k in range(len(parameters))]
+            numbers = [
+                builder.trunc(number, kind) if kind == _INT else number
+                for number, kind in zip(numbers, parameters, strict=True)
+            ]
+            found = builder.call(function, numbers)
+            return context.get_dummy_value() if is_void else found
+
+        return returned(types.int64, types.UniTuple(types.int64, len(parameters))), generate
 
     return call
 
 
-call_1 = _calling(64)
-call_2 = _calling(64, 64)
-call_3 = _calling(64, 64, 64)
-call_4 = _calling(64, 64, 64, 64)
-call_5 = _calling(64, 64, 64, 64, 64)
-call_launch = _calling(64, 32, 32, 32, 32, 32, 32, 32, 64, 64, 64)
-
-
-@compiled_intrinsic
-def fence(typing_context: Any) -> Any:
-    """Let other threads see what was written before anything is read after it."""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.none(), generate
-
-
-@compiled_intrinsic
-def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to the 64-bit integer at an address; return what it was before."""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, given[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@njit  # type: ignore[untyped-decorator]
-def nanoseconds(clock: int) -> int:
-    """``time.monotonic_ns()``, by ``clock_gettime`` at an address."""
-    now = np.zeros(2, dtype=np.int64)
-    call_2(clock, (np.int64(time.CLOCK_MONOTONIC), np.int64(now.ctypes.data)))
-    return int(now[0] * 1_000_000_000 + now[1])
+#: Functions of C libraries that return an int.
+call_c: Final = _caller(types.int32)
+#: ``cuLaunchKernel``.
+call_launch: Final = _caller(types.int32, [_WORD, *[_INT] * 7, *[_WORD] * 3])
+#: Functions that run a chunk, see `arguments`; kernels on rows; kernels that sum over rows.
+call_chunk: Final = _caller(types.int64)
+call_kernel: Final = _caller(types.void)
+call_sum: Final = _caller(types.float64)

@@ -20,11 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from warpfit_server.engine.cpu.threads import NICE
 from warpfit_server.system import compile_cache
 from warpfit_server.system.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
+#: Priority of threads that compute. Threads that take and answer calls need a core for a moment
+#: only and go before them; at the same priority Linux may let those wait for 3 ms.
+NICE: Final = 10
 #: Cores of which one may load, or wait for, what is compiled after the engine serves.
 _CORES_A_THREAD: Final = 4
 #: What nobody waits for yet, in the order in which it is first needed.

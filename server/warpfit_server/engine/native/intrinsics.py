@@ -1,13 +1,81 @@
-"""Functions that compiled code calls, and that generate LLVM instructions."""
+"""Building blocks of the functions that Numba compiles: inlining, pointers, atomics, bit casts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from numba.extending import intrinsic
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, register_jitable
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def inlined(function: _Function) -> _Function:
+    """Make a function callable from compiled code, which it becomes a part of."""
+    return cast(_Function, register_jitable(error_model="numpy", no_cfunc_wrapper=True)(function))
+
+
+def uncounted(function: _Function) -> _Function:
+    """Make a function that allocates nothing callable from compiled code.
+
+    It does not count references to arrays, which takes a third of the time otherwise. It must not
+    assign to slices, for which compiled code may need a copy.
+    """
+    return cast(_Function, njit(function, error_model="numpy", _nrt=False))
 
 
 def compiled_intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let compiled code call a function that generates LLVM instructions."""
+    """Make a function that generates LLVM instructions callable from compiled code."""
     return cast(Callable[..., Any], intrinsic(function))
+
+
+def pointer_to(kind: Any) -> Any:
+    """Return a function that turns an address into a pointer to a Numba type, in compiled code."""
+
+    @compiled_intrinsic
+    def convert(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return convert
+
+
+def _bit_cast(source: Any, target: Any) -> Any:
+    @compiled_intrinsic
+    def convert(typing_context: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], context.get_value_type(target))
+
+        return target(source), generate
+
+    return convert
+
+
+bits_of_float = _bit_cast(types.float64, types.int64)
+float_of_bits = _bit_cast(types.int64, types.float64)
+
+
+@compiled_intrinsic
+def fence(typing_context: Any) -> Any:
+    """Make what was written before visible to other threads before anything is read after it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@compiled_intrinsic
+def add_atomically(typing_context: Any, address: Any, number: Any) -> Any:
+    """Add to the 64-bit integer at an address; return its value before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate

@@ -7,11 +7,16 @@ disk does too, and what anybody may have written is executed. Here the same pick
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -29,6 +34,8 @@ def _no_blas() -> None:
 
 # Numba imports SciPy, if there is one, only to look for BLAS: a fifth of the time of a start.
 linalg.ensure_blas = _no_blas
+
+_LOCK: Final = threading.Lock()
 
 
 def njit(signature: Any = None, **options: Any) -> Any:
@@ -61,7 +68,7 @@ class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
 
     def __init__(self, function: Any, source: str) -> None:
         super().__init__(function, source)
-        place = Path(numba.config.CACHE_DIR or _default_directory())
+        place = Path(numba.config.CACHE_DIR or _own_directory())
         self._cache_path = str(place / function.__module__)
 
     def get_source_stamp(self) -> str:
@@ -119,19 +126,41 @@ class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
         )
 
 
-def compiler() -> tuple[str, ...]:
-    """What compiled code depends on beside its sources: compilers, and this very processor."""
+@contextlib.contextmanager
+def cached_in(directory: Path) -> Iterator[Callable[..., Any]]:
+    """Give a compiler ``jit(signature, function, **options)`` that keeps code in a directory."""
+
+    def jit(signature: Any, function: Any, **options: Any) -> Any:
+        options = {"nogil": True, "error_model": "numpy", **options}
+        return njit(signature, **options)(function)
+
+    with _LOCK:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(directory)
+        try:
+            yield jit
+        finally:
+            numba.config.CACHE_DIR = before
+
+
+def fingerprint(modules: Iterable[ModuleType], *files: str) -> str:
+    """Hash what shapes compiled code: sources, compilers, and this very processor."""
+    digest = hashlib.sha256()
+    for file in (*(str(module.__file__) for module in modules), __file__, *files):
+        digest.update(Path(file).read_bytes())
     host = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return llvmlite.__version__, numba.__version__, llvm.get_process_triple(), *host
+    for text in (llvmlite.__version__, numba.__version__, llvm.get_process_triple(), *host):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:32]
 
 
-def directory() -> Path:
-    """Where the code is kept of functions that are decorated without a place of their own."""
+def default_directory() -> Path:
+    """Return where the code is kept of functions that are decorated outside of `cached_in`."""
     named = os.environ.get("NUMBA_CACHE_DIR")
-    return Path(named) if named else _default_directory()
+    return Path(named) if named else _own_directory()
 
 
 @functools.cache
-def _default_directory() -> Path:
+def _own_directory() -> Path:
     """For processes that `compile_cache.engine_environment` has told nothing."""
     return numba_directory(default_cache_directory())

@@ -1,48 +1,77 @@
-"""Compilation of all kernels of the CPU engine, by LLVM, for this very CPU."""
+"""Object files of all kernels of the CPU engine, compiled by LLVM for this very CPU."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
 from warpfit.ops import OPERATORS
-from warpfit_server.engine.autodiff.rules import partial_kernels
+from warpfit_server.engine.autodiff.rules import PartialKernel, partial_kernels
 from warpfit_server.engine.cpu.codegen.dot_products import DOT_SHAPES, dots_kernel
 from warpfit_server.engine.cpu.codegen.kernels import (
     COPY,
     LOSS_KERNELS,
+    Body,
     Flavour,
     compile_kernel,
     loss_kernel,
     operator_kernel,
 )
-from warpfit_server.engine.cpu.codegen.partials import PRODUCT, partial_body, product
+from warpfit_server.engine.cpu.codegen.vector import Trace, Vector
+
+#: Name of the kernel that multiplies adjoint and partial derivative.
+PRODUCT: Final = "product"
 
 
 def build(flavour: Flavour) -> bytes:
-    """Compile the kernels of operators and losses; return an object file for this CPU."""
+    """Compile the kernels of operators and losses; return an object file."""
     module = ir.Module(flavour.name)
     for name, row in OPERATORS.items():
         operator_kernel(module, name, row.arity, flavour, compile_kernel(row.kernel, flavour))
     operator_kernel(module, COPY, 1, flavour, compile_kernel("a", flavour))
     for name in LOSS_KERNELS:
         loss_kernel(module, name, flavour)
-    return _compiled(module)
+    return _compile(module)
 
 
 def build_derivatives(flavour: Flavour) -> bytes:
     """Compile the kernels that derivatives take beside these; return an object file."""
     module = ir.Module(f"{flavour.name}-derivatives")
-    operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: product(*operands))
+    operator_kernel(module, PRODUCT, 2, flavour, lambda _, operands: _product(*operands))
     for partial in partial_kernels():
         arity = partial.arity + partial.scaled
-        operator_kernel(module, partial.name, arity, flavour, partial_body(partial, flavour))
+        operator_kernel(module, partial.name, arity, flavour, _partial_body(partial, flavour))
     for shape in DOT_SHAPES:
         dots_kernel(module, shape, flavour)
-    return _compiled(module)
+    return _compile(module)
 
 
-def _compiled(module: ir.Module) -> bytes:
+def _partial_body(partial: PartialKernel, flavour: Flavour) -> Body:
+    """Return the code of a partial derivative, alone or times an adjoint.
+
+    It computes in the data's type even where the operator itself takes more digits: errors of
+    derivatives do not build up as those of values do.
+    """
+    compute = compile_kernel(partial.source, flavour, widens=False)
+    if not partial.scaled:
+        return compute
+
+    def scaled(trace: Trace, operands: Sequence[Vector]) -> Vector:
+        return _product(operands[0], compute(trace, operands[1:]))
+
+    return scaled
+
+
+def _product(adjoint: Vector, partial: Vector) -> Vector:
+    """Multiply two factors of the chain rule: 0 if one of them is."""
+    passes = (adjoint != 0) & (partial != 0)
+    return adjoint.trace.select(passes, adjoint * partial, 0.0)
+
+
+def _compile(module: ir.Module) -> bytes:
     machine = target_machine()
     module.triple = machine.triple
     compiled = llvm.parse_assembly(str(module))

@@ -30,6 +30,7 @@ from warpfit_server.engine.cpu.codegen.kernels import (
     Flavour,
     Loop,
     integer,
+    sum_lanes,
     symbol,
 )
 from warpfit_server.engine.cpu.codegen.vector import Vector
@@ -89,7 +90,7 @@ def dots_kernel(module: ir.Module, shape: DotShape, flavour: Flavour) -> None:
             builder.mul(pitch, integer(index // shape.width)), integer(index % shape.width)
         )
         place = builder.gep(sums, [offset], source_etype=DOUBLE)
-        value = _sum_lanes(builder, builder.load(total, typ=wide), loop.lanes)
+        value = sum_lanes(builder, builder.load(total, typ=wide), loop.lanes)
         builder.store(builder.fadd(builder.load(place, typ=DOUBLE), value), place)
     builder.ret_void()
 
@@ -97,21 +98,3 @@ def dots_kernel(module: ir.Module, shape: DotShape, flavour: Flavour) -> None:
 def _column(builder: ir.IRBuilder, array: Any, index: int) -> Any:
     place = builder.gep(array, [integer(index)], source_etype=POINTER)
     return builder.load(place, typ=POINTER)
-
-
-def _sum_lanes(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
-    """Add the lanes pairwise, half of the vector at a time."""
-    while lanes > 1:
-        lanes //= 2
-        halves = [
-            builder.shuffle_vector(
-                vector,
-                vector,
-                ir.Constant(
-                    ir.VectorType(ir.IntType(32), lanes), list(range(start, start + lanes))
-                ),
-            )
-            for start in (0, lanes)
-        ]
-        vector = builder.fadd(*halves)
-    return builder.extract_element(vector, integer(0))

@@ -1,4 +1,4 @@
-"""Compiled code of the CPU engine, kept on disk so that only the very first start compiles."""
+"""The CPU engine's compiled code, loaded from disk so that only the very first start compiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from warpfit import ops
 from warpfit_server.engine.autodiff import rules
-from warpfit_server.engine.cpu.codegen import build, dot_products, partials, parts
+from warpfit_server.engine.cpu.codegen import build, dot_products, parts
 from warpfit_server.engine.cpu.codegen.kernels import COPY, LOSS_KERNELS, Flavour, symbol
 from warpfit_server.engine.cpu.threads import ParallelCode
-from warpfit_server.engine.lowering import schedule
+from warpfit_server.engine.lowering.lowered import COPY_CODE
 from warpfit_server.system.compile_cache import usable_cache_directory
 
-_log = logging.getLogger(__name__)
+_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels:
+class KernelSet:
     """Loaded kernels of one flavour; the addresses are valid while the object lives."""
 
     addresses: NDArray[np.int64]
@@ -34,39 +34,39 @@ class Kernels:
     losses: dict[str, int]
     """By name of the loss kernel."""
     dots: NDArray[np.int64]
-    """Kernels of sums of products, in the order of `dot_products.DOT_SHAPES`, int64; empty where
-    there are no derivatives."""
+    """In the order of `dot_products.DOT_SHAPES`; empty without derivatives."""
     owners: tuple[Any, ...]
     """LLVM execution engines that own the code."""
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledCode:
     """The compiled code that a start needs: for values and the six losses."""
 
     lower: int
-    """Address of what runs a piece of lowering; the next one of an evaluation."""
+    """Address of a function that runs a chunk, see `arguments`; so is the next."""
     interpret: int
     parallel: ParallelCode
-    kernels: dict[Flavour, Kernels]
+    kernels: dict[Flavour, KernelSet]
     owners: tuple[Any, ...]
     """What has to live as long as these addresses are used."""
 
 
 @dataclass(frozen=True, eq=False)
-class Derivatives:
-    """The compiled code that evaluations with derivatives need besides `Compiled`."""
+class CompiledDerivatives:
+    """The compiled code that derivatives need besides `CompiledCode`."""
 
-    combine: Any
     differentiate: int
-    """Address of what runs a piece of lowering; the next one of an evaluation."""
+    """Address of a function that runs a chunk, see `arguments`; so is the next."""
     linearise: int
-    kernels: dict[Flavour, Kernels]
+    combine: Any
+    """`derivative_interpreter.combine_chunk`, for Python."""
+    kernels: dict[Flavour, KernelSet]
     """Kernels of operators, losses and derivatives."""
     owners: tuple[Any, ...]
 
 
-def load(directory: Path, processes: int = 1) -> Compiled:
+def load(directory: Path, processes: int = 1) -> CompiledCode:
     """Load the engine's code from ``directory``, or compile it and try to store it there.
 
     Args:
@@ -79,85 +79,77 @@ def load(directory: Path, processes: int = 1) -> Compiled:
     """
     start = time.perf_counter()
     with usable_cache_directory(directory) as usable_directory:
-        kept = _place(usable_directory)
-        parts.compile_group(kept, "values", processes)
-        runners = parts.lower(kept), parts.interpret(kept)
-        parallel, objects = parts.parallel(kept), parts.kernels(kept)
-        parts.check(kept)
-    kernels = {flavour: _load_kernels(code) for flavour, code in objects.items()}
-    _log.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    lower, interpret = (_address_of(runner) for runner in runners)
-    return Compiled(lower, interpret, parallel, kernels, runners)
+        place = parts.directory_of(usable_directory)
+        parts.compile_group(place, "values", processes)
+        functions = parts.load_lower(place), parts.load_interpret(place)
+        parallel, objects = parts.load_parallel(place), parts.load_kernels(place)
+        parts.load_check(place)
+    kernels = {flavour: _link_kernels(code) for flavour, code in objects.items()}
+    _LOG.info("CPU engine ready after %.2f s", time.perf_counter() - start)
+    lower, interpret = (_address_of(function) for function in functions)
+    return CompiledCode(lower, interpret, parallel, kernels, functions)
 
 
-def load_derivatives(directory: Path, compiled: Compiled, processes: int = 1) -> Derivatives:
+def load_derivatives(
+    directory: Path, code: CompiledCode, processes: int = 1
+) -> CompiledDerivatives:
     """Load the code for derivatives; otherwise as `load`."""
     start = time.perf_counter()
     with usable_cache_directory(directory) as usable_directory:
-        kept = _place(usable_directory)
-        parts.compile_group(kept, "derivatives", processes, urgent=False)
-        runners = parts.derive(kept), parts.linearise(kept)
-        combine, objects = parts.combine(kept), parts.derivative_kernels(kept)
+        place = parts.directory_of(usable_directory)
+        parts.compile_group(place, "derivatives", processes, urgent=False)
+        functions = parts.load_differentiate(place), parts.load_linearise(place)
+        combine, objects = parts.load_combine(place), parts.load_derivative_kernels(place)
     kernels = {
-        flavour: _add_derivatives(compiled.kernels[flavour], code)
-        for flavour, code in objects.items()
+        flavour: _link_derivatives(code.kernels[flavour], content)
+        for flavour, content in objects.items()
     }
-    _log.info("derivatives ready after %.2f s", time.perf_counter() - start)
-    differentiate, linearise = (_address_of(runner) for runner in runners)
-    return Derivatives(combine, differentiate, linearise, kernels, runners)
+    _LOG.info("derivatives ready after %.2f s", time.perf_counter() - start)
+    differentiate, linearise = (_address_of(function) for function in functions)
+    return CompiledDerivatives(differentiate, linearise, combine, kernels, functions)
 
 
 def precompile(directory: Path, processes: int) -> None:
     """Compile everything that `load` and `load_derivatives` would, and load nothing."""
-    for group in ("values", "derivatives"):
-        parts.compile_group(_place(directory), group, processes)
+    for group in parts.GROUPS:
+        parts.compile_group(parts.directory_of(directory), group, processes)
 
 
-def _place(directory: Path) -> Path:
-    return directory / f"cpu-{parts.fingerprint()[:32]}"
-
-
-def _load_kernels(code: bytes) -> Kernels:
-    owner = _linked(code)
-    names = {row.code: name for name, row in ops.OPERATORS.items()} | {schedule.COPY_CODE: COPY}
+def _link_kernels(code: bytes) -> KernelSet:
+    owner = _link(code)
+    names = {row.code: name for name, row in ops.OPERATORS.items()} | {COPY_CODE: COPY}
     addresses = np.zeros(rules.CODES, dtype=np.int64)
     for index, name in names.items():
         addresses[index] = owner.get_function_address(symbol(name))
     losses = {name: owner.get_function_address(symbol(name)) for name in LOSS_KERNELS}
-    return Kernels(addresses, losses, np.zeros(0, dtype=np.int64), (owner,))
+    return KernelSet(addresses, losses, np.zeros(0, dtype=np.int64), (owner,))
 
 
-def _add_derivatives(kernels: Kernels, code: bytes) -> Kernels:
-    owner = _linked(code)
+def _link_derivatives(kernels: KernelSet, code: bytes) -> KernelSet:
+    owner = _link(code)
     names = {kernel.code: kernel.name for kernel in rules.partial_kernels()}
     addresses = kernels.addresses.copy()
-    for index, name in (names | {rules.PRODUCT_CODE: partials.PRODUCT}).items():
+    for index, name in (names | {rules.PRODUCT_CODE: build.PRODUCT}).items():
         addresses[index] = owner.get_function_address(symbol(name))
     dots = [owner.get_function_address(symbol(shape.name)) for shape in dot_products.DOT_SHAPES]
     owners = (*kernels.owners, owner)
-    return Kernels(addresses, kernels.losses, np.array(dots, dtype=np.int64), owners)
+    return KernelSet(addresses, kernels.losses, np.array(dots, dtype=np.int64), owners)
 
 
-def _linked(code: bytes) -> Any:
-    """Load an object file; return the execution engine that owns its code."""
-    _make_library_visible()
+def _link(code: bytes) -> Any:
+    """Link an object file; return the execution engine that owns its code."""
+    library = ctypes.CDLL(ctypes.util.find_library("m"))
+    for function in sorted(ops.KERNEL_FUNCTIONS - {"abs"}):
+        pointer = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+        llvm.add_symbol(function, pointer)
     owner = llvm.create_mcjit_compiler(llvm.parse_assembly(""), build.target_machine())
     owner.add_object_file(llvm.ObjectFileRef.from_data(code))
     owner.finalize_object()
     return owner
 
 
-def _make_library_visible() -> None:
-    """Tell LLVM's linker where the C library's functions are."""
-    name = ctypes.util.find_library("m")
-    library = ctypes.CDLL(name)
-    for function in sorted(ops.KERNEL_FUNCTIONS - {"abs"}):
-        pointer = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
-        llvm.add_symbol(function, pointer)
-
-
-def _address_of(runner: Any) -> int:
-    """Find where the function begins that C code may call."""
-    (compiled,) = runner.overloads.values()
+def _address_of(function: Any) -> int:
+    """Return the address at which C code may call a compiled function."""
+    (compiled,) = function.overloads.values()
     name = compiled.fndesc.llvm_cfunc_wrapper_name
     return int(compiled.library.get_pointer_to_function(name))

@@ -30,6 +30,8 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
+from warpfit.dataset import Layout
+from warpfit.request import Precision
 from warpfit_server.engine.cpu.codegen.elementary_functions import functions, lifted, wide_functions
 from warpfit_server.engine.cpu.codegen.vector import Trace, Vector, absolute
 
@@ -66,6 +68,12 @@ class Flavour:
     def name(self) -> str:
         """Short name for logs and files."""
         return ("float32" if self.single else "float64") + ("-fast" if self.fast else "-precise")
+
+    @classmethod
+    def of(cls, layout: Layout, precision: Precision) -> Flavour:
+        """Choose the kernels for a data set and precision."""
+        single = layout.dtype.itemsize == 4
+        return cls(single, single and precision is Precision.FAST)
 
 
 FLAVOURS: Final = (Flavour(True, False), Flavour(True, True), Flavour(False, False))
@@ -221,24 +229,33 @@ def loss_kernel(module: ir.Module, name: str, flavour: Flavour) -> None:
         f, y, *w = (vector.widen() for vector in vectors)
         value = _TERMS[term](f, y)
         value = value * w[0] if w else value
-        used = builder.icmp_signed("<", order, splat(builder, left, loop.lanes))
+        used = builder.icmp_signed("<", order, _splat(builder, left, loop.lanes))
         value = loop.trace.select(loop.trace.vector(used), value, 0.0)
         builder.store((loop.trace.vector(builder.load(total)) + value).value, total)
 
     loop.run(function.args[:arity], [integer(WIDTH)] * arity, function.args[-1], body)
-    builder.ret(_sum(builder, builder.load(total), loop.lanes))
+    builder.ret(sum_lanes(builder, builder.load(total), loop.lanes))
 
 
-def _sum(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
-    """Add the lanes pairwise."""
-    values = [builder.extract_element(vector, integer(k)) for k in range(lanes)]
-    while len(values) > 1:
-        half = len(values) // 2
-        values = [builder.fadd(x, y) for x, y in zip(values[:half], values[half:], strict=True)]
-    return values[0]
+def sum_lanes(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
+    """Add the lanes pairwise, half of the vector at a time."""
+    while lanes > 1:
+        lanes //= 2
+        halves = [
+            builder.shuffle_vector(
+                vector,
+                vector,
+                ir.Constant(
+                    ir.VectorType(ir.IntType(32), lanes), list(range(start, start + lanes))
+                ),
+            )
+            for start in (0, lanes)
+        ]
+        vector = builder.fadd(*halves)
+    return builder.extract_element(vector, integer(0))
 
 
-def splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
+def _splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
     kind = ir.VectorType(scalar.type, lanes)
     single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, integer(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)

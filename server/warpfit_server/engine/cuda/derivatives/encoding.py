@@ -13,28 +13,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.autodiff.backward_sweep import NONE
-from warpfit_server.engine.autodiff.differentiate import (
-    LOSS_PLACE,
-    SLOPE_PLACE,
-    Given,
-    Scratch,
-    room_behind,
-)
-from warpfit_server.engine.lowering.schedule import (
-    CODE,
-    COPY_CODE,
-    FIRST,
-    INSTRUCTIONS_END,
-    PROLOGUE_END,
-    RESULT,
-    ROWS,
-    SCALAR,
-    SCALARS,
-    SLOTS,
-    TARGET,
-    uncounted,
-)
+from warpfit_server.engine.autodiff.differentiate import LoweringWorkspace, Source, reserve
+from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR
+from warpfit_server.engine.native.intrinsics import uncounted
 
 #: Where an operand comes from, and kinds of a place.
 _LEVEL: Final = 1
@@ -114,14 +95,14 @@ class Encoded(NamedTuple):
 
 @uncounted
 def encode_program(
-    given: Given, scratch: Scratch, program: int, labels: Any, keeps_values: bool, awaited: Any,
-    out: Encoded,
+    source: Source, workspace: LoweringWorkspace, program: int, labels: Any, keeps_values: bool,
+    awaited: Any, out: Encoded,
 ) -> Any:  # fmt: skip
     """Encode what `differentiate_program` has made, behind all that is there.
 
     Args:
-        given: with how much is there.
-        scratch: with what was made.
+        source: of the batch, with how much is there.
+        workspace: with the lowered program.
         program: its number in the batch.
         labels: case label of each instruction by code.
         keeps_values: whether the values are looked for when the program has run.
@@ -133,32 +114,33 @@ def encode_program(
 
     """
     record = out.programs[program]
-    _copy_lists(given, scratch, record, out)
-    summary, made = scratch.made.summaries[0], scratch.made.instructions
-    slots = summary[SLOTS]
+    _copy_lists(source, workspace, record, out)
+    lowered = workspace.program
+    header, made = lowered.headers[0], lowered.instructions
+    slots = header.slots
     for level in range(slots):
         awaited[level] = False
     awaited[slots] = keeps_values
     record[_RESULT] = slots << _PLACE_SHIFT | _LEVEL
-    for k in range(scratch.ends[2]):
-        place = _await(scratch.made.columns[k], slots, awaited)
+    for k in range(header.columns):
+        place = _await(lowered.columns[k], slots, awaited)
         out.columns[np.int64(record[_COLUMNS_FIRST]) + k] = place
     record[_LOSS] = record[_SLOPE] = 0
-    if summary[LOSS_PLACE] != NONE:
-        record[_LOSS] = _await(summary[LOSS_PLACE], slots, awaited)
-    if summary[SLOPE_PLACE] != NONE:
-        record[_SLOPE] = _await(summary[SLOPE_PLACE], slots, awaited)
-    first, prologue_end = np.int64(record[_PROLOGUE]), summary[PROLOGUE_END]
-    arities = given.tables.arities
+    if header.loss != NONE:
+        record[_LOSS] = _await(header.loss, slots, awaited)
+    if header.loss_derivative != NONE:
+        record[_SLOPE] = _await(header.loss_derivative, slots, awaited)
+    first, prologue_end = np.int64(record[_PROLOGUE]), header.prologue_end
+    arities = source.arities
     for number in range(prologue_end):
         _encode_scalar(made[number], arities, labels, out.instructions[first + number])
-    largest: Any = summary[SCALARS]
+    largest: Any = header.scalars
     used: Any = np.int64(0)
-    for number in range(summary[INSTRUCTIONS_END] - 1, prologue_end - 1, -1):
+    for number in range(header.end - 1, prologue_end - 1, -1):
         before: Any = np.int64(-1)
         if number > prologue_end:
-            before = _level(made[number - 1, TARGET], slots)
-        level = _level(made[number, TARGET], slots)
+            before = _level(made[number - 1].target, slots)
+        level = _level(made[number].target, slots)
         stores = awaited[level]
         awaited[level] = False
         if stores:
@@ -173,24 +155,23 @@ def encode_program(
 
 
 @uncounted
-def _copy_lists(given: Given, scratch: Scratch, record: Any, out: Encoded) -> None:
+def _copy_lists(source: Source, workspace: LoweringWorkspace, record: Any, out: Encoded) -> None:
     """Take room for a program's code, note where it is, and copy what stays as it is."""
-    ends, made = scratch.ends, scratch.made
-    summary = made.summaries[0]
-    first, load = room_behind(given, 0, ends[0]), room_behind(given, 1, ends[1])
-    column, entry = room_behind(given, 2, ends[2]), room_behind(given, 3, ends[3])
-    record[_PROLOGUE], record[_PROLOGUE_COUNT] = first, summary[PROLOGUE_END]
-    record[_FIRST], record[_COUNT] = first + summary[PROLOGUE_END], ends[0] - summary[PROLOGUE_END]
-    record[_LOAD], record[_LOADS], record[_SCALARS] = load, ends[1], summary[SCALARS]
-    record[_COLUMNS_FIRST], record[_COLUMNS] = column, ends[2]
-    record[_ENTRY], record[_ENTRIES] = entry, ends[3]
-    for index in range(ends[1]):
-        out.loads[load + index, 0] = made.loads[index, 0]
-        out.loads[load + index, 1] = made.loads[index, 1]
-        out.constants[load + index] = made.constants[index]
-    for index in range(ends[3]):
-        for k in range(3):
-            out.entries[entry + index, k] = made.entries[index, k]
+    lowered = workspace.program
+    header = lowered.headers[0]
+    first, load, column, entry = reserve(source, header)
+    record[_PROLOGUE], record[_PROLOGUE_COUNT] = first, header.prologue_end
+    record[_FIRST], record[_COUNT] = first + header.prologue_end, header.end - header.prologue_end
+    record[_LOAD], record[_LOADS], record[_SCALARS] = load, header.loads, header.scalars
+    record[_COLUMNS_FIRST], record[_COLUMNS] = column, header.columns
+    record[_ENTRY], record[_ENTRIES] = entry, header.entries
+    for index in range(header.loads):
+        made = lowered.loads[index]
+        out.loads[load + index, 0], out.loads[load + index, 1] = made.scalar, made.parameter
+        out.constants[load + index] = made.value
+    for index in range(header.entries):
+        one, target = lowered.entries[index], out.entries[entry + index]
+        target[0], target[1], target[2] = one.column, one.leaf, one.factor
 
 
 @uncounted
@@ -202,7 +183,7 @@ def _level(place: int, slots: int) -> Any:
 @uncounted
 def _await(place: int, slots: int, awaited: Any) -> Any:
     """Translate a place that is looked at when the program has run."""
-    if place & 3 == ROWS:
+    if place & 3 == INPUT:
         return place >> 2 << _PLACE_SHIFT | _COLUMN
     level = _level(place, slots)
     awaited[level] = True
@@ -216,12 +197,12 @@ def _operands(code: int, arities: Any) -> Any:
 
 @uncounted
 def _encode_scalar(instruction: Any, arities: Any, labels: Any, out: Any) -> None:
-    arity = _operands(instruction[CODE], arities)
-    out[0] = labels[instruction[CODE]]
-    out[1] = instruction[FIRST] >> 2
-    out[2] = instruction[FIRST + 1] >> 2 if arity > 1 else 0
-    third = instruction[FIRST + 2] >> 2 if arity > 2 else 0
-    out[3] = instruction[TARGET] >> 2 | third << 16
+    arity, operands = _operands(instruction.code, arities), instruction.operands
+    out[0] = labels[instruction.code]
+    out[1] = operands[0] >> 2
+    out[2] = operands[1] >> 2 if arity > 1 else 0
+    third = operands[2] >> 2 if arity > 2 else 0
+    out[3] = instruction.target >> 2 | third << 16
 
 
 @uncounted
@@ -230,16 +211,16 @@ def _encode_rows(
     slots: int, awaited: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Encode an instruction on rows; return the index of a third operand."""
-    code = instruction[CODE]
+    code = instruction.code
     word, third = labels[code] | (_STORE if stores else 0), np.int64(0)
     out[1] = out[2] = 0
     for k in range(_operands(code, arities)):
-        place = instruction[FIRST + k]
+        place = instruction.operands[k]
         kind = place & 3
         index, source = place >> 2, _COLUMN
         if kind == SCALAR:
             source = _SCALAR
-        elif kind != ROWS:
+        elif kind != INPUT:
             index, source = _level(place, slots), _LEVEL
             if index == before:
                 index, source = np.int64(0), _BEFORE

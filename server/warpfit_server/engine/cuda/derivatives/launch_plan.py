@@ -13,7 +13,7 @@ from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.autodiff.requested_outputs import Wanted
+from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import ProgramRecords
 from warpfit_server.engine.cuda.derivatives.source import BLOCKS, WARPS
 from warpfit_server.engine.cuda.interpreter.launch_arguments import tiles_of
@@ -132,7 +132,7 @@ class Plan:
     scalar_bytes: int
 
 
-def keeps_values(wanted: Wanted) -> bool:
+def keeps_values(wanted: RequestedOutputs) -> bool:
     """Whether the values themselves go to memory."""
     return any(wish is not None for wish in (wanted.values, wanted.reductions, wanted.moments))
 
@@ -141,7 +141,7 @@ def make_plan(
     device: CudaDevice,
     resident: ResidentDataset,
     evaluation: Evaluation,
-    wanted: Wanted,
+    wanted: RequestedOutputs,
     code: DeviceCode,
 ) -> Plan:
     """Lay an evaluation out."""
@@ -206,7 +206,7 @@ def _check_memory(need: int) -> None:
         )
 
 
-def _pieces(code: DeviceCode, geometry: Geometry, wanted: Wanted) -> Iterator[Piece]:
+def _pieces(code: DeviceCode, geometry: Geometry, wanted: RequestedOutputs) -> Iterator[Piece]:
     """Cut the jobs so that the results of one launch stay within the chunk size."""
     vectors = code.batch.vectors
     counts = code.code.programs["parameters"].repeat(vectors).astype(np.int64)
@@ -235,7 +235,7 @@ def _pieces(code: DeviceCode, geometry: Geometry, wanted: Wanted) -> Iterator[Pi
 
 
 def _arguments(
-    resident: ResidentDataset, wanted: Wanted, geometry: Geometry, code: DeviceCode
+    resident: ResidentDataset, wanted: RequestedOutputs, geometry: Geometry, code: DeviceCode
 ) -> NDArray[np.void]:
     arguments = np.zeros((), dtype=_ARGUMENTS)
     for name, address in code.addresses.items():
@@ -252,7 +252,7 @@ def _arguments(
     arguments["vectors"] = code.batch.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
     arguments["wants_loss"] = loss is not None
-    arguments["wants_slopes"] = wanted.wants_slopes
+    arguments["wants_slopes"] = wanted.needs_loss_derivative
     arguments["wants_products"] = wanted.curvatures is not None
     arguments["is_squares"] = wanted.is_squares
     arguments["deviation"] = ("", "squared", "absolute").index(wanted.deviation)

@@ -11,28 +11,27 @@ they differ in length.
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numba import carray, types
+from numba import types
 from numpy.typing import NDArray
 
+from warpfit import ops
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
-from warpfit_server.engine.autodiff.backward_sweep import ENTRY_COLUMNS
+from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.autodiff.differentiate import (
-    AFTER_GIVEN,
-    RowLoss,
+    AFTER_SOURCE,
+    RowLossTokens,
     differentiate_program,
-    given_arrays,
-    given_of,
-    room_for_nodes,
-    scratch_for,
+    new_workspace,
+    node_capacity,
+    source_arrays,
+    source_of,
 )
-from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cuda.derivatives import encoding
 from warpfit_server.engine.cuda.derivatives.encoding import (
     PROGRAM,
@@ -41,15 +40,17 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
     encode_program,
 )
 from warpfit_server.engine.cuda.derivatives.source import labels
-from warpfit_server.engine.lowering.schedule import inlined
-from warpfit_server.engine.native.calls import add_atomically
-from warpfit_server.engine.native.records import (
-    numbers,
-    pointer_to,
-    pointer_to_words,
-    record_of,
+from warpfit_server.engine.lowering import graph, lower, lowered, schedule
+from warpfit_server.engine.native import arguments, intrinsics, numba_cache
+from warpfit_server.engine.native.arguments import (
+    OWN_ARRAYS,
+    argument_block,
+    floats,
+    reader,
     words,
 )
+from warpfit_server.engine.native.intrinsics import add_atomically
+from warpfit_server.system import compile_cache
 
 #: Programs that a thread takes at a time.
 _TAKEN: Final = 16
@@ -58,11 +59,16 @@ _TOKENS_A_THREAD: Final = 1500
 #: Largest index in 16 bits.
 _INDEX_LIMIT: Final = 1 << 16
 _FAILED: Final = -1
+#: Modules that shape the compiled code.
+_SOURCES: Final = (
+    *(ops, compile_cache, intrinsics, arguments, graph, lowered, schedule, lower),
+    *(rules, backward_pass, differentiate),
+)
 _RECORD_WORDS: Final = PROGRAM.itemsize // 4
-# Arrays of a record before those of `given_arrays`: the next program, and whether values are kept.
-_NEXT, _KEEPS_VALUES = 0, 1
-_ENCODED: Final = AFTER_GIVEN
-_LABELS: Final = AFTER_GIVEN + len(Encoded._fields)
+# Arrays of an argument block before those of `source_arrays`: the next program, whether values are
+# kept, and the case labels.
+_NEXT, _KEEPS_VALUES, _LABELS = range(OWN_ARRAYS)
+_ENCODED: Final = AFTER_SOURCE
 
 
 class DerivativeLowering:
@@ -82,8 +88,8 @@ class DerivativeLowering:
     def lower(
         self,
         batch: Batch,
-        row_loss: RowLoss,
-        wishes: int,
+        row_loss: RowLossTokens,
+        requested: int,
         *,
         keeps_values: bool,
         products: bool,
@@ -93,7 +99,7 @@ class DerivativeLowering:
         Args:
             batch: the programs; the parameters are not looked at.
             row_loss: that is lowered beside each program.
-            wishes: see `sweep`.
+            requested: bits of `backward_pass`.
             keeps_values: whether the values are looked for when a program has run.
             products: whether products of columns are summed.
 
@@ -102,11 +108,11 @@ class DerivativeLowering:
             ResourceExhaustedError: if a program is too large to encode.
 
         """
-        given = given_arrays(batch, row_loss, wishes)
+        source = source_arrays(batch, row_loss, requested)
         out = _empty(len(batch.codes), len(batch), len(row_loss.codes))
-        options = np.zeros(1, dtype=np.int64), np.array([keeps_values], dtype=np.int64)
-        _check_index(self._run((*options, *given, *out, labels()), len(batch.codes)))
-        instructions, loads, columns, entries = given[-1][1:].tolist()
+        options = np.zeros(1, dtype=np.int64), np.array([keeps_values], dtype=np.int64), labels()
+        _check_index(self._run((*options, *source, *out), len(batch.codes)))
+        instructions, loads, columns, entries = source[-1].tolist()
         out.instructions[instructions] = 0
         records = out.programs.view(PROGRAM).reshape(-1)
         sums = _sum_counts(records, products=products)
@@ -123,37 +129,35 @@ class DerivativeLowering:
 
     def _run(self, arrays: tuple[NDArray[Any], ...], tokens: int) -> int:
         """Lower on as many threads as pays; return the largest index."""
-        record = record_of(arrays)
+        block = argument_block(arrays)
         share = min(self._helpers, tokens // _TOKENS_A_THREAD)
-        helpers = [self._pool.submit(self._help, record, arrays) for _ in range(share)]
-        found = [self._help(record, arrays)]
+        helpers = [self._pool.submit(self._help, block, arrays) for _ in range(share)]
+        found = [self._help(block, arrays)]
         found += [helper.result() for helper in helpers if not helper.cancel()]
         if _FAILED in found:
             raise MemoryError("no memory to lower a batch with its derivatives")
         return max(found)
 
-    def _help(self, record: NDArray[np.int64], _held: tuple[NDArray[Any], ...]) -> int:
-        """Lower what is left; the record tells where the arrays are, but does not hold them."""
-        return int(self._lower(record.ctypes.data))
+    def _help(self, block: NDArray[np.int64], _held: tuple[NDArray[Any], ...]) -> int:
+        """Lower what is left; the block says where the arrays are, but does not hold them."""
+        return int(self._lower(block.ctypes.data))
 
 
 def _load(directory: Path) -> Any:
     """Load `lower_programs`, or compile it (some 15 s) and try to store it."""
-    digest = hashlib.sha256(parts.fingerprint().encode())
-    for file in (encoding.__file__, __file__):
-        digest.update(Path(file).read_bytes())
-    with parts.cached_in(directory / f"derivatives-{digest.hexdigest()[:32]}") as jit:
+    name = f"derivatives-{numba_cache.fingerprint(_SOURCES, encoding.__file__, __file__)}"
+    with numba_cache.cached_in(directory / name) as jit:
         return jit(types.int64(types.int64), lower_programs)
 
 
 def _empty(tokens: int, programs: int, loss_tokens: int) -> Encoded:
     """Make room for a batch; what is not written takes no memory."""
-    capacity = room_for_nodes(tokens, programs, loss_tokens)
+    capacity = node_capacity(tokens, programs, loss_tokens)
     return Encoded(
         np.empty((capacity + 1, 4), dtype=np.uint32),
         np.empty((programs, _RECORD_WORDS), dtype=np.uint32),
         np.empty(tokens, dtype=np.uint32),
-        np.empty((2 * tokens, ENTRY_COLUMNS), dtype=np.int32),
+        np.empty((2 * tokens, 3), dtype=np.int32),
         np.empty((capacity, 2), dtype=np.int32),
         np.empty(capacity, dtype=np.float64),
     )
@@ -191,37 +195,23 @@ def _check_index(largest: int) -> None:
 
 # ------------------------------------------------------------------------------ compiled by Numba
 
-_pointer_to_unsigned: Final = pointer_to(types.uint32)
-_pointer_to_signed: Final = pointer_to(types.int32)
+_unsigned: Final = reader(types.uint32)
+_signed: Final = reader(types.int32)
 
 
-@inlined
-def _unsigned(record: int, index: int, columns: int) -> Any:
-    """Array number ``index`` of a record: uint32 [rows, columns]."""
-    entry = carray(pointer_to_words(record + 16 * index), 2)
-    return carray(_pointer_to_unsigned(entry[0]), (entry[1] // columns, columns))
-
-
-@inlined
-def _signed(record: int, index: int, columns: int) -> Any:
-    """Array number ``index`` of a record: int32 [rows, columns]."""
-    entry = carray(pointer_to_words(record + 16 * index), 2)
-    return carray(_pointer_to_signed(entry[0]), (entry[1] // columns, columns))
-
-
-def lower_programs(record: int) -> Any:
+def lower_programs(block: int) -> Any:
     """Lower programs until all are taken; return the largest index of an operand, or _FAILED."""
-    given = given_of(record)
+    source = source_of(block)
     out = Encoded(
-        _unsigned(record, _ENCODED, 4),
-        _unsigned(record, _ENCODED + 1, _RECORD_WORDS),
-        _unsigned(record, _ENCODED + 2, 1)[:, 0],
-        _signed(record, _ENCODED + 3, ENTRY_COLUMNS),
-        _signed(record, _ENCODED + 4, 2),
-        numbers(record, _ENCODED + 5),
+        _unsigned(block, _ENCODED).reshape((-1, 4)),
+        _unsigned(block, _ENCODED + 1).reshape((-1, _RECORD_WORDS)),
+        _unsigned(block, _ENCODED + 2),
+        _signed(block, _ENCODED + 3).reshape((-1, 3)),
+        _signed(block, _ENCODED + 4).reshape((-1, 2)),
+        floats(block, _ENCODED + 5),
     )
-    taken, keeps_values = words(record, _NEXT), words(record, _KEEPS_VALUES)[0] != 0
-    case_labels, programs = words(record, _LABELS), len(given.starts) - 1
+    taken, keeps_values = words(block, _NEXT), words(block, _KEEPS_VALUES)[0] != 0
+    case_labels, programs = words(block, _LABELS), len(source.starts) - 1
     largest: Any = np.int64(0)
     try:
         while True:
@@ -229,13 +219,13 @@ def lower_programs(record: int) -> Any:
             if first >= programs:
                 return largest
             stop = min(first + _TAKEN, programs)
-            scratch = scratch_for(given, first, stop)
-            awaited = np.empty(len(scratch.nodes) + 1, dtype=np.bool_)
+            workspace = new_workspace(source, first, stop)
+            awaited = np.empty(len(workspace.state.graph.nodes) + 1, dtype=np.bool_)
             for program in range(first, stop):
-                differentiate_program(given, scratch, program)
+                differentiate_program(source, workspace, program)
                 index = encode_program(
-                    given, scratch, program, case_labels, keeps_values, awaited, out
+                    source, workspace, program, case_labels, keeps_values, awaited, out
                 )
                 largest = max(largest, index)
-    except Exception:  # compiled code tells exceptions apart no further: there is no memory
+    except Exception:  # compiled code tells exceptions apart no further: memory is short
         return np.int64(_FAILED)

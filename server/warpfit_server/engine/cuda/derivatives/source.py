@@ -24,7 +24,7 @@ from warpfit_server.engine.cuda.math.prelude import (
     prelude,
     render,
 )
-from warpfit_server.engine.lowering.schedule import COPY_CODE
+from warpfit_server.engine.lowering.lowered import COPY_CODE
 
 #: Warps of a block, and blocks to keep on a multiprocessor.
 WARPS: Final = 8

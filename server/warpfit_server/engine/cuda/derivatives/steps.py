@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
-from warpfit_server.engine.autodiff.requested_outputs import Wanted
+from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     STATISTICS_ARGUMENTS,
     Geometry,
@@ -47,7 +47,7 @@ class Launch:
 
     resident: ResidentDataset
     plan: Plan
-    wanted: Wanted
+    wanted: RequestedOutputs
     kernels: Kernels
     arguments: NDArray[np.void]
     """The plan's, with addresses."""
@@ -55,7 +55,7 @@ class Launch:
     """Device address and number of float64 of each small result."""
 
 
-def room_for_small(context: StreamContext, wanted: Wanted) -> dict[str, tuple[int, int]]:
+def room_for_small(context: StreamContext, wanted: RequestedOutputs) -> dict[str, tuple[int, int]]:
     """Make room on the device for the small results; return address and size of each."""
     arrays = {name: getattr(wanted, name) for name in _SMALL}
     sizes = {name: array.size for name, array in arrays.items() if array is not None}
@@ -102,7 +102,7 @@ def check_wanted(cancelled: NDArray[np.uint8]) -> None:
         raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
-def take(small: dict[str, NDArray[np.float64]], wanted: Wanted) -> None:
+def take(small: dict[str, NDArray[np.float64]], wanted: RequestedOutputs) -> None:
     """Copy the small results to where they belong."""
     for name, array in small.items():
         getattr(wanted, name).reshape(-1)[:] = array

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +21,11 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
-from warpfit_server.engine.autodiff.requested_outputs import Wanted, room_for_curvatures, wanted_by
+from warpfit_server.engine.autodiff.requested_outputs import (
+    RequestedOutputs,
+    linearisation_outputs,
+    requested_outputs,
+)
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, ProgramRecords
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     ROW_BYTES,
@@ -96,7 +99,7 @@ class DerivativeTier:
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         check_sound(evaluation.batch, resident.dataset.layout.variables)
-        wanted = wanted_by(evaluation, outputs)
+        wanted = requested_outputs(evaluation, outputs)
         return (
             yield from self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
         )
@@ -111,14 +114,9 @@ class DerivativeTier:
         cancelled: NDArray[np.uint8],
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
-        batch = evaluation.batch
-        losses = np.empty((len(batch), batch.vectors))
-        gradients = np.empty(len(batch.parameters))
-        wanted = Wanted(losses=losses, gradients=gradients, row_loss=row_loss)
-        if curvature:
-            wanted = replace(wanted, curvatures=room_for_curvatures(batch))
+        found, wanted = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
         yield from self._run(resident, evaluation, wanted, cancelled, _nobody, keep=True)
-        return Linearisation(losses, gradients, wanted.curvatures)
+        return found
 
     def forget(self) -> None:
         """Free the code that is kept on the device."""
@@ -128,7 +126,7 @@ class DerivativeTier:
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         cancelled: NDArray[np.uint8],
         ready: Callable[[int], None],
         *,
@@ -158,7 +156,7 @@ class DerivativeTier:
         context: StreamContext,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         plan: Plan,
     ) -> int:
         """Launch what has no large results; return nanoseconds of the device."""
@@ -176,7 +174,7 @@ class DerivativeTier:
         context: StreamContext,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         plan: Plan,
     ) -> Launch:
         """Upload the parameters and compute what depends on them alone."""
@@ -204,7 +202,7 @@ class DerivativeTier:
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        wanted: Wanted,
+        wanted: RequestedOutputs,
         *,
         keep: bool,
     ) -> Plan:
@@ -221,7 +219,9 @@ class DerivativeTier:
         needs = (batch.vectors, evaluation.rows, evaluation.precision, *wishes, *place)
         return self._plans.of_arrays(batch, needs, make) if keep else make(batch)
 
-    def _lower(self, resident: ResidentDataset, batch: Batch, wanted: Wanted) -> DerivativeCode:
+    def _lower(
+        self, resident: ResidentDataset, batch: Batch, wanted: RequestedOutputs
+    ) -> DerivativeCode:
         row_loss = no_row_loss()
         if wanted.row_loss is not None:
             layout = resident.dataset.layout
@@ -230,7 +230,7 @@ class DerivativeTier:
         return self._lowering.lower(
             batch,
             row_loss,
-            wanted.wishes,
+            wanted.lowering_flags,
             keeps_values=keeps_values(wanted) or bool(wanted.deviation),
             products=wanted.curvatures is not None,
         )

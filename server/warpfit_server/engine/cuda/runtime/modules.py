@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.submission import HELD, LOAD_MODULE
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.calls import call_2
+from warpfit_server.engine.native.calls import call_c
 
 
 def load_together(device: CudaDevice, images: Sequence[bytes]) -> list[Any]:
@@ -59,7 +59,7 @@ def _load(
     functions[HELD] = 1
     for number in range(len(images)):
         place = np.int64(handles.ctypes.data) + 8 * number
-        status = call_2(functions[LOAD_MODULE], (place, images[number]))
+        status = call_c(functions[LOAD_MODULE], (place, images[number]))
         if status != 0:
             break
     functions[HELD] = 0

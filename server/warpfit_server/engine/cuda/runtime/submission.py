@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.native.calls import call_1, call_2, call_3, call_4, call_launch
+from warpfit_server.engine.native.calls import call_c, call_launch
 
 #: Driver functions in the order of the kinds of step.
 _FUNCTIONS: Final = (
@@ -147,21 +147,21 @@ def carry_out(functions: Any, steps: Any) -> int:
         address = functions[s[0]]
         if s[0] == LAUNCH or s[0] == LAUNCH_GRAPH:
             while functions[HELD] != 0:
-                call_1(functions[SLEEP], (np.int64(PAUSE),))
+                call_c(functions[SLEEP], (np.int64(PAUSE),))
         if s[0] == LAUNCH:
             status = call_launch(
                 address, (s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
             )
         elif s[0] == RECORD or s[0] == LAUNCH_GRAPH:
-            status = call_2(address, (s[1], s[2]))
+            status = call_c(address, (s[1], s[2]))
         elif s[0] == NOW:
-            status = call_2(address, (time.CLOCK_MONOTONIC, s[1]))
+            status = call_c(address, (time.CLOCK_MONOTONIC, s[1]))
         elif s[0] == SYNCHRONIZE:
-            status = call_1(address, (s[1],))
+            status = call_c(address, (s[1],))
         elif s[0] == ELAPSED:
-            status = call_3(address, (s[1], s[2], s[3]))
+            status = call_c(address, (s[1], s[2], s[3]))
         else:
-            status = call_4(address, (s[1], s[2], s[3], s[4]))
+            status = call_c(address, (s[1], s[2], s[3], s[4]))
         if status != 0:
             return int(status)
     return 0

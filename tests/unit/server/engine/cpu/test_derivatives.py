@@ -17,8 +17,8 @@ from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
 from warpfit_server.engine.cpu import derivatives
+from warpfit_server.engine.cpu.chunked_work import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.cpu.evaluation import differentiating
 from warpfit_server.engine.interface import run_to_end
 
 FLAVOURS = [
@@ -121,9 +121,9 @@ def test_a_kept_plan_is_used_again(engine, monkeypatch):
 
     def count(*given, **more):
         lowered.append(1)
-        return differentiating(*given, **more)
+        return differentiation_work(*given, **more)
 
-    monkeypatch.setattr("warpfit_server.engine.cpu.engine.differentiating", count)
+    monkeypatch.setattr("warpfit_server.engine.cpu.engine.differentiation_work", count)
     for scale in (1.0, 0.5, 0.2):
         scaled = replace(batch, parameters=scale * batch.parameters)
         problem = Evaluation(data.content_id, scaled)

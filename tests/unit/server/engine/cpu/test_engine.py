@@ -28,34 +28,19 @@ from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
 from warpfit.request import Evaluation, Loss, Precision
-from warpfit_server.engine.autodiff.backward_sweep import (
+from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
-    COLUMNS_START,
     LOSS,
-    SLOPE,
+    LOSS_DERIVATIVE,
 )
-from warpfit_server.engine.autodiff.differentiate import (
-    COLUMNS_END,
-    ENTRIES_END,
-    ENTRIES_START,
-    Differentiated,
-    row_loss_tokens,
-)
-from warpfit_server.engine.cpu import evaluation as cpu_work
-from warpfit_server.engine.cpu.codegen import kernel_cache
-from warpfit_server.engine.cpu.codegen import parts as cpu_code
+from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
+from warpfit_server.engine.cpu import chunked_work
+from warpfit_server.engine.cpu.codegen import kernel_cache, parts
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.cpu.evaluation import differentiating, lowering
 from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.interface import Outputs, run_to_end
-from warpfit_server.engine.lowering.schedule import (
-    INSTRUCTIONS_END,
-    INSTRUCTIONS_START,
-    LOADS,
-    PROLOGUE_END,
-    SLOTS,
-)
+from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.system.compile_cache import default_cache_directory
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
@@ -83,22 +68,22 @@ def lowered(*programs: Program):
 
 
 @cache
-def compiled() -> kernel_cache.Compiled:
+def compiled() -> kernel_cache.CompiledCode:
     return kernel_cache.load(default_cache_directory())
 
 
 @cache
-def derivatives() -> kernel_cache.Derivatives:
+def derivatives() -> kernel_cache.CompiledDerivatives:
     return kernel_cache.load_derivatives(default_cache_directory(), compiled())
 
 
 def lowered_batch(batch: Batch, cores: int):
-    return done(*lowering(compiled().lower, batch, np.zeros(1, np.uint8)), cores)
+    return done(*chunked_work.lowering_work(compiled().lower, batch, np.zeros(1, np.uint8)), cores)
 
 
-def done(work: cpu_work.Work, result, cores: int):
+def done(work: chunked_work.ChunkedWork, result, cores: int):
     loop = ParallelLoop(cores, compiled().parallel)
-    loop.run(work, 0, work.pieces)
+    loop.run(work, 0, work.chunks)
     loop.close()
     return result
 
@@ -168,7 +153,7 @@ def test_parameter_vectors(evaluate, rows):
 
 
 def test_threads_do_not_change_anything(monkeypatch):
-    monkeypatch.setattr(cpu_work, "_LARGEST_PIECE", 200_000)
+    monkeypatch.setattr(chunked_work, "_LARGEST_CHUNK", 200_000)
     data = make_dataset(50_000, "float32")
     programs, parameters = thesis_mix(8, 40)
     answers = []
@@ -356,16 +341,16 @@ def test_common_subexpressions_and_scalars_are_computed_once():
     shared = Program.apply("exp", Program.apply("mul", X1, X2))
     scalar = Program.apply("sqrt", Program.apply("add", P1, Program.constant(2.0)))
     program = Program.apply("add", Program.apply("mul", shared, scalar), shared)
-    summary = lowered(program).summaries[0]
-    assert summary[PROLOGUE_END] == 2
-    assert summary[INSTRUCTIONS_END] - summary[PROLOGUE_END] == 4
+    header = lowered(program).headers[0]
+    assert header["prologue_end"] == 2
+    assert header["end"] - header["prologue_end"] == 4
 
 
 def test_the_deeper_operand_goes_first():
     deep = Program.apply("exp", X1)
     for _ in range(30):
         deep = Program.apply("mul", Program.apply("exp", X2), Program.apply("log", deep))
-    assert lowered(deep).summaries[0][SLOTS] <= 2
+    assert lowered(deep).headers["slots"][0] <= 2
 
 
 def test_fast_and_precise_differ_only_slightly(evaluate):
@@ -386,7 +371,7 @@ def test_read_only_data_is_used_in_place(evaluate):
 def copied(tmp_path):
     """A copy of all that the engine has compiled."""
     derivatives()
-    kept = kernel_cache._place(default_cache_directory())
+    kept = parts.directory_of(default_cache_directory())
     shutil.copytree(kept, tmp_path / kept.name)
     return tmp_path
 
@@ -413,7 +398,7 @@ def test_only_derivatives_wait_for_their_code(copied, monkeypatch):
     def compile_group(place, group, processes, *, urgent=True):
         assert group == "values" or compiled_at_last.wait(60)
 
-    monkeypatch.setattr(cpu_code, "compile_group", compile_group)
+    monkeypatch.setattr(parts, "compile_group", compile_group)
     engine = CpuEngine(1, copied)
     data = make_dataset(100)
     engine.load(data)
@@ -450,12 +435,12 @@ def test_code_of_derivatives_that_failed_to_load_is_loaded_again(copied, monkeyp
 
     monkeypatch.setattr(kernel_cache, "load_derivatives", fails_once)
     engine = CpuEngine(1, copied)
-    waiting = engine._for_derivatives()
+    waiting = engine._derivative_code()
     next(waiting)
     somebody_waits.set()
     with pytest.raises(MemoryError):
         run_to_end(waiting)
-    assert run_to_end(engine._for_derivatives()).kernels
+    assert run_to_end(engine._derivative_code()).kernels
     engine.close()
 
 
@@ -465,7 +450,7 @@ def test_directory_that_cannot_be_written(tmp_path, caplog, monkeypatch):
     def copy(place, group, processes, *, urgent=True):
         shutil.copytree(default_cache_directory() / place.name, place, dirs_exist_ok=True)
 
-    monkeypatch.setattr(cpu_code, "compile_group", copy)
+    monkeypatch.setattr(parts, "compile_group", copy)
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
     engine = CpuEngine(2, occupied / "cache")
@@ -491,7 +476,7 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     engine = CpuEngine(threads=2)
     data = make_dataset(1000, "float64")
     programs, parameters = thesis_mix(10, 3)
-    monkeypatch.setattr("warpfit_server.engine.cpu.engine._BLOCK_BYTES", 2**60)
+    monkeypatch.setattr(chunked_work, "_BLOCK_BYTES", 2**60)
     with pytest.raises(ResourceExhaustedError, match="out of memory"):
         Evaluate(engine)(data, programs, parameters)
     monkeypatch.undo()
@@ -499,54 +484,41 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     engine.close()
 
 
-def differentiated_batch(batch: Batch, cores: int):
-    wishes = BY_PARAMETERS | BY_VARIABLES | LOSS | SLOPE
+def differentiated_batch(batch: Batch, cores: int) -> Lowered:
+    requested = BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE
     row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
-    flag = np.zeros(1, np.uint8)
-    given = (batch, row_loss, wishes, flag)
-    return done(*differentiating(derivatives().differentiate, *given), cores)
+    given = (derivatives().differentiate, batch, row_loss, requested, np.zeros(1, np.uint8))
+    return done(*chunked_work.differentiation_work(*given), cores)
 
 
-def part_of(found: Differentiated, program: int) -> list:
-    """What was made of one program, as if there were no others."""
-    mine = found.summaries[program].copy()
-    ranges = [
-        (found.instructions, INSTRUCTIONS_START, INSTRUCTIONS_END),
-        (found.columns, COLUMNS_START, COLUMNS_END),
-        (found.entries, ENTRIES_START, ENTRIES_END),
-    ]
-    parts = [array[mine[start] : mine[end]].copy() for array, start, end in ranges]
-    load, loads = found.starts[program], mine[LOADS]
-    parts += [found.loads[load : load + loads], found.constants[load : load + loads]]
-    mine[[PROLOGUE_END, INSTRUCTIONS_END, INSTRUCTIONS_START]] -= mine[INSTRUCTIONS_START]
-    mine[[COLUMNS_END, COLUMNS_START]] -= mine[COLUMNS_START]
-    mine[[ENTRIES_END, ENTRIES_START]] -= mine[ENTRIES_START]
-    return [*parts, mine]
+def part_of(found: Lowered, program: int, *, derivatives: bool) -> list[object]:
+    """Return what was made of one program, as if there were no others."""
+    header = found.headers[program]
+    ranges = [(found.loads, "first_load", "loads")]
+    names = ["scalars", "slots", "loads"]
+    if derivatives:
+        ranges.append((found.columns, "first_column", "columns"))
+        ranges.append((found.entries, "first_entry", "entries"))
+        names += ["columns", "entries", "loss", "loss_derivative"]
+    parts = [array[header[first] :][: header[count]] for array, first, count in ranges]
+    instructions = found.instructions[header["start"] : header["end"]]
+    prologue = header["prologue_end"] - header["start"]
+    return [instructions, prologue, *parts, *(header[name] for name in names)]
 
 
-def test_threads_lower_ranges_of_programs_with_derivatives():
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_threads_lower_ranges_of_programs(derivatives):
+    lower = differentiated_batch if derivatives else lowered_batch
     programs, parameters = thesis_mix(RNG_SEED, 400)
-    together = differentiated_batch(Batch.of(programs, parameters), 4)
+    together = lower(Batch.of(programs, parameters), 4)
     for number, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
-        alone = differentiated_batch(Batch.of([program], [vector]), 1)
-        for ours, own in zip(part_of(together, number), part_of(alone, 0), strict=True):
-            np.testing.assert_array_equal(ours, own)
-    used = sorted(together.summaries[:, [INSTRUCTIONS_START, INSTRUCTIONS_END]].tolist())
-    ends = [0, *(end for _, end in used)]
-    assert [start for start, _ in used] == ends[:-1], "nothing lies between them"
-
-
-def test_threads_lower_ranges_of_programs():
-    programs, parameters = thesis_mix(RNG_SEED, 400)
-    together = lowered_batch(Batch.of(programs, parameters), 4)
-    columns = [INSTRUCTIONS_START, PROLOGUE_END, INSTRUCTIONS_END]
-    for number, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
-        alone = lowered_batch(Batch.of([program], [vector]), 1)
-        mine, own = together.summaries[number].copy(), alone.summaries[0]
-        first, load, loads = mine[INSTRUCTIONS_START], together.starts[number], own[LOADS]
-        mine[columns] -= first
-        np.testing.assert_array_equal(mine, own)
-        end = first + own[INSTRUCTIONS_END]
-        instructions = alone.instructions[: own[INSTRUCTIONS_END]]
-        np.testing.assert_array_equal(together.instructions[first:end], instructions)
-        np.testing.assert_array_equal(together.loads[load : load + loads], alone.loads[:loads])
+        alone = lower(Batch.of([program], [vector]), 1)
+        ours, own = (
+            part_of(found, index, derivatives=derivatives)
+            for found, index in ((together, number), (alone, 0))
+        )
+        for one, other in zip(ours, own, strict=True):
+            np.testing.assert_array_equal(one, other)
+    if derivatives:
+        used = np.sort(together.headers[["start", "end"]])
+        assert used["start"].tolist() == [0, *used["end"][:-1]], "nothing lies between them"

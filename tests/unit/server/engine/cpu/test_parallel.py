@@ -1,4 +1,4 @@
-"""The parallel loop: each piece runs once, whoever takes it, whatever other callers do."""
+"""The parallel loop: each chunk runs once, whoever takes it, whatever other callers do."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("numba")
 
 from warpfit_server.engine.cpu import parallel_loop
+from warpfit_server.engine.cpu.chunked_work import ChunkedWork, Cut
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.cpu.evaluation import Work
 from warpfit_server.engine.cpu.threads import ParallelLoop
-from warpfit_server.engine.native.records import CANCELLED, FAILED, FINISHED
+from warpfit_server.engine.native.arguments import CANCELLED, FAILED, FINISHED, RANGE
 from warpfit_server.system.compile_cache import usable_cache_directory
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -26,7 +26,7 @@ _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 @pytest.fixture(scope="module")
 def code():
     with usable_cache_directory(None) as kept:
-        return parts.parallel(kept / f"cpu-{parts.fingerprint()[:32]}")
+        return parts.load_parallel(parts.directory_of(kept))
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -37,42 +37,41 @@ def loop(request, code):
     assert not any(thread.is_alive() for thread in loop._helpers)
 
 
-def work_of(run_piece, count):
-    """Work whose pieces are a Python function of their numbers; it returns how a piece ended."""
+def work_of(run_chunk, count, cost=10**9):
+    """Work whose chunks are a Python function of their numbers; it returns how a chunk ended."""
 
-    def call(_record, piece):
-        return run_piece(piece)
+    def call(_record, chunk):
+        return run_chunk(chunk)
 
     function = _FUNCTION(call)
     address = ctypes.cast(function, ctypes.c_void_p).value
-    cells = np.array([[n, n + 1] for n in range(count)])
-    flag = np.zeros(1, np.uint8)
-    work = Work(address, (cells,), cells, np.array([[0, 1]]), 1, 10**9, flag)
-    return work, function
+    ranges = np.array([(n, n + 1) for n in range(count)], dtype=RANGE)
+    cut = Cut(ranges, ranges[:1], cost)
+    return ChunkedWork(address, (), cut, np.zeros(1, np.uint8)), function
 
 
-def test_every_piece_runs_once(loop):
+def test_every_chunk_runs_once(loop):
     for count in (1, 2, 3, 50, 200):
         seen = Counter()
-        work, _keep = work_of(lambda piece, seen=seen: (seen.update([piece]), FINISHED)[1], count)
+        work, _keep = work_of(lambda chunk, seen=seen: (seen.update([chunk]), FINISHED)[1], count)
         loop.run(work, 0, count)
         assert seen == Counter(range(count))
 
 
-def test_a_range_of_pieces_runs(loop):
+def test_a_range_of_chunks_runs(loop):
     seen = Counter()
-    work, _keep = work_of(lambda piece: (seen.update([piece]), FINISHED)[1], 30)
+    work, _keep = work_of(lambda chunk: (seen.update([chunk]), FINISHED)[1], 30)
     loop.run(work, 7, 19)
     assert seen == Counter(range(7, 19))
 
 
-def test_callers_at_the_same_time_have_their_own_pieces(loop):
+def test_callers_at_the_same_time_have_their_own_chunks(loop):
     """More of them than there are slots; each returns when its own work is done."""
 
     def caller(number):
         for _ in range(30):
             seen = Counter()
-            work, _keep = work_of(lambda piece, seen=seen: (seen.update([piece]), FINISHED)[1], 20)
+            work, _keep = work_of(lambda chunk, seen=seen: (seen.update([chunk]), FINISHED)[1], 20)
             loop.run(work, 0, 20)
             assert seen == Counter(range(20))
         return number
@@ -82,14 +81,14 @@ def test_callers_at_the_same_time_have_their_own_pieces(loop):
 
 
 @pytest.mark.parametrize("ended", [CANCELLED, FAILED])
-def test_work_that_ends_early_gives_no_more_pieces_out(loop, ended):
+def test_work_that_ends_early_gives_no_more_chunks_out(loop, ended):
     seen = []
 
-    def piece(number):
+    def chunk(number):
         seen.append(number)
         return ended if number == 3 else FINISHED
 
-    work, _keep = work_of(piece, 1_000)
+    work, _keep = work_of(chunk, 1_000)
     if ended == FAILED:
         with pytest.raises(MemoryError):
             loop.run(work, 0, 1_000)
@@ -100,17 +99,17 @@ def test_work_that_ends_early_gives_no_more_pieces_out(loop, ended):
     assert seen[-2:] in ([10, 11], [11, 10])
 
 
-def test_helpers_take_pieces_of_whoever_has_some(code):
+def test_helpers_take_chunks_of_whoever_has_some(code):
     loop = ParallelLoop(3, code)
     threads = set()
     together = threading.Barrier(3, timeout=20)
 
-    def piece(_number):
+    def chunk(_number):
         threads.add(threading.get_ident())
         together.wait()
         return FINISHED
 
-    work, _keep = work_of(piece, 3)
+    work, _keep = work_of(chunk, 3)
     loop.run(work, 0, 3)
     assert len(threads) == 3
     loop.close()
@@ -118,8 +117,7 @@ def test_helpers_take_pieces_of_whoever_has_some(code):
 
 def test_work_that_is_not_worth_a_thread_stays_on_the_callers(code):
     loop = ParallelLoop(4, code)
-    work, _keep = work_of(lambda piece: FINISHED, 10)
-    work.cost = 1_000
+    work, _keep = work_of(lambda chunk: FINISHED, 10, cost=1_000)
     loop.run(work, 0, 10)
     assert not loop._helpers
     loop.close()
@@ -127,10 +125,10 @@ def test_work_that_is_not_worth_a_thread_stays_on_the_callers(code):
 
 def test_idle_helpers_sleep(code):
     loop = ParallelLoop(3, code)
-    work, _keep = work_of(lambda piece: FINISHED, 10)
+    work, _keep = work_of(lambda chunk: FINISHED, 10)
     loop.run(work, 0, 10)
     deadline = time.monotonic() + 10
-    while loop._words[parallel_loop._ASLEEP] < 2 and time.monotonic() < deadline:
+    while loop._words[parallel_loop.ASLEEP] < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert loop._words[parallel_loop._ASLEEP] == 2
+    assert loop._words[parallel_loop.ASLEEP] == 2
     loop.close()

@@ -16,18 +16,18 @@ from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, DIFFERENCE, huber
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.autodiff import differentiate
-from warpfit_server.engine.autodiff.backward_sweep import (
+from warpfit_server.engine.autodiff.backward_pass import (
     BY_PARAMETERS,
     BY_VARIABLES,
     LOSS,
-    SLOPE,
+    LOSS_DERIVATIVE,
     SQUARES,
 )
-from warpfit_server.engine.cpu.codegen import kernel_cache, parts
+from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
-from warpfit_server.engine.native.records import FINISHED, record_of
+from warpfit_server.engine.native.arguments import FINISHED, RANGE, argument_block
 from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 10
@@ -35,11 +35,11 @@ NOTHING = differentiate.no_row_loss()
 HUBER = differentiate.row_loss_tokens(huber(0.5).row, VARIABLES, weighted=True)
 DEVIATION = differentiate.row_loss_tokens(DIFFERENCE, VARIABLES, weighted=False)
 SIZE = differentiate.row_loss_tokens(ABSOLUTE, VARIABLES, weighted=False)
-#: Row loss and wishes of fits, gradients, Jacobians and losses of one's own.
+#: Row loss and requested bits of fits, gradients, Jacobians and losses of one's own.
 WORK = {
-    "fit": (DEVIATION, BY_PARAMETERS | SLOPE | SQUARES),
-    "gradient": (SIZE, BY_PARAMETERS | SLOPE),
-    "own loss": (HUBER, BY_PARAMETERS | BY_VARIABLES | LOSS | SLOPE),
+    "fit": (DEVIATION, BY_PARAMETERS | LOSS_DERIVATIVE | SQUARES),
+    "gradient": (SIZE, BY_PARAMETERS | LOSS_DERIVATIVE),
+    "own loss": (HUBER, BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE),
     "loss": (HUBER, LOSS),
     "jacobian": (NOTHING, BY_PARAMETERS | BY_VARIABLES),
 }
@@ -48,7 +48,7 @@ WORK = {
 @pytest.fixture(scope="module")
 def compiled():
     """What lowers for the CPU engine."""
-    return parts.derive(kernel_cache._place(default_cache_directory()))
+    return parts.load_differentiate(parts.directory_of(default_cache_directory()))
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +62,18 @@ def shared():
 
 
 def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCode:
-    row_loss, wishes = WORK[work]
-    return lowering.lower(batch, row_loss, wishes, keeps_values=work != "loss", products=False)
+    row_loss, requested = WORK[work]
+    return lowering.lower(batch, row_loss, requested, keeps_values=work != "loss", products=False)
 
 
 def check(compiled, lowering: DerivativeLowering, batch: Batch, work: str) -> None:
     """Compare with the plain encoder, program by program and bit by bit."""
-    row_loss, wishes = WORK[work]
-    tokens = len(batch.codes), len(batch), len(row_loss.codes)
-    lowered, cells = differentiate.empty(*tokens), np.array([[0, len(batch)]])
-    arrays = differentiate.arrays_of(batch, row_loss, wishes, cells, lowered)
-    assert compiled(record_of(arrays).ctypes.data, 0) == FINISHED
+    row_loss, requested = WORK[work]
+    lowered = differentiate.allocate_differentiated(batch, row_loss)
+    ranges = [np.array([(0, stop)], dtype=RANGE) for stop in (len(batch), 1)]
+    source = differentiate.source_arrays(batch, row_loss, requested)
+    arrays = (*ranges, np.zeros(1, np.uint8), *source, *lowered)
+    assert compiled(argument_block(arrays).ctypes.data, 0) == FINISHED
     code = lower(lowering, batch, work)
     for program in range(len(batch)):
         expected = reference_parts(lowered, program, keeps_values=work != "loss")

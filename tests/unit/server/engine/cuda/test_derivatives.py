@@ -24,9 +24,14 @@ from warpfit.losses import SQUARES as SQUARES_LOSS
 from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Precision
-from warpfit_server.engine.autodiff.backward_sweep import BY_PARAMETERS, LOSS, SLOPE, SQUARES
+from warpfit_server.engine.autodiff.backward_pass import (
+    BY_PARAMETERS,
+    LOSS,
+    LOSS_DERIVATIVE,
+    SQUARES,
+)
 from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
-from warpfit_server.engine.autodiff.requested_outputs import Wanted
+from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
@@ -48,7 +53,7 @@ def lowering():
 
 def lower(lowering, batch: Batch, row_loss=DIFFERENCE, wishes=SQUARES, **options) -> DerivativeCode:
     tokens = row_loss_tokens(row_loss, VARIABLES, weighted=False)
-    wishes |= BY_PARAMETERS | SLOPE | (0 if wishes & SQUARES else LOSS)
+    wishes |= BY_PARAMETERS | LOSS_DERIVATIVE | (0 if wishes & SQUARES else LOSS)
     options = {"keeps_values": True, "products": True, **options}
     return lowering.lower(batch, tokens, wishes, **options)
 
@@ -213,7 +218,9 @@ def test_code_reaches_the_device_alone_or_with_the_parameters(lowering, keep):
     batch = Batch.of(*smooth_programs())
     evaluation = Evaluation(data.content_id, batch)
     gradients = np.empty(len(batch.parameters))
-    wanted = Wanted(row_loss=SQUARES_LOSS, losses=np.empty(len(batch)), gradients=gradients)
+    wanted = RequestedOutputs(
+        row_loss=SQUARES_LOSS, losses=np.empty(len(batch)), gradients=gradients
+    )
     stream = FakeStream()
     tier = fake_tier(stream, lowering)
     for passes in (1, 2):
@@ -236,11 +243,11 @@ def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
     batch = Batch.of([parse("x1 + 2 * x2"), parse("x3"), parse("p1")], [[], [], [1.0]])
     losses = np.zeros((3, 1))
     gradients = np.zeros(1) if slopes else None
-    wanted = Wanted(row_loss=row_loss, losses=losses, gradients=gradients)
+    wanted = RequestedOutputs(row_loss=row_loss, losses=losses, gradients=gradients)
     program = DIFFERENCE if wanted.is_squares else row_loss
     tokens = row_loss_tokens(program, VARIABLES, weighted=False)
     options = {"keeps_values": bool(wanted.deviation), "products": False}
-    code = lowering.lower(batch, tokens, wanted.wishes, **options)
+    code = lowering.lower(batch, tokens, wanted.lowering_flags, **options)
     machine = Machine(batch, code, COLUMNS)
     x, y = COLUMNS[:VARIABLES], COLUMNS[VARIABLES]
     for index, values in enumerate((x[0] + 2 * x[1], x[2], np.ones(30))):
@@ -251,7 +258,7 @@ def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
         terms = evaluate_program(row_loss, np.stack([values, y]))
         np.testing.assert_allclose(machine.place(int(machine.record["loss"])), terms)
     assert wanted.deviation == {SQUARES_LOSS: "squared", ABSOLUTE: "absolute"}.get(row_loss, "")
-    assert (LOSS & wanted.wishes != 0) == (not wanted.deviation)
+    assert (LOSS & wanted.lowering_flags != 0) == (not wanted.deviation)
 
 
 #: Every architecture with one kernel, and every kernel; one of few rows a thread assembles sooner.

@@ -1,0 +1,211 @@
+"""Work on the CPU, cut into chunks that threads take one after the other.
+
+A chunk is a range of instances (program and parameter vector) over a span of rows. Spans depend on
+the number of rows alone, and what is summed for an instance is added up over its spans in their
+order, so the results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset import Dataset, Layout
+from warpfit.ir import Batch
+from warpfit.request import Evaluation
+from warpfit_server.engine.autodiff import differentiate
+from warpfit_server.engine.cpu.interpreter import CONTEXT
+from warpfit_server.engine.lowering import lower
+from warpfit_server.engine.lowering.lowered import Lowered, allocate
+from warpfit_server.engine.native.arguments import RANGE, argument_block
+
+#: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
+_BLOCK_BYTES: Final = 4096
+#: Blocks in a span of rows, and how many spans there are at most.
+_SPAN_BLOCKS: Final = 4
+_MOST_SPANS: Final = 64
+#: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
+_LEAST_CHUNK: Final = 500_000
+_LARGEST_CHUNK: Final = 1_000_000
+#: Chunks to cut at least before they grow.
+_MANY_CHUNKS: Final = 128
+#: Instances of a chunk at least, up to so many token-rows: all of them run over a block of rows
+#: that is read from memory once. With two, a million rows take 17 % longer.
+_INSTANCES_A_CHUNK: Final = 8
+_MOST_FOR_INSTANCES: Final = 4_000_000
+#: Tokens that a thread lowers at a time, and token-rows that take about as long as lowering one,
+#: without and with derivatives.
+_TOKENS_A_CHUNK: Final = 1000
+_COST_OF_LOWERING: Final = 500
+_COST_OF_DERIVATIVES: Final = 1500
+#: Scalars of a chunk (64 bytes each): they share the second-level cache with the rows.
+_CHUNK_SCALARS: Final = 4096
+#: The spans of work that has no rows.
+_ONE_SPAN: Final = np.zeros(1, dtype=RANGE)
+
+
+class Cut(NamedTuple):
+    """How work is cut: chunk i is range i // spans over span i % spans."""
+
+    ranges: NDArray[np.void]
+    """RANGE of instances, or of programs, for each row of chunks."""
+    spans: NDArray[np.void]
+    """RANGE of rows for each column of chunks."""
+    cost: int
+    """Token-rows of all chunks."""
+
+
+@dataclass(slots=True, eq=False)
+class ChunkedWork:
+    """Work that threads can share."""
+
+    function: int
+    """Address of what runs a chunk; see `warpfit_server.engine.native.arguments`."""
+    arrays: tuple[NDArray[Any], ...]
+    """Own arrays of its argument block."""
+    cut: Cut
+    cancelled: NDArray[np.uint8]
+    """[1]; not 0 once nobody wants the results any more."""
+    block: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block = argument_block((*self.cut[:2], self.cancelled, *self.arrays))
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.cut.ranges) * len(self.cut.spans)
+
+    def instances_finished(self, chunks: int) -> int:
+        """Return how many instances, from the first, are finished once the first chunks are."""
+        finished = chunks // len(self.cut.spans)
+        return int(self.cut.ranges["stop"][finished - 1]) if finished else 0
+
+
+def block_rows(layout: Layout) -> int:
+    """Return the rows that an instruction runs on at a time."""
+    return _BLOCK_BYTES // layout.dtype.itemsize
+
+
+def span_rows(rows: tuple[int, int], block: int) -> int:
+    """Return the rows of a span where there are as many as possible: the spans of losses."""
+    blocks = -(-(rows[1] - rows[0]) // block)
+    return max(_SPAN_BLOCKS, -(-blocks // _MOST_SPANS)) * block
+
+
+def sum_spans(parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add up sums of spans, [spans, sums], each in an order that the others do not change."""
+    with np.errstate(all="ignore"):
+        return np.asarray(np.ascontiguousarray(parts.T).sum(axis=1))
+
+
+def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.void]:
+    """Cut rows into at most ``most`` spans of whole blocks.
+
+    Fewer spans than possible are each made of several of those.
+    """
+    start, stop = rows
+    blocks = -(-(stop - start) // block)
+    shortest = span_rows(rows, block)
+    length = -(-blocks * block // (shortest * min(most, _MOST_SPANS))) * shortest
+    edges = np.arange(start, stop + length, length, dtype=np.int64)
+    edges[-1] = stop
+    return _between(edges)
+
+
+def _between(edges: NDArray[np.int64]) -> NDArray[np.void]:
+    """Return the ranges from each edge to the next."""
+    ranges = np.empty(len(edges) - 1, dtype=RANGE)
+    ranges["start"], ranges["stop"] = edges[:-1], edges[1:]
+    return ranges
+
+
+def cut_instances(
+    tokens: NDArray[np.int64],
+    scalars: NDArray[np.int64],
+    vectors: int,
+    rows: tuple[int, int],
+    spans: NDArray[np.void],
+) -> Cut:
+    """Cut the instances of programs into ranges of about equal cost."""
+    tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
+    total = int(tokens.sum()) * (rows[1] - rows[0])
+    span = int(spans["stop"][0] - spans["start"][0])
+    mean = int(tokens.sum()) // max(1, len(tokens))
+    few_instances = min(_INSTANCES_A_CHUNK * mean * span, _MOST_FOR_INSTANCES)
+    chunk = max(min(total // _MANY_CHUNKS, _LARGEST_CHUNK), _LEAST_CHUNK)
+    if total > _MANY_CHUNKS * few_instances:
+        chunk = max(chunk, few_instances)
+    share = tokens * (span / chunk) + scalars / _CHUNK_SCALARS
+    return Cut(_grouped(np.cumsum(share).astype(np.int64)), spans, total)
+
+
+def _grouped(groups: NDArray[np.int64]) -> NDArray[np.void]:
+    """Return the ranges of equal numbers."""
+    return _between(np.concatenate([[0], np.flatnonzero(np.diff(groups)) + 1, [len(groups)]]))
+
+
+def lowering_work(
+    function: int, batch: Batch, cancelled: NDArray[np.uint8]
+) -> tuple[ChunkedWork, Lowered]:
+    """Return the work of lowering a checked batch, and what it fills.
+
+    Args:
+        function: address of `lower.lower_chunk`.
+        batch: to lower.
+        cancelled: see `ChunkedWork`.
+
+    """
+    tokens = len(batch.codes)
+    lowered = allocate(len(batch), tokens + len(batch), tokens)
+    cut = Cut(_cut_programs(batch), _ONE_SPAN, tokens * _COST_OF_LOWERING)
+    return ChunkedWork(function, lower.lowering_arrays(batch, lowered), cut, cancelled), lowered
+
+
+def differentiation_work(
+    function: int,
+    batch: Batch,
+    row_loss: differentiate.RowLossTokens,
+    requested: int,
+    cancelled: NDArray[np.uint8],
+) -> tuple[ChunkedWork, Lowered]:
+    """Return the work of lowering a checked batch with its derivatives, and what it fills.
+
+    Args:
+        function: address of `differentiate.differentiate_chunk`.
+        batch: to lower.
+        row_loss: is lowered beside each program.
+        requested: bits of `backward_pass`.
+        cancelled: see `ChunkedWork`.
+
+    """
+    lowered = differentiate.allocate_differentiated(batch, row_loss)
+    arrays = (*differentiate.source_arrays(batch, row_loss, requested), *lowered)
+    cut = Cut(_cut_programs(batch), _ONE_SPAN, len(batch.codes) * _COST_OF_DERIVATIVES)
+    return ChunkedWork(function, arrays, cut, cancelled), lowered
+
+
+def _cut_programs(batch: Batch) -> NDArray[np.void]:
+    """Cut programs into ranges of about equal length."""
+    return _grouped(batch.starts[:-1] // _TOKENS_A_CHUNK)
+
+
+def new_context(
+    dataset: Dataset, evaluation: Evaluation, values: NDArray[Any] | None
+) -> NDArray[np.void]:
+    """Return the CONTEXT of an evaluation, without losses and derivatives."""
+    layout, batch = dataset.layout, evaluation.batch
+    context = np.zeros(1, dtype=CONTEXT)
+    context["item_bytes"] = layout.dtype.itemsize
+    context["variables"] = dataset.matrix.ctypes.data
+    context["variable_pitch"] = layout.rows * layout.dtype.itemsize
+    context["vectors"], context["instances"] = batch.vectors, len(batch) * batch.vectors
+    context["row_start"], context["row_stop"] = evaluation.row_range(layout)
+    context["block_rows"] = block_rows(layout)
+    columns = {"values": values, "target": dataset.target, "weights": dataset.weights}
+    for name, column in columns.items():
+        context[name] = 0 if column is None else column.ctypes.data
+    return context

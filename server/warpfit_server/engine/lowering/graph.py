@@ -1,0 +1,171 @@
+"""Value numbering: postfix tokens as the nodes of an expression graph, compiled by Numba.
+
+Nodes are numbered in the order in which they are made, operands before what uses them. What is
+computed twice is one node: nodes are found by code and operands in a hash table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ops import CONSTANT, OPERATORS
+from warpfit_server.engine.lowering.lowered import NONE
+from warpfit_server.engine.native.intrinsics import (
+    bits_of_float,
+    float_of_bits,
+    inlined,
+    uncounted,
+)
+
+#: Code of a token in a row loss that is the result of the program before it.
+PREDICTION: Final = 0
+_POWER_CODE: Final = OPERATORS["pow"].code
+#: Code; numbers of the operands (of a leaf, the index, or the bits of the constant, comes first);
+#: slots that the node needs (0 for leaves and scalars); uses that are left; location; whether the
+#: instruction is there.
+NODE: Final = np.dtype(
+    [
+        ("code", np.int64),
+        ("operands", np.int64, 3),
+        *((name, np.int64) for name in ("slots", "uses", "location", "emitted")),
+    ]
+)
+#: An operator that equals the power with a constant exponent.
+REWRITE: Final = np.dtype([("exponent", np.float64), ("code", np.int64)])
+
+
+class Graph(NamedTuple):
+    """Nodes of one program at a time, in compiled code."""
+
+    nodes: Any
+    size: Any
+    """Number of nodes, int64 [1]."""
+    table: Any
+    """Numbers of nodes by the hash of what they are; NONE where there is none."""
+    mask: Any
+    """Entries of the table that are used, less 1, int64 [1]."""
+    stack: Any
+    arities: Any
+    """By code, int64."""
+    rewrites: Any
+
+
+def power_rewrites() -> NDArray[np.void]:
+    """Return the rewrites of powers: of the constant exponents 2, 3 and -1."""
+    rows = [(2.0, "square"), (3.0, "cube"), (-1.0, "inv")]
+    return np.array([(exponent, OPERATORS[name].code) for exponent, name in rows], dtype=REWRITE)
+
+
+@inlined
+def new_graph(nodes: int, tokens: int, arities: Any, rewrites: Any) -> Graph:
+    """Allocate a graph for programs of so many nodes and tokens at most."""
+    return Graph(
+        np.empty(nodes, dtype=NODE),
+        np.zeros(1, dtype=np.int64),
+        np.empty(_table_size(nodes), dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
+        np.empty(tokens, dtype=np.int64),
+        arities,
+        rewrites,
+    )
+
+
+@uncounted
+def clear(graph: Graph, nodes: int) -> None:
+    """Empty a graph for a program of at most so many nodes."""
+    size = _table_size(nodes)
+    for index in range(size):
+        graph.table[index] = NONE
+    graph.mask[0] = size - 1
+    graph.size[0] = 0
+
+
+@uncounted
+def _table_size(nodes: int) -> int:
+    size = 4
+    while size < 2 * nodes:
+        size *= 2
+    return size
+
+
+@uncounted
+def number_tokens(graph: Graph, codes: Any, values: Any, prediction: Any) -> Any:
+    """Add the nodes of postfix tokens; return the root.
+
+    Args:
+        graph: to add to.
+        codes: of the tokens, uint8.
+        values: float64.
+        prediction: the node that a token PREDICTION stands for.
+
+    """
+    stack, height = graph.stack, 0
+    for token in range(len(codes)):
+        code = np.int64(codes[token])
+        if code == PREDICTION:
+            stack[height] = prediction
+            height += 1
+            continue
+        arity = graph.arities[code]
+        first, second, third = np.int64(NONE), np.int64(NONE), np.int64(NONE)
+        if arity > 0:
+            height -= arity
+            first = stack[height]
+            second = stack[height + 1] if arity > 1 else second
+            third = stack[height + 2] if arity > 2 else third
+        else:
+            value = values[token]
+            first = bits_of_float(value) if code == CONSTANT else np.int64(value)
+        if code == _POWER_CODE:
+            code, second = _rewrite_power(graph, second)
+        stack[height] = find_node(graph, code, first, second, third)
+        height += 1
+    return stack[0]
+
+
+@uncounted
+def _rewrite_power(graph: Graph, exponent: Any) -> Any:
+    """Return code and second operand of a power, or of what equals it."""
+    if graph.nodes[exponent].code == CONSTANT:
+        value = float_of_bits(graph.nodes[exponent].operands[0])
+        for rewrite in graph.rewrites:
+            if rewrite.exponent == value:
+                return rewrite.code, np.int64(NONE)
+    return np.int64(_POWER_CODE), exponent
+
+
+@uncounted
+def constant_node(graph: Graph, value: float) -> Any:
+    """Return the node of a constant."""
+    none = np.int64(NONE)
+    return find_node(graph, np.int64(CONSTANT), bits_of_float(value), none, none)
+
+
+@uncounted
+def find_node(graph: Graph, code: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return the node with this code and these operands, which is made if it is new."""
+    key = np.uint64(code) * np.uint64(0x9E3779B97F4A7C15)
+    for operand in (a, b, c):
+        key = (key ^ np.uint64(operand)) * np.uint64(0xFF51AFD7ED558CCD)
+        key ^= key >> np.uint64(32)
+    index = np.int64(key & np.uint64(graph.mask[0]))
+    while graph.table[index] >= 0:
+        known = graph.nodes[graph.table[index]]
+        if (
+            known.code == code
+            and known.operands[0] == a
+            and known.operands[1] == b
+            and known.operands[2] == c
+        ):
+            return graph.table[index]
+        index = (index + 1) & graph.mask[0]
+    number = graph.size[0]
+    graph.size[0] = number + 1
+    graph.table[index] = number
+    node = graph.nodes[number]
+    node.code = code
+    node.operands[0], node.operands[1], node.operands[2] = a, b, c
+    return number
