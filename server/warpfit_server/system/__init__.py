@@ -1,1 +1,1 @@
-"""What the operating system gives: processors, memory, files, threads, and the lack of them."""
+"""What the operating system provides: processors, memory, files, threads, the compile cache."""

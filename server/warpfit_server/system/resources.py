@@ -1,8 +1,8 @@
 """Processors and memory that this process may use.
 
-In a container, or under systemd, the kernel limits a group of processes to some CPU time in each
-period and to some memory. With more threads than that time is worth, all of them stand still until
-the period is over; who takes more memory is killed.
+In a container, or under systemd, the kernel limits the CPU time of a group of processes in each
+period, and their memory. If more threads run than the CPU time is enough for, all of them stand
+still until the period is over; processes that take more memory are killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ControlGroups:
 
     Args:
         groups: file that names them.
-        mount: where their directories are, of version 1 or 2.
+        mount: file system with their directories, version 1 or 2.
 
     """
 
@@ -34,7 +34,7 @@ class ControlGroups:
     mount: Path = _MOUNT
 
     def cores(self) -> Iterator[float]:
-        """Cores' worth of CPU time in each period, of each group that has a limit."""
+        """Yield the CPU time in each period, in cores, of each group that has a limit."""
         for group in self._directories("cpu"):
             limit = _words(group / "cpu.max")
             limit = limit or _words(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
@@ -42,32 +42,32 @@ class ControlGroups:
                 yield int(limit[0]) / int(limit[1])
 
     def memory(self) -> Iterator[int]:
-        """Bytes, of each group that has a limit."""
+        """Yield the bytes of each group that has a limit."""
         for group in self._directories("memory"):
             limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
             if limit and limit[0] != "max":
                 yield int(limit[0])
 
     def _directories(self, controller: str) -> Iterator[Path]:
-        """Directories of the process's groups and of those around them."""
+        """Yield the directories of the process's groups and of those that contain them."""
         for line in _text(self.groups).splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
             base = self.mount / controller if controllers else self.mount
             own = base / path.lstrip("/")
-            # In a container the path may be the host's, whose end alone is there, as the base.
+            # In a container the path may be the host's, of which only the base exists.
             yield from (group for group in (own, *own.parents) if group.is_relative_to(base))
 
 
 def available_cores(groups: ControlGroups | None = None) -> int:
-    """Count the cores that this process may run on, or that its groups' quotas are worth."""
+    """Return how many cores this process may run on, or fewer if its groups' quotas are less."""
     quotas = (groups or ControlGroups()).cores()
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
 
 
 def available_memory(groups: ControlGroups | None = None) -> int:
-    """Bytes of the machine's memory that this process's groups may use."""
+    """Return the bytes of the machine's memory that this process's groups may use."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(groups or ControlGroups()).memory()])
 
@@ -84,9 +84,9 @@ def _text(path: Path) -> str:
 
 
 def give_back_memory() -> None:
-    """Let the C library return what it holds free to the system, if it can (glibc).
+    """Return free memory of the C library to the system, if it can (glibc).
 
-    It keeps freed blocks of up to 32 MiB for the next ones, by thread.
+    It keeps freed blocks of up to 32 MiB for each thread.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 """The temporary directory of a server, and the removal of those whose servers were killed.
 
-A server holds a lock on a file in its directory for as long as it lives, however it ends. A
-directory whose lock is free belongs to no server any more.
+A server holds a lock on a file in its directory until it ends, however it ends. So a directory
+whose lock is free belongs to no server any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOCK: Final = "lock"
 
 
 class ServerDirectory:
-    """A directory that this user alone can read. ``path`` is where it is."""
+    """A directory that only this user can read. ``path`` is where it is."""
 
     def __init__(self) -> None:
         sweep(Path(tempfile.gettempdir()))
@@ -29,7 +29,7 @@ class ServerDirectory:
         new = self.path / "new"
         self._lock = new.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.replace(self.path / _LOCK)  # now that it is locked others may see it
+        new.replace(self.path / _LOCK)  # other servers see it only now that it is locked
 
     def remove(self) -> None:
         """Remove the directory and all that is in it."""
@@ -45,15 +45,15 @@ def sweep(parent: Path) -> None:
             if status.st_uid == os.geteuid() and _is_abandoned(directory / _LOCK):
                 shutil.rmtree(directory)
                 _LOG.info("removed %s, which a server that was killed left behind", directory)
-        except OSError as error:  # such as one that another server is removing
-            _LOG.debug("%s stays: %s", directory, error)
+        except OSError as error:  # for example, another server is removing it
+            _LOG.debug("%s was not removed: %s", directory, error)
 
 
 def _is_abandoned(lock: Path) -> bool:
-    """Tell whether no process holds a lock file.
+    """Return whether no process holds the lock on a file.
 
     Raises:
-        OSError: if there is no such file, or it cannot be asked.
+        OSError: if there is no such file, or it cannot be locked.
 
     """
     descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

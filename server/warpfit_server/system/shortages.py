@@ -1,4 +1,4 @@
-"""What the system has run out of, as errors that say so."""
+"""Errors for what the operating system has run out of: file descriptors and memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from warpfit.errors import ResourceExhaustedError
 
 _FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
 _MEMORY: Final = (errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
-#: Reason of the error for a process that can open no more files.
+#: Reason of `too_many_files`.
 TOO_MANY_FILES: Final = "TOO_MANY_FILES"
-#: Seconds after which a call may come again: others have ended by then.
-_WAIT: Final = 1.0
+#: Seconds after which a client may repeat the call: others will have ended.
+_RETRY_SECONDS: Final = 1.0
 
 
 def too_many_files() -> ResourceExhaustedError:
-    """Explain that a process of the server can open no more files."""
+    """Return the error for a process of the server that can open no more files."""
     return ResourceExhaustedError(
         "the server can open no more files",
         TOO_MANY_FILES,
         "Retry with back-off, or raise the server's limit of open files (ulimit -n)",
-        retry_after=_WAIT,
+        retry_after=_RETRY_SECONDS,
     )
 
 
 def shortage(error: BaseException) -> ResourceExhaustedError | None:
-    """Explain an error of the system, if it says that there is no more of something."""
+    """Return an error of the system as an error for callers if it reports a shortage, else None."""
     if isinstance(error, OSError) and error.errno in _FILES:
         return too_many_files()
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _MEMORY):
@@ -34,6 +34,6 @@ def shortage(error: BaseException) -> ResourceExhaustedError | None:
             "the server has no more memory",
             "MEMORY",
             "Send smaller batches, or give the server more memory",
-            retry_after=_WAIT,
+            retry_after=_RETRY_SECONDS,
         )
     return None

@@ -11,21 +11,21 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 _LOG: Final = logging.getLogger("warpfit.workers")
-#: Longest time in seconds that a thread of a door waits for another one that runs Python: a tenth
-#: of Python's own, because a call waits for several, and what each has to do is shorter still.
+#: Interval in seconds at which Python threads take turns: a tenth of Python's own, because a call
+#: waits for several threads, and what each has to do takes less time still.
 _SWITCH_SECONDS: Final = 0.0005
 _Task = tuple[str, Callable[..., None], tuple[Any, ...]]
 
 
 class Workers:
-    """Threads that serve a call each, made when they are first needed.
+    """A pool of threads that each serve one call at a time, started when they are first needed.
 
-    It does what an executor of the standard library does, for a third of the time: a call has no
-    future that anybody would ask.
+    It costs a third of the time of `concurrent.futures.ThreadPoolExecutor`, because it makes no
+    future.
 
     Args:
-        most: threads at most.
-        most_each: of these, threads at most that work for the same owner.
+        most: most threads.
+        most_each: most threads that work for the same owner.
 
     """
 
@@ -39,13 +39,13 @@ class Workers:
         self._busy: Counter[str] = Counter()
 
     def has_room(self, owner: str) -> bool:
-        """Tell whether a task of an owner would begin at once, and the owner may have one more."""
+        """Return whether a task would begin at once and its owner may have one more."""
         if self._idle <= 0 and self._threads >= self._most:
             return False
         return self._busy[owner] < self._most_each
 
     def start(self, owner: str, task: Callable[..., None], *arguments: Any) -> None:
-        """Run a task on one of the threads, for an owner whom `has_room` has been asked about."""
+        """Run a task on one of the threads; the caller has asked `has_room`."""
         with self._lock:
             self._busy[owner] += 1
             grows = self._idle <= 0 and self._threads < self._most
@@ -59,7 +59,7 @@ class Workers:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Let the threads end when they have no task any more."""
+        """Let the threads end when no task is left."""
         with self._lock:
             threads, self._threads = self._threads, self._most
         for _ in range(threads):
@@ -71,8 +71,8 @@ class Workers:
             try:
                 task(*arguments)
             except Exception:
-                _LOG.exception("a call was not brought to its end")
-            del found, task, arguments  # a thread without work holds nothing of the last call
+                _LOG.exception("serving a call failed")
+            del found, task, arguments  # an idle thread keeps nothing of the last call alive
             with self._lock:
                 self._idle += 1
                 self._busy[owner] -= 1
@@ -81,5 +81,5 @@ class Workers:
 
 
 def take_short_turns() -> None:
-    """Let the threads of this process, which is a door, take shorter turns than is usual."""
+    """Let the Python threads of this process take shorter turns than usual."""
     sys.setswitchinterval(_SWITCH_SECONDS)

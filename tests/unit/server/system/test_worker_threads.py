@@ -37,7 +37,7 @@ def test_a_thread_survives_a_task_that_fails(caplog):
     workers.start("a", lambda: 1 / 0)
     workers.start("a", done.set)
     assert done.wait(10)
-    assert "not brought to its end" in caplog.text
+    assert "serving a call failed" in caplog.text
 
 
 def test_threads_end_when_the_workers_are_closed():
