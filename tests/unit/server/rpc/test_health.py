@@ -136,3 +136,15 @@ def test_the_address_with_most_calls_makes_room():
     for call in (*greedy, *modest):
         calls.leave(call)
     assert [calls.enter(call) for call in greedy] == [True, True, True, False]
+
+
+def test_changes_are_reported_once_and_draining_is_final():
+    reported = []
+    health = Health("service", reported.append)
+    for ready in (False, True, True, False, True):
+        health.set_ready(ready)
+    assert reported == [True, False, True]
+    health.drain()
+    health.set_ready(True)
+    assert reported == [True, False, True, False]
+    assert not health.ready

@@ -1,0 +1,48 @@
+"""Memory and utilisation of the visible GPUs, with a fake of NVML."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from warpfit_server.observability import gpu_monitor
+from warpfit_server.observability.gpu_monitor import GpuMonitor
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml():
+    """As much of pynvml as is used, with two GPUs."""
+
+    def by_index(index):
+        if index > 1:
+            raise NvmlError("no such GPU")
+        return index
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=by_index,
+        nvmlDeviceGetHandleByUUID={"GPU-a": 0, "GPU-b": 1}.__getitem__,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=100 + handle, total=1000),
+        nvmlDeviceGetIndex=lambda handle: handle,
+        nvmlDeviceGetName=lambda handle: "GPU",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=25),
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, "01"), ("1", "1"), ("GPU-b, 0", "10"), ("", ""), ("5", "")]
+)
+def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
+    monkeypatch.setattr(gpu_monitor, "_library", fake_nvml)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    usages = GpuMonitor(environment).usage()
+    assert [usage.gpu for usage in usages] == list(gpus)
+    assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
+    assert all(usage.utilisation == 0.25 for usage in usages)
+
+

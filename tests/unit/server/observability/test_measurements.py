@@ -1,0 +1,90 @@
+"""Counters and histograms of calls, and adding up those of several processes."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfit_server.observability.measurements import (
+    BUCKET_BOUNDS,
+    CallMeasurement,
+    MetricsDelta,
+    Recorder,
+)
+
+SECONDS = st.floats(0, 1000, allow_nan=False)
+LABELS = ("Evaluate", "OK", "a")
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), SECONDS, st.booleans())), st.integers(0, 5))
+def test_nothing_is_lost_or_doubled_on_the_way_to_the_main_process(observed, cut):
+    single, main, front_end = Recorder(), Recorder(), Recorder()
+    for number, (tenant, seconds, answered) in enumerate(observed):
+        engine = (2, 3, 4, "cpu", 1, (1, 2, 3, 4, 5)) if answered else ()
+        labels = ("Evaluate", "OK", tenant)
+        measurement = CallMeasurement(labels, seconds, 10 * (number % 3), *engine)
+        for recorder in (single, main if number % 2 else front_end):
+            recorder.begin(number)
+            recorder.end(number, measurement)
+        if number % 6 == cut:
+            main.add(7, front_end.take())
+    main.add(7, front_end.take())
+    expected, got = single.totals(), main.totals()
+    assert got.counts == expected.counts
+    assert got.buckets.keys() == expected.buckets.keys()
+    for series, row in expected.buckets.items():
+        assert got.buckets[series] == pytest.approx(row)
+    calls = expected.counts.get(("requests", LABELS), 0)
+    assert calls == sum(tenant == "a" for tenant, _, _ in observed)
+    assert got.in_flight == 0
+
+
+def test_calls_that_end_in_many_threads_are_all_counted():
+    recorder = Recorder()
+
+    def work(thread):
+        for number in range(2000):
+            recorder.begin((thread, number))
+            recorder.end((thread, number), CallMeasurement(LABELS, 0.1))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    totals = recorder.totals()
+    assert totals.counts == {("requests", LABELS): 8000.0}
+    assert totals.in_flight == 0
+
+
+@given(SECONDS)
+def test_an_observation_falls_into_the_bucket_that_bounds_it(seconds):
+    delta = MetricsDelta()
+    delta.observe("time", (), [seconds])
+    (row,) = delta.buckets.values()
+    (index,) = np.flatnonzero(row[:-1])
+    assert seconds <= (*BUCKET_BOUNDS, math.inf)[index]
+    assert index == 0 or seconds > BUCKET_BOUNDS[index - 1]
+
+
+def test_a_message_is_bounded_and_the_rest_comes_later():
+    recorder = Recorder()
+    for number in range(1200):
+        recorder.end(number, CallMeasurement(("Evaluate", "OK", str(number)), 0.0))
+    sizes = []
+    while counts := recorder.take().counts:
+        sizes.append(len(counts))
+    assert sum(sizes) == 1200
+    assert max(sizes) <= 500
+
+
+def test_calls_of_a_process_that_died_are_not_in_flight():
+    recorder = Recorder()
+    recorder.begin("call")
+    recorder.add(7, MetricsDelta(in_flight=3))
+    recorder.add(8, MetricsDelta(in_flight=1))
+    assert recorder.totals().in_flight == 5
+    recorder.forget(7)
+    assert recorder.totals().in_flight == 2

@@ -1,0 +1,70 @@
+"""The supervisors of front-end processes and engine, without processes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from warpfit_server.config import Config
+from warpfit_server.engine.hang_detector import EXIT_STUCK
+from warpfit_server.ipc.quarantine import Quarantine
+from warpfit_server.processes.engine_supervisor import cause_of_death
+from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
+
+
+@pytest.fixture
+def killed():
+    return []
+
+
+@pytest.fixture
+def front_end(killed):
+    return _FrontEnd(SimpleNamespace(pid=7, kill=lambda: killed.append(True)), None)
+
+
+@pytest.fixture
+def supervisor(front_end):
+    config = Config(probe_seconds=2.0, probe_timeout=3.0, hang_seconds=10.0)
+    made = FrontEndSupervisor(config, SimpleNamespace(quarantine=Quarantine()), None, None, None)
+    front_end.serving.set()
+    made._front_ends.append(front_end)
+    return made
+
+
+def test_a_front_end_answers_while_its_last_right_probe_is_recent(supervisor, front_end):
+    assert not supervisor.answer()
+    front_end.answers, front_end.probed = True, time.monotonic()
+    assert supervisor.answer()
+    front_end.probed -= 6.0
+    assert not supervisor.answer()
+
+
+def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, front_end, killed):
+    front_end.answered -= 11.0
+    supervisor.kill_silent(engine_answers=False)
+    assert not killed
+    supervisor.kill_silent(engine_answers=True)
+    assert killed
+
+
+def test_leases_end_one_by_one(front_end):
+    ended = []
+    for number in (1, 2):
+        lease = ExitStack()
+        lease.callback(ended.append, number)
+        front_end.leases.setdefault(b"data", []).append(lease)
+    for count in (1, 2):
+        front_end.end_lease(b"data")
+        assert len(ended) == count
+    assert not front_end.leases
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [(-9, "SIGKILL"), (-11, "SIGSEGV"), (EXIT_STUCK, "stuck"), (4, "broken"), (1, "exit 1")],
+)
+def test_the_cause_of_an_engines_end(code, cause):
+    assert cause_of_death(code) == cause

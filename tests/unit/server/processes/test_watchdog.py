@@ -1,0 +1,111 @@
+"""The watchdog, with a clock and probes of the test's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit_server.config import Config
+from warpfit_server.processes.watchdog import Watchdog
+from warpfit_server.rpc.health import Health
+
+
+class Watched:
+    """A watchdog, the readiness that it publishes and the replacements that it asks for."""
+
+    def __init__(self, starting_since=None):
+        self.replaced = []
+        self.others_answer = True
+        self.health = Health("service")
+        self.health.set_ready(True)
+        supervisor = SimpleNamespace(starting_since=starting_since, replace=self.replaced.append)
+        config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
+        self.watchdog = Watchdog(
+            config, supervisor, None, self.health, lambda: self.others_answer
+        )
+        self.watchdog.answers = True
+
+    def probe(self, outcome):
+        """Probe once; the outcome is an answer or an error."""
+
+        def ask():
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        self.watchdog._probe = SimpleNamespace(ask=ask)
+        self.watchdog._ask()
+
+
+def test_a_probe_without_an_answer_ends_readiness_and_then_the_engine():
+    watched = Watched()
+    watched.watchdog._asked = 100.0
+    watched.watchdog.look(102.9)
+    assert watched.health.ready
+    watched.watchdog.look(103.1)
+    assert not watched.health.ready
+    assert not watched.replaced
+    for now in (110.1, 110.2, 120.0):
+        watched.watchdog.look(now)
+    assert watched.replaced == ["hung"]  # once
+
+
+def test_an_engine_that_takes_too_long_to_start_is_replaced_once():
+    watched = Watched(starting_since=100.0)
+    watched.watchdog.look(159.0)
+    assert not watched.replaced
+    watched.watchdog.look(161.0)
+    watched.watchdog.look(162.0)
+    assert watched.replaced == ["slow_start"]
+
+
+def test_a_wrong_answer_replaces_the_engine():
+    watched = Watched()
+    watched.probe(False)
+    assert not watched.health.ready
+    assert watched.replaced == ["wrong_answer"]
+
+
+def test_readiness_comes_back_with_the_next_answer():
+    watched = Watched()
+    watched.probe(UnavailableError("the engine is restarting"))
+    assert not watched.health.ready
+    watched.probe(True)
+    assert watched.health.ready
+    assert not watched.replaced
+
+
+def test_an_engine_on_which_all_probes_fail_for_long_is_replaced():
+    watched = Watched()
+    for _ in range(2):
+        watched.probe(UnavailableError("the connection was lost"))
+    failing = watched.watchdog._failing
+    watched.watchdog.look(failing + 9.0)
+    assert not watched.replaced
+    watched.watchdog.look(failing + 10.1)
+    watched.watchdog.look(failing + 10.2)
+    assert watched.replaced == ["no_answer"]
+    assert not watched.health.ready
+    watched.watchdog.engine_ready()
+    assert watched.watchdog._failing is None
+
+
+@pytest.mark.parametrize("error", [ResourceExhaustedError("no files"), OSError("no files")])
+def test_a_shortage_in_this_process_does_not_replace_the_engine(error):
+    watched = Watched()
+    watched.probe(error)
+    watched.watchdog.look(1e12)
+    assert not watched.health.ready
+    assert watched.replaced == ([] if isinstance(error, ResourceExhaustedError) else ["no_answer"])
+
+
+def test_the_server_is_ready_only_when_every_process_answers():
+    watched = Watched()
+    watched.others_answer = False
+    watched.probe(True)
+    assert not watched.health.ready
+    watched.others_answer = True
+    watched.watchdog.look(0.0)
+    assert watched.health.ready
