@@ -63,3 +63,15 @@ def test_help_names_every_flag(capsys):
 )
 def test_switches_need_no_value(arguments, environment, insecure):
     assert Config.from_arguments(arguments, environment).insecure is insecure
+
+
+@pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
+def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
+    monkeypatch.setattr("warpfit_server.config.available_cores", lambda: cores)
+    assert Config().front_ends == front_ends
+    assert Config(front_doors=5).front_ends == 5
+
+
+def test_data_sets_may_take_half_of_the_memory(monkeypatch):
+    monkeypatch.setattr("warpfit_server.config.available_memory", lambda: 8 << 30)
+    assert Config().limits().resident_bytes == 4 << 30

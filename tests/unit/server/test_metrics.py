@@ -52,5 +52,3 @@ def test_the_kernel_store_counts_hits_and_misses(tmp_path):
         store.close()
     assert set(counters) <= set(ENGINE_COUNTERS)
     assert counters["module_cache_misses"] == counters["disk_cache_misses"] == 1
-
-

@@ -44,5 +44,3 @@ def test_only_visible_gpus_are_read(monkeypatch, visible, gpus):
     assert [usage.gpu for usage in usages] == list(gpus)
     assert all(usage.memory_used == 100 + int(usage.gpu) for usage in usages)
     assert all(usage.utilisation == 0.25 for usage in usages)
-
-

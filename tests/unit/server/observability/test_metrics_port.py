@@ -9,11 +9,9 @@ import time
 
 import pytest
 
-from warpfit.errors import InvalidArgumentError, UnavailableError
-from warpfit_server.config import Config
+from warpfit.errors import UnavailableError
 from warpfit_server.observability import metrics_port
 from warpfit_server.observability.metrics_port import MetricsPort
-from warpfit_server.rpc.tls import check_exposure
 
 TEXT = b"warpfit_ready 1.0\n" * 10_000
 
@@ -133,40 +131,3 @@ def test_a_closed_port_answers_nobody():
     with pytest.raises(OSError, match="refused"):
         connect(made.port)
     silent.close()
-
-
-# ------------------------------------------------------------------------------ who can reach it
-
-
-def test_metrics_and_health_are_for_this_machine_alone_unless_told():
-    config = Config.from_arguments(["--host", "0.0.0.0", "--insecure"], {})
-    assert (config.metrics_host, config.health_host) == ("127.0.0.1", "127.0.0.1")
-
-
-TENANTS = {"token_file": "tokens"}
-PUBLIC = {"metrics_port": 9464, "metrics_host": "0.0.0.0"}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        TENANTS | PUBLIC,
-        {"tls_cert": "x", "tls_key": "x", "tls_client_ca": "x"} | PUBLIC,
-        TENANTS | PUBLIC | {"insecure": True},
-        TENANTS | PUBLIC | {"metrics_host": "::"},
-    ],
-)
-def test_tenants_are_not_shown_to_a_network_by_accident(settings):
-    with pytest.raises(InvalidArgumentError) as caught:
-        check_exposure(Config(**settings))
-    assert caught.value.reason == "TENANTS_EXPOSED"
-    assert "--metrics-host 127.0.0.1" in str(caught.value)
-    check_exposure(Config(**settings, expose_tenants=True))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [TENANTS, PUBLIC, TENANTS | {"metrics_host": "0.0.0.0"}, TENANTS | {"metrics_port": 9464}],
-)
-def test_other_settings_need_no_such_choice(settings):
-    check_exposure(Config(**settings))

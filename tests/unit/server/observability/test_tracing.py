@@ -45,12 +45,12 @@ def test_a_call_is_a_child_of_the_callers_span_and_has_its_stages_as_children():
     assert all(stage.parent.span_id == call.context.span_id for stage in stages)
     assert all(call.start_time <= s.start_time <= s.end_time <= call.end_time for s in stages)
 
+
 def test_tracing_is_off_by_default():
     assert make_tracer(Config().tracing) is None
+
 
 def test_the_error_names_the_extra_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(UnavailableError, match=r"warpfit\[tracing\]"):
         make_tracer("otlp")
-
-

@@ -22,9 +22,7 @@ class Watched:
         self.health.set_ready(True)
         supervisor = SimpleNamespace(starting_since=starting_since, replace=self.replaced.append)
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
-        self.watchdog = Watchdog(
-            config, supervisor, None, self.health, lambda: self.others_answer
-        )
+        self.watchdog = Watchdog(config, supervisor, None, self.health, lambda: self.others_answer)
         self.watchdog.answers = True
 
     def probe(self, outcome):

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from warpfit_server.config import Config
 from warpfit_server.system.resources import ControlGroups, available_cores, available_memory
 
 GIB = 1 << 30
@@ -94,15 +93,3 @@ def test_this_process_has_some(monkeypatch):
     monkeypatch.undo()
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
     assert available_memory() > 1 << 28
-
-
-@pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
-def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
-    monkeypatch.setattr("warpfit_server.config.available_cores", lambda: cores)
-    assert Config().front_ends == front_ends
-    assert Config(front_doors=5).front_ends == 5
-
-
-def test_data_sets_may_take_half_of_the_memory(monkeypatch):
-    monkeypatch.setattr("warpfit_server.config.available_memory", lambda: 8 * GIB)
-    assert Config().limits().resident_bytes == 4 * GIB

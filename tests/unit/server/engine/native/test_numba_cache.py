@@ -1,0 +1,107 @@
+"""Functions compiled by Numba, kept in sealed files."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import warpfit_server
+from warpfit_server.engine.native.numba_cache import njit
+from warpfit_server.system import compile_cache
+
+
+def add_one(number):
+    return number + 1
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """The directory where Numba keeps code."""
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "numba"))
+    return tmp_path / "numba"
+
+
+def test_a_function_is_compiled_once_and_its_files_are_private(place):
+    assert njit("int64(int64)")(add_one)(1) == 2
+    again = njit("int64(int64)")(add_one)
+    assert again(1) == 2
+    assert sum(again.stats.cache_hits.values()) == 1
+    kept = [path for path in place.rglob("*") if path.is_file()]
+    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (place, *kept))
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("keep", [0, 0.5, 0.99])
+def test_a_damaged_file_is_compiled_again(place, suffix, keep, caplog):
+    njit("int64(int64)")(add_one)
+    (path,) = place.rglob(f"*{suffix}")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole))])
+    assert njit("int64(int64)")(add_one)(1) == 2
+    assert str(path) in caplog.text
+    compile_cache.read(path)  # it is whole again
+    assert sum(njit("int64(int64)")(add_one).stats.cache_hits.values()) == 1
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_file_that_others_may_write_is_not_unpickled(place, suffix):
+    njit("int64(int64)")(add_one)
+    (path,) = place.rglob(f"*{suffix}")
+    path.chmod(0o666)
+    again = njit("int64(int64)")(add_one)
+    assert again(1) == 2
+    assert not again.stats.cache_hits
+
+
+def test_a_copy_of_the_sources_uses_the_same_code(place, tmp_path):
+    """Another checkout, or the same package installed again, compiles nothing."""
+    copies = []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "sources.py"
+        path.write_text("def double(number):\n    return 2 * number\n")
+        os.utime(path, (len(copies), len(copies)))
+        spec = importlib.util.spec_from_file_location("sources", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        copies.append(njit("int64(int64)")(module.double))
+    assert [sum(copy.stats.cache_hits.values()) for copy in copies] == [0, 1]
+    assert [copy(21) for copy in copies] == [42, 42]
+
+
+def test_functions_are_compiled_on_a_full_disk(place, monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compile_cache.tempfile, "NamedTemporaryFile", refuse)
+    compile_cache._log_once.cache_clear()
+    caplog.set_level(logging.WARNING)
+    assert njit("int64(int64)")(add_one)(1) == 2
+    assert njit()(add_one)(1.5) == 2.5
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_no_function_uses_numbas_own_cache():
+    """Its pickles are read without a check."""
+    root = Path(warpfit_server.__file__).parent
+    assert [p for p in root.rglob("*.py") if "cache=True" in p.read_text()] == []
+
+
+def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
+    code = (
+        "from warpfit_server.engine import validate; print(validate.sound_tokens._cache.cache_path)"
+    )
+    environment = {**os.environ, "WARPFIT_CACHE_DIR": str(tmp_path)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(ran.stdout).parent.parent == tmp_path

@@ -1,0 +1,245 @@
+"""The compile cache: its directory, and files that are whole and this user's alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from warpfit.errors import InvalidArgumentError
+from warpfit_server.system import compile_cache
+from warpfit_server.system.compile_cache import (
+    check_private,
+    default_cache_directory,
+    engine_environment,
+    fingerprint,
+    usable_cache_directory,
+)
+
+CODE = b"machine code" * 100
+OTHER_USER = 65534
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A directory as an engine leaves it."""
+    place = tmp_path / "cache"
+    for inner in ("cpu-1/engine_1", "numba-1", "kernels/ab", "cupy"):
+        (place / inner).mkdir(mode=0o700, parents=True)
+        (place / inner / "file").write_text("code")
+    return place
+
+
+@pytest.fixture
+def group_writable_umask():
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def test_the_directory_is_configured_or_the_users(monkeypatch):
+    monkeypatch.setenv("WARPFIT_CACHE_DIR", os.fspath(Path("some") / "place"))
+    assert default_cache_directory() == Path.cwd() / "some" / "place"
+    monkeypatch.delenv("WARPFIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/other")
+    assert default_cache_directory() == Path("/other/warpfit")
+    monkeypatch.setenv("HOME", "/home/alice")
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert default_cache_directory() == Path("/home/alice/.cache/warpfit")
+
+
+def test_an_engine_keeps_code_below_the_cache_whatever_the_environment_says(monkeypatch, tmp_path):
+    names = ("NUMBA_CACHE_DIR", "CUPY_CACHE_DIR")
+    for name in names:
+        monkeypatch.setenv(name, "/elsewhere")
+    environment = engine_environment(tmp_path)
+    assert [Path(environment[name]).parent for name in names] == [tmp_path, tmp_path]
+    assert {**os.environ, **{name: environment[name] for name in names}} == environment
+
+
+@pytest.mark.parametrize(
+    ("change", "is_other"),
+    [
+        (lambda root: (root / "inner" / "two.py").write_text("two = 3"), True),
+        (lambda root: (root / "three.py").write_text(""), True),
+        (lambda root: (root / "one.py").rename(root / "eins.py"), True),
+        (lambda root: (root / "one.py").unlink(), True),
+        (lambda root: (root / "notes.txt").write_text("x"), False),
+        (lambda root: (root / "one.py").touch(), False),
+    ],
+    ids=["content", "more", "name", "less", "no source", "time"],
+)
+def test_the_fingerprint_is_of_names_and_contents_of_sources(tmp_path, change, is_other):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "one.py").write_text("one = 1")
+    (tmp_path / "inner" / "two.py").write_text("two = 2")
+    before = fingerprint([tmp_path])
+    assert fingerprint([tmp_path]) == before
+    change(tmp_path)
+    assert (fingerprint([tmp_path]) != before) is is_other
+
+
+# -------------------------------------------------------------------- safety of the directory
+
+
+def test_a_private_directory_is_used(cache):
+    check_private(cache)
+    with usable_cache_directory(cache) as place:
+        assert place == cache
+
+
+def test_missing_directories_are_made_for_this_user_alone(tmp_path, group_writable_umask):
+    with usable_cache_directory(tmp_path / "new" / "cache") as place:
+        assert place == tmp_path / "new" / "cache"
+    assert [p.stat().st_mode & 0o077 for p in (place, place.parent)] == [0, 0]
+
+
+@pytest.mark.parametrize("mode", [0o20, 0o02])
+@pytest.mark.parametrize("level", [".", "cpu-1/engine_1", "cpu-1/engine_1/file", "kernels/ab/file"])
+def test_the_error_names_what_others_may_write(cache, level, mode):
+    place = cache / level
+    place.chmod(place.stat().st_mode | mode)
+    with pytest.raises(InvalidArgumentError) as caught, usable_cache_directory(cache):
+        pass
+    assert caught.value.reason == "UNSAFE_CACHE"
+    assert f"{place} can be written by its group or by others" in str(caught.value)
+
+
+@is_root
+@pytest.mark.parametrize("level", [".", "cpu-1", "cpu-1/engine_1/file"])
+def test_the_error_names_what_another_user_owns(cache, level):
+    os.chown(cache / level, OTHER_USER, OTHER_USER)
+    with pytest.raises(InvalidArgumentError, match=f"{level.strip('.')} belongs to user"):
+        check_private(cache)
+
+
+def test_a_link_to_a_directory_is_followed_and_checked(cache, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(cache)
+    check_private(link)
+    (cache / "numba-1").chmod(0o777)
+    with pytest.raises(InvalidArgumentError, match="numba-1"):
+        check_private(link)
+
+
+# ---------------------------------------------------------- directories that cannot be used
+
+
+@pytest.fixture
+def unwritable(monkeypatch):
+    """Directories that cannot be written, with the reasons; their files stay untouched."""
+    problems = {}
+    monkeypatch.setattr(compile_cache, "_unwritable", lambda path: problems.get(path))
+    return problems
+
+
+def test_a_temporary_copy_replaces_an_unwritable_directory(cache, unwritable, caplog):
+    unwritable[cache] = "Read-only file system"
+    with usable_cache_directory(cache) as place:
+        assert place != cache
+        assert (place / "cpu-1/engine_1/file").read_text() == "code"
+        assert not (place / "kernels").exists()
+        check_private(place)
+    assert not place.exists()
+    assert len(caplog.records) == 1
+    assert f"{cache} cannot be used: Read-only file system" in caplog.text
+
+
+def test_without_room_for_a_copy_the_cache_is_read_in_place(cache, tmp_path, unwritable, caplog):
+    unwritable[cache] = unwritable[tmp_path] = "No space left on device"
+    with usable_cache_directory(cache, within=str(tmp_path)) as place:
+        assert place == cache
+    assert len(caplog.records) == 1
+
+
+def test_a_file_in_the_way_of_the_directory_is_no_error(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with usable_cache_directory(tmp_path / "file" / "cache") as place:
+        assert place.is_dir()
+    assert len(caplog.records) == 1
+
+
+def test_a_disk_that_is_nearly_full_is_not_used(cache, monkeypatch):
+    usage = type("Usage", (), {"free": 5 << 20})
+    monkeypatch.setattr(compile_cache.shutil, "disk_usage", lambda path: usage)
+    assert compile_cache._unwritable(cache) == "only 5 MiB of its disk are free"
+
+
+# --------------------------------------------------------------------------------------- files
+
+
+def test_content_that_was_written_is_read_and_private(tmp_path, group_writable_umask):
+    path = tmp_path / "new" / "inner" / "code"
+    assert compile_cache.write(path, CODE) == path.stat().st_size
+    assert compile_cache.read(path) == compile_cache.find(path) == CODE
+    for made in (path, path.parent, path.parent.parent):
+        assert made.stat().st_mode & 0o077 == 0
+
+
+def test_content_is_made_once(tmp_path):
+    path = tmp_path / "code"
+    assert compile_cache.find(path) is None
+    assert compile_cache.find_or_make(path, lambda: CODE) == CODE
+    assert compile_cache.find_or_make(path, lambda: pytest.fail("made again")) == CODE
+
+
+@pytest.mark.parametrize("change", [lambda b: b"", lambda b: b[:-1], lambda b: b[:-1] + b"x"])
+def test_a_damaged_file_is_not_used(tmp_path, change, caplog):
+    path = tmp_path / "code"
+    compile_cache.write(path, CODE)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(compile_cache.DamagedFileError, match="damaged"):
+        compile_cache.read(path)
+    assert compile_cache.find(path) is None
+    assert caplog.text.count(str(path)) == 1
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_not_used(tmp_path, mode):
+    path = tmp_path / "code"
+    compile_cache.write(path, CODE)
+    path.chmod(mode)
+    with pytest.raises(compile_cache.DamagedFileError, match="group or by others"):
+        compile_cache.read(path)
+
+
+@is_root
+def test_a_file_of_another_user_is_not_used(tmp_path):
+    path = tmp_path / "code"
+    compile_cache.write(path, CODE)
+    os.chown(path, OTHER_USER, OTHER_USER)
+    with pytest.raises(compile_cache.DamagedFileError, match=f"user {OTHER_USER}"):
+        compile_cache.read(path)
+
+
+def test_links_and_pipes_are_not_followed(tmp_path):
+    compile_cache.write(tmp_path / "code", CODE)
+    (tmp_path / "link").symlink_to(tmp_path / "code")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert compile_cache.find(tmp_path / "link") is None
+    assert compile_cache.find(tmp_path / "pipe") is None
+
+
+def test_a_full_disk_is_logged_once(tmp_path, monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compile_cache.tempfile, "NamedTemporaryFile", refuse)
+    compile_cache._log_once.cache_clear()
+    for number in range(5):
+        compile_cache.write(tmp_path / str(number), CODE)
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_nothing_is_left_of_a_file_that_did_not_fit(tmp_path, monkeypatch):
+    def refuse(self, target):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    compile_cache.write(tmp_path / "code", CODE)
+    assert list(tmp_path.iterdir()) == []
