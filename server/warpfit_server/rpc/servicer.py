@@ -107,10 +107,10 @@ class ComputeServicer:
             calls.record_work(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            run = self._engine.start(evaluation, layout, tenant)
-            self._end_with_call(run, cost, context, held)
+            in_flight = self._engine.start(evaluation, layout, tenant)
+            self._end_with_call(in_flight, cost, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
-            yield from self._stream_result(run, start, decode)
+            yield from self._stream_result(in_flight, start, decode)
 
     def optimize(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Fit a batch; stream progress if the request asks for it, then the result."""
@@ -131,13 +131,13 @@ class ComputeServicer:
             calls.record_work(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            run = self._engine.start_fit(request, layout, deadline, tenant)
-            self._end_with_call(run, cost, context, held)
-            yield from _stream_fit(run, decode)
+            in_flight = self._engine.start_fit(request, layout, deadline, tenant)
+            self._end_with_call(in_flight, cost, context, held)
+            yield from _stream_fit(in_flight, decode)
 
     def _end_with_call(
         self,
-        run: InFlightRequest,
+        in_flight: InFlightRequest,
         cost: CallCost,
         context: grpc.ServicerContext,
         held: ExitStack,
@@ -145,39 +145,42 @@ class ComputeServicer:
         """Cancel a request when its call ends early; at the end close it and learn its time."""
 
         def learn() -> None:
-            if run.timings is not None:
-                self._admission.costs.observe(cost, run.timings.compute)
+            if in_flight.timings is not None:
+                self._admission.costs.observe(cost, in_flight.timings.compute)
 
         held.callback(learn)
-        held.callback(run.close)  # before `learn`, as it may still receive the timings
-        if not context.add_callback(run.cancel):
-            run.cancel()
+        held.callback(in_flight.close)  # before `learn`, as it may still receive the timings
+        if not context.add_callback(in_flight.cancel):
+            in_flight.cancel()
 
-    def _stream_result(self, run: InFlightRequest, start: bytes, decode: int) -> Iterator[bytes]:
-        layout = run.segment_layout
-        values = layout.view("values", run.segment)
+    def _stream_result(
+        self, in_flight: InFlightRequest, start: bytes, decode: int
+    ) -> Iterator[bytes]:
+        """Send values in chunks as they become ready, and all else with the last message."""
+        layout = in_flight.segment_layout
+        values = layout.view("values", in_flight.segment)
         message, sent = start, 0
         timings = None
         while timings is None:
-            reply = run.next_reply()
+            reply = in_flight.next_reply()
             if isinstance(reply, messages.RequestFinished):
                 timings, ready = _record_answer(reply, decode), len(values)
             elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
                 ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
             for piece in codec.value_pieces(values[sent:ready], sent, self._chunk_bytes):
-                if message is not start:
+                if message is not start:  # the first chunk goes with the start of the result
                     yield message
                     message = b""
                 message += piece
             sent = ready
-        if jacobian := layout.view("jacobian", run.segment):
+        if jacobian := layout.view("jacobian", in_flight.segment):
             yield message
             message = b""
             yield from codec.value_pieces(jacobian, 0, self._chunk_bytes, jacobian=True)
-        extras = ((name, run.array(name)) for name in codec.EXTRAS)
+        extras = ((name, in_flight.array(name)) for name in codec.EXTRAS)
         present = {name: array for name, array in extras if array is not None}
-        yield message + codec.result_end(run.array("losses"), timings, present)
+        yield message + codec.result_end(in_flight.array("losses"), timings, present)
 
 
 class MainServicer(ComputeServicer):
@@ -210,10 +213,10 @@ class MainServicer(ComputeServicer):
             "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
         }
 
-    def upload_variables(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    def upload_variables(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive a data set into shared memory and have the engine load it."""
         tenant = tenant_of(context)
-        first = codec.parse_message(pb.UploadVariablesRequest, next(messages, b""))
+        first = codec.parse_message(pb.UploadVariablesRequest, next(requests, b""))
         limits = self._admission.limits(tenant)
         check_names(first.header.layout.names, limits)
         layout, content_id = codec.upload_header(first)
@@ -223,7 +226,7 @@ class MainServicer(ComputeServicer):
             return codec.dataset_info(content_id, resident.layout).SerializeToString()
         upload = self._datasets.begin(layout, content_id, tenant, limits)
         try:
-            for message in messages:
+            for message in requests:
                 self._datasets.add(upload, codec.upload_data(message))
             self._datasets.commit(upload)
         except BaseException:
@@ -298,13 +301,13 @@ def _record_answer(reply: messages.RequestFinished, decode: int) -> Timings:
     return timings
 
 
-def _stream_fit(run: InFlightRequest, decode: int) -> Iterator[bytes]:
+def _stream_fit(in_flight: InFlightRequest, decode: int) -> Iterator[bytes]:
     while True:
-        reply = run.next_reply()
+        reply = in_flight.next_reply()
         if isinstance(reply, messages.FitProgressed):
             yield codec.progress_to_bytes(reply.progress)
         elif isinstance(reply, messages.RequestFinished):
-            arrays: Any = run.segment_layout.results(run.segment)
+            arrays: Any = in_flight.segment_layout.results(in_flight.segment)
             timings = _record_answer(reply, decode)
             yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
             return

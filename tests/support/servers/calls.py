@@ -1,4 +1,4 @@
-"""Calls as a door's handlers see them, without gRPC."""
+"""Fake calls as gRPC method handlers see them."""
 
 from __future__ import annotations
 
