@@ -73,4 +73,4 @@ def test_few_lines_change_in_a_deap_program():
     program = next(code for code in text.split("```") if "from deap import" in code)
     lines = [line for line in program.splitlines() if re.search(r"warpfit|\bevaluate\b", line)]
     assert len(lines) == 6
-    assert "Six lines make a DEAP program one" in text
+    assert "Six lines turn a DEAP program into a worker" in " ".join(text.split())
