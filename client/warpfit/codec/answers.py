@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from warpfit import errors
 from warpfit.codec.framing import (
     F64,
-    TIER_MEMBERS,
     TIERS,
     WIRE_DTYPES,
     broken_answer,
     bytes_tag,
-    enum_member,
     pack,
     received_array,
     varint,
@@ -27,6 +25,7 @@ from warpfit.dataset import DTYPES, Layout
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
+_TIMINGS: Final = ("decode", "queue", "copy_in", "compute", "copy_out", "cache_hits")
 _VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
 _JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
@@ -95,28 +94,14 @@ def result_end(
 
 def timings_to_message(timings: Timings) -> pb.Timings:
     """Encode timings."""
-    return pb.Timings(
-        decode=timings.decode,
-        queue=timings.queue,
-        copy_in=timings.copy_in,
-        compute=timings.compute,
-        copy_out=timings.copy_out,
-        tier=TIERS[timings.tier],
-        cache_hits=timings.cache_hits,
-    )
+    numbers = {name: getattr(timings, name) for name in _TIMINGS}
+    return pb.Timings(tier=TIERS.codes[timings.tier], **numbers)
 
 
 def timings_from_message(message: pb.Timings) -> Timings:
     """Decode timings."""
-    return Timings(
-        decode=message.decode,
-        queue=message.queue,
-        copy_in=message.copy_in,
-        compute=message.compute,
-        copy_out=message.copy_out,
-        tier=enum_member(TIER_MEMBERS, message.tier, "tier"),
-        cache_hits=message.cache_hits,
-    )
+    numbers = {name: getattr(message, name) for name in _TIMINGS}
+    return Timings(tier=TIERS.member(message.tier, "tier"), **numbers)
 
 
 def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:

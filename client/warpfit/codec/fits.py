@@ -13,9 +13,8 @@ from warpfit.codec.framing import (
     F64,
     U8,
     U32,
+    WireEnum,
     broken_answer,
-    enum_member,
-    inverted,
     pack,
     received_array,
     unpack,
@@ -24,12 +23,7 @@ from warpfit.codec.requests import OUTPUTS, evaluation_from_message, evaluation_
 from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method
 from warpfit.v1 import evaluator_pb2 as pb
 
-_METHODS: Final = {
-    Method.AUTO: pb.METHOD_AUTO,
-    Method.LM: pb.METHOD_LM,
-    Method.BFGS: pb.METHOD_BFGS,
-}
-_METHOD_MEMBERS: Final = inverted(_METHODS)
+_METHODS: Final = WireEnum(Method, pb.Method)
 _TOLERANCES: Final = ("gradient_tolerance", "step_tolerance", "loss_tolerance")
 _SWITCHES: Final = ("all_starts", "standard_errors", "covariance", "partial", "progress")
 #: Arrays of a request, one number for each parameter of each program.
@@ -56,7 +50,7 @@ def fit_to_message(request: FitRequest) -> pb.OptimizeRequest:
     }
     return pb.OptimizeRequest(
         problem=evaluation_to_message(request.problem),
-        method=_METHODS[settings.method],
+        method=_METHODS.codes[settings.method],
         max_iterations=min(settings.max_iterations, _MOST_ITERATIONS),
         **{name: getattr(settings, name) for name in _TOLERANCES},
         **{name: getattr(settings, name) for name in _SWITCHES},
@@ -81,7 +75,7 @@ def fit_from_message(message: pb.OptimizeRequest) -> FitRequest:
         name: getattr(message, name) if message.HasField(name) else None for name in _TOLERANCES
     }
     settings = FitSettings(
-        method=enum_member(_METHOD_MEMBERS, message.method, "method"),
+        method=_METHODS.member(message.method, "method"),
         max_iterations=message.max_iterations,
         **tolerances,
         **bounds,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -14,7 +14,7 @@ from warpfit.errors import InternalError, InvalidArgumentError
 from warpfit.request import Tier
 from warpfit.v1 import evaluator_pb2 as pb
 
-K = TypeVar("K")
+E = TypeVar("E", bound=StrEnum | None)
 M = TypeVar("M", bound=Message)
 
 #: Numbers in messages, little-endian.
@@ -22,19 +22,42 @@ U8: Final = np.dtype("u1")
 U32: Final = np.dtype("<u4")
 F64: Final = np.dtype("<f8")
 WIRE_DTYPES: Final = {np.dtype("<f4"): pb.DTYPE_FLOAT32, np.dtype("<f8"): pb.DTYPE_FLOAT64}
-TIERS: Final = {
-    Tier.AUTO: pb.TIER_AUTO,
-    Tier.INTERPRETER: pb.TIER_INTERPRETER,
-    Tier.COMPILED: pb.TIER_COMPILED,
-}
 
 
-def inverted(table: Mapping[K, int]) -> Mapping[int, K]:
-    """Turn a table of codes by member into one of members by code."""
-    return MappingProxyType({code: member for member, code in table.items()})
+class WireEnum(Generic[E]):
+    """Conversion between the members of an enumeration and their codes in messages.
+
+    Args:
+        members: the members; None is called NONE in the contract.
+        codes: enumeration of the contract, whose names are those of the members with a prefix.
+
+    """
+
+    def __init__(self, members: Iterable[E], codes: Any) -> None:
+        prefix = codes.keys()[0].partition("_")[0]
+        names = {member: "NONE" if member is None else member.name for member in members}
+        self.codes: dict[E, Any] = {m: codes.Value(f"{prefix}_{n}") for m, n in names.items()}
+        self._members = {code: member for member, code in self.codes.items()}
+
+    def member(self, code: int, field: str) -> E:
+        """Decode a code.
+
+        Raises:
+            InvalidArgumentError: if it is not defined.
+
+        """
+        try:
+            return self._members[code]
+        except KeyError:
+            raise InvalidArgumentError(
+                f"{field} {code} is not defined",
+                "BAD_ENUM",
+                f"Use a value from 0 to {max(self._members)}",
+                field,
+            ) from None
 
 
-TIER_MEMBERS: Final = inverted(TIERS)
+TIERS: Final = WireEnum(Tier, pb.Tier)
 
 
 def parse_message(cls: type[M], data: bytes) -> M:
@@ -52,24 +75,6 @@ def parse_message(cls: type[M], data: bytes) -> M:
             "MALFORMED_MESSAGE",
             "Encode it from warpfit/v1/evaluator.proto",
         ) from error
-
-
-def enum_member(members: Mapping[int, K], value: int, field: str) -> K:
-    """Decode an enumeration.
-
-    Raises:
-        InvalidArgumentError: if the value is not defined.
-
-    """
-    try:
-        return members[value]
-    except KeyError:
-        raise InvalidArgumentError(
-            f"{field} {value} is not defined",
-            "BAD_ENUM",
-            f"Use a value from 0 to {max(members)}",
-            field,
-        ) from None
 
 
 def read_varint(data: bytes, start: int) -> tuple[int, int]:

@@ -9,13 +9,11 @@ import numpy as np
 from warpfit.codec.datasets import check_content_id
 from warpfit.codec.framing import (
     F64,
-    TIER_MEMBERS,
     TIERS,
     U8,
     U32,
+    WireEnum,
     bytes_tag,
-    enum_member,
-    inverted,
     pack,
     parse_message,
     unpack,
@@ -26,26 +24,9 @@ from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.v1 import evaluator_pb2 as pb
 
-_PRECISIONS: Final = {Precision.PRECISE: pb.PRECISION_PRECISE, Precision.FAST: pb.PRECISION_FAST}
-_LOSSES: Final = {
-    None: pb.LOSS_NONE,
-    Loss.SSE: pb.LOSS_SSE,
-    Loss.MSE: pb.LOSS_MSE,
-    Loss.RMSE: pb.LOSS_RMSE,
-    Loss.MAE: pb.LOSS_MAE,
-    Loss.R2: pb.LOSS_R2,
-    Loss.NMSE: pb.LOSS_NMSE,
-}
-_CLOSINGS: Final = {
-    Closing.SUM: pb.CLOSING_SUM,
-    Closing.MEAN: pb.CLOSING_MEAN,
-    Closing.ROOT: pb.CLOSING_ROOT,
-    Closing.RELATIVE: pb.CLOSING_RELATIVE,
-    Closing.SCORE: pb.CLOSING_SCORE,
-}
-_PRECISION_MEMBERS: Final = inverted(_PRECISIONS)
-_LOSS_MEMBERS: Final = inverted(_LOSSES)
-_CLOSING_MEMBERS: Final = inverted(_CLOSINGS)
+_PRECISIONS: Final = WireEnum(Precision, pb.Precision)
+_LOSSES: Final = WireEnum((None, *Loss), pb.Loss)
+_CLOSINGS: Final = WireEnum(Closing, pb.Closing)
 #: Outputs that message and evaluation request by a bool of the same name.
 OUTPUTS: Final = (
     *("gradient", "jacobian", "variable_gradient"),
@@ -70,17 +51,17 @@ def evaluation_to_bytes(evaluation: Evaluation) -> bytes:
     outputs = {output: True for output in OUTPUTS if getattr(evaluation, output)}
     message = pb.EvaluateRequest(
         content_id=evaluation.dataset_id,
-        precision=_PRECISIONS[evaluation.precision],
+        precision=_PRECISIONS.codes[evaluation.precision],
         values=evaluation.values,
-        loss=_LOSSES[evaluation.loss],
-        tier=TIERS[evaluation.tier],
+        loss=_LOSSES.codes[evaluation.loss],
+        tier=TIERS.codes[evaluation.tier],
         **outputs,  # type: ignore[arg-type]
     )
     custom = evaluation.custom_loss
     if custom is not None:
         message.loss_function.codes = pack(custom.row.codes, U8)
         message.loss_function.values = pack(custom.row.values, F64)
-        message.loss_function.closing = _CLOSINGS[custom.closing]
+        message.loss_function.closing = _CLOSINGS.codes[custom.closing]
     if evaluation.rows is not None:
         message.rows.start, message.rows.stop = evaluation.rows
     pieces = _programs(evaluation.batch)
@@ -120,10 +101,10 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
         dataset_id=check_content_id(message.content_id),
         batch=batch,
         rows=(message.rows.start, message.rows.stop) if message.HasField("rows") else None,
-        precision=enum_member(_PRECISION_MEMBERS, message.precision, "precision"),
-        loss=enum_member(_LOSS_MEMBERS, message.loss, "loss"),
+        precision=_PRECISIONS.member(message.precision, "precision"),
+        loss=_LOSSES.member(message.loss, "loss"),
         values=message.values,
-        tier=enum_member(TIER_MEMBERS, message.tier, "tier"),
+        tier=TIERS.member(message.tier, "tier"),
         custom_loss=_custom_loss(message),
         **{output: getattr(message, output) for output in OUTPUTS},
     )
@@ -147,4 +128,4 @@ def _custom_loss(message: pb.EvaluateRequest) -> LossFunction | None:
         unpack(custom.codes, U8, "loss_function.codes"),
         unpack(custom.values, F64, "loss_function.values"),
     )
-    return LossFunction(row, enum_member(_CLOSING_MEMBERS, custom.closing, "loss_function.closing"))
+    return LossFunction(row, _CLOSINGS.member(custom.closing, "loss_function.closing"))

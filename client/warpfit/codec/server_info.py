@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from warpfit import server_info as info
-from warpfit.codec.framing import TIER_MEMBERS, TIERS, enum_member
+from warpfit.codec.framing import TIERS
 from warpfit.ops import OPERATORS
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -21,21 +22,11 @@ def info_to_message(server: info.ServerInfo) -> pb.ServerInfo:
         version=server.version,
         engine=server.engine,
         devices=[
-            pb.Device(
-                name=device.name,
-                threads=device.threads,
-                memory=device.memory,
-                compute_capability=device.compute_capability,
-                driver=device.driver,
-                tiers=[TIERS[tier] for tier in device.tiers],
-            )
+            pb.Device(**_fields(device, info.Device, tiers=[TIERS.codes[t] for t in device.tiers]))
             for device in server.devices
         ],
-        limits=pb.Limits(**{f.name: getattr(server.limits, f.name) for f in fields(info.Limits)}),
-        operators=[
-            pb.OperatorInfo(code=o.code, name=o.name, arity=o.arity, symbol=o.symbol, notes=o.notes)
-            for o in server.operators
-        ],
+        limits=pb.Limits(**_fields(server.limits, info.Limits)),
+        operators=[pb.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in server.operators],
     )
 
 
@@ -46,22 +37,22 @@ def info_from_message(message: pb.ServerInfo) -> info.ServerInfo:
         engine=message.engine,
         devices=tuple(
             info.Device(
-                name=device.name,
-                threads=device.threads,
-                memory=device.memory,
-                compute_capability=device.compute_capability,
-                driver=device.driver,
-                tiers=tuple(enum_member(TIER_MEMBERS, tier, "tiers") for tier in device.tiers),
+                **_fields(
+                    device, info.Device, tiers=tuple(TIERS.member(t, "tiers") for t in device.tiers)
+                )
             )
             for device in message.devices
         ),
-        limits=info.Limits(
-            **{f.name: getattr(message.limits, f.name) for f in fields(info.Limits)}
-        ),
+        limits=info.Limits(**_fields(message.limits, info.Limits)),
         operators=tuple(
-            info.OperatorInfo(o.code, o.name, o.arity, o.symbol, o.notes) for o in message.operators
+            info.OperatorInfo(**_fields(o, info.OperatorInfo)) for o in message.operators
         ),
     )
+
+
+def _fields(source: object, cls: type, **converted: object) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, taken from a message or an object of the class."""
+    return {f.name: getattr(source, f.name) for f in fields(cls)} | converted
 
 
 def operator_infos() -> tuple[info.OperatorInfo, ...]:
