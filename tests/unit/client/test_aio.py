@@ -1,4 +1,4 @@
-"""The asyncio client; what it shares with the blocking one is tested in test_client*.py."""
+"""The asyncio client; test_client*.py test what it shares with the blocking client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import warpfit
 from support.servers.loopback import serve
 from warpfit import testing
-from warpfit.transport.settings import RetryPolicy, TransportConfig
+from warpfit.transport.settings import RetryPolicy
 
 X = np.random.default_rng(6).normal(size=(40, 2)).astype(np.float32)
 Y = X[:, 0] - X[:, 1]
@@ -60,7 +60,7 @@ def test_values_and_losses(run):
     assert both.losses.shape == (1,)
 
 
-def test_the_handle_gives_its_data_back(run, server):
+def test_a_with_block_releases_the_data_set(run, server):
     async def body(client):
         async with await client.upload(X) as data:
             assert server.holds(data.content_id)
@@ -69,7 +69,7 @@ def test_the_handle_gives_its_data_back(run, server):
     assert not server.holds(run(body).content_id)
 
 
-def test_retries_and_uploads_again(run, server):
+def test_calls_are_retried_and_lost_data_uploaded_again(run, server):
     async def body(client):
         data = await client.upload(X)
         server.forget()
@@ -81,7 +81,7 @@ def test_retries_and_uploads_again(run, server):
     assert server.calls.count("UploadVariables") == 2
 
 
-def test_errors_arrive_whole(run, server):
+def test_errors_keep_all_fields(run, server):
     error = warpfit.ResourceExhaustedError("too much", "MEMORY", "Ask for less", needed=9)
     server.fail(error=error)
 
@@ -177,21 +177,3 @@ def test_a_closed_client_says_so(server):
 
     with serve(server) as (address, _):
         asyncio.run(body(address))
-
-
-def test_a_message_over_the_clients_limit_names_both_sizes():
-    server = testing.InProcessServer(chunk_bytes=5000)
-    transport = TransportConfig(message_bytes=2000, chunk_bytes=1000)
-
-    async def body(address):
-        async with warpfit.connect_async(address, transport=transport) as client:
-            data = await client.upload(X)
-            await client.evaluate(data, ["x1"] * 40)
-
-    with (
-        serve(server) as (address, _),
-        pytest.raises(warpfit.ResourceExhaustedError) as caught,
-    ):
-        asyncio.run(body(address))
-    assert caught.value.reason == "MESSAGE_TOO_LARGE"
-    assert caught.value.available == 2000

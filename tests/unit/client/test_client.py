@@ -16,7 +16,7 @@ from warpfit.transport.settings import TransportConfig
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_values_are_rows_by_expressions_and_share_the_wire_order(client, dtype):
+def test_values_are_rows_by_expressions_without_a_copy(client, dtype):
     data = client.upload(X, dtype=dtype)
     values = client.evaluate(data, EXPRESSIONS, PARAMETERS)
     assert values.dtype == dtype
@@ -172,7 +172,7 @@ def test_progress_true_without_tqdm_says_so(client, monkeypatch):
         client.upload(X, progress=True)
 
 
-def test_a_handle_gives_its_data_back(client, server):
+def test_a_with_block_releases_the_data_set(client, server):
     with client.upload(X) as data:
         assert server.holds(data.content_id)
         assert "60 rows x 3 variables" in repr(data)

@@ -1,4 +1,4 @@
-"""What the blocking client refuses, and failures over gRPC."""
+"""Invalid arguments of the blocking client, and failures over gRPC."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_address_needs_a_port(address):
 # --------------------------------------------------------------------------------------- over gRPC
 
 
-def test_nobody_listening_is_unavailable():
+def test_a_port_without_a_server_is_unavailable():
     with (
         warpfit.connect("127.0.0.1:1", retry=RetryPolicy(total_seconds=0)) as client,
         pytest.raises(warpfit.UnavailableError, match="Check that the server runs"),

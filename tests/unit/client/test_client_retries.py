@@ -1,4 +1,4 @@
-"""When the blocking client repeats a call, and what it loses then: nothing."""
+"""Retries of the blocking client."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_no_retries_when_the_policy_says_so(connect, server):
         warpfit.InternalError("bug", "INTERNAL"),
     ],
 )
-def test_other_errors_arrive_whole_and_at_once(client, server, error):
+def test_other_errors_keep_all_fields_and_are_not_retried(client, server, error):
     server.fail(error=error)
     with pytest.raises(type(error)) as caught:
         client.info()
@@ -114,7 +114,7 @@ def test_data_are_uploaded_again_only_a_few_times(client, server):
 BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.15)
 
 
-def test_a_busy_server_is_asked_again_when_it_wants_to_be(connect, server):
+def test_a_busy_servers_retry_time_is_kept(connect, server):
     with connect(retry=RetryPolicy(initial_backoff=0.001, jitter=0.0)) as client:
         data = client.upload(X)
         server.fail(calls=2, error=BUSY)
@@ -132,7 +132,7 @@ def test_a_busy_server_is_asked_again_when_it_wants_to_be(connect, server):
         (QUICK, warpfit.ResourceExhaustedError("over a limit", "TOO_MANY_PROGRAMS")),
     ],
 )
-def test_what_cannot_help_is_not_repeated(connect, server, policy, error):
+def test_calls_that_cannot_succeed_are_not_retried(connect, server, policy, error):
     with connect(retry=policy) as client:
         data = client.upload(X)
         server.fail(error=error)
@@ -142,7 +142,7 @@ def test_what_cannot_help_is_not_repeated(connect, server, policy, error):
         assert server.calls.count("Evaluate") == 1
 
 
-def test_a_deadline_comes_before_a_busy_server(connect, server):
+def test_a_deadline_before_the_servers_retry_time(connect, server):
     with connect() as client:
         data = client.upload(X)
         server.fail(error=BUSY)

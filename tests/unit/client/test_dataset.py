@@ -50,11 +50,11 @@ def test_content_ids_follow_the_contract(dtype, y, weights, names):
     assert dataset.content_id == content_id_by_hand(dtype, X, y, weights, names)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("rows", "variables"), [(70_001, 37), (2_100_000, 1), (130_000, 17)])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_large_data_sets_have_the_same_ids(dtype, rows, variables, order):
-    """They are hashed in another thread, column by column as they are ready."""
+@pytest.mark.parametrize(
+    ("dtype", "rows", "variables", "order"),
+    [("float32", 70_001, 37, "C"), ("float64", 2_100_000, 1, "C"), ("float64", 130_000, 17, "F")],
+)
+def test_large_data_sets_are_hashed_in_a_thread(dtype, rows, variables, order):
     X = np.asarray(np.random.default_rng(3).normal(size=(rows, variables)), order=order)
     y, weights = X[:, 0] + 1, np.abs(X[:, 0])
     threads = threading.active_count()
@@ -68,7 +68,7 @@ def test_large_data_sets_have_the_same_ids(dtype, rows, variables, order):
     assert threading.active_count() <= threads
 
 
-def test_hashing_can_be_given_up():
+def test_closing_a_digest_ends_its_thread():
     layout = Dataset.of(np.zeros((3_000_000, 1))).layout
     threads = threading.active_count()
     digest = PayloadDigest(layout, most_behind=1)
@@ -84,26 +84,6 @@ def test_memory_order_and_strides_do_not_matter(matrix, fortran):
     assert plain.content_id == other.content_id
     np.testing.assert_array_equal(plain.variables, matrix.T.astype(np.float32))
     assert plain.matrix.flags.c_contiguous
-
-
-@given(st.binary(min_size=1), st.data())
-def test_any_change_of_content_changes_the_id(raw, data):
-    values = np.frombuffer(raw, dtype=np.uint8).astype(np.float64)
-    changed = values.copy()
-    changed[data.draw(st.integers(0, len(values) - 1))] += 1
-    assert Dataset.of(values).content_id != Dataset.of(changed).content_id
-
-
-def test_ids_tell_layouts_with_equal_payload_apart():
-    ids = {
-        Dataset.of(X).content_id,
-        Dataset.of(X[:, :1], X[:, 1]).content_id,
-        Dataset.of(X.T.reshape(12)).content_id,
-        Dataset.of(X, names=["a", "b"]).content_id,
-        Dataset.of(X, names=["b", "a"]).content_id,
-        Dataset.of(X, dtype="float64").content_id,
-    }
-    assert len(ids) == 6
 
 
 def test_columns_are_found_again():
@@ -136,8 +116,7 @@ def test_special_values_keep_their_meaning():
 ROWS = 150_000
 
 
-@pytest.mark.parametrize("row", [0, 7, ROWS - 1])
-@pytest.mark.parametrize("number", [1e39, -1e300])
+@pytest.mark.parametrize(("row", "number"), [(7, 1e39), (ROWS - 1, -1e300)])
 @pytest.mark.parametrize(("place", "name"), [(0, "x1"), (18, "x19"), ("y", "y"), ("w", "weights")])
 def test_numbers_too_large_for_float32_are_refused(row, number, place, name):
     columns = np.zeros((ROWS, 19))
@@ -188,7 +167,7 @@ TIMES = 1.7e9 + 1000 * SPREAD
         (TIMES.astype(np.float32), False),
     ],
 )
-def test_what_float32_cannot_tell_apart_is_warned_of(column, loses):
+def test_columns_that_lose_digits_in_float32_are_warned_of(column, loses):
     for order in "CF":
         X = np.asarray(np.stack([SPREAD, column, SPREAD + 1], axis=1), order=order)
         X = X.astype(column.dtype) if column.dtype == np.float32 else X
@@ -232,7 +211,7 @@ def test_weights_must_be_finite_and_not_negative(weight, row, dtype, monkeypatch
         ((X,), {"dtype": "int32"}, "BAD_DTYPE"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, options, reason):
+def test_shapes_names_and_dtypes_are_checked(arguments, options, reason):
     with pytest.raises(InvalidArgumentError) as caught:
         Dataset.of(*arguments, **options)
     assert caught.value.reason == reason

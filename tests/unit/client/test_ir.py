@@ -17,7 +17,7 @@ ADD, SIN, WHERE = (OPERATORS[name].code for name in ("add", "sin", "where"))
 X1, P1, TWO = Program.variable(0), Program.parameter(0), Program.constant(2.0)
 
 
-def refusal(codes, values=None):
+def program_error(codes, values=None):
     with pytest.raises(ProgramError) as caught:
         Program(codes, np.zeros(len(codes)) if values is None else values)
     return caught.value
@@ -54,13 +54,13 @@ def stack_heights(codes):
     ],
 )
 def test_malformed_programs_are_refused(codes, values, reason, token):
-    error = refusal(codes, values)
+    error = program_error(codes, values)
     assert (error.reason, error.expression, error.token) == (reason, 0, token)
     assert error.remedy
 
 
 def test_lengths_must_agree():
-    assert refusal([VARIABLE], [0, 0]).reason == "LENGTH_MISMATCH"
+    assert program_error([VARIABLE], [0, 0]).reason == "LENGTH_MISMATCH"
 
 
 @given(st.lists(leaves(3, 2, numbers()) | st.sampled_from([(c, 0.0) for c in BY_CODE]), min_size=1))
@@ -69,13 +69,13 @@ def test_validation_agrees_with_a_stack(tokens):
     heights = stack_heights(codes)
     if heights is None or heights[-1] != 1:
         wanted = "STACK_UNDERFLOW" if heights is None else "STACK_LEFTOVERS"
-        assert refusal(codes, values).reason == wanted
+        assert program_error(codes, values).reason == wanted
     else:
         assert Program(codes, values).depth == max(heights)
 
 
 @given(programs())
-def test_programs_are_values(program):
+def test_programs_are_immutable_hashable_and_picklable(program):
     again = pickle.loads(pickle.dumps(program))
     assert again == program
     assert hash(again) == hash(program)
@@ -151,7 +151,7 @@ def test_batch_holds_programs_and_parameters(drawn, vectors):
         np.testing.assert_array_equal(batch.program_parameters(index), parameters[index])
 
 
-def test_one_vector_serves_all():
+def test_a_single_vector_is_repeated_k_times():
     batch = Batch.of([P1, P1], [[3.0], [[4.0], [5.0]]])
     assert batch.vectors == 2
     np.testing.assert_array_equal(batch.program_parameters(0), [[3.0], [3.0]])
@@ -202,7 +202,7 @@ def test_parameters_that_a_program_does_not_have_are_an_error(parameters, messag
     assert caught.value.expression == [len(p) for p in parameters].index(max(map(len, parameters)))
 
 
-def test_neighbours_do_not_lend_operands():
+def test_operands_do_not_come_from_the_program_before():
     """Two malformed programs whose tokens would be well-formed together."""
     codes = np.array([VARIABLE, VARIABLE, SIN, ADD], dtype=np.uint8)
     batch = Batch(

@@ -162,7 +162,7 @@ def test_closed_gradients_are_central_differences(loss):
     np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_a_perfect_fit_is_a_kink_of_the_root():
+def test_the_gradient_of_rmse_is_zero_at_a_perfect_fit():
     statistics = TargetStatistics(Y, None)
     gradient = close_gradients(Closing.ROOT, np.zeros(2), np.zeros(2), statistics)
     assert gradient.tolist() == [0.0, 0.0]
@@ -179,7 +179,7 @@ def test_squares_are_recognised(text):
 
 
 @pytest.mark.parametrize("given", [*Loss, *BY_NAME, "abs(d)^1.5", huber(2.0)])
-def test_losses_are_understood(given):
+def test_as_loss_accepts_losses_names_and_texts(given):
     found = as_loss(given)
     assert isinstance(found, Loss | LossFunction)
     assert as_loss(found) == found
@@ -201,7 +201,7 @@ def test_losses_are_understood(given):
         (lambda: gaussian(-1.0), "BAD_LOSS"),
     ],
 )
-def test_what_is_no_loss_is_refused(call, reason):
+def test_invalid_losses(call, reason):
     with pytest.raises((InvalidArgumentError, ParseError)) as caught:
         call()
     assert caught.value.reason == reason

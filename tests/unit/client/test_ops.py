@@ -1,8 +1,9 @@
-"""The operator table: codes, kernel language, derivatives and documentation forms."""
+"""The operator table: codes, kernel language and conventions of the derivatives.
+
+`expressions/test_derivatives.py` compares all derivatives with differences.
+"""
 
 import ast
-import re
-from string import Formatter
 
 import numpy as np
 import pytest
@@ -60,31 +61,6 @@ def edge_grid(row: Operator):
     return np.concatenate([grid, random], axis=1)
 
 
-def smooth_points(row: Operator):
-    """Points around which the operator is defined, at a distance from every kink and pole."""
-    points = np.random.default_rng(row.code).uniform(-3, 3, size=(row.arity, 4000))
-    steps = np.array(list(np.ndindex(*[3] * row.arity))).T - 1.0
-    near = points[:, :, np.newaxis] + 0.01 * steps[:, np.newaxis, :]
-    defined = (np.abs(expected(row, near)) < 30).all(axis=1)
-    clear = (np.abs(near - np.round(near)) > 0.02).all(axis=(0, 2))
-    if row.arity == 2:
-        clear &= (np.abs(points[0] - points[1]) > 0.1) & (np.abs(points[1]) > 0.1)
-    chosen = points[:, defined & clear]
-    assert chosen.shape[1] > 50
-    return chosen
-
-
-def difference_quotient(row: Operator, points, index):
-    """Central differences of order six."""
-    step = 1e-3
-    total = np.zeros(points.shape[1])
-    for distance, weight in ((1, 45), (2, -9), (3, 1)):
-        shift = np.zeros_like(points)
-        shift[index] = distance * step
-        total += weight * (expected(row, points + shift) - expected(row, points - shift))
-    return total / (60 * step)
-
-
 def test_codes_are_frozen():
     assert {name: row.code for name, row in OPERATORS.items()} == CODES
 
@@ -124,16 +100,6 @@ def test_kernel_computes_what_numpy_computes(row):
     np.testing.assert_array_equal(np.signbit(got)[zero], np.signbit(want)[zero])
 
 
-@ROWS
-def test_derivative_agrees_with_differences(row):
-    points = smooth_points(row)
-    operands = dict(zip(row.operands, points, strict=True))
-    for index, text in enumerate(row.derivative):
-        got = np.broadcast_to(kernel(text, **operands, r=expected(row, points)), points.shape[1])
-        want = difference_quotient(row, points, index)
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8, err_msg=f"by operand {index}")
-
-
 @pytest.mark.parametrize(
     ("name", "point", "gradient"),
     [
@@ -165,17 +131,6 @@ def test_derivative_at_kinks_and_limits(name, point, gradient):
     r = kernel(row.kernel, **operands)
     got = [kernel(text, **operands, r=r) for text in row.derivative]
     np.testing.assert_allclose(got, gradient, rtol=1e-15)
-
-
-@ROWS
-def test_latex_uses_each_operand_and_balances(row):
-    fields = [name for _, name, _, _ in Formatter().parse(row.latex) if name]
-    assert set(fields) == set(row.operands)
-    literals = "".join(literal for literal, *_ in Formatter().parse(row.latex))
-    assert literals.count("{") == literals.count("}")
-    assert len(re.findall(r"\\left(?![a-z])|\\left\\lfloor|\\left\\lceil", literals)) == len(
-        re.findall(r"\\right(?![a-z])|\\right\\rfloor|\\right\\rceil", literals)
-    )
 
 
 @ROWS

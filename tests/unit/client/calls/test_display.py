@@ -1,4 +1,4 @@
-"""What results look like in a terminal and in a notebook, and how errors point into programs."""
+"""Results in a terminal and a notebook, and errors that point into programs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import warpfit.testing
-from support.engines import strategies
-from warpfit import Program, ProgramError, parse
+from warpfit import ProgramError, parse
 from warpfit.calls.display import TextTable, numbers
-from warpfit.expressions.printing import locate, to_text
-from warpfit.ops import BY_CODE, CONSTANT
 from warpfit.request import Tier, Timings
 
 X = np.arange(1.0, 21.0).reshape(10, 2)
@@ -73,29 +68,6 @@ def test_long_tables_are_cut_and_cells_are_escaped():
     assert "<b>" not in table.html()
     assert numbers([1.0, 2.123456789]) == "1, 2.1235"
     assert numbers(range(9)) == "0, 1, 2, 3, 4, 5, ..."
-
-
-@settings(max_examples=150, deadline=None)
-@given(program=strategies.programs(), pick=st.integers(0, 10**6), named=st.booleans())
-def test_every_token_is_found_in_the_text(program, pick, named):
-    names = ("a b", "not", "c") if named else ()
-    token = pick % len(program)
-    text, position = locate(program, token, names)
-    assert text == to_text(program, names)
-    row = BY_CODE.get(int(program.codes[token]))
-    rest = text[position:]
-    if row is None:
-        value = program.values[token : token + 1]
-        leaf = to_text(Program(program.codes[token : token + 1], value), names)
-        assert rest.startswith(leaf)
-    else:
-        assert rest.startswith(row.symbol or f"{row.name}(")
-
-
-def test_tokens_that_occur_twice_are_told_apart():
-    program = parse("x1 + x1*x1")
-    assert [locate(program, token)[1] for token in range(5)] == [0, 5, 10, 8, 3]
-    assert program.codes[3] != CONSTANT
 
 
 @pytest.mark.parametrize("call", ["evaluate", "optimize"])

@@ -1,4 +1,4 @@
-"""`optimize` and the newer options of `evaluate`, in process and over gRPC."""
+"""Fits, gradients and other outputs of the client, in process and over gRPC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import warpfit
 from support.servers.loopback import serve
-from warpfit import InvalidArgumentError, ProgramError, Reason, testing
+from warpfit import InvalidArgumentError, Reason, testing
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import build_fit
 from warpfit.dataset import Dataset
@@ -164,7 +164,7 @@ def test_reductions_and_correlations(client, data):
         ({"loss": "abs("}, "EXPECTED_OPERAND"),
     ],
 )
-def test_wishes_that_cannot_be_met(client, data, options, reason):
+def test_outputs_that_exclude_each_other(client, data, options, reason):
     with pytest.raises(warpfit.InvalidArgumentError) as caught:
         client.evaluate(data, TEXTS, STARTS, **options)
     assert caught.value.reason == reason
@@ -190,7 +190,7 @@ def test_correlation_needs_a_target(client):
         ),
     ],
 )
-def test_accuracy_chooses_what_is_not_given(dtype, options, expected):
+def test_accuracy_chooses_the_defaults(dtype, options, expected):
     request = build_fit(DatasetHandle(Dataset.of(X, Y, dtype=dtype)), TEXTS, STARTS, options)
     settings = request.settings
     found = (settings.max_iterations, settings.gradient_tolerance)
@@ -222,16 +222,8 @@ def test_a_final_fit_has_more_digits_than_one_for_screening(client):
     assert np.abs(quick - exact).max() > np.abs(final - exact).max()
 
 
-def test_errors_name_parameters_as_they_are_written(client, data):
+def test_errors_name_parameters_from_p1(client, data):
     texts, starts = ["p1*x1", "p1*x1 + p2*x2"], [[1.0], [1.0, 1.0]]
     with pytest.raises(InvalidArgumentError, match=r"p2 has a lower bound") as caught:
         client.optimize(data, texts, starts, bounds=([None, [0.0, 5.0]], [None, [1.0, 4.0]]))
     assert caught.value.expression == 1
-
-
-def test_parameters_that_an_expression_does_not_have_are_an_error(client, data):
-    with pytest.raises(ProgramError, match="3 parameters were given, and p2 is the last") as caught:
-        client.optimize(data, TEXTS, [[0.0, 0.0, 0.0], []])
-    assert (caught.value.reason, caught.value.expression) == ("TOO_MANY_PARAMETERS", 0)
-    with pytest.raises(ProgramError, match="1 parameter was given, and none is used"):
-        client.evaluate(data, TEXTS, parameters=[[0.0, 0.0], [1.0]], loss="mse")

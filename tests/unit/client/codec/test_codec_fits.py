@@ -1,4 +1,4 @@
-"""Fits and the newer parts of evaluations survive the way through messages."""
+"""Encoding and decoding of fits, further outputs and custom losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from warpfit.request import Evaluation, Loss, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
 LAYOUT = Layout(np.dtype("<f4"), variables=3, rows=100, has_target=True)
-WISHES = ("gradient", "jacobian", "variable_gradient", "reductions", "correlation")
+OUTPUTS = ("gradient", "jacobian", "variable_gradient", "reductions", "correlation")
 TOLERANCES = st.none() | st.floats(0, 1)
 
 
@@ -163,10 +163,10 @@ def test_a_broken_result_is_an_internal_error(result):
 
 
 @settings(deadline=None, max_examples=60)
-@given(batches(), st.lists(st.sampled_from(WISHES), unique=True), st.sampled_from(Closing))
-def test_wishes_and_own_losses_survive(batch, wishes, closing):
+@given(batches(), st.lists(st.sampled_from(OUTPUTS), unique=True), st.sampled_from(Closing))
+def test_outputs_and_custom_losses_survive(batch, outputs, closing):
     loss = LossFunction(BY_NAME["huber"]().row, closing)
-    evaluation = Evaluation(bytes(32), batch, custom_loss=loss, **dict.fromkeys(wishes, True))
+    evaluation = Evaluation(bytes(32), batch, custom_loss=loss, **dict.fromkeys(outputs, True))
     back = codec.evaluation_from_message(reparsed(codec.evaluation_to_message(evaluation)))
     for field in dataclasses.fields(Evaluation):
         if field.name != "batch":

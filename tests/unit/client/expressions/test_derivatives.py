@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,14 +42,14 @@ def applied(name: str) -> Program:
     return Program.apply(name, *(Program.variable(k) for k in range(OPERATORS[name].arity)))
 
 
-def difference(program: Program, at: np.ndarray, index: int, step: float) -> np.ndarray:
-    """Central difference of order eight."""
-    total = np.zeros(at.shape[1])
+def difference(function, at: np.ndarray, index: int, step: float) -> np.ndarray:
+    """Central difference of order eight by ``at[index]``."""
+    total = 0.0
     for distance, weight in ((1, 672), (2, -168), (3, 32), (4, -3)):
         for sign in (1, -1):
             shifted = at.copy()
             shifted[index] += sign * distance * step
-            total += sign * weight * evaluate_program(program, shifted)
+            total = total + sign * weight * function(shifted)
     return total / (840 * step)
 
 
@@ -73,7 +75,7 @@ def test_operators_against_differences(name):
     program = applied(name)
     _, slopes = differentiate(program, at, by=VARIABLE)
     for index in range(row.arity):
-        want = difference(program, at, index, 0.004)
+        want = difference(partial(evaluate_program, program), at, index, 0.004)
         defined = np.isfinite(want) & np.isfinite(slopes[index])
         assert defined.mean() > 0.4
         np.testing.assert_allclose(slopes[index][defined], want[defined], rtol=1e-9, atol=1e-9)
@@ -84,24 +86,14 @@ SMOOTH = ("add", "sub", "mul", "neg", "sin", "cos", "atan", "tanh", "square", "a
 
 @settings(max_examples=60, deadline=None)
 @given(programs(20, variables=2, parameters=2, operators=SMOOTH, constants=st.floats(-2, 2)))
-def test_random_programs_against_complex_steps(program):
+def test_random_programs_against_differences(program):
     x = np.array([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]])
     p = np.array([0.8, -0.5])
     _, slopes = differentiate(program, x, p)
     for index in range(2):
-        want = difference_by_parameter(program, x, p, index)
+        want = difference(partial(evaluate_program, program, x), p, index, 1e-3)
         scale = 1 + np.abs(want)
         np.testing.assert_allclose(slopes[index] / scale, want / scale, rtol=1e-8, atol=1e-8)
-
-
-def difference_by_parameter(program, x, p, index):
-    step, total = 1e-3, 0.0
-    for distance, weight in ((1, 672), (2, -168), (3, 32), (4, -3)):
-        for sign in (1, -1):
-            shifted = p.copy()
-            shifted[index] += sign * distance * step
-            total = total + sign * weight * evaluate_program(program, x, shifted)
-    return total / (840 * step)
 
 
 @given(programs(30), vectors(2))
@@ -120,18 +112,12 @@ def test_values_are_those_of_the_reference(program, parameters):
         ("where(x1 > 0, 1, sqrt(x1 - 5))", 1.0, 0.0),
         ("where(x1 != 0, 1 / x1, 7)", 0.0, 0.0),
         ("0 * log(x1)", 0.0, 0.0),
-        ("abs(x1)", 0.0, 0.0),
-        ("relu(x1)", 0.0, 0.0),
-        ("sqrtabs(x1)", 0.0, 0.0),
         ("min(x1, x1 ^ 2)", 1.0, 1.0),
         ("max(x1 ^ 2, x1)", 1.0, 2.0),
         ("x1 ^ 2", 0.0, 0.0),
-        ("x1 ^ 1", 0.0, 1.0),
-        ("x1 ^ 0", 0.0, 0.0),
         ("x1 ^ 3", -2.0, 12.0),
         ("sqrt(x1)", 0.0, np.inf),
         ("tanh(x1)", 30.0, 4 * np.exp(-60.0)),
-        ("logistic(x1)", -800.0, 0.0),
         ("floor(x1) * x1", 2.5, 2.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""The fast test of programs agrees with the exact checks, on batches that are right and wrong."""
+"""The fast tests of programs agree with the exact checks."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_any_sequence_of_codes_is_judged_alike(codes, lengths):
     assert fast(batch) == compiled(batch) == exact(batch)
 
 
-def test_no_height_of_the_stack_hides_a_code_that_is_none():
+def test_an_unknown_code_is_found_at_every_height_of_the_stack():
     for height in (*range(1, 300), 2**15 + 1, 2**16 + 1):
         codes = np.array([CONSTANT] * height + [0], np.uint8)
         starts = np.array([0, height + 1])
@@ -121,7 +121,7 @@ def test_constants_may_be_anything(value):
     assert compiled(batch)
 
 
-def test_the_engine_says_what_is_wrong():
+def test_the_engine_names_the_error():
     batch = Batch.of([Program.variable(0), Program.variable(VARIABLES)])
     check_sound(batch, VARIABLES + 1)
     with pytest.raises(ProgramError) as caught:
