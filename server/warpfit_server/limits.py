@@ -39,8 +39,12 @@ def check_batch(batch: Batch, limits: Limits) -> None:
     tokens = ("tokens in a program", longest, limits.program_tokens, "program-tokens")
     _check("PROGRAM_TOO_LONG", *tokens)
     _check("TOO_MANY_PROGRAMS", "programs in the batch", len(batch), limits.programs, "programs")
-    _check("TOO_MANY_TOKENS", "tokens in the batch", len(batch.codes), limits.tokens, "tokens")
     _check("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors")
+
+
+def check_tokens(tokens: int, limits: Limits) -> None:
+    """Refuse a batch of too many tokens, before their values are unpacked."""
+    _check("TOO_MANY_TOKENS", "tokens in the batch", tokens, limits.tokens, "tokens")
 
 
 def check_loss(tokens: int, limits: Limits) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.codec.datasets import check_content_id
 from warpfit.codec.framing import (
@@ -21,6 +22,7 @@ from warpfit.codec.framing import (
 )
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
+from warpfit.ops import FIRST_OPERATOR
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -32,6 +34,9 @@ OUTPUTS: Final = (
     *("gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
+#: Tokens from which on a batch leaves out the values of operators: shorter messages take less time
+#: in gRPC (33 instead of 70 ms for 50,000 programs), but picking the values takes time, too.
+_LONG: Final = 1 << 16
 _PROGRAMS_TAG: Final = bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
 #: Arrays of a batch: name, tag of the field and dtype.
 _ARRAYS: Final = (
@@ -74,6 +79,8 @@ def _programs(batch: Batch) -> list[bytes | memoryview]:
     pieces: list[bytes | memoryview] = [pb.Programs(vectors=batch.vectors).SerializeToString()]
     for name, tag, dtype in _ARRAYS:
         array = np.ascontiguousarray(getattr(batch, name), dtype=dtype)
+        if name == "values" and len(batch.codes) == len(array) >= _LONG:
+            array = array[np.flatnonzero(batch.codes < FIRST_OPERATOR)]
         if array.nbytes:
             pieces += (tag, varint(array.nbytes), array.data.cast("B"))
     return pieces
@@ -96,6 +103,7 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
         name: unpack(getattr(programs, name), dtype, f"programs.{name}")
         for name, _, dtype in _ARRAYS
     }
+    arrays["values"] = _of_all_tokens(arrays["values"], arrays["codes"])
     batch = Batch(**arrays, vectors=programs.vectors or 1)
     return Evaluation(
         dataset_id=check_content_id(message.content_id),
@@ -108,6 +116,18 @@ def evaluation_from_message(message: pb.EvaluateRequest) -> Evaluation:
         custom_loss=_custom_loss(message),
         **{output: getattr(message, output) for output in OUTPUTS},
     )
+
+
+def _of_all_tokens(values: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
+    """Return a value for each token, 0 for operators, whether or not the message has theirs."""
+    if len(values) >= len(codes):
+        return values
+    leaves = np.flatnonzero(codes < FIRST_OPERATOR)
+    if len(values) != len(leaves):
+        return values  # checks of the batch say that the lengths do not fit
+    every = np.zeros(len(codes))
+    every[leaves] = values
+    return every
 
 
 def evaluation_from_bytes(data: bytes) -> Evaluation:

@@ -35,7 +35,14 @@ from warpfit_server.data.dataset_store import DatasetStore, ResidentDataset
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.limits import check_batch, check_fit, check_loss, check_names, check_result
+from warpfit_server.limits import (
+    check_batch,
+    check_fit,
+    check_loss,
+    check_names,
+    check_result,
+    check_tokens,
+)
 from warpfit_server.observability import calls
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenants import key_of, tenant_of
@@ -95,6 +102,7 @@ class ComputeServicer:
         with ExitStack() as held:
             limits = self._admission.limits(tenant)
             request = codec.parse_message(pb.EvaluateRequest, message)
+            check_tokens(len(request.programs.codes), limits)
             check_loss(len(request.loss_function.codes), limits)
             evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
             layout = held.enter_context(self._lease(evaluation.dataset_id))
@@ -102,6 +110,7 @@ class ComputeServicer:
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
             size = check_result(evaluation, layout, limits)
+            size += evaluation.batch.values.nbytes - len(request.programs.values)
             cost = CallCost.of_evaluation(evaluation, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
             calls.record_work(evaluation, layout)
@@ -118,6 +127,7 @@ class ComputeServicer:
         with ExitStack() as held:
             limits = self._admission.limits(tenant)
             parsed = codec.parse_message(pb.OptimizeRequest, message)
+            check_tokens(len(parsed.problem.programs.codes), limits)
             check_loss(len(parsed.problem.loss_function.codes), limits)
             request = codec.fit_from_message(parsed)
             request = replace(request, problem=_of_tenant(request.problem, tenant))
@@ -125,6 +135,7 @@ class ComputeServicer:
             check_batch(request.problem.batch, limits)
             request.check(layout)
             size = check_fit(request, layout, limits)
+            size += request.problem.batch.values.nbytes - len(parsed.problem.programs.values)
             cost = CallCost.of_fit(request, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
             deadline = _stop_time(request, context.time_remaining())

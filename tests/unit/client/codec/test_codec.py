@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.engines.strategies import numbers, programs
 from warpfit import codec, errors
 from warpfit import server_info as info
+from warpfit.codec import requests
 from warpfit.dataset import DTYPES, Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
@@ -335,3 +336,32 @@ def test_grpcs_own_errors(status, kind):
     error = codec.error_from_status(status, "", None)
     assert type(error) is kind
     assert error.reason == status
+
+
+@given(evaluation=evaluations(), long=st.sampled_from([0, 1 << 16]))
+def test_values_of_operators_need_not_be_sent(evaluation, long):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "_LONG", long)
+        data = codec.evaluation_to_bytes(evaluation)
+    batch = evaluation.batch
+    sent = pb.EvaluateRequest.FromString(data).programs.values
+    operators = np.count_nonzero(batch.codes >= 16)
+    assert len(sent) == 8 * (len(batch.codes) - (0 if long else operators))
+    assert codec.evaluation_from_bytes(data).batch.values.tobytes() == batch.values.tobytes()
+
+
+def test_neither_all_values_nor_those_of_the_leaves():
+    codes = bytes([1, 1, 16, 1, 16])
+    message = pb.EvaluateRequest(
+        content_id=bytes(32),
+        values=True,
+        programs=pb.Programs(
+            codes=codes,
+            values=bytes(8 * 4),
+            lengths=np.array([5], "<u4").tobytes(),
+            parameter_counts=bytes(4),
+        ),
+    )
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        codec.evaluation_from_message(message).check(LAYOUT)
+    assert (caught.value.reason, caught.value.field) == ("LENGTH_MISMATCH", "values")
