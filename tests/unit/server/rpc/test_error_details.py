@@ -14,7 +14,6 @@ from warpfit.errors import (
     InvalidArgumentError,
     ProgramError,
     ResourceExhaustedError,
-    UnavailableError,
 )
 from warpfit_server.rpc.error_details import STATUS_METADATA_KEY, status_details
 
@@ -62,13 +61,6 @@ def test_an_exceeded_limit_is_a_quota_failure_with_a_retry_delay():
     assert unpack(error, error_details_pb2.QuotaFailure).violations[0].subject == "QUEUE_FULL"
     assert unpack(error, error_details_pb2.ErrorInfo).metadata["needed"] == "5"
     assert unpack(error, error_details_pb2.BadRequest) is None
-
-
-@pytest.mark.parametrize(
-    "kind", [error_details_pb2.RetryInfo, error_details_pb2.QuotaFailure], ids=lambda k: k.__name__
-)
-def test_details_that_do_not_apply_are_left_out(kind):
-    assert unpack(UnavailableError("what", "ENGINE_RESTARTING"), kind) is None
 
 
 @pytest.mark.parametrize("character", ["x", "\u20ac", "\n"])
