@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.engines.reference_losses import reference_loss
 from support.repository.results import write_result
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
@@ -65,7 +66,7 @@ class Problem:
         """Mean squared errors by the float64 reference."""
         columns = self.matrix.T.astype(np.float64)
         values = reference.evaluate(self.programs, columns, vectors)
-        return reference.loss(Loss.MSE, values, self.target)
+        return reference_loss(Loss.MSE, values, self.target)
 
 
 def problem(rows: int, trees: int, seed: int) -> Problem:

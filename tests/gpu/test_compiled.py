@@ -10,10 +10,10 @@ import pytest
 
 from support.engines.evaluations import Evaluate
 from support.engines.operators import assert_close, expected_of, operand_rows, subprograms
+from support.engines.reference_losses import reference_loss
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.reference import loss as reference_loss
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from support.engines.accuracy import rounded_threshold
+from support.engines.error_bounds import error_limit, excess
 from support.engines.hard_cases import exact_values, hard_operands, near_multiples_of_half_pi
 from warpfit.dataset import Dataset
-from warpfit.expressions.error_bounds import BOUNDS, Bound, excess
+from warpfit.expressions.error_bounds import BOUNDS, Bound
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier
@@ -48,7 +49,7 @@ def largest_share(evaluate, name: str, operands, bound: Bound, **options) -> flo
     share = excess(bound, list(operands), got, exact)
     worst = int(share.argmax())
     with np.errstate(all="ignore"):
-        limit = bound.limit(list(operands), exact.astype(got.dtype))[worst]
+        limit = error_limit(bound, list(operands), exact.astype(got.dtype))[worst]
     print(
         f"{name}: {share[worst]:.3f} of the bound {limit:.3g} ({bound}) at "
         f"{operands[:, worst].tolist()}: got {got[worst]!r}, exact {exact[worst]!r}"

@@ -13,23 +13,17 @@ round a product and its sum with another number once instead of twice. It change
 
 CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide (chapter Mathematical Functions) for
 its functions, and of the PTX ISA for the instructions ``sin``, ``cos``, ``ex2``, ``lg2``, ``tanh``
-and ``sqrt`` with ``.approx``; bounds of what is built of them follow by first-order error analysis.
+and ``sqrt`` with ``.approx``; bounds of combinations follow by first-order error analysis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from warpfit.expressions.derivatives import FUNCTIONS
 from warpfit.ops import OPERATORS
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +36,6 @@ class Bound:
     """Bound where it is larger than that of ``ulp``."""
     where: str = ""
     """Condition on the operands under which the bound holds; empty for all."""
-
-    def limit(self, operands: Sequence[Array], exact: Array) -> Array:
-        """Return the largest allowed distance from the exact values, float64 [rows].
-
-        It is infinite where there is no bound.
-
-        Args:
-            operands: columns [rows] of the data's type.
-            exact: the exact values in the data's type, [rows].
-
-        """
-        names = dict(zip("abc", (x.astype(np.float64) for x in operands), strict=False))
-        names["r"] = exact.astype(np.float64)
-        with np.errstate(all="ignore"):
-            info = np.finfo(exact.dtype)  # NumPy's spacing of the largest number is infinite
-            size = np.minimum(np.abs(exact), info.max - np.spacing(info.max / 2))
-            ulp = np.spacing(size).astype(np.float64)
-            limit = np.maximum(_value(self.ulp, names) * ulp, _value(self.absolute, names))
-            holds = _value(self.where, names) if self.where else True
-        return np.asarray(np.where(holds, limit, np.inf))
-
-
-def _value(text: str, names: Mapping[str, Array]) -> Any:
-    return eval(text, {"__builtins__": {}, **FUNCTIONS, **names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,31 +108,3 @@ _BOUNDS: Final[Mapping[str, Bounds]] = {
 BOUNDS: Final[Mapping[str, Bounds]] = MappingProxyType(
     {name: _BOUNDS.get(name, Bounds()) for name in OPERATORS}
 )
-
-
-def excess(bound: Bound, operands: Sequence[Array], got: Array, exact: Array) -> NDArray[Any]:
-    """Return the error of each result as a share of its bound, at most 1 if it is kept.
-
-    An infinity is compared as the largest finite number. Where only one of result and exact value
-    is NaN, the error is infinite.
-
-    Args:
-        bound: bound of the operator.
-        operands: columns [rows] of the data's type.
-        got: an engine's results, [rows].
-        exact: the exact values [rows], with at least the digits of ``got``.
-
-    Returns:
-        float64 [rows].
-
-    """
-    with np.errstate(all="ignore"):
-        rounded = exact.astype(got.dtype)
-        largest = np.longdouble(np.finfo(got.dtype).max)
-        wide = [np.clip(x.astype(np.longdouble), -largest, largest) for x in (got, rounded)]
-        distance = np.abs(wide[0] - wide[1]).astype(np.float64)
-        limit = bound.limit(operands, rounded)
-        share = np.where(distance == 0, 0.0, distance / limit)
-    one_is_nan = np.isnan(got) != np.isnan(rounded)
-    share = np.where(one_is_nan, np.inf, share)
-    return np.where(np.isinf(limit) | (np.isnan(got) & np.isnan(rounded)), 0.0, share)

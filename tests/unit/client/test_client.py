@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 import warpfit
+from support.engines.reference_losses import reference_loss
 from support.load.client_work import EXPRESSIONS, PARAMETERS, WEIGHTS, X, Y, expected_values
 from support.servers.loopback import serve
-from warpfit.expressions import reference
 from warpfit.transport.settings import TransportConfig
 
 
@@ -31,7 +31,7 @@ def test_losses_are_one_number_an_expression(client, loss, weights):
     data = client.upload(X, Y, weights)
     losses = client.evaluate(data, EXPRESSIONS, PARAMETERS, loss=loss.value)
     assert losses.dtype == np.float64
-    expected = reference.loss(loss, expected_values().T, Y, weights)
+    expected = reference_loss(loss, expected_values().T, Y, weights)
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
 
 

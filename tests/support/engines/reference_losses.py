@@ -1,0 +1,46 @@
+"""The built-in losses in NumPy by their definitions, against which all engines are tested."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from warpfit.request import Loss
+
+Floats = NDArray[np.float64]
+
+
+def reference_loss(
+    kind: Loss, values: ArrayLike, target: ArrayLike, weights: ArrayLike | None = None
+) -> Floats:
+    """Compute a built-in loss over the last axis of ``values`` by its definition.
+
+    Args:
+        kind: which loss.
+        values: predictions [..., rows].
+        target: [rows].
+        weights: [rows], or None for 1 everywhere.
+
+    Returns:
+        float64 [...].
+
+    """
+    f = np.asarray(values, dtype=np.float64)
+    y = np.asarray(target, dtype=np.float64)
+    w = np.ones_like(y) if weights is None else np.asarray(weights, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        if kind is Loss.MAE:
+            return np.asarray(np.sum(w * np.abs(f - y), axis=-1) / np.sum(w))
+        sse = np.sum(w * np.square(f - y), axis=-1)
+        from_first = y - y[0]  # so that a large mean costs no digits
+        mean = np.sum(w * from_first) / np.sum(w)
+        total = np.sum(w * np.square(from_first - mean))
+        return np.asarray(
+            {
+                Loss.SSE: sse,
+                Loss.MSE: sse / np.sum(w),
+                Loss.RMSE: np.sqrt(sse / np.sum(w)),
+                Loss.R2: 1.0 - sse / total,
+                Loss.NMSE: sse / total,
+            }[kind]
+        )
