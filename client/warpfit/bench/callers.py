@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
     done: float
     """When it ended; of one that was never sent, when the time was over."""
     error: str
-    """Reason of a failure, empty if there was none."""
+    """Reason of a failure, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

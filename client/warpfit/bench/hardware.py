@@ -26,7 +26,6 @@ _PACKAGES: Final = (
     *("cupy-cuda13x", "cupy-cuda12x", "torch", "jax", "evogp", "matplotlib", "scikit-learn"),
 )
 _GPU_FIELDS: Final = ("name", "driver_version", "clocks.max.sm", "memory.total", "compute_cap")
-_COPIED_BYTES: Final = 32 << 20
 #: Special functions of each operator: a power is a logarithm and an exponential.
 _SPECIAL: Final = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
 #: Vector instructions of one special function on a device without a unit for them: a polynomial of
@@ -147,14 +146,14 @@ def _cores() -> int:
 
 def _copy_rate() -> float:
     """Measure how many bytes all cores together read and write in a second; the best of five."""
-    threads = min(_cores(), 16)
-    pairs = [(np.ones(_COPIED_BYTES // 8), np.empty(_COPIED_BYTES // 8)) for _ in range(threads)]
+    threads, count = min(_cores(), 16), 32 << 20
+    pairs = [(np.ones(count // 8), np.empty(count // 8)) for _ in range(threads)]
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(5):
             started = time.perf_counter()
             list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), pairs))
-            best = max(best, 2 * _COPIED_BYTES * threads / (time.perf_counter() - started))
+            best = max(best, 2 * count * threads / (time.perf_counter() - started))
     return best
 
 

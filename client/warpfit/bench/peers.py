@@ -220,6 +220,6 @@ PEERS: Final[Mapping[str, type[Peer]]] = MappingProxyType(
 
 def installed(engine: str) -> tuple[list[str], list[str]]:
     """Return the names of an engine's peers that are installed, and of those that are not."""
-    of_engine = [name for name, peer in PEERS.items() if peer.engine == engine]
-    names = [name for name in of_engine if find_spec(PEERS[name].needs)]
-    return names, [name for name in of_engine if name not in names]
+    needs = {name: peer.needs for name, peer in PEERS.items() if peer.engine == engine}
+    names = [name for name, module in needs.items() if find_spec(module)]
+    return names, [name for name in needs if name not in names]

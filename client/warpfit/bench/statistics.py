@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-#: A percentile is reported if at least so many measurements lie beyond it.
-_BEYOND: Final = 5
 
 
 def summarise(samples: ArrayLike) -> dict[str, Any]:
@@ -42,9 +39,9 @@ def summarise(samples: ArrayLike) -> dict[str, Any]:
 
 
 def percentile(ordered: ArrayLike, percent: float) -> float | None:
-    """Return a percentile of sorted measurements, or None if too few of them lie beyond it."""
+    """Return a percentile of sorted measurements, or None if fewer than five lie beyond it."""
     values = np.asarray(ordered, dtype=np.float64)
-    if len(values) * (100 - percent) / 100 < _BEYOND:
+    if len(values) * (100 - percent) / 100 < 5:
         return None
     return float(np.percentile(values, percent))
 

@@ -8,7 +8,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,12 +29,19 @@ if TYPE_CHECKING:
 
 #: Exit status of a command whose reader, such as ``head``, has closed the pipe: 128 plus SIGPIPE.
 _PIPE_CLOSED: Final = 141
+_LOSSES: Final = "a name, or an expression over f, y, w and d"
+#: Commands with parsers of their own, and the modules that run them.
+_DELEGATED: Final = {
+    "serve": "warpfit_server.__main__",
+    "precompile": "warpfit_server.precompile",
+    "bench": "warpfit.bench.command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status: 0, 2 for an error, 130 for an interrupt.
+    """Run the command; return its exit status.
 
-    It is 141 where nobody reads what the command prints.
+    It is 0, 2 for an error, 130 for an interrupt, and 141 if nobody reads what the command prints.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -51,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Tell whether what standard output goes to has been closed at its other end."""
+    """Return whether the reading end of standard output is closed."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -59,12 +66,9 @@ def _reader_is_gone() -> bool:
 
 def _run(words: list[str]) -> int:
     try:
-        if words[:1] == ["serve"]:
-            return _serve(words[1:])
-        if words[:1] == ["precompile"]:
-            return _precompile(words[1:])
-        if words[:1] == ["bench"]:
-            return _bench(words[1:])
+        module = _DELEGATED.get(words[0]) if words else None
+        if module is not None:
+            return _delegate(module, words[1:])
         options = _parser().parse_args(words)
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
@@ -76,6 +80,16 @@ def _run(words: list[str]) -> int:
     return 0
 
 
+def _delegate(module: str, words: list[str]) -> int:
+    """Hand the words to the ``main`` of another module."""
+    from warpfit.embedded import require_server
+
+    if module.startswith("warpfit_server"):
+        require_server()
+    command: Callable[[list[str]], int] = import_module(module).main
+    return command(words)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit",
@@ -83,8 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # serve, precompile, bench: only for the list. `main` hands what is behind them to parsers of
-    # their own.
+    # These three are here for the list of commands alone: see `_DELEGATED`.
     commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
     commands.add_parser("precompile", help="compile what a server's first start would compile")
     commands.add_parser("bench", help="measure this machine, or load a running server")
@@ -136,27 +149,15 @@ def _add_eval(commands: Any) -> None:
         "p2, ... are parameters. Put -- before an expression that begins with a minus.",
         epilog="example: warpfit eval data.csv 'x1*p1 + x2' --target y --params 1.5",
     )
-    evaluate.add_argument("file", type=Path, metavar="FILE.csv")
-    evaluate.add_argument("expression")
-    evaluate.add_argument("--target", metavar="COLUMN", help="column to predict")
-    evaluate.add_argument(
-        "--params", type=float, nargs="+", default=[], metavar="P", help="values of p1, p2, ..."
-    )
-    evaluate.add_argument(
-        "--loss",
-        help="a name, or an expression over f, y, w and d (default: mse if there is a target)",
-    )
-    evaluate.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
-    evaluate.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    evaluate.add_argument("--precision", choices=list(Precision), default=Precision.PRECISE)
-    evaluate.add_argument("--tier", choices=list(Tier), default=Tier.AUTO)
-    evaluate.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
-    evaluate.add_argument(
-        "--head", type=int, default=5, metavar="N", help="rows to print (default: 5)"
-    )
-    evaluate.add_argument("--profile", action="store_true", help="print where the time went")
-    evaluate.add_argument("--timeout", type=float, metavar="SECONDS")
-    add_flags(evaluate)
+    add = evaluate.add_argument
+    add("--target", metavar="COLUMN", help="column to predict")
+    add("--params", type=float, nargs="+", default=[], metavar="P", help="values of p1, p2, ...")
+    add("--loss", help=f"{_LOSSES} (default: mse if there is a target)")
+    add("--precision", choices=list(Precision), default=Precision.PRECISE)
+    add("--tier", choices=list(Tier), default=Tier.AUTO)
+    add("--head", type=int, default=5, metavar="N", help="rows to print (default: 5)")
+    add("--profile", action="store_true", help="print where the time went")
+    _add_data_flags(evaluate, "float32")
     evaluate.set_defaults(command=_eval)
 
 
@@ -167,29 +168,28 @@ def _add_fit(commands: Any) -> None:
         description="Fit the parameters p1, p2, ... of an expression to the target column.",
         epilog="example: warpfit fit data.csv 'p1*exp(p2*x1)' --target y --params 1 0.1",
     )
-    fit.add_argument("file", type=Path, metavar="FILE.csv")
-    fit.add_argument("expression")
-    fit.add_argument("--target", metavar="COLUMN", required=True, help="column to predict")
-    fit.add_argument(
-        "--params", type=float, nargs="+", default=None, metavar="P", help="start (default: ones)"
-    )
-    fit.add_argument(
-        "--loss", default="mse", help="a name, or an expression over f, y, w and d (default: mse)"
-    )
-    fit.add_argument("--method", choices=list(Method), default=Method.AUTO)
-    fit.add_argument(
-        "--accuracy",
-        choices=list(Accuracy),
-        default=Accuracy.FINAL,
-        help="tolerances and iterations (default: final)",
-    )
-    fit.add_argument("--iterations", type=int, metavar="N", help="default: as the accuracy says")
-    fit.add_argument("--address", metavar="HOST:PORT", help="default: start a server here")
-    fit.add_argument("--dtype", choices=("float32", "float64"), default="float64")
-    fit.add_argument("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
-    fit.add_argument("--timeout", type=float, metavar="SECONDS")
-    add_flags(fit)
+    add = fit.add_argument
+    add("--target", metavar="COLUMN", required=True, help="column to predict")
+    add("--params", type=float, nargs="+", metavar="P", help="start (default: ones)")
+    add("--loss", default="mse", help=f"{_LOSSES} (default: mse)")
+    add("--method", choices=list(Method), default=Method.AUTO)
+    accuracies = "tolerances and iterations (default: final)"
+    add("--accuracy", choices=list(Accuracy), default=Accuracy.FINAL, help=accuracies)
+    add("--iterations", type=int, metavar="N", help="default: as the accuracy says")
+    _add_data_flags(fit, "float64")
     fit.set_defaults(command=_fit)
+
+
+def _add_data_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """Add what commands on a file of data have in common."""
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE.csv")
+    add("expression")
+    add("--address", metavar="HOST:PORT", help="default: start a server here")
+    add("--dtype", choices=("float32", "float64"), default=dtype)
+    add("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
+    add("--timeout", type=float, metavar="SECONDS")
+    add_flags(parser)
 
 
 def _rows(text: str) -> slice:
@@ -200,30 +200,6 @@ def _rows(text: str) -> slice:
 
 
 # ------------------------------------------------------------------------------------- commands
-
-
-def _serve(arguments: list[str]) -> int:
-    from warpfit.embedded import require_server
-
-    require_server()
-    from warpfit_server.__main__ import main as serve
-
-    return serve(arguments)
-
-
-def _precompile(arguments: list[str]) -> int:
-    from warpfit.embedded import require_server
-
-    require_server()
-    from warpfit_server.precompile import main as precompile
-
-    return precompile(arguments)
-
-
-def _bench(arguments: list[str]) -> int:
-    from warpfit.bench.command import main as bench
-
-    return bench(arguments)
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -314,7 +290,7 @@ def _token(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _client(options: argparse.Namespace) -> Iterator[Client]:
-    """Connect to the server that was named, or to one of this command's own."""
+    """Connect to the server that was named, or to one that is started for this command."""
     from warpfit.client import connect
     from warpfit.embedded import embedded_server
 

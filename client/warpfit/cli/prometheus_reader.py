@@ -1,4 +1,4 @@
-"""Figures of a server's metrics port, read twice and compared."""
+"""Reader of a server's Prometheus metrics, and what changed between two readings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from urllib.error import URLError
 
 from warpfit.errors import InvalidArgumentError, UnavailableError, WarpfitError
 
-#: Seconds that a server may take to answer.
-_TIMEOUT = 5.0
+_TIMEOUT_SECONDS = 5.0
 #: Most bytes that are read of a page.
 _MOST_BYTES = 64 << 20
 
@@ -36,37 +35,37 @@ class Scrape:
                 yield dict(pairs), value
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum of the samples of this name that have these labels."""
+        """Return the sum of the samples of this name that have these labels."""
         return sum(value for _, value in self.matching(name, **labels))
 
     def labels(self, name: str, label: str) -> list[str]:
-        """Values of a label, in order."""
+        """Return the values of a label, in order."""
         return sorted({pairs[label] for pairs, _ in self.matching(name)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """Two scrapes of one server; counters that went backwards were started again."""
+    """Two scrapes of one server; a counter that is lower in the second one was reset."""
 
     before: Scrape
     after: Scrape
 
     def increase(self, name: str, **labels: str) -> float:
-        """How much counters have grown together."""
+        """Return how much counters have grown together."""
         grown = self.after.total(name, **labels) - self.before.total(name, **labels)
         return grown if grown >= 0 else self.after.total(name, **labels)
 
     def rate(self, name: str, **labels: str) -> float:
-        """How much counters have grown for each second."""
+        """Return how much counters have grown for each second."""
         return self.increase(name, **labels) / max(self.after.moment - self.before.moment, 1e-9)
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """Mean of what a histogram has observed between the two; None without observations."""
+        """Return the mean of what a histogram observed in between; None without observations."""
         count = self.increase(f"{name}_count", **labels)
         return self.increase(f"{name}_sum", **labels) / count if count else None
 
     def quantile(self, share: float, name: str, **labels: str) -> float | None:
-        """Quantile of what a histogram has observed, interpolated as Prometheus does."""
+        """Return a quantile of what a histogram observed, interpolated as Prometheus does."""
         bounds = {pairs["le"] for pairs, _ in self.after.matching(f"{name}_bucket", **labels)}
         buckets = [
             (float(bound), self.increase(f"{name}_bucket", le=bound, **labels))
@@ -95,7 +94,9 @@ def scrape(address: str) -> Scrape:
     """
     parse: Any = _parser()
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=_TIMEOUT) as answer:
+        with urllib.request.urlopen(
+            f"http://{address}/metrics", timeout=_TIMEOUT_SECONDS
+        ) as answer:
             text = answer.read(_MOST_BYTES).decode()
         samples = {
             (sample.name, frozenset(sample.labels.items())): float(sample.value)
@@ -110,14 +111,13 @@ def scrape(address: str) -> Scrape:
 
 
 def _no_metrics(address: str, error: Exception | None) -> WarpfitError:
-    """Make the error for an address without metrics: nothing is there, or something else."""
+    """Return the error for an address where nothing answers, or something without metrics."""
     remedy = (
         "Give the server's metrics port, which `warpfit serve --metrics-port PORT` opens and its "
         "start-up line names; the port for gRPC has no metrics"
     )
     cause = error.reason if isinstance(error, URLError) else error
-    is_away = isinstance(cause, TimeoutError | ConnectionRefusedError | socket.gaierror)
-    if is_away:
+    if isinstance(cause, TimeoutError | ConnectionRefusedError | socket.gaierror):
         return UnavailableError(f"nothing answers at {address}: {cause}", "NO_METRICS", remedy)
     return InvalidArgumentError(
         f"what answers at {address} has no metrics of warpfit", "NO_METRICS", remedy, "address"

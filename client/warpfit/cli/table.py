@@ -1,4 +1,4 @@
-"""Reading a CSV file of numbers, with errors that name the place."""
+"""CSV files of numbers, read with errors that name the place."""
 
 from __future__ import annotations
 

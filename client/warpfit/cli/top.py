@@ -1,4 +1,4 @@
-"""``warpfit top``: a live view of a server, from its metrics port."""
+"""``warpfit top``: a live view of a server's metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def top(address: str, interval: float, *, once: bool) -> None:
 
     Args:
         address: HOST:PORT of the server's metrics port.
-        interval: seconds between two looks.
-        once: whether to look twice, print what happened in between, and return.
+        interval: seconds between two readings.
+        once: whether to read twice, print what happened in between, and return.
 
     Raises:
         InvalidArgumentError: if rich is not installed, or the port has other metrics.
@@ -41,7 +41,7 @@ def top(address: str, interval: float, *, once: bool) -> None:
 
 
 def view(change: Change) -> Any:
-    """Lay out what happened between two scrapes; a rich renderable."""
+    """Lay out what happened between two scrapes, as a rich renderable."""
     from rich.columns import Columns
 
     parts = (_summary, _latency, _stages, _tenants, _caches, _gpus, _processes)
@@ -144,7 +144,7 @@ def _table(title: str, *columns: str) -> Any:
 
 
 def _next(address: str, last: Scrape) -> Scrape:
-    """Read the metrics again, or return the last ones while the server is away."""
+    """Read the metrics again; return the last ones while the server does not answer."""
     try:
         return scrape(address)
     except UnavailableError:

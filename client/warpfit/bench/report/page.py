@@ -82,10 +82,9 @@ def write_report(paths: Sequence[Path], directory: Path) -> list[Path]:
 def _page(
     documents: Sequence[Document], found: Sequence[System], figures: Sequence[str]
 ) -> Iterator[str]:
-    ends = [d["date"] + ("" if d["complete"] else ", not finished") for d in documents]
-    subtitle = "; ".join(
-        f"profile {d['profile']}, {e}" for d, e in zip(documents, ends, strict=True)
-    )
+    subtitle = "; ".join(f"{d['profile']} profile of {d['date']}" for d in documents)
+    if not all(document["complete"] for document in documents):
+        subtitle += ", not finished"
     yield "<!doctype html><html lang=en><head><meta charset=utf-8>"
     yield "<meta name=viewport content='width=device-width,initial-scale=1'>"
     yield f"<title>warpfit bench</title><style>{_STYLE}</style></head><body>"
