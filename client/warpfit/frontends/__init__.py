@@ -10,7 +10,7 @@ from warpfit.parse import parser
 
 
 def as_program(expression: object, names: Sequence[str] = ()) -> Program:
-    """Convert whatever is an expression.
+    """Convert an expression of any supported kind.
 
     Args:
         expression: text, a `Program`, a SymPy expression, a DEAP ``PrimitiveTree``, or a gplearn

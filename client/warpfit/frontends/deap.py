@@ -68,8 +68,8 @@ def from_deap(
 class Evaluator:
     """Scores DEAP trees on a server, a whole generation in one call.
 
-    Register it as DEAP's ``evaluate`` and its `map` as DEAP's ``map``; DEAP's algorithms call
-    ``toolbox.map(toolbox.evaluate, individuals)`` and notice nothing::
+    Register it as DEAP's ``evaluate`` and its `map` as DEAP's ``map``: DEAP's algorithms call
+    ``toolbox.map(toolbox.evaluate, individuals)``::
 
         evaluate = Evaluator(client, data, pset)
         toolbox.register("evaluate", evaluate)
@@ -139,7 +139,7 @@ class Evaluator:
         return [(loss if np.isfinite(loss) else self._worst,) for loss in losses.tolist()]
 
     def _programs(self, trees: Sequence[Any]) -> list[Program]:
-        converter = _Converter(self.pset, self.operators or {}, self.data.names)
+        converter = self._converter()
         programs: list[Program] = []
         try:
             for tree in trees:
@@ -149,9 +149,13 @@ class Evaluator:
             raise
         return programs
 
+    def _converter(self) -> _Converter:
+        return _Converter(self.pset, self.operators or {}, self.data.names)
+
     def _fit(self, trees: Sequence[Any], programs: Sequence[Program]) -> NDArray[np.float64]:
         lifted, starts = zip(*(program.lift_constants() for program in programs), strict=True)
-        ephemeral = [self._ephemeral(tree) for tree in trees]
+        converter = self._converter()
+        ephemeral = [_ephemeral_places(tree, converter) for tree in trees]
         fit = self.client.optimize(
             self.data,
             lifted,
@@ -169,24 +173,24 @@ class Evaluator:
                     tree[place].value = value
         return fit.loss
 
-    def _ephemeral(self, tree: Any) -> list[int | None]:
-        """Place of each constant of a tree if it is an ephemeral one, else None."""
-        from deap.gp import MetaEphemeral
 
-        converter = _Converter(self.pset, self.operators or {}, self.data.names)
-        return [
-            place if isinstance(type(node), MetaEphemeral) else None
-            for place, node in enumerate(tree)
-            if converter.node(node)[0] == CONSTANT
-        ]
+def _ephemeral_places(tree: Any, converter: _Converter) -> list[int | None]:
+    """Return the place of each constant of a tree if it is an ephemeral one, else None."""
+    from deap.gp import MetaEphemeral
+
+    return [
+        place if isinstance(type(node), MetaEphemeral) else None
+        for place, node in enumerate(tree)
+        if converter.node(node)[0] == CONSTANT
+    ]
 
 
 class _Converter:
-    """Nodes of trees of one primitive set; what a name means is found out once."""
+    """Converts trees of one primitive set; each name is looked up once."""
 
     def __init__(self, pset: Any, operators: Mapping[str, str], names: Sequence[str]) -> None:
         self.context: Mapping[str, Any] | None = None if pset is None else pset.context
-        self.rows = {**PRIMITIVES, **operators}
+        self.functions = {**PRIMITIVES, **operators}
         self.operators = operators
         self.arguments = _indices(() if pset is None else pset.arguments)
         self.variables = _indices(names)
@@ -215,10 +219,10 @@ class _Converter:
             function: Any = (self.context or {}).get(name)
             if isinstance(function, np.ufunc) or getattr(function, "__module__", "") in _MODULES:
                 name = function.__name__
-        return operator_node(name, entry.arity, self.rows, "DEAP")
+        return operator_node(name, entry.arity, self.functions, "DEAP")
 
     def _named(self, entry: Any) -> Node:
-        """A symbolic terminal: an argument of the function, or a terminal with a name."""
+        """Convert a symbolic terminal: an argument of the function, or a constant with a name."""
         name = entry.value
         argument = _ARGUMENT.fullmatch(entry.name)
         for indices in (self.variables, self.arguments):

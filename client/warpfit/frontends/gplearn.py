@@ -28,14 +28,14 @@ def from_gplearn(program: Any, operators: Mapping[str, str] | None = None) -> Pr
         InvalidArgumentError: if a function is unknown.
 
     """
-    rows = {**FUNCTIONS, **(operators or {})}
+    functions = {**FUNCTIONS, **(operators or {})}
     tree = getattr(program, "_program", program).program
-    return from_prefix(_node(entry, rows) for entry in tree)
+    return from_prefix(_node(entry, functions) for entry in tree)
 
 
-def _node(entry: Any, rows: Mapping[str, str]) -> Node:
+def _node(entry: Any, functions: Mapping[str, str]) -> Node:
     if hasattr(entry, "arity"):
-        return operator_node(entry.name, entry.arity, rows, "gplearn")
+        return operator_node(entry.name, entry.arity, functions, "gplearn")
     if isinstance(entry, float):
         return CONSTANT, float(entry), 0
     return VARIABLE, float(entry), 0

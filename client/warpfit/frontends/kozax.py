@@ -57,15 +57,15 @@ def from_kozax(
     strings: Mapping[int, str] = strategy.node_to_string
     leaves = [strings[index] for index in sorted(strings) if not strategy.slots[index]]
     indices = {name: index for index, name in enumerate(names or leaves)}
-    rows = {**SYMBOLS, **(operators or {})}
-    return from_prefix(_nodes(tree, strings, indices, rows))
+    functions = {**SYMBOLS, **(operators or {})}
+    return from_prefix(_nodes(tree, strings, indices, functions))
 
 
 def _nodes(
     tree: NDArray[Any],
     strings: Mapping[int, str],
     indices: Mapping[str, int],
-    rows: Mapping[str, str],
+    functions: Mapping[str, str],
 ) -> list[Node]:
     nodes: list[Node] = []
     waiting = [len(tree) - 1]
@@ -75,7 +75,7 @@ def _nodes(
         operands = [int(place) for place in row[1:-1] if place >= 0]
         waiting.extend(reversed(operands))
         if operands:
-            nodes.append(operator_node(strings[kind], len(operands), rows, "Kozax"))
+            nodes.append(operator_node(strings[kind], len(operands), functions, "Kozax"))
         elif kind == _CONSTANT:
             nodes.append((CONSTANT, float(row[-1]), 0))
         else:

@@ -1,4 +1,4 @@
-"""What the front ends for trees in prefix order share."""
+"""Conversion of trees in prefix order, which several front ends share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.grammar import ALIASES, CHAINED
 from warpfit.ir import Program
-from warpfit.ops import BY_CODE, OPERATORS, Operator
+from warpfit.ops import BY_CODE, OPERATORS
 
 #: Code, value and number of operands of one node; a leaf has no operands.
 Node = tuple[int, float, int]
@@ -46,20 +46,20 @@ def from_prefix(nodes: Iterable[Node]) -> Program:
     return Program(codes, values)
 
 
-def operator_node(name: str, operands: int, rows: Mapping[str, str], library: str) -> Node:
+def operator_node(name: str, operands: int, names: Mapping[str, str], library: str) -> Node:
     """Make the node of a function by its name.
 
     Args:
         name: the function's name in the library.
         operands: number of its operands.
-        rows: operator for each name that has one; the operators' own names and aliases are known.
+        names: operators by the library's names; their own names and aliases are known.
         library: for the error message.
 
     Raises:
         InvalidArgumentError: if the name or the number of operands is unknown.
 
     """
-    row = OPERATORS.get(rows.get(name, ALIASES.get(name, name)))
+    row = OPERATORS.get(names.get(name, ALIASES.get(name, name)))
     if row is None:
         raise InvalidArgumentError(
             f"{library} function {name!r} is no operator of warpfit",
@@ -67,11 +67,6 @@ def operator_node(name: str, operands: int, rows: Mapping[str, str], library: st
             f"Pass operators={{{name!r}: '...'}} with one of {', '.join(OPERATORS)}",
             "expressions",
         )
-    _check_operands(row, name, operands, library)
-    return row.code, 0.0, operands
-
-
-def _check_operands(row: Operator, name: str, operands: int, library: str) -> None:
     if operands != row.arity and not (row.name in CHAINED and operands > row.arity):
         raise InvalidArgumentError(
             f"{library} function {name!r} has {operands} operands, {row.name} takes {row.arity}",
@@ -79,3 +74,4 @@ def _check_operands(row: Operator, name: str, operands: int, library: str) -> No
             "Map it to another operator with operators={...}",
             "expressions",
         )
+    return row.code, 0.0, operands

@@ -46,7 +46,7 @@ _ORDERING: Final = COMPARISONS | {"min", "max", "relu"}
 #: Larger whole numbers become floats: SymPy multiplies integer powers of integers out.
 _LARGEST_INTEGER: Final = 10
 
-#: What a node is made of, in postfix order: nodes and the names of operators.
+#: The operands of a node and the names of its operators, in postfix order.
 _Pieces = list[Any]
 
 
@@ -126,7 +126,7 @@ def _chain(operands: _Pieces, name: str) -> _Pieces:
 
 
 def _sum(node: Any) -> _Pieces:
-    """Terms with a positive sign first, then the others subtracted."""
+    """Add the terms with a positive sign, then subtract the others."""
     positive = [term for term in node.args if not term.could_extract_minus_sign()]
     negative = [-term for term in node.args if term.could_extract_minus_sign()]
     if not positive:
@@ -138,7 +138,7 @@ def _sum(node: Any) -> _Pieces:
 
 
 def _product(node: Any) -> _Pieces:
-    """Quotient of the factors and of those with a negative constant exponent.
+    """Divide the factors by those with a negative constant exponent.
 
     A rational number is divided, not rounded to a factor first.
     """

@@ -1,4 +1,4 @@
-"""Formulas as genetic programming handles them: postfix tuples, and the ways to vary them.
+"""Genomes: formulas as postfix tuples, and the operations of genetic programming on them.
 
 A gene is an operator's wire code, a variable (its index plus `VARIABLES`), or a float: a constant
 with the value that it was last fitted to. Operands stand before their operator, as in a `Program`.
@@ -21,9 +21,9 @@ from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 Gene: TypeAlias = int | float
 Genome: TypeAlias = tuple[Gene, ...]
 
-#: Gene of variable 0: above every wire code.
+#: Gene of variable 0, above every wire code.
 VARIABLES: Final = 256
-#: Wire codes of what slope and intercept absorb.
+#: Wire codes of the operators that slope and intercept absorb.
 _SCALING: Final = frozenset(OPERATORS[name].code for name in ("add", "sub", "mul", "div"))
 #: Chance that a drawn leaf is a constant.
 _CONSTANT_CHANCE: Final = 0.2
@@ -36,12 +36,12 @@ _STOP_CHANCE: Final = 0.25
 
 
 def arity(gene: Gene) -> int:
-    """Number of operands."""
+    """Return the number of operands of a gene."""
     return 0 if isinstance(gene, float) or gene >= VARIABLES else BY_CODE[gene].arity
 
 
 def start_of(genome: Genome, end: int) -> int:
-    """Index of the first gene of the subtree whose root is the gene at ``end``."""
+    """Return the index of the first gene of the subtree whose root is the gene at ``end``."""
     missing = 1
     while True:
         missing += arity(genome[end]) - 1
@@ -51,23 +51,23 @@ def start_of(genome: Genome, end: int) -> int:
 
 
 def structure(genome: Genome) -> Genome:
-    """Genome without the values of its constants: equal for formulas that differ only in them."""
+    """Return the genome with all constants 0, to compare formulas that differ only in them."""
     return tuple(0.0 if isinstance(gene, float) else gene for gene in genome)
 
 
 def constants(genome: Genome) -> list[float]:
-    """Values of the constants, in order."""
+    """Return the values of the constants, in order."""
     return [gene for gene in genome if isinstance(gene, float)]
 
 
 def with_constants(genome: Genome, values: Sequence[float]) -> Genome:
-    """Genome with other values of its constants."""
+    """Return the genome with other values of its constants."""
     fresh = iter(values)
     return tuple(float(next(fresh)) if isinstance(gene, float) else gene for gene in genome)
 
 
 def simplified(genome: Genome) -> Genome:
-    """Shorten what the fit makes equal: operators of constants alone, and what scales all of f.
+    """Remove what a fit makes redundant: operators of constants alone, and what scales all of f.
 
     A subtree of constants becomes one constant. A sum, difference, product or quotient of f and a
     constant becomes f, because slope and intercept are fitted anyway.
@@ -76,7 +76,7 @@ def simplified(genome: Genome) -> Genome:
 
 
 def _folded(genome: Genome) -> Genome:
-    """Compute what depends on constants alone."""
+    """Compute subtrees of constants alone."""
     stack: list[Genome] = []
     for gene in genome:
         count = arity(gene)
@@ -161,7 +161,7 @@ class Breeder:
         return table
 
     def _operator(self) -> int:
-        """Draw an operator; most have several operands, however many there are of either."""
+        """Draw an operator, of one operand with a fixed chance."""
         unary = self._by_arity.get(1, [])
         joining = [code for code in self.operators if code not in unary]
         if not joining or (unary and self.rng.random() < _UNARY_CHANCE):
@@ -189,7 +189,7 @@ class Breeder:
         return drawn
 
     def child(self, mother: Genome, father: Genome) -> Genome:
-        """Cross two formulas or change one; the mother herself if the child would be too long."""
+        """Cross two formulas or mutate one; the mother herself if the child would be too long."""
         chance = self.rng.random()
         if chance < 0.35:
             made = self._replace(mother, self._part(father))
@@ -207,7 +207,7 @@ class Breeder:
         return made if len(made) <= self.max_size else mother
 
     def neighbours(self, genome: Genome) -> list[Genome]:
-        """All formulas that differ in one place: another gene, or one more operator.
+        """Return all formulas that differ in one place: another gene, or one more operator.
 
         A new operator of one operand stands over any part; one of two stands over the whole, with a
         leaf beside it.
@@ -225,7 +225,7 @@ class Breeder:
         return [made for made in map(simplified, found) if len(made) <= self.max_size]
 
     def _span(self, genome: Genome) -> tuple[int, int]:
-        """Half-open range of a random subtree."""
+        """Return the half-open range of a random subtree."""
         end = self.rng.randrange(len(genome))
         return start_of(genome, end), end + 1
 

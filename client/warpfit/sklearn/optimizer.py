@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
 
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.printing import to_text
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, PARAMETER
-from warpfit.sklearn.connection import FormulaRegressor, connected, training_data
+from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 
 
 class ParameterOptimizer(FormulaRegressor):
@@ -85,57 +86,39 @@ class ParameterOptimizer(FormulaRegressor):
         self.address = address
         self.random_state = random_state
 
-    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        """Fit the parameters.
-
-        Args:
-            X: features, [rows, variables].
-            y: target, [rows].
-            sample_weight: non-negative weight of each row, [rows]; one of k counts as k rows.
-
-        Raises:
-            ValueError: for data that scikit-learn refuses.
-            ParseError: for a text that is no expression.
-            InvalidArgumentError: for a formula or settings that do not fit the data.
-            UnavailableError: if the server cannot be reached or started.
-
-        """
-        rows, target, weights = training_data(self, X, y, sample_weight)
-        names = self._names()
-        program = as_program(self.expression, names)
-        loss = as_loss(self.loss)
-        with (
-            connected(self.address) as client,
-            client.upload(rows, target, weights, names=names, dtype="float64") as data,
-        ):
-            fit = client.optimize(
-                data,
-                [program],
-                [self._starts(program)],
-                loss=loss,
-                method=self.method,
-                accuracy=self.accuracy,
-                max_iterations=self.max_iterations,
-                bounds=self.bounds,
-                standard_errors=as_function(loss).is_squares,
+    def _check_settings(self) -> None:
+        as_program(self.expression, self._names())
+        as_loss(self.loss)
+        if self.start is None and self.starts < 1:
+            raise InvalidArgumentError(
+                f"starts is {self.starts}", "BAD_SETTING", "Give a number from 1", "starts"
             )
+
+    def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
+        program = as_program(self.expression, self._names())
+        loss = as_loss(self.loss)
+        fit = client.optimize(
+            data,
+            [program],
+            [self._start_vectors(program)],
+            loss=loss,
+            method=self.method,
+            accuracy=self.accuracy,
+            max_iterations=self.max_iterations,
+            bounds=self.bounds,
+            standard_errors=as_function(loss).is_squares,
+        )
         self.parameters_ = fit.parameters[0]
         self.standard_errors_ = fit.standard_errors[0] if fit.standard_errors else None
         self.loss_, self.reason_ = float(fit.loss[0]), fit.reason[0]
         # scikit-learn wants at least one iteration to be reported.
         self.n_iter_ = max(1, int(fit.iterations[0]))
-        self.program_ = _with_numbers(program, self.parameters_)
-        self.expression_ = to_text(self.program_, names)
-        return self
+        return _with_numbers(program, self.parameters_)
 
-    def _starts(self, program: Program) -> NDArray[np.float64]:
-        """Start vectors, [starts, n]."""
+    def _start_vectors(self, program: Program) -> Floats:
+        """Return the start vectors, [starts, n]."""
         if self.start is not None:
             return np.atleast_2d(np.asarray(self.start, dtype=np.float64))
-        if self.starts < 1:
-            raise InvalidArgumentError(
-                f"starts is {self.starts}", "BAD_SETTING", "Give a number from 1", "starts"
-            )
         draw = check_random_state(self.random_state).standard_normal
         return np.vstack(
             [np.ones((1, program.parameters)), draw((self.starts - 1, program.parameters))]
@@ -148,7 +131,7 @@ class ParameterOptimizer(FormulaRegressor):
         return tags
 
 
-def _with_numbers(program: Program, parameters: NDArray[np.float64]) -> Program:
+def _with_numbers(program: Program, parameters: Floats) -> Program:
     is_parameter = program.codes == PARAMETER
     values = program.values.copy()
     values[is_parameter] = parameters[program.values[is_parameter].astype(np.int64)]

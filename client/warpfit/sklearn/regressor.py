@@ -6,17 +6,18 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
 
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.printing import to_text
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS
-from warpfit.sklearn.connection import FormulaRegressor, connected, training_data
+from warpfit.sklearn.estimator import FormulaRegressor, TrainingData
 from warpfit.sklearn.genome import Breeder, to_program
 from warpfit.sklearn.search import Formula, Search, Settings
 
@@ -114,43 +115,7 @@ class SymbolicRegressor(FormulaRegressor):
         self.verbose = verbose
         self.random_state = random_state
 
-    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        """Search a formula for y.
-
-        Args:
-            X: features, [rows, variables].
-            y: target, [rows].
-            sample_weight: non-negative weight of each row, [rows]; one of k counts as k rows.
-
-        Raises:
-            ValueError: for data that scikit-learn refuses.
-            InvalidArgumentError: for an operator or a number that makes no sense.
-            UnavailableError: if the server cannot be reached or started.
-
-        """
-        codes = self._checked_operators()
-        rows, target, weights = training_data(self, X, y, sample_weight)
-        mean = np.average(target, weights=weights)
-        variance = float(np.average((target - mean) ** 2, weights=weights))
-        seed = int(check_random_state(self.random_state).randint(2**31))
-        breeder = Breeder(random.Random(seed), codes, rows.shape[1], self.max_size)
-        with (
-            connected(self.address) as client,
-            client.upload(rows, target, weights, dtype="float64") as data,
-        ):
-            search = Search(client, data, breeder, self._settings(variance))
-            front = search.run()
-        self.n_iter_ = search.generation
-        self.equations_ = [self._equation(formula, variance) for formula in front]
-        best = _choose(self.equations_, float(weights.sum()), variance)
-        self.program_, self.expression_ = best.program, best.text
-        return self
-
-    def latex(self) -> str:
-        """LaTeX of the chosen formula."""
-        return to_latex(self.program_, self._names())
-
-    def _checked_operators(self) -> tuple[int, ...]:
+    def _check_settings(self) -> None:
         unknown = [name for name in self.operators if name not in OPERATORS]
         if unknown or not self.operators:
             raise InvalidArgumentError(
@@ -160,14 +125,24 @@ class SymbolicRegressor(FormulaRegressor):
                 "operators",
             )
         for name, least in (("population", 2), ("max_size", 1), ("fit_iterations", 1)):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if value < least:
                 raise InvalidArgumentError(
-                    f"{name} is {getattr(self, name)}",
-                    "BAD_SETTING",
-                    f"Give a number from {least}",
-                    name,
+                    f"{name} is {value}", "BAD_SETTING", f"Give a number from {least}", name
                 )
-        return tuple(OPERATORS[name].code for name in self.operators)
+
+    def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
+        rows, target, weights = training
+        mean = np.average(target, weights=weights)
+        variance = float(np.average((target - mean) ** 2, weights=weights))
+        seed = int(check_random_state(self.random_state).randint(2**31))
+        codes = tuple(OPERATORS[name].code for name in self.operators)
+        breeder = Breeder(random.Random(seed), codes, rows.shape[1], self.max_size)
+        search = Search(client, data, breeder, self._settings(variance))
+        front = search.run()
+        self.n_iter_ = search.generation
+        self.equations_ = [self._equation(formula, variance) for formula in front]
+        return _choose(self.equations_, float(weights.sum()), variance).program
 
     def _settings(self, variance: float) -> Settings:
         def report(generation: int, best: Formula) -> None:

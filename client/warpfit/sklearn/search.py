@@ -84,7 +84,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Search:
-    """One run: the population, and how often each structure has been tried."""
+    """One search: the population, and how often each structure has been tried."""
 
     client: Client
     data: DatasetHandle
@@ -99,8 +99,9 @@ class Search:
     archive: list[Formula] = field(default_factory=list)
     """The best of the populations that have been given up."""
     milestone: float = math.inf
-    """Error from which progress is counted, and for how many generations it may stay away."""
+    """Error from which progress is counted."""
     patience: int = _PATIENCE
+    """Generations that may still pass without progress."""
     generation: int = 0
 
     def run(self) -> list[Formula]:
@@ -124,7 +125,7 @@ class Search:
         return sorted(_undominated(refitted), key=_by_size)
 
     def _begin(self) -> None:
-        """Draw a new population, and put the best of the old one aside."""
+        """Draw a new population, and archive the best of the old one."""
         self.archive = _undominated([*self.archive, *self.population])
         self.tried.clear()
         self.explored.clear()
@@ -154,7 +155,7 @@ class Search:
         self.layers = [layers[index] for index in chosen]
 
     def _refined(self) -> list[Formula]:
-        """Go on with the fits of the best formulas whose iterations did not suffice."""
+        """Continue the fits of the best formulas that have not converged."""
         members = zip(self.population, self.layers, strict=True)
         waiting = {f for f, layer in members if layer == 0 and not f.settled}
         others = [f for f in self.population if f not in waiting]
@@ -176,7 +177,7 @@ class Search:
         return self._fit(scored, self.settings.fit_iterations)
 
     def _fit(self, formulas: list[Formula], iterations: int) -> list[Formula]:
-        """Fit the constants of the formulas that have some; the others are at their best."""
+        """Fit the constants of the formulas that have some."""
         finite = [f for f in formulas if math.isfinite(f.loss)]
         exact = [f for f in finite if not constants(f.genome)]
         open_ended = [f for f in finite if constants(f.genome)]
@@ -208,7 +209,7 @@ class Search:
         return [*immigrants, *self._neighbours(), *bred]
 
     def _neighbours(self) -> list[Genome]:
-        """Everything around a formula that nobody dominates, the shortest one first."""
+        """Return all neighbours of the shortest undominated formula that was not explored."""
         for formula in sorted(_undominated(self.population), key=_by_size):
             shape = structure(formula.genome)
             if shape not in self.explored:
@@ -217,7 +218,7 @@ class Search:
         return []
 
     def _parent(self) -> Genome:
-        """Win a tournament: the lowest layer, then the lowest error."""
+        """Return the winner of a tournament by layer, then by error."""
         rng: random.Random = self.breeder.rng
         size = rng.randint(1, _TOURNAMENT)
         entrants = [rng.randrange(len(self.population)) for _ in range(size)]
@@ -226,7 +227,7 @@ class Search:
 
 
 def pareto_layers(formulas: Sequence[Formula]) -> list[int]:
-    """Layer of each formula by error and size: 0 if none is as good in both and better in one."""
+    """Return the layer of each formula by error and size; nothing dominates those of layer 0."""
     order = sorted(range(len(formulas)), key=lambda i: (formulas[i].size, formulas[i].loss))
     layers = [0] * len(formulas)
     # Among formulas at most as long, the best error of each layer; it grows with the layer.
