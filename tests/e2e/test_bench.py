@@ -84,13 +84,12 @@ def test_the_report_of_it(measured, tmp_path):
     assert "no GPU" in Path(out.splitlines()[0]).read_text()
 
 
-def test_load_on_a_running_server(tmp_path):
-    with ServerProcess("--front-doors", "2") as server:
-        words = ["--rate", "60", "--seconds", "1", "--ramp", "0.2", "--rows", "50"]
-        out = tmp_path / "load.json"
-        status, _, err = finish(
-            bench("load", server.address, *words, "--expressions", "5", "--out", out)
-        )
+def test_load_on_a_running_server(server: ServerProcess, tmp_path):
+    words = ["--rate", "60", "--seconds", "1", "--ramp", "0.2", "--rows", "50"]
+    out = tmp_path / "load.json"
+    status, _, err = finish(
+        bench("load", server.address, *words, "--expressions", "5", "--out", out)
+    )
     assert status == 0, err
     found = json.loads(out.read_text())
     assert found["failed"] == {}

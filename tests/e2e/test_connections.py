@@ -1,4 +1,4 @@
-"""How many connections a front door takes."""
+"""Connections of a server: from where, and how many."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ MOST = 8
 @pytest.fixture(scope="module")
 def server():
     flags = ("--max-connections", str(MOST), "--front-doors", "1", "--health-port", "0")
-    with ServerProcess(*flags) as process:
+    with ServerProcess("--host", "0.0.0.0", "--insecure", *flags) as process:
         yield process
+
+
+def test_plain_text_on_all_addresses_if_it_is_asked_for(server):
+    port = server.address.rpartition(":")[2]
+    with warpfit.connect(f"127.0.0.2:{port}") as client:
+        assert client.info().engine == "cpu"
 
 
 def connect(address):

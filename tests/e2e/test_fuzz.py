@@ -11,7 +11,7 @@ import psutil
 from support.load.fuzz import FLAGS, Fuzzer, Sender, is_fine
 from support.servers.server import ServerProcess
 
-REQUESTS = 2400
+REQUESTS = 1200
 THREADS = 4
 GROWTH_BYTES = 32 << 20
 
@@ -28,7 +28,7 @@ def test_wrong_requests_get_answers_that_say_why():
             sender.close()
             return outcomes
 
-        send(0, 300)  # imports and compiles what is used later
+        send(0, 200)  # imports and compiles what is used later
         before = _private(family)
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)

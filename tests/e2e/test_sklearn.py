@@ -33,7 +33,7 @@ def points(rows=300, seed=0):
 @pytest.mark.parametrize("kind", [SymbolicRegressor, ParameterOptimizer])
 def test_scikit_learns_own_checks(server: ServerProcess, kind):
     """Those of `check_estimator`; none is expected to fail."""
-    small = {"population": 50, "generations": 5} if kind is SymbolicRegressor else {}
+    small = {"population": 20, "generations": 2} if kind is SymbolicRegressor else {}
     estimator = kind(address=server.address, **small)
     results = check_estimator(estimator, on_skip=None)
     passed = {result["check_name"] for result in results if result["status"] == "passed"}

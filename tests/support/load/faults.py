@@ -116,11 +116,11 @@ def endless_work(kind: str, doors: int = 1) -> dict[str, Any]:
     }
 
 
-def supervisor_sigkill(kills: int, clients: int = 4) -> dict[str, Any]:
+def supervisor_sigkill(kills: int, clients: int = 4, doors: int = 1) -> dict[str, Any]:
     """Kill the front door, start another server on the port: the clients upload by themselves."""
-    port = str(free_port())
+    flags = ("--port", str(free_port()), "--front-doors", str(doors))
     gaps = []
-    server = ServerProcess("--port", port)
+    server = ServerProcess(*flags)
     try:
         with Load(server.address, clients) as load:
             for _ in range(kills):
@@ -128,7 +128,7 @@ def supervisor_sigkill(kills: int, clients: int = 4) -> dict[str, Any]:
                 killed = time.monotonic()
                 server.kill()
                 server.stop()
-                server = ServerProcess("--port", port)
+                server = ServerProcess(*flags)
                 load.wait_for_answers(3)
                 gaps.append(load.gap(killed, time.monotonic()))
     finally:

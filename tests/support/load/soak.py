@@ -65,7 +65,7 @@ def _watch(server: ServerProcess, seconds: float) -> list[dict[str, float]]:
     samples = []
     while time.monotonic() < end:
         samples.append(_sample(server))
-        time.sleep(min(2.0, seconds / 50))
+        time.sleep(min(2.0, max(0.1, seconds / 50)))
     return samples
 
 
