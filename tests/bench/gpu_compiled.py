@@ -27,12 +27,11 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.jit.device_library import Mode
-from warpfit_server.engine.cuda.jit.grid_layout import GridLayout
+from warpfit_server.engine.cuda.jit.kernel_plan import CompiledTuning, GridLayout
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
-from warpfit_server.engine.cuda.jit.prepare import CompiledTuning
-from warpfit_server.engine.cuda.jit.shapes import lift
+from warpfit_server.engine.cuda.jit.shapes import shapes_of_batch
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
 from warpfit_server.engine.interface import Outputs, run_to_end
@@ -114,8 +113,8 @@ def compile_seconds(bench: Bench, mode: str) -> float:
     for seed in (8, 9, 10):
         fresh = bench.evaluation(resident, "thesis mix", mode, seed)
         started = time.perf_counter()
-        prepared = tier.prepare(resident, fresh)
-        bench.kernels.request(prepared.keys, priority=0).result()
+        plan = tier.plan(resident, fresh)
+        bench.kernels.request(plan.keys, priority=0).result()
         times.append(time.perf_counter() - started)
     return float(np.median(times))
 
@@ -129,7 +128,7 @@ def bound(bench: Bench, batch: Batch, mode: str, rows: int, seconds: float) -> d
     library_mode = Mode.of(np.dtype(MODES[mode][0]), MODES[mode][1])
     counts = np.bincount(batch.codes, minlength=256)
     special = sum(n * int(counts[OPERATORS[name].code]) for name, n in SPECIAL.items()) * rows
-    instructions = bench.kernels.work(library_mode, lift(batch).shapes).sum() * rows
+    instructions = bench.kernels.work(library_mode, shapes_of_batch(batch).shapes).sum() * rows
     word = library_mode.dtype.itemsize
     clock = bench.device.multiprocessors * CLOCK * 1e9
     least = {

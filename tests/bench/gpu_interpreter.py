@@ -27,8 +27,14 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.cuda.interpreter.launch_arguments import Piece
-from warpfit_server.engine.cuda.interpreter.tier import Interpreter, interpret
+from warpfit_server.engine.cuda.interpreter.chunks import (
+    InterpreterChunk,
+    evaluate_slots,
+    interpret,
+    launch_chunk,
+    lower_batch,
+)
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import upload
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -89,21 +95,22 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
         dataset.content_id, setup.batch, precision=precision, loss=Loss.MSE, values=False
     )
     device = CudaDevice()
-    interpreter, resident = Interpreter(device), upload(device, dataset)
+    interpreter, resident = InterpreterTier(device), upload(device, dataset)
     with device.stream() as context:
-        piece = Piece(0, len(setup.batch), 0, rows)
+        chunk = InterpreterChunk(0, len(setup.batch), 0, rows)
         variant = interpreter.variant(resident, evaluation)
-        work = interpreter.work(resident, evaluation, piece)
-        launch = interpreter.begin(context, resident, evaluation, piece.jobs)
-        partials = context.buffer("partials 0", piece.jobs * work.tiles * 8)
-        addresses = launch.addresses._replace(partials=partials)
+        kernels = interpreter.prepare(variant)
+        geometry = interpreter.geometry(resident, evaluation, chunk)
+        lowered = lower_batch(context, kernels, geometry, setup.batch, 10, chunk.jobs)
+        partials = context.buffer("partials 0", chunk.jobs * geometry.tiles * 8)
+        addresses = lowered.addresses._replace(partials=partials)
 
         def kernel() -> None:
-            interpret(context, launch, work, addresses, 1, piece)
+            interpret(context, lowered, geometry, addresses, chunk)
 
         def whole() -> None:
-            interpreter.evaluate_slots(context, launch, 1)
-            interpreter.start(context, launch, resident, evaluation, piece, 0)
+            evaluate_slots(context, lowered)
+            launch_chunk(context, lowered, geometry, evaluation, chunk, 0)
 
         kernel_seconds = device_time(context, kernel, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)

@@ -18,7 +18,7 @@ from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cuda.jit import grid_layout
+from warpfit_server.engine.cuda.math import modes
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
@@ -103,7 +103,7 @@ def test_pieces_add_up(compiled, monkeypatch, dtype, options):
     X, y = rng.uniform(0.5, 2, size=(200_000, 10)), rng.normal(size=200_000)
     dataset = Dataset.of(X, y, rng.uniform(size=200_000), dtype=dtype)
     one = compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options)
-    monkeypatch.setattr(grid_layout, "_AT_ONCE", dict.fromkeys(grid_layout._AT_ONCE, 1_000_000))
+    monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1_000_000))
     several = [
         compiled(dataset, programs, vectors, values=False, loss=Loss.MSE, **options).losses
         for _ in range(2)

@@ -21,8 +21,8 @@ from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Loss, Precision, Tier
-from warpfit_server.engine.cuda.interpreter.tier import Tuning
-from warpfit_server.engine.cuda.jit import grid_layout
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.cuda.math import modes
 
 X = [Program.variable(index) for index in range(3)]
 P = [Program.parameter(index) for index in range(3)]
@@ -56,7 +56,7 @@ def test_operator_of_parameters(evaluate: Evaluate, name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_programs_node_by_node(evaluate: Evaluate, tuned, dtype, rows):
     """Each node's result is NumPy's operator on the engine's own results for the operands."""
-    evaluate = tuned(Tuning(rows=rows and rows * 4 // np.dtype(dtype).itemsize))
+    evaluate = tuned(InterpreterTuning(rows=rows and rows * 4 // np.dtype(dtype).itemsize))
     rng = np.random.default_rng(7)
     data = rng.normal(size=(3, 701)).astype(dtype)
     roots = [
@@ -79,7 +79,7 @@ def test_random_programs_node_by_node(evaluate: Evaluate, tuned, dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_bytes", [Tuning().chunk_bytes, 100_000])
+@pytest.mark.parametrize("chunk_bytes", [InterpreterTuning().chunk_bytes, 100_000])
 def test_pieces_make_no_difference(evaluate: Evaluate, tuned, monkeypatch, dtype, chunk_bytes):
     """Large work goes to the device piece by piece, also where its sums would take much memory."""
     programs, vectors = thesis_mix(4, 100)
@@ -90,8 +90,8 @@ def test_pieces_make_no_difference(evaluate: Evaluate, tuned, monkeypatch, dtype
     )
     options = {"values": False, "loss": Loss.MSE, "tier": Tier.INTERPRETER}
     whole = evaluate(dataset, programs, vectors, **options)
-    monkeypatch.setattr(grid_layout, "_AT_ONCE", dict.fromkeys(grid_layout._AT_ONCE, 1_000_000))
-    cut = tuned(Tuning(chunk_bytes=chunk_bytes))(dataset, programs, vectors, **options)
+    monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1_000_000))
+    cut = tuned(InterpreterTuning(chunk_bytes=chunk_bytes))(dataset, programs, vectors, **options)
     np.testing.assert_array_equal(cut.losses, whole.losses)
 
 
@@ -255,7 +255,7 @@ def test_results_larger_than_a_chunk(evaluate: Evaluate, tuned, dtype, chunk):
     programs = [Program.apply("mul", x, P[0]) for x in X] * 5
     vectors = [rng.normal(size=(3, 1))] * 15
     whole = evaluate(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
-    pieces = tuned(Tuning(chunk_bytes=chunk))
+    pieces = tuned(InterpreterTuning(chunk_bytes=chunk))
     cut = pieces(dataset, programs, vectors, loss=Loss.SSE, rows=(17, 4999))
     np.testing.assert_array_equal(cut.values, whole.values)
     np.testing.assert_allclose(cut.losses, whole.losses, rtol=1e-13)
@@ -328,7 +328,7 @@ def tuned(engine):
 
     engines: list[CudaEngine] = []
 
-    def make(tuning: Tuning) -> Evaluate:
+    def make(tuning: InterpreterTuning) -> Evaluate:
         engines.append(CudaEngine(tuning=tuning))
         return Evaluate(engines[-1])
 

@@ -26,7 +26,7 @@ def device(engine):
 
 def assert_same(device, batch, **how):
     found = lower_on_device(device, batch, **how)
-    assert (found.unsound == lowering.NONE).all()
+    assert (found.first_invalid == lowering.ALL_VALID).all()
     for index in range(len(batch)):
         expected = Lowering(batch, index)
         assert found.code(index) == expected.code, index
@@ -97,8 +97,8 @@ def test_spoilt_tokens_are_found(device, seed):
         for index, (start, stop) in enumerate(pairwise(starts))
     ]
     assert any(expected)
-    np.testing.assert_array_equal(found.are_unsound(), expected)
-    assert found.unsound.tolist() == [int(np.argmax(expected))]
+    np.testing.assert_array_equal(found.are_invalid(), expected)
+    assert found.first_invalid.tolist() == [int(np.argmax(expected))]
 
 
 @pytest.mark.parametrize(("group", "levels"), [(3000, 3), (3000, 1), (1000, 2), (1, 3)])

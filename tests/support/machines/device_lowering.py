@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from support.machines.reference_lowering import Instruction
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering
-from warpfit_server.engine.cuda.runtime.batch_layout import Parts, pack
-from warpfit_server.engine.cuda.runtime.tokens import Tokens
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
 
 #: Bytes on both sides of the memory that nobody may write to.
 GUARD = 256
@@ -39,42 +38,42 @@ _TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A lowered batch in memory laid out as ``parts``."""
+    """A lowered batch in memory laid out as ``layout``."""
 
     batch: Batch
     memory: NDArray[np.uint8]
-    parts: Parts
-    unsound: NDArray[np.uint32]
-    """First unsound program of each group."""
+    layout: BatchLayout
+    first_invalid: NDArray[np.uint32]
+    """First invalid program of each group."""
 
     @property
     def programs(self) -> NDArray[np.uint32]:
         """First instruction, number of instructions, first slot, traits; [programs, 4]."""
-        return self._part(self.parts.programs, 4 * len(self.batch)).reshape(-1, 4)
+        return self._part(self.layout.programs, 4 * len(self.batch)).reshape(-1, 4)
 
     @property
     def order(self) -> NDArray[np.uint32]:
         """Programs, with `bytecode.DEEP`; [programs]."""
-        return self._part(self.parts.order, len(self.batch))
+        return self._part(self.layout.order, len(self.batch))
 
     @property
     def instructions(self) -> NDArray[np.uint32]:
         """[places, 2], not all of which are used."""
         size = 2 * (len(self.batch.codes) + len(self.batch))
-        return self._part(self.parts.instructions, size).reshape(-1, 2)
+        return self._part(self.layout.instructions, size).reshape(-1, 2)
 
     @property
     def slots(self) -> NDArray[np.uint32]:
         """First token, end token, first parameter value, parameters of the program; [places, 4]."""
-        size = self.parts.instructions - self.parts.slots
-        return self._part(self.parts.slots, size // 4).reshape(-1, 4)
+        size = self.layout.instructions - self.layout.slots
+        return self._part(self.layout.slots, size // 4).reshape(-1, 4)
 
     def needs(self) -> NDArray[np.uint32]:
         """Stack levels that each program needs below the top."""
         return self.programs[:, 3] >> bytecode.NEED_SHIFT & bytecode.NEED_MASK
 
-    def are_unsound(self) -> NDArray[np.bool_]:
-        """Whether each program was found unsound."""
+    def are_invalid(self) -> NDArray[np.bool_]:
+        """Return whether the lowering found each program invalid."""
         return (self.programs[:, 3] & bytecode.UNSOUND) != 0
 
     def slot_counts(self) -> NDArray[np.uint32]:
@@ -124,7 +123,7 @@ def lower_on_host(
     variables: int = 1 << 18,
     *,
     share: int = 4,
-    room: int = lowering.MOST_ROOM,
+    room: int = lowering.MAX_SHARED_TOKENS,
     group: int | None = None,
     levels: int = 3,
 ) -> Lowered:
@@ -139,32 +138,32 @@ def lower_on_host(
         levels: stack levels of a warp.
 
     """
-    library, parts = host_kernels(), Parts.of(batch)
-    guarded = np.full(parts.end + 2 * GUARD, GARBAGE, dtype=np.uint8)
-    memory = _aligned(guarded, parts.end)
+    library, layout = host_kernels(), BatchLayout.of(batch)
+    guarded = np.full(layout.end + 2 * GUARD, GARBAGE, dtype=np.uint8)
+    memory = _aligned(guarded, layout.end)
     address = memory.ctypes.data
     group = len(batch) if group is None else group
-    unsound = np.zeros(-(-len(batch) // group), dtype=np.uint32)
-    pack(Tokens.of(batch), parts, memory)
-    before = memory[: parts.uploaded].copy()
-    told = np.zeros(1, dtype=lowering.LOWER_ARGUMENTS)
+    first_invalid = np.zeros(-(-len(batch) // group), dtype=np.uint32)
+    pack(TokenArrays.of(batch), layout, memory)
+    before = memory[: layout.uploaded].copy()
+    arguments = np.zeros(1, dtype=lowering.LOWERING_ARGUMENTS)
     longest = int(batch.lengths.max())
-    lowering.tell_lower(
-        told, address, parts, len(batch), batch.vectors, variables, longest, 1 << 20
+    lowering.fill_lowering_arguments(
+        arguments, address, layout, len(batch), batch.vectors, variables, longest, 1 << 20
     )
-    told["share"], told["room"] = share, room
+    arguments["share"], arguments["room"] = share, room
     blocks = -(-len(batch) // share)
-    assert library.host_lower(ctypes.c_void_p(told.ctypes.data), blocks, max(share, 4)) == 0
+    assert library.host_lower(ctypes.c_void_p(arguments.ctypes.data), blocks, max(share, 4)) == 0
     order = np.zeros(1, dtype=lowering.ORDER_ARGUMENTS)
-    blocks = lowering.tell_order(
-        order, address, parts, len(batch), group, levels, unsound.ctypes.data
+    blocks = lowering.fill_order_arguments(
+        order, address, layout, len(batch), group, levels, first_invalid.ctypes.data
     )
     assert library.host_order(ctypes.c_void_p(order.ctypes.data), blocks, 4) == 0
-    np.testing.assert_array_equal(memory[: parts.uploaded], before)
+    np.testing.assert_array_equal(memory[: layout.uploaded], before)
     start = address - guarded.ctypes.data
     assert np.all(guarded[:start] == GARBAGE)
-    assert np.all(guarded[start + parts.end :] == GARBAGE)
-    return Lowered(batch, memory, parts, unsound)
+    assert np.all(guarded[start + layout.end :] == GARBAGE)
+    return Lowered(batch, memory, layout, first_invalid)
 
 
 def _aligned(guarded: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
@@ -194,19 +193,19 @@ def lower_on_device(
     levels: int = 3,
 ) -> Lowered:
     """Lower a batch on a `CudaDevice`; see `lower_on_host`."""
-    parts = Parts.of(batch)
+    layout = BatchLayout.of(batch)
     kernels = lowering.load_lowering(device)
     with device.stream() as context:
-        staging = context.pinned("batch", parts.end)
+        staging = context.pinned("batch", layout.end)
         staging[:] = GARBAGE
-        address = context.buffer("batch", parts.end)
+        address = context.buffer("batch", layout.end)
         context.upload(address, staging)
         context.stream.synchronize()
-        pack(Tokens.of(batch), parts, staging)
-        context.upload(address, staging[: parts.uploaded])
+        pack(TokenArrays.of(batch), layout, staging)
+        context.upload(address, staging[: layout.uploaded])
         where = (context, kernels, batch, address)
         lowering.launch_lowering(*where, variables, 8 * device.multiprocessors)
-        unsound = lowering.launch_order(*where, group or len(batch), levels)
+        first_invalid = lowering.launch_order(*where, group or len(batch), levels)
         context.download(staging, address)
         context.stream.synchronize()
-        return Lowered(batch, staging.copy(), parts, unsound.copy())
+        return Lowered(batch, staging.copy(), layout, first_invalid.copy())

@@ -1,4 +1,4 @@
-"""What the tiers cost on this device: measured at the first start, kept on disk."""
+"""Calibration of the planner: what the tiers cost on this device, measured once, kept on disk."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.planner import STARTING_COSTS, Cost, Costs
+from warpfit_server.engine.cuda.planner import DEFAULT_COSTS, CostModel, TierCost
+from warpfit_server.engine.cuda.runtime.compile_queue import CompileCounters
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.nvjitlink import CompileCounters
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.system import compile_cache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
-#: Counts the ways of measuring: what was measured in another way is measured again.
-_GENERATION: Final = 4
+#: Version of the method: results of another version are measured again.
+_VERSION: Final = 4
 _PROGRAMS: Final = 100
 _VARIABLES: Final = 10
-#: The launch is read off few rows, the rate off many: so many that a device is busy for much longer
-#: than the host's times vary (0.9 ms of an H200, with compiled kernels in precise mode).
+#: The fixed cost follows from few rows, the rate from many: enough to keep a device busy for much
+#: longer than host times vary (0.9 ms of an H200, with compiled kernels in precise mode).
 _ROWS: Final = (1_000, 2_000_000)
 _REPEATS: Final = 5
 _SEED: Final = 20_261_121
@@ -43,26 +43,26 @@ _MODES: Final[Mapping[str, tuple[np.dtype[Any], Precision]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measures both tiers in every mode with a batch of random programs."""
+    """Measures all tiers in every mode with a batch of random programs."""
 
     device: CudaDevice
     tiers: Mapping[Tier, EvaluationTier]
     compiler: CompileCounters
-    """What the compiler of the compiled tier has done."""
+    """Of the compiled tier's queue."""
 
-    def costs(self) -> Costs:
-        """Costs from disk or, if this device and version have none there, measured.
+    def costs(self) -> CostModel:
+        """Return the costs of this device and version from disk, or measure and store them.
 
         Raises:
             ResourceExhaustedError: if the device has no room for the test data.
 
         """
         path = self.device.cache_directory / "calibration" / f"{self._name()}.json"
-        known = read(path)
+        known = from_file(path)
         if known is None:
             started = time.perf_counter()
             known = self._measured()
-            compile_cache.write_plain(path, write(known))
+            compile_cache.write_plain(path, to_json(known))
             _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
         return known
 
@@ -73,29 +73,29 @@ class Calibration:
             device.multiprocessors,
             device.driver,
             version("warpfit"),
-            _GENERATION,
+            _VERSION,
         )
         return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
 
-    def _measured(self) -> Costs:
+    def _measured(self) -> CostModel:
         batch = _batch(_SEED)
         work = [len(batch.codes) * rows for rows in _ROWS]
-        costs: dict[tuple[Tier, str], Cost] = {}
+        costs: dict[tuple[Tier, str], TierCost] = {}
         compile_seconds: dict[str, float] = {}
         for mode, (dtype, precision) in _MODES.items():
             residents = [upload(self.device, _data(rows, dtype)) for rows in _ROWS]
             for tier in self.tiers:
                 times = [self._seconds(tier, precision, resident, batch) for resident in residents]
-                costs[tier, mode] = fitted(work, times)
+                costs[tier, mode] = fit_cost(work, times)
             compile_seconds[mode] = self._compile_seconds(precision, residents[0])
-        return Costs(costs, compile_seconds)
+        return CostModel(costs, compile_seconds)
 
     def _compile_seconds(self, precision: Precision, resident: ResidentDataset) -> float:
-        """CPU seconds for one expression, as the compiler itself counts them.
+        """Return the CPU seconds that the compiler takes for one expression.
 
-        What an evaluation waits for would say something else: the first one of a mode waits for the
-        device library too, and few kernels do not keep all threads busy. The programs are others at
-        each call, so that no earlier start has left their kernels on disk.
+        The time of an evaluation would not do: the first one of a mode compiles the device library
+        too, and few kernels do not keep all threads busy. The programs differ from call to call, so
+        that their kernels are not on disk yet.
         """
         before = self.compiler.seconds
         self._seconds(Tier.COMPILED, precision, resident, _batch(time.time_ns() % (1 << 32)))
@@ -104,7 +104,7 @@ class Calibration:
     def _seconds(
         self, tier: Tier, precision: Precision, resident: ResidentDataset, batch: Batch
     ) -> float:
-        """Seconds of an evaluation that finds everything in place."""
+        """Return the seconds of an evaluation whose kernels are loaded."""
         evaluation = Evaluation(
             resident.dataset.content_id,
             batch,
@@ -121,15 +121,15 @@ class Calibration:
             started = time.perf_counter()
             run_to_end(self.tiers[tier].evaluate(resident, evaluation, outputs))
             seconds.append(time.perf_counter() - started)
-        return min(seconds[1:])  # the one that other programs on the machine disturbed least
+        return min(seconds[1:])  # the least disturbed by other programs on the machine
 
 
 def _batch(seed: int) -> Batch:
     return Batch.of(*thesis_mix(seed, _PROGRAMS, variables=_VARIABLES))
 
 
-def fitted(work: list[int], seconds: list[float]) -> Cost:
-    """Cost through two points, each term at least a hundredth of what the points allow.
+def fit_cost(work: list[int], seconds: list[float]) -> TierCost:
+    """Fit a cost to two measurements; each term is at least a hundredth of what they allow.
 
     Args:
         work: token-rows, the smaller first.
@@ -137,11 +137,11 @@ def fitted(work: list[int], seconds: list[float]) -> Cost:
 
     """
     rate = (work[1] - work[0]) / max(seconds[1] - seconds[0], seconds[1] / 100)
-    return Cost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)
+    return TierCost(max(seconds[0] - work[0] / rate, seconds[0] / 100), rate)
 
 
-def write(costs: Costs) -> bytes:
-    """Costs as they are kept on disk."""
+def to_json(costs: CostModel) -> bytes:
+    """Return the content of a file of costs."""
     rows = [
         {"tier": tier.value, "mode": mode, **asdict(cost)}
         for (tier, mode), cost in costs.tiers.items()
@@ -149,18 +149,18 @@ def write(costs: Costs) -> bytes:
     return json.dumps({"costs": rows, "compile_seconds": costs.compile_seconds}, indent=1).encode()
 
 
-def read(path: Path) -> Costs | None:
-    """Costs from a file; None if it is missing or no such file."""
+def from_file(path: Path) -> CostModel | None:
+    """Read a file of costs; None if it is missing or invalid."""
     try:
         content = json.loads(path.read_bytes())
-        costs = Costs(
+        costs = CostModel(
             {
-                (Tier(row["tier"]), row["mode"]): Cost(row["launch"], row["rate"])
+                (Tier(row["tier"]), row["mode"]): TierCost(row["launch"], row["rate"])
                 for row in content["costs"]
             },
             content["compile_seconds"],
         )
-        complete = set(costs.tiers) == set(STARTING_COSTS.tiers)
+        complete = set(costs.tiers) == set(DEFAULT_COSTS.tiers)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return costs if complete and set(costs.compile_seconds) == set(_MODES) else None

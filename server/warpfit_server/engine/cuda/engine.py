@@ -1,7 +1,7 @@
 """The CUDA engine: resident data sets, and the tiers that evaluate batches on them.
 
-Values and the six built-in losses, with their gradients, are interpreted or compiled. Everything
-else that needs derivatives, losses of one's own or statistics is always interpreted.
+Values and the built-in losses, with their gradients, are interpreted or compiled. Other
+derivatives, user-defined losses and statistics are always interpreted.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
-from warpfit.ir import Program
-from warpfit.request import Evaluation, Precision, Tier, Timings
+from warpfit.ir import Batch, Program
+from warpfit.parse import parse
+from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
 from warpfit_server.engine.cuda.calibration import Calibration
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
-from warpfit_server.engine.cuda.interpreter.tier import Interpreter, Tuning
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
-from warpfit_server.engine.cuda.jit.prepare import Prepared
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.planner import (
+    DEFAULT_COSTS,
     GRADIENT,
-    STARTING_COSTS,
-    Advice,
-    Costs,
+    CostModel,
+    Decision,
     Planner,
-    fingerprint,
 )
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
-from warpfit_server.engine.cuda.warm_up import warm_up
 from warpfit_server.engine.interface import (
     Device,
     EngineBrokenError,
     Linearisation,
     Outputs,
     Steps,
+    run_to_end,
 )
 from warpfit_server.system.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
-#: Steps in flight at once: one computes while another is copied in, or its losses are sent.
+#: Steps in flight: one computes while another is copied in, or its losses are sent.
 _STEPS_IN_FLIGHT: Final = 2
-#: Token-rows of a step for each multiprocessor; in fast mode some 2 ms of an H200.
+#: Token-rows of a step for each multiprocessor; in fast mode about 2 ms of an H200.
 _STEP_SIZE: Final = 110_000_000
-#: Batches that are remembered, to tell those that come again.
+#: Batches that are remembered in order to recognise repeated ones.
 _REMEMBERED: Final = 4096
 
 
@@ -66,8 +66,8 @@ class CudaEngine:
         memory_limit: bytes of device memory to use; None for 90% of the device.
         cache_directory: where compiled code is kept; None for the user's cache directory.
         tuning: how the interpreter lays work out; None for the measured best.
-        threads: threads that compile kernels; None for one a core, half of them
-            for what nobody waits for.
+        threads: threads that compile kernels; None for one a core. At most half of them run
+            background jobs.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -82,13 +82,13 @@ class CudaEngine:
         device: int = 0,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
-        tuning: Tuning | None = None,
+        tuning: InterpreterTuning | None = None,
         threads: int | None = None,
     ) -> None:
         self._device = CudaDevice(device, memory_limit, cache_directory)
         self.step_size = _STEP_SIZE * self._device.multiprocessors
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
-        self._interpreter = Interpreter(self._device, tuning)
+        self._interpreter = InterpreterTier(self._device, tuning)
         started = time.perf_counter()
         self._interpreter.prepare_all()
         self._derivatives = DerivativeTier(self._device, available_cores())
@@ -96,12 +96,12 @@ class CudaEngine:
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
         kernels = KernelStore(self._device, threads or available_cores())
         self._compiled = CompiledTier(self._device, kernels)
-        self._planner = Planner(kernels.workers.background, self._calibrated(kernels))
-        # Cutting a batch into kernels takes Python time that its answer should not wait for.
-        self._background = ThreadPoolExecutor(1, "prepare")
+        self._planner = Planner(kernels.compile_queue.background, self._calibrate(kernels))
+        # Planning the kernels of a batch takes Python time for which its answer should not wait.
+        self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
-        warm_up(self)
+        _warm_up(self)
 
     @property
     def multiprocessors(self) -> int:
@@ -138,13 +138,13 @@ class CudaEngine:
             self._residents.pop(content_id, None)
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Batches that come again alone get compiled kernels, unless they are merged."""
+        """Return whether a batch is new: a merged batch would never get compiled kernels."""
         if evaluation.tier is not Tier.AUTO:
             return evaluation.tier is Tier.INTERPRETER
-        identity = _identity(evaluation, fingerprint(evaluation.batch))
+        key = _batch_key(evaluation, fingerprint(evaluation.batch))
         with self._lock:
-            has_been_seen = identity in self._seen
-            self._seen[identity] = True
+            has_been_seen = key in self._seen
+            self._seen[key] = True
         return not has_been_seen
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
@@ -162,11 +162,11 @@ class CudaEngine:
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
         try:
-            if not _has_two_tiers(evaluation):
+            if not _is_compilable(evaluation):
                 return (yield from self._derivatives.evaluate(resident, evaluation, outputs))
             return (yield from self._evaluate(resident, evaluation, outputs))
         except self._device.errors as error:
-            raise self._explained(error) from error
+            raise self._translate(error) from error
 
     def linearise(
         self,
@@ -186,7 +186,7 @@ class CudaEngine:
                 )
             )
         except self._device.errors as error:
-            raise self._explained(error) from error
+            raise self._translate(error) from error
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches of compiled kernels; see `interface.COUNTERS`."""
@@ -201,34 +201,34 @@ class CudaEngine:
             self._residents.clear()
         self._device.close()
 
-    def _calibrated(self, kernels: KernelStore) -> Costs:
+    def _calibrate(self, kernels: KernelStore) -> CostModel:
         tiers: dict[Tier, EvaluationTier] = {
             Tier.INTERPRETER: self._interpreter,
             Tier.COMPILED: self._compiled,
         }
         try:
-            return Calibration(self._device, tiers, kernels.workers.counters).costs()
+            return Calibration(self._device, tiers, kernels.compile_queue.counters).costs()
         except ResourceExhaustedError as error:
-            _LOG.warning("the planner starts from another device's figures: %s", error)
-            return STARTING_COSTS
+            _LOG.warning("the planner starts from the costs of an H200: %s", error)
+            return DEFAULT_COSTS
 
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
-        tier, prepared = evaluation.tier, None
+        tier, plan = evaluation.tier, None
         if tier is Tier.AUTO:
-            prepared = self._choose(resident, evaluation)
-            tier = Tier.INTERPRETER if prepared is None else Tier.COMPILED
+            plan = self._choose(resident, evaluation)
+            tier = Tier.INTERPRETER if plan is None else Tier.COMPILED
         interpreter: EvaluationTier = self._interpreter
         if evaluation.gradient:
             interpreter = self._derivatives
         started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = yield from self._compiled.evaluate(resident, evaluation, outputs, prepared)
+            timings = yield from self._compiled.evaluate(resident, evaluation, outputs, plan)
         else:
             timings = yield from interpreter.evaluate(resident, evaluation, outputs)
         if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
-            mode, token_rows = _work(resident, evaluation)
+            mode, token_rows = _mode_and_work(resident, evaluation)
             seconds = time.perf_counter() - started
             self._planner.observe(tier, mode, token_rows, seconds)
         return timings
@@ -240,42 +240,42 @@ class CudaEngine:
             raise DatasetNotFoundError
         return resident
 
-    def _explained(self, error: Exception) -> Exception:
-        """Tell errors of the device that only say that memory is short from those that break it."""
+    def _translate(self, error: Exception) -> Exception:
+        """Translate an error of the device: a lack of memory, or one after which it is unusable."""
         if self._device.is_out_of_memory(error):
             return self._device.out_of_memory()
         return EngineBrokenError(str(error))
 
-    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared | None:
-        """Take compiled kernels if they are loaded and pay, else interpret, which needs none."""
+    def _choose(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan | None:
+        """Return the plan of compiled kernels if they are loaded and faster; None to interpret."""
         if not self._compiled.supports(evaluation):
             return None
-        mark = fingerprint(evaluation.batch)
-        loaded = self._compiled.loaded(resident, evaluation, mark)
-        mode, token_rows = _work(resident, evaluation)
-        advice = self._planner.advise(
-            _identity(evaluation, mark),
+        token_hash = fingerprint(evaluation.batch)
+        loaded = self._compiled.loaded(resident, evaluation, token_hash)
+        mode, token_rows = _mode_and_work(resident, evaluation)
+        decision = self._planner.choose(
+            _batch_key(evaluation, token_hash),
             mode,
             token_rows,
             len(evaluation.batch),
             loaded=loaded is not None,
         )
-        if advice is Advice.INTERPRET_AND_COMPILE:
-            # The memory of the batch is used again after the answer.
+        if decision is Decision.INTERPRET_AND_COMPILE:
+            # The memory of the batch's parameters is reused after the answer.
             detached = replace(evaluation, batch=evaluation.batch.without_parameters())
             self._background.submit(self._request_compile, resident, detached)
-        return loaded if advice is Advice.COMPILED else None
+        return loaded if decision is Decision.COMPILED else None
 
     def _request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
-        """Have kernels made; in the background, where nobody waits for the outcome."""
+        """Have kernels compiled; runs in the background, where no caller sees an error."""
         try:
             self._compiled.request_compile(resident, evaluation)
         except Exception as error:
             _LOG.warning("a batch was not compiled: %s", error)
 
 
-def _has_two_tiers(evaluation: Evaluation) -> bool:
-    """Whether an evaluation asks for no more than values, or a built-in loss with its gradient."""
+def _is_compilable(evaluation: Evaluation) -> bool:
+    """Return whether only values, or a built-in loss with its gradient, are wanted."""
     return not (
         evaluation.jacobian
         or evaluation.variable_gradient
@@ -286,16 +286,37 @@ def _has_two_tiers(evaluation: Evaluation) -> bool:
     )
 
 
-def _identity(evaluation: Evaluation, mark: int) -> Hashable:
-    """Tell repeated batches; a collision only compiles something early or late."""
+def _batch_key(evaluation: Evaluation, token_hash: int) -> Hashable:
+    """Identify repeated batches; a collision only compiles one of them early or late."""
     wanted = (evaluation.values, evaluation.loss, evaluation.gradient, evaluation.precision)
-    return (mark, evaluation.dataset_id, evaluation.rows, *wanted)
+    return (token_hash, evaluation.dataset_id, evaluation.rows, *wanted)
 
 
-def _work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
-    """Mode of arithmetic and token-rows of an evaluation."""
+def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
+    """Return the planner's mode of arithmetic, and the token-rows of an evaluation."""
     layout = resident.dataset.layout
     mode = "fast" if evaluation.precision is Precision.FAST else "precise"
     if layout.dtype.itemsize == 8:
         mode = "float64"
     return mode + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)
+
+
+def _warm_up(engine: CudaEngine) -> None:
+    """Have Numba load or compile its functions, which takes seconds, before the first request.
+
+    Numba compiles a function at the first call with arguments of some types. So each data type and
+    tier evaluates a program, twice because a repeated batch takes another path.
+    """
+    for dtype in (np.float32, np.float64):
+        dataset = Dataset.of(np.ones((1, 1)), np.ones(1), dtype=dtype)
+        engine.load(dataset)
+        # A copy, because the arrays of a request are writable.
+        batch = Batch.of([parse("x1 + p1")], [np.ones(1)]).copy()
+        for tier in (Tier.INTERPRETER, Tier.COMPILED):
+            evaluation = Evaluation(
+                dataset.content_id, batch, loss=Loss.MSE, values=False, tier=tier
+            )
+            outputs = Outputs(None, np.zeros((1, 1)), np.zeros(1, np.uint8), lambda _: None)
+            for _ in range(2):
+                run_to_end(engine.evaluate(evaluation, outputs))
+        engine.unload(dataset.content_id)

@@ -1,8 +1,8 @@
-"""Programs with derivatives as the instructions of derivatives.cu; no device needed.
+"""Encoding of differentiated programs as instructions of derivatives.cu.
 
-The programs are differentiated, scheduled and given levels by the same code as for the CPU engine.
-Here each instruction is told whether an operand is the result of the instruction before, which is
-still in registers, and whether anybody will look for its own result in a level.
+The code that differentiates, schedules and allocates levels is shared with the CPU engine. The
+encoding adds two things to each instruction: whether an operand is the result of the instruction
+before, which is still in registers, and whether its own result is read from a level later.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from warpfit_server.engine.autodiff.differentiate import LoweringWorkspace, Sour
 from warpfit_server.engine.lowering.lowered import COPY_CODE, INPUT, NONE, RESULT, SCALAR
 from warpfit_server.engine.native.intrinsics import uncounted
 
-#: Where an operand comes from, and kinds of a place.
+#: Sources of an operand, and kinds of a place.
 _LEVEL: Final = 1
 _COLUMN: Final = 2
 _SCALAR: Final = 3
 _BEFORE: Final = 4
 _STORE: Final = 1 << 19
 _PLACE_SHIFT: Final = 3
-#: Field by field the struct Program of derivatives.cu; the compiled code knows them by number.
+#: The struct Program of derivatives.cu, field by field; compiled code uses the fields' indices.
 _FIELDS: Final = (
     *("first", "count", "prologue", "prologue_count", "load", "loads", "scalar", "scalars"),
     *("column", "columns", "entry", "entries", "loss", "slope", "levels", "parameter"),
@@ -40,16 +40,16 @@ _COLUMNS_FIRST, _COLUMNS, _ENTRY, _ENTRIES, _LOSS, _SLOPE, _LEVELS, _, _, _RESUL
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramRecords:
-    """Sizes and places of a lowered batch, which the host needs to launch it."""
+    """The records of a lowered batch, which the host needs to launch it."""
 
     programs: NDArray[np.void]
     """Records of the struct Program, [programs]."""
     sums: NDArray[np.int64]
-    """Sums of each job of a program, [programs]."""
+    """Number of sums over the rows for each job of a program, [programs]."""
 
     @property
     def work(self) -> NDArray[np.int64]:
-        """Instructions of each program, and a fourth of its sums, [programs]."""
+        """Instructions of each program plus a fourth of its sums, [programs]."""
         return self.programs["count"].astype(np.int64) + self.sums // 4
 
 
@@ -57,11 +57,11 @@ class ProgramRecords:
 class DerivativeCode(ProgramRecords):
     """A lowered batch without its parameters, as the kernels of derivatives.cu read it.
 
-    The parts of a program lie together; programs lie in any order.
+    What belongs to one program is contiguous; the programs are in any order.
     """
 
     instructions: NDArray[np.uint32]
-    """[instructions + 1, 4]; the last one pads the kernel's read ahead."""
+    """[instructions + 1, 4]; the kernel prefetches the last one, which is padding."""
     columns: NDArray[np.uint32]
     """Place of each column."""
     entries: NDArray[np.int32]
@@ -73,7 +73,7 @@ class DerivativeCode(ProgramRecords):
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What goes to the device, by the name of the kernel's argument."""
+        """Arrays to upload, by the name of the kernel's argument."""
         names = ("instructions", "programs", "columns", "entries", "loads", "constants")
         return {name: getattr(self, name) for name in names}
 
@@ -81,8 +81,8 @@ class DerivativeCode(ProgramRecords):
 # ------------------------------------------------------------------------------ compiled by Numba
 
 
-class Encoded(NamedTuple):
-    """Where the code of all programs goes, in compiled code; see `DerivativeCode`."""
+class EncodedArrays(NamedTuple):
+    """Arrays of `DerivativeCode` with room for all programs, as compiled code takes them."""
 
     instructions: Any
     programs: Any
@@ -96,18 +96,18 @@ class Encoded(NamedTuple):
 @uncounted
 def encode_program(
     source: Source, workspace: LoweringWorkspace, program: int, labels: Any, keeps_values: bool,
-    awaited: Any, out: Encoded,
+    is_read: Any, out: EncodedArrays,
 ) -> Any:  # fmt: skip
-    """Encode what `differentiate_program` has made, behind all that is there.
+    """Append the code of a program that `differentiate_program` has differentiated.
 
     Args:
-        source: of the batch, with how much is there.
-        workspace: with the lowered program.
-        program: its number in the batch.
+        source: the batch, with the number of entries in use of each array of ``out``.
+        workspace: with the differentiated program.
+        program: its index in the batch.
         labels: case label of each instruction by code.
-        keeps_values: whether the values are looked for when the program has run.
-        awaited: memory, bool [slots + 1].
-        out: is filled; but for fields of the record that depend on programs before this one.
+        keeps_values: whether the values are read after the program has run.
+        is_read: scratch memory, bool [slots + 1]: whether a level is read later.
+        out: to fill, except fields of the record that depend on the programs before this one.
 
     Returns:
         The largest index that has to fit in 16 bits.
@@ -119,17 +119,17 @@ def encode_program(
     header, made = lowered.headers[0], lowered.instructions
     slots = header.slots
     for level in range(slots):
-        awaited[level] = False
-    awaited[slots] = keeps_values
+        is_read[level] = False
+    is_read[slots] = keeps_values
     record[_RESULT] = slots << _PLACE_SHIFT | _LEVEL
     for k in range(header.columns):
-        place = _await(lowered.columns[k], slots, awaited)
+        place = _read_at_end(lowered.columns[k], slots, is_read)
         out.columns[np.int64(record[_COLUMNS_FIRST]) + k] = place
     record[_LOSS] = record[_SLOPE] = 0
     if header.loss != NONE:
-        record[_LOSS] = _await(header.loss, slots, awaited)
+        record[_LOSS] = _read_at_end(header.loss, slots, is_read)
     if header.loss_derivative != NONE:
-        record[_SLOPE] = _await(header.loss_derivative, slots, awaited)
+        record[_SLOPE] = _read_at_end(header.loss_derivative, slots, is_read)
     first, prologue_end = np.int64(record[_PROLOGUE]), header.prologue_end
     arities = source.arities
     for number in range(prologue_end):
@@ -141,12 +141,12 @@ def encode_program(
         if number > prologue_end:
             before = _level(made[number - 1].target, slots)
         level = _level(made[number].target, slots)
-        stores = awaited[level]
-        awaited[level] = False
+        stores = is_read[level]
+        is_read[level] = False
         if stores:
             used = max(used, level + 1)
         third = _encode_rows(
-            made[number], arities, labels, level, stores, before, slots, awaited,
+            made[number], arities, labels, level, stores, before, slots, is_read,
             out.instructions[first + number],
         )  # fmt: skip
         largest = max(largest, third)
@@ -155,8 +155,10 @@ def encode_program(
 
 
 @uncounted
-def _copy_lists(source: Source, workspace: LoweringWorkspace, record: Any, out: Encoded) -> None:
-    """Take room for a program's code, note where it is, and copy what stays as it is."""
+def _copy_lists(
+    source: Source, workspace: LoweringWorkspace, record: Any, out: EncodedArrays
+) -> None:
+    """Reserve room for a program's code, record where it is, and copy what needs no encoding."""
     lowered = workspace.program
     header = lowered.headers[0]
     first, load, column, entry = reserve(source, header)
@@ -176,17 +178,17 @@ def _copy_lists(source: Source, workspace: LoweringWorkspace, record: Any, out: 
 
 @uncounted
 def _level(place: int, slots: int) -> Any:
-    """Level of a place that holds rows; the result's comes after those of the slots."""
+    """Return the level of a place with a value a row; the result's level is the last one."""
     return slots if place & 3 == RESULT else place >> 2
 
 
 @uncounted
-def _await(place: int, slots: int, awaited: Any) -> Any:
-    """Translate a place that is looked at when the program has run."""
+def _read_at_end(place: int, slots: int, is_read: Any) -> Any:
+    """Translate a place that is read after the program has run, and note that its level is read."""
     if place & 3 == INPUT:
         return place >> 2 << _PLACE_SHIFT | _COLUMN
     level = _level(place, slots)
-    awaited[level] = True
+    is_read[level] = True
     return level << _PLACE_SHIFT | _LEVEL
 
 
@@ -208,7 +210,7 @@ def _encode_scalar(instruction: Any, arities: Any, labels: Any, out: Any) -> Non
 @uncounted
 def _encode_rows(
     instruction: Any, arities: Any, labels: Any, level: int, stores: bool, before: int,
-    slots: int, awaited: Any, out: Any,
+    slots: int, is_read: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Encode an instruction on rows; return the index of a third operand."""
     code = instruction.code
@@ -225,7 +227,7 @@ def _encode_rows(
             if index == before:
                 index, source = np.int64(0), _BEFORE
             else:
-                awaited[index] = True
+                is_read[index] = True
         word |= source << (10 + 3 * k)
         if k < 2:
             out[1 + k] = index

@@ -1,4 +1,4 @@
-"""What the launches of derivatives.cu are told, and how an evaluation is cut into launches."""
+"""How an evaluation with derivatives is laid out on the device and cut into launches."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import ProgramRecords
 from warpfit_server.engine.cuda.derivatives.source import BLOCKS, WARPS
-from warpfit_server.engine.cuda.interpreter.launch_arguments import tiles_of
+from warpfit_server.engine.cuda.interpreter.kernel_arguments import tile_count
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
 
 #: Bytes of rows that a thread works on at a time.
 ROW_BYTES: Final = 32
-#: Tiles of a block. It depends on nothing, so that a program's sums are the same in any batch.
+#: Tiles of a block: constant, so that a program's sums are the same in any batch.
 _SPAN_TILES: Final = 3 * WARPS
-#: Most bytes of values and derivatives of values that one launch leaves on the device.
+#: Most bytes of results that one launch leaves on the device.
 _CHUNK_BYTES: Final = 64 << 20
-#: Most memory of a warp: the kernels count it in 32 bits.
-_MOST_WARP_BYTES: Final = (1 << 31) - 1
+#: Most memory of a warp, which the kernels count in 32 bits.
+_MAX_WARP_BYTES: Final = (1 << 31) - 1
 #: Most blocks in the second dimension of a grid.
-_MOST_JOBS: Final = 0xFFFF
-#: Field by field the structs of derivatives.cu.
-_ARGUMENTS: Final = np.dtype(
+_MAX_JOBS: Final = 0xFFFF
+#: The struct Arguments of derivatives.cu, field by field.
+DERIVATIVE_ARGUMENTS: Final = np.dtype(
     [
         *((name, np.uint64) for name in ("instructions", "programs", "order", "columns")),
         *((name, np.uint64) for name in ("entries", "loads", "constants", "parameters")),
@@ -48,6 +48,7 @@ _ARGUMENTS: Final = np.dtype(
         *((name, np.int32) for name in ("deviation", "target")),
     ]
 )
+#: The struct StatisticsArguments of derivatives.cu.
 STATISTICS_ARGUMENTS: Final = np.dtype(
     [
         *((name, np.uint64) for name in ("values", "target", "weights", "reductions", "moments")),
@@ -59,17 +60,17 @@ STATISTICS_ARGUMENTS: Final = np.dtype(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceCode:
-    """A batch's code, on the device or on its way."""
+    """A batch's code, on the device or to be uploaded."""
 
     batch: Batch
-    """Keeps the arrays alive by whose identity the code is found again."""
+    """Keeps the arrays alive by whose identity the plan is found again."""
     code: ProgramRecords
     memory: Any
     """Device memory of the code; None if it is uploaded with the parameters."""
     addresses: dict[str, int]
     """Addresses of the arrays in ``memory``, by the name of the kernel's argument."""
     arrays: dict[str, NDArray[Any]]
-    """Arrays that are uploaded with the parameters."""
+    """Arrays that are uploaded with the parameters, by the name of the kernel's argument."""
 
     @property
     def jobs(self) -> int:
@@ -78,23 +79,23 @@ class DeviceCode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Geometry:
-    """How an evaluation is laid out; row 0 is the first row of the first tile."""
+class DerivativeGeometry:
+    """Rows of an evaluation and memory of its blocks; row 0 is the first row of the first tile."""
 
     variant: Variant
     aligned: int
-    """Row 0 in the data set."""
+    """Row 0, as a row of the data set."""
     first_row: int
     end_row: int
     tiles: int
-    far: bool
-    """Intermediate results do not fit shared memory."""
+    spills: bool
+    """Whether intermediate results are in global memory, because shared memory is too small."""
     usual_bytes: int
-    """Shared memory that blocks take unless a program needs more."""
+    """Shared memory of a block unless a program needs more."""
     shared_bytes: int
-    """Shared memory that blocks take."""
+    """Shared memory of a block."""
     warp_bytes: int
-    """Memory of a warp for the greediest program."""
+    """Memory of a warp for the program that needs most."""
 
     @property
     def spans(self) -> int:
@@ -108,60 +109,59 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Jobs of one launch, and the sums and parameters of the batch that are theirs."""
+class DerivativeChunk:
+    """Jobs of one launch, and their ranges of the batch's sums and parameters."""
 
     jobs: tuple[int, int]
     sums: tuple[int, int]
     parameters: tuple[int, int]
     side: int
-    """Large results alternate between two sides, so that one is copied while one is computed."""
+    """0 or 1, alternating, so that large results are copied while the next are computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """Everything about an evaluation that does not depend on its parameters."""
+class LaunchPlan:
+    """Everything about the launches of an evaluation that its parameters do not change."""
 
     code: DeviceCode
-    geometry: Geometry
+    geometry: DerivativeGeometry
     arguments: NDArray[np.void]
-    """Of all kernels but the statistics', without addresses of what changes."""
+    """`DERIVATIVE_ARGUMENTS` without the addresses of buffers."""
     order: NDArray[np.uint32]
-    """Job numbers, the most work first within each piece."""
-    pieces: tuple[Piece, ...]
+    """Job numbers, the most work first within each chunk."""
+    chunks: tuple[DerivativeChunk, ...]
     scalar_bytes: int
 
 
-def keeps_values(wanted: RequestedOutputs) -> bool:
-    """Whether the values themselves go to memory."""
-    return any(wish is not None for wish in (wanted.values, wanted.reductions, wanted.moments))
+def stores_values(wanted: RequestedOutputs) -> bool:
+    """Return whether the values themselves are written to memory."""
+    return any(output is not None for output in (wanted.values, wanted.reductions, wanted.moments))
 
 
-def make_plan(
+def plan_launches(
     device: CudaDevice,
     resident: ResidentDataset,
     evaluation: Evaluation,
     wanted: RequestedOutputs,
     code: DeviceCode,
-) -> Plan:
-    """Lay an evaluation out."""
+) -> LaunchPlan:
+    """Plan the launches of an evaluation."""
     geometry = _geometry(device, resident, evaluation, code)
-    pieces = tuple(_pieces(code, geometry, wanted))
-    piece_of_job = np.repeat(np.arange(len(pieces)), [p.jobs[1] - p.jobs[0] for p in pieces])
+    chunks = tuple(_chunks(code, geometry, wanted))
+    chunk_of_job = np.repeat(np.arange(len(chunks)), [c.jobs[1] - c.jobs[0] for c in chunks])
     work = code.code.work.repeat(code.batch.vectors)
     scalars = int(code.code.programs["scalars"].sum(dtype=np.int64)) * code.batch.vectors
-    return Plan(
+    return LaunchPlan(
         code,
         geometry,
         _arguments(resident, wanted, geometry, code),
-        np.lexsort((-work, piece_of_job)).astype(np.uint32),
-        pieces,
+        np.lexsort((-work, chunk_of_job)).astype(np.uint32),
+        chunks,
         max(1, scalars) * geometry.variant.dtype.itemsize,
     )
 
 
-def variant_of(resident: ResidentDataset, evaluation: Evaluation) -> Variant:
-    """Choose the kernels for an evaluation."""
+def _variant(resident: ResidentDataset, evaluation: Evaluation) -> Variant:
     dtype = resident.dataset.layout.dtype
     fast = evaluation.precision is Precision.FAST and dtype == np.float32
     precision = Precision.FAST if fast else Precision.PRECISE
@@ -170,53 +170,54 @@ def variant_of(resident: ResidentDataset, evaluation: Evaluation) -> Variant:
 
 def _geometry(
     device: CudaDevice, resident: ResidentDataset, evaluation: Evaluation, code: DeviceCode
-) -> Geometry:
-    variant = variant_of(resident, evaluation)
+) -> DerivativeGeometry:
+    variant = _variant(resident, evaluation)
     start, stop = evaluation.row_range(resident.dataset.layout)
     aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
-    tiles = tiles_of(start, stop, variant)
     levels = code.code.programs["levels"].astype(np.int64)
     sum_bytes = -(-code.code.sums // 2) * 16
     need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
     _check_memory(need)
     usual = device.shared_bytes(BLOCKS)
-    far = need > device.shared_bytes(1)
-    return Geometry(
+    spills = need > device.shared_bytes(1)
+    return DerivativeGeometry(
         variant=variant,
         aligned=aligned,
         first_row=start - aligned,
         end_row=stop - aligned,
-        tiles=tiles,
-        far=far,
+        tiles=tile_count(start, stop, variant),
+        spills=spills,
         usual_bytes=usual,
-        shared_bytes=0 if far else max(usual, need),
+        shared_bytes=0 if spills else max(usual, need),
         warp_bytes=need,
     )
 
 
 def _check_memory(need: int) -> None:
-    """Refuse a program whose sums and intermediate results the kernels cannot count in bytes."""
-    if need > _MOST_WARP_BYTES:
+    """Refuse a program whose sums and intermediate results the kernels cannot address."""
+    if need > _MAX_WARP_BYTES:
         raise ResourceExhaustedError(
             f"derivatives of a program need {need} bytes for a warp of the device",
             "PROGRAM_TOO_LONG",
             "Split the program, or fit fewer parameters",
             needed=need,
-            available=_MOST_WARP_BYTES,
+            available=_MAX_WARP_BYTES,
         )
 
 
-def _pieces(code: DeviceCode, geometry: Geometry, wanted: RequestedOutputs) -> Iterator[Piece]:
-    """Cut the jobs so that the results of one launch stay within the chunk size."""
+def _chunks(
+    code: DeviceCode, geometry: DerivativeGeometry, wanted: RequestedOutputs
+) -> Iterator[DerivativeChunk]:
+    """Cut the jobs so that the results of one launch fit in `_CHUNK_BYTES`."""
     vectors = code.batch.vectors
     counts = code.code.programs["parameters"].repeat(vectors).astype(np.int64)
     sums = code.code.sums.repeat(vectors)
     sizes = sums * geometry.spans * 8
-    sizes += geometry.pitch * (keeps_values(wanted) + counts * (wanted.jacobian is not None))
-    if geometry.far:
+    sizes += geometry.pitch * (stores_values(wanted) + counts * (wanted.jacobian is not None))
+    if geometry.spills:
         sizes += geometry.spans * WARPS * geometry.warp_bytes
-    if code.jobs <= _MOST_JOBS and sizes.sum() <= _CHUNK_BYTES:
-        yield Piece((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
+    if code.jobs <= _MAX_JOBS and sizes.sum() <= _CHUNK_BYTES:
+        yield DerivativeChunk((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
         return
     parameter_edges, sum_edges, used = (
         np.concatenate([[0], np.cumsum(each)]).tolist() for each in (counts, sums, sizes)
@@ -224,8 +225,8 @@ def _pieces(code: DeviceCode, geometry: Geometry, wanted: RequestedOutputs) -> I
     first = number = 0
     while first < code.jobs:
         stop = int(np.searchsorted(used, used[first] + _CHUNK_BYTES, side="right")) - 1
-        stop = min(max(stop, first + 1), first + _MOST_JOBS)
-        yield Piece(
+        stop = min(max(stop, first + 1), first + _MAX_JOBS)
+        yield DerivativeChunk(
             (first, stop),
             (sum_edges[first], sum_edges[stop]),
             (parameter_edges[first], parameter_edges[stop]),
@@ -235,9 +236,12 @@ def _pieces(code: DeviceCode, geometry: Geometry, wanted: RequestedOutputs) -> I
 
 
 def _arguments(
-    resident: ResidentDataset, wanted: RequestedOutputs, geometry: Geometry, code: DeviceCode
+    resident: ResidentDataset,
+    wanted: RequestedOutputs,
+    geometry: DerivativeGeometry,
+    code: DeviceCode,
 ) -> NDArray[np.void]:
-    arguments = np.zeros((), dtype=_ARGUMENTS)
+    arguments = np.zeros((), dtype=DERIVATIVE_ARGUMENTS)
     for name, address in code.addresses.items():
         arguments[name] = address
     layout, loss = resident.dataset.layout, wanted.row_loss

@@ -1,12 +1,11 @@
-"""Lowers programs with their derivatives to the code of derivatives.cu, on a few threads.
+"""Lowering of programs with their derivatives to the code of derivatives.cu, on a few threads.
 
-The simple form, of the calling thread and of each helper:
+The calling thread and each helper run, in compiled code without Python's lock::
 
-    while (programs := next few that nobody has taken) is not empty:
-        for each: differentiate it, encode it behind all that is there
+    while (programs := the next few of the batch) is not empty:
+        for program in programs: differentiate it; append its code
 
-Compiled code does all that without Python's lock. A thread takes a few programs at a time, since
-they differ in length.
+A thread takes only a few programs at a time, because they differ in length.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from warpfit_server.engine.cuda.derivatives import encoding
 from warpfit_server.engine.cuda.derivatives.encoding import (
     PROGRAM,
     DerivativeCode,
-    Encoded,
+    EncodedArrays,
     encode_program,
 )
 from warpfit_server.engine.cuda.derivatives.source import labels
@@ -53,13 +52,13 @@ from warpfit_server.engine.native.intrinsics import add_atomically
 from warpfit_server.system import compile_cache
 
 #: Programs that a thread takes at a time.
-_TAKEN: Final = 16
-#: Tokens that are lowered in the time that it takes to wake a thread, about ten times.
+_PROGRAMS_AT_A_TIME: Final = 16
+#: Tokens for each helper: ten times those that are lowered while a thread is being woken.
 _TOKENS_A_THREAD: Final = 1500
 #: Largest index in 16 bits.
 _INDEX_LIMIT: Final = 1 << 16
 _FAILED: Final = -1
-#: Modules that shape the compiled code.
+#: Modules that the compiled code depends on.
 _SOURCES: Final = (
     *(ops, compile_cache, intrinsics, arguments, graph, lowered, schedule, lower),
     *(rules, backward_pass, differentiate),
@@ -97,14 +96,14 @@ class DerivativeLowering:
         """Lower a checked batch.
 
         Args:
-            batch: the programs; the parameters are not looked at.
-            row_loss: that is lowered beside each program.
+            batch: the programs; the parameters are not read.
+            row_loss: is lowered with each program.
             requested: bits of `backward_pass`.
-            keeps_values: whether the values are looked for when a program has run.
+            keeps_values: whether the values are read after a program has run.
             products: whether products of columns are summed.
 
         Raises:
-            MemoryError: if there was none.
+            MemoryError: if there is not enough.
             ResourceExhaustedError: if a program is too large to encode.
 
         """
@@ -128,7 +127,7 @@ class DerivativeLowering:
         )
 
     def _run(self, arrays: tuple[NDArray[Any], ...], tokens: int) -> int:
-        """Lower on as many threads as pays; return the largest index."""
+        """Lower on a suitable number of threads; return the largest index of an operand."""
         block = argument_block(arrays)
         share = min(self._helpers, tokens // _TOKENS_A_THREAD)
         helpers = [self._pool.submit(self._help, block, arrays) for _ in range(share)]
@@ -139,21 +138,21 @@ class DerivativeLowering:
         return max(found)
 
     def _help(self, block: NDArray[np.int64], _held: tuple[NDArray[Any], ...]) -> int:
-        """Lower what is left; the block says where the arrays are, but does not hold them."""
+        """Lower until all programs are taken; ``_held`` keeps the block's arrays alive."""
         return int(self._lower(block.ctypes.data))
 
 
 def _load(directory: Path) -> Any:
-    """Load `lower_programs`, or compile it (some 15 s) and try to store it."""
+    """Load the compiled `lower_programs` from disk, or compile it (about 15 s) and store it."""
     name = f"derivatives-{numba_cache.fingerprint(_SOURCES, encoding.__file__, __file__)}"
     with numba_cache.cached_in(directory / name) as jit:
         return jit(types.int64(types.int64), lower_programs)
 
 
-def _empty(tokens: int, programs: int, loss_tokens: int) -> Encoded:
-    """Make room for a batch; what is not written takes no memory."""
+def _empty(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:
+    """Allocate room for a batch; pages that are never written take no memory."""
     capacity = node_capacity(tokens, programs, loss_tokens)
-    return Encoded(
+    return EncodedArrays(
         np.empty((capacity + 1, 4), dtype=np.uint32),
         np.empty((programs, _RECORD_WORDS), dtype=np.uint32),
         np.empty(tokens, dtype=np.uint32),
@@ -169,7 +168,7 @@ def _sum_counts(records: NDArray[np.void], *, products: bool) -> NDArray[np.int6
 
 
 def _fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], batch: Batch) -> None:
-    """Fill in the fields that depend on the programs before."""
+    """Fill in the fields that depend on the programs before each one."""
     counts = batch.parameter_counts.astype(np.int64)
     sizes = {
         "scalar": records["scalars"].astype(np.int64),
@@ -202,7 +201,7 @@ _signed: Final = reader(types.int32)
 def lower_programs(block: int) -> Any:
     """Lower programs until all are taken; return the largest index of an operand, or _FAILED."""
     source = source_of(block)
-    out = Encoded(
+    out = EncodedArrays(
         _unsigned(block, _ENCODED).reshape((-1, 4)),
         _unsigned(block, _ENCODED + 1).reshape((-1, _RECORD_WORDS)),
         _unsigned(block, _ENCODED + 2),
@@ -215,17 +214,17 @@ def lower_programs(block: int) -> Any:
     largest: Any = np.int64(0)
     try:
         while True:
-            first = add_atomically(np.int64(taken.ctypes.data), np.int64(_TAKEN))
+            first = add_atomically(np.int64(taken.ctypes.data), np.int64(_PROGRAMS_AT_A_TIME))
             if first >= programs:
                 return largest
-            stop = min(first + _TAKEN, programs)
+            stop = min(first + _PROGRAMS_AT_A_TIME, programs)
             workspace = new_workspace(source, first, stop)
-            awaited = np.empty(len(workspace.state.graph.nodes) + 1, dtype=np.bool_)
+            is_read = np.empty(len(workspace.state.graph.nodes) + 1, dtype=np.bool_)
             for program in range(first, stop):
                 differentiate_program(source, workspace, program)
                 index = encode_program(
-                    source, workspace, program, case_labels, keeps_values, awaited, out
+                    source, workspace, program, case_labels, keeps_values, is_read, out
                 )
                 largest = max(largest, index)
-    except Exception:  # compiled code tells exceptions apart no further: memory is short
+    except Exception:  # the only one that compiled code raises here is for lack of memory
         return np.int64(_FAILED)

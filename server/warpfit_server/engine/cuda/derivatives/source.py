@@ -1,4 +1,4 @@
-"""CUDA C++ source of the interpreter of derivatives, generated from the operator table; pure."""
+"""CUDA C++ source of the interpreter of derivatives, generated from the operator table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from warpfit_server.engine.cuda.math.prelude import (
 )
 from warpfit_server.engine.lowering.lowered import COPY_CODE
 
-#: Warps of a block, and blocks to keep on a multiprocessor.
+#: Warps of a block, and the least blocks of a multiprocessor.
 WARPS: Final = 8
 BLOCKS: Final = 2
 _OPERANDS: Final = ("t[i]", "u[i]", "v[i]")
@@ -34,18 +34,19 @@ _OPERANDS: Final = ("t[i]", "u[i]", "v[i]")
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What an instruction computes: a CUDA expression over its operands ``t[i]``, ``u[i]``..."""
+    """A case of the switch: a CUDA C++ expression over the operands ``t[i]``, ``u[i]``..."""
 
     expression: str
     costly: bool = False
 
 
-def derivative_source(variant: Variant, *, far: bool = False) -> str:
-    """Complete CUDA C++ source of one variant.
+def derivative_source(variant: Variant, *, spills: bool = False) -> str:
+    """Return the complete CUDA C++ source of one variant.
 
     Args:
         variant: data type, precision and rows a thread.
-        far: whether intermediate results lie in global memory, for programs too large for shared.
+        spills: whether intermediate results are in global memory, for programs that need more
+            than shared memory has.
 
     """
     template = resources.files(__package__).joinpath("derivatives.cu").read_text()
@@ -59,7 +60,7 @@ def derivative_source(variant: Variant, *, far: bool = False) -> str:
         for label, case in enumerate(cases, start=1)
     ]
     return (
-        _definitions(variant, far=far)
+        _definitions(variant, spills=spills)
         + prelude(variant.dtype, variant.precision)
         + packs()
         + template.replace("@OPERATORS@", "\n".join(_functions(variant)))
@@ -70,24 +71,24 @@ def derivative_source(variant: Variant, *, far: bool = False) -> str:
 
 @cache
 def labels() -> NDArray[np.int64]:
-    """Case label of each instruction by code, int64 [CODES]; 0 for what is no instruction.
+    """Return the case label of each instruction by code, int64 [CODES]; 0 for other codes.
 
-    Kernels of derivatives with the same text share a label.
+    Derivatives with the same text share a label.
     """
     table = np.zeros(CODES, dtype=np.int64)
     known: dict[object, int] = {}
-    for code, what in _instructions():
-        table[code] = known.setdefault(what, len(known) + 1)
+    for code, identity in _instructions():
+        table[code] = known.setdefault(identity, len(known) + 1)
     return table
 
 
 def case_count() -> int:
-    """Number of case labels, with label 0, which does nothing."""
+    """Return the number of case labels, label 0, which does nothing, included."""
     return int(labels().max()) + 1
 
 
 def _instructions() -> Iterator[tuple[int, object]]:
-    """Code of every instruction, and what tells its case from others."""
+    """Yield the code of every instruction, and what identifies its case."""
     for row in OPERATORS.values():
         yield row.code, row.name
     for kernel in partial_kernels():
@@ -97,7 +98,7 @@ def _instructions() -> Iterator[tuple[int, object]]:
 
 
 def _cases(variant: Variant) -> list[_Case]:
-    """Cases in the order of their labels."""
+    """Return the cases in the order of their labels."""
     table = labels()
     cases: dict[int, _Case] = {}
     for row in OPERATORS.values():
@@ -118,7 +119,7 @@ def _cases(variant: Variant) -> list[_Case]:
 
 
 def _functions(variant: Variant) -> Iterator[str]:
-    """Define a device function for each operator and each kernel of a derivative."""
+    """Yield the definition of a device function for each operator and each partial derivative."""
     for row in OPERATORS.values():
         expression = operator_source(row, variant.dtype, variant.precision)
         operands = ", ".join(f"real {operand}" for operand in row.operands)
@@ -145,7 +146,7 @@ def _partial_function(kernel: PartialKernel, variant: Variant) -> str:
 
 
 def partial_source(source: str, real: str, *, fast: bool) -> str:
-    """CUDA C++ of a derivative in the kernel language, with approximate functions if ``fast``."""
+    """Translate a derivative to CUDA C++, with approximate functions if ``fast``."""
     if not fast:
         return render(precise_calls(source), real)
     calls = _fast_calls()
@@ -155,7 +156,7 @@ def partial_source(source: str, real: str, *, fast: bool) -> str:
 
 @cache
 def _fast_calls() -> MappingProxyType[str, str]:
-    """Name of the approximate function for each function that the table approximates by a call."""
+    """Map functions to the approximate functions that replace them in the operator table."""
     calls = {}
     for row in OPERATORS.values():
         exact = re.fullmatch(r"(\w+)\(a(?:, b)?\)", row.kernel)
@@ -165,13 +166,13 @@ def _fast_calls() -> MappingProxyType[str, str]:
     return MappingProxyType(calls)
 
 
-def _definitions(variant: Variant, *, far: bool) -> str:
+def _definitions(variant: Variant, *, spills: bool) -> str:
     return (
         f"typedef {REAL_NAMES[variant.dtype]} real;\n"
         f"#define REAL_BYTES {variant.dtype.itemsize}\n"
         f"#define ROWS {variant.rows}\n"
         f"#define FAST {int(variant.fast)}\n"
-        f"#define FAR {int(far)}\n"
+        f"#define FAR {int(spills)}\n"
         f"#define WARPS {WARPS}\n"
         f"#define BLOCKS_AT_LEAST {BLOCKS}\n"
     )

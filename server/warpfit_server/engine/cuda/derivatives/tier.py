@@ -1,9 +1,8 @@
-"""The tier of derivatives: everything that needs more than values and one of the six losses.
+"""The tier of derivatives: everything beyond values and the built-in losses.
 
-One launch runs all programs with their derivatives (`tier.cu`), another turns sums over
-columns into losses, gradients and curvatures, a third takes statistics of values that stay on the
-device. The driver of fits comes back with the same programs and other parameters: their code stays
-on the device.
+One launch runs all programs with their derivatives, a second turns sums over columns into losses,
+gradients and curvatures, and a third takes statistics of values that stay on the device. Fits
+evaluate the same programs again with other parameters, so their code is kept on the device.
 """
 
 from __future__ import annotations
@@ -30,31 +29,28 @@ from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode, Prog
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     ROW_BYTES,
     DeviceCode,
-    Plan,
-    keeps_values,
-    make_plan,
+    LaunchPlan,
+    plan_launches,
+    stores_values,
+)
+from warpfit_server.engine.cuda.derivatives.launches import (
+    SUMS,
+    DerivativeKernels,
+    DerivativeLaunch,
+    allocate_small_results,
+    check_cancelled,
+    copy_small_results,
+    download_small_results,
+    launch_chunk,
+    run_chunks,
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
-from warpfit_server.engine.cuda.derivatives.steps import (
-    SUMS,
-    Kernels,
-    Launch,
-    check_wanted,
-    download_small,
-    piece_by_piece,
-    room_for_small,
-    start,
-    take,
-)
-from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
+from warpfit_server.engine.cuda.interpreter.compile import compile_switch, load_switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.cuda.runtime import nvrtc
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.nvjitlink import link
-from warpfit_server.engine.cuda.runtime.nvjitlink import version as link_version
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
-from warpfit_server.engine.cuda.runtime.streams import Elapsed, StreamContext
+from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
 from warpfit_server.engine.interface import Linearisation, Outputs, Steps
 from warpfit_server.engine.lowering_cache import Recurring
 from warpfit_server.engine.validate import check_sound
@@ -63,7 +59,7 @@ _ALIGNMENT: Final = 256
 
 
 class DerivativeTier:
-    """Evaluates batches with derivatives, losses of one's own and statistics.
+    """Evaluates batches with derivatives, user-defined losses and statistics.
 
     Args:
         device: to evaluate on.
@@ -73,14 +69,14 @@ class DerivativeTier:
 
     def __init__(self, device: CudaDevice, threads: int) -> None:
         self._device = device
-        self._kernels: dict[tuple[Variant, bool], Kernels] = {}
-        self._plans: Recurring[Plan] = Recurring()
-        """Of passes of fits; their code stays on the device."""
+        self._kernels: dict[tuple[Variant, bool], DerivativeKernels] = {}
+        self._plans: Recurring[LaunchPlan] = Recurring()
+        """Of passes of fits, whose code stays on the device."""
         self._lock = threading.Lock()
         self._lowering = DerivativeLowering(device.cache_directory, threads)
 
     def prepare_all(self) -> None:
-        """Load every variant but those for huge programs; the first start compiles them."""
+        """Load every variant but those that spill; the first start on a machine compiles them."""
         variants = [
             Variant(np.dtype(dtype), precision, ROW_BYTES // np.dtype(dtype).itemsize)
             for dtype, precision in (
@@ -90,9 +86,9 @@ class DerivativeTier:
             )
         ]
         with ThreadPoolExecutor(len(variants), "derivatives") as threads:
-            list(threads.map(lambda variant: self._load(variant, far=False), variants))
+            list(threads.map(lambda variant: self._load(variant, spills=False), variants))
         for variant in variants:
-            self._prepare(variant, far=False)
+            self._prepare(variant, spills=False)
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -115,7 +111,7 @@ class DerivativeTier:
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
         found, wanted = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
-        yield from self._run(resident, evaluation, wanted, cancelled, _nobody, keep=True)
+        yield from self._run(resident, evaluation, wanted, cancelled, _ignore, keep=True)
         return found
 
     def forget(self) -> None:
@@ -134,39 +130,33 @@ class DerivativeTier:
     ) -> Steps[Timings]:
         started = time.perf_counter_ns()
         plan = self._plan(resident, evaluation, wanted, keep=keep)
-        is_small = wanted.values is None and wanted.jacobian is None
+        has_large_results = wanted.values is not None or wanted.jacobian is not None
         with self._device.stream() as context:
-            if len(plan.pieces) == 1 and is_small:
-                check_wanted(cancelled)
-                computed = self._at_once(context, resident, evaluation, wanted, plan)
+            if len(plan.chunks) == 1 and not has_large_results:
+                check_cancelled(cancelled)
+                computed = self._run_at_once(context, resident, evaluation, wanted, plan)
             else:
                 launch = self._begin(context, resident, evaluation, wanted, plan)
-                computed = yield from piece_by_piece(
-                    self._device, context, launch, cancelled, ready
-                )
-        prepared = time.perf_counter_ns() - started - computed
-        return Timings(
-            copy_in=max(0, prepared),
-            compute=computed,
-            tier=Tier.INTERPRETER,
-        )
+                computed = yield from run_chunks(self._device, context, launch, cancelled, ready)
+        host_time = time.perf_counter_ns() - started - computed
+        return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
 
-    def _at_once(
+    def _run_at_once(
         self,
         context: StreamContext,
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
-        plan: Plan,
+        plan: LaunchPlan,
     ) -> int:
-        """Launch what has no large results; return nanoseconds of the device."""
-        elapsed = Elapsed("start", "computed")
-        with context.in_one_go(elapsed):
+        """Run one chunk without large results as a command list; return its device time in ns."""
+        elapsed = ElapsedTime("start", "computed")
+        with context.as_command_list(elapsed):
             launch = self._begin(context, resident, evaluation, wanted, plan)
-            start(context, launch, plan.pieces[0])
+            launch_chunk(context, launch, plan.chunks[0])
             context.mark("computed")
-            small = download_small(context, launch)
-        take(small, wanted)
+            small = download_small_results(context, launch)
+        copy_small_results(small, wanted)
         return elapsed.nanoseconds
 
     def _begin(
@@ -175,28 +165,28 @@ class DerivativeTier:
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
-        plan: Plan,
-    ) -> Launch:
-        """Upload the parameters and compute what depends on them alone."""
-        kernels = self._prepare(plan.geometry.variant, far=plan.geometry.far)
+        plan: LaunchPlan,
+    ) -> DerivativeLaunch:
+        """Upload the parameters and launch the computation of all scalars."""
+        kernels = self._prepare(plan.geometry.variant, spills=plan.geometry.spills)
         arguments = plan.arguments.copy()
         parameters = np.asarray(evaluation.batch.parameters, dtype=np.float64)
         arrays = {**plan.code.arrays, "order": plan.order, "parameters": parameters}
-        offsets, size = _places(arrays)
+        offsets, size = _lay_out(arrays)
         staging = context.pinned("inputs", size)
         base = context.buffer("inputs", size)
-        _stage(arrays, offsets, staging)
+        _pack(arrays, offsets, staging)
         for name, offset in offsets.items():
             arguments[name] = base + offset
         context.upload(base, staging)
         arguments["scalars"] = context.buffer("scalars", plan.scalar_bytes)
-        small = room_for_small(context, wanted)
+        small = allocate_small_results(context, wanted)
         for name in small.keys() & set(SUMS):
             arguments[name] = small[name][0]
         context.mark("start")
         grid = (plan.code.jobs, 1, 1)
         context.launch(kernels.evaluate_scalars, grid, (32, 1, 1), [arguments])
-        return Launch(resident, plan, wanted, kernels, arguments, small)
+        return DerivativeLaunch(resident, plan, wanted, kernels, arguments, small)
 
     def _plan(
         self,
@@ -205,18 +195,18 @@ class DerivativeTier:
         wanted: RequestedOutputs,
         *,
         keep: bool,
-    ) -> Plan:
-        """Plan of an evaluation, from those kept if it is there."""
+    ) -> LaunchPlan:
+        """Plan an evaluation; with ``keep``, from the cache of plans if it is there."""
 
-        def make(batch: Batch) -> Plan:
+        def make(batch: Batch) -> LaunchPlan:
             code = self._lower(resident, batch, wanted)
-            placed = self._keep(batch, code) if keep else _uploaded_later(batch, code)
-            return make_plan(self._device, resident, evaluation, wanted, placed)
+            placed = self._keep_on_device(batch, code) if keep else _to_upload(batch, code)
+            return plan_launches(self._device, resident, evaluation, wanted, placed)
 
         batch = evaluation.batch
-        wishes = (wanted.row_loss, wanted.curvatures is not None)
+        outputs = (wanted.row_loss, wanted.curvatures is not None)
         place = (resident.dataset.layout, resident.address(0, 0))
-        needs = (batch.vectors, evaluation.rows, evaluation.precision, *wishes, *place)
+        needs = (batch.vectors, evaluation.rows, evaluation.precision, *outputs, *place)
         return self._plans.of_arrays(batch, needs, make) if keep else make(batch)
 
     def _lower(
@@ -231,55 +221,54 @@ class DerivativeTier:
             batch,
             row_loss,
             wanted.lowering_flags,
-            keeps_values=keeps_values(wanted) or bool(wanted.deviation),
+            keeps_values=stores_values(wanted) or bool(wanted.deviation),
             products=wanted.curvatures is not None,
         )
 
-    def _keep(self, batch: Batch, code: DerivativeCode) -> DeviceCode:
-        """Copy code to memory of its own on the device."""
+    def _keep_on_device(self, batch: Batch, code: DerivativeCode) -> DeviceCode:
+        """Copy code to device memory of its own."""
         with self._device.stream() as context:
             memory, addresses = _upload(self._device, context, code.arrays)
         return DeviceCode(batch, ProgramRecords(code.programs, code.sums), memory, addresses, {})
 
-    def _prepare(self, variant: Variant, *, far: bool) -> Kernels:
+    def _prepare(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
+        """Return the kernels of a variant, which are loaded on the first call."""
         with self._lock:
-            if (variant, far) not in self._kernels:
-                module = self._load(variant, far=far)
-                kernels = Kernels(
+            if (variant, spills) not in self._kernels:
+                module = self._load(variant, spills=spills)
+                kernels = DerivativeKernels(
                     linearise=module.get_function("linearise"),
                     evaluate_scalars=module.get_function("evaluate_scalars"),
                     combine=module.get_function("combine"),
                     measure=module.get_function("measure"),
                 )
-                if not far:
+                if not spills:
                     self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))
-                self._kernels[variant, far] = kernels
-            return self._kernels[variant, far]
+                self._kernels[variant, spills] = kernels
+            return self._kernels[variant, spills]
 
-    def _load(self, variant: Variant, *, far: bool) -> Any:
-        architecture = self._device.architecture
-        key = [nvrtc.version(), link_version(), str(architecture), *variant.options]
-        key.append(derivative_source(variant, far=far))
-        return self._device.load(key, lambda: derivative_cubin(variant, architecture, far=far))
+    def _load(self, variant: Variant, *, spills: bool) -> Any:
+        source = derivative_source(variant, spills=spills)
+        return load_switch(self._device, source, case_count(), variant.options)
 
 
-def derivative_cubin(variant: Variant, architecture: int, *, far: bool) -> bytes:
+def derivative_cubin(variant: Variant, architecture: int, *, spills: bool) -> bytes:
     """Compile one variant for compute capability ``architecture``; needs no GPU."""
-    ptx = nvrtc.to_ptx(derivative_source(variant, far=far), architecture, variant.options)
-    return link(with_jump_table(ptx, case_count()), architecture)
+    source = derivative_source(variant, spills=spills)
+    return compile_switch(source, case_count(), variant.options, architecture)
 
 
-def _uploaded_later(batch: Batch, code: DerivativeCode) -> DeviceCode:
-    """Have code uploaded together with the parameters."""
+def _to_upload(batch: Batch, code: DerivativeCode) -> DeviceCode:
+    """Return code that is uploaded together with the parameters."""
     return DeviceCode(batch, code, None, {}, code.arrays)
 
 
-def _nobody(_: int) -> None:
-    """Nobody waits for values."""
+def _ignore(_: int) -> None:
+    """Ignore that values are ready: none are wanted."""
 
 
-def _places(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
-    """Lay arrays one behind the other; return offsets and the size of all."""
+def _lay_out(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
+    """Lay arrays out one after the other; return their offsets and the total size in bytes."""
     offsets, size = {}, 0
     for name, array in arrays.items():
         offsets[name] = size
@@ -287,10 +276,10 @@ def _places(arrays: dict[str, NDArray[Any]]) -> tuple[dict[str, int], int]:
     return offsets, size
 
 
-def _stage(
+def _pack(
     arrays: dict[str, NDArray[Any]], offsets: dict[str, int], staging: NDArray[np.uint8]
 ) -> None:
-    """Copy arrays to where they lie in memory from which the device copies."""
+    """Copy arrays to their offsets in staging memory."""
     for name, array in arrays.items():
         flat = np.ascontiguousarray(array).reshape(-1)
         staging[offsets[name] :][: array.nbytes] = flat.view(np.uint8)
@@ -299,10 +288,10 @@ def _stage(
 def _upload(
     device: CudaDevice, context: StreamContext, arrays: dict[str, NDArray[Any]]
 ) -> tuple[Any, dict[str, int]]:
-    """Copy arrays to memory of their own on the device; return it and their addresses."""
-    offsets, size = _places(arrays)
+    """Copy arrays to device memory of their own; return it and their addresses."""
+    offsets, size = _lay_out(arrays)
     staging = context.pinned("code", size)
-    _stage(arrays, offsets, staging)
+    _pack(arrays, offsets, staging)
     memory = device.allocate(size)
     context.upload(memory.ptr, staging)
     return memory, {name: int(memory.ptr) + offset for name, offset in offsets.items()}

@@ -1,1 +1,1 @@
-"""The bytecode interpreter: programs are lowered on the device and run in one launch."""
+"""The bytecode interpreter, and the lowering of batches on the device."""

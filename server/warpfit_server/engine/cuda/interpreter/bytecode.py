@@ -1,4 +1,4 @@
-"""Layout of the interpreter's instructions: what lowering.cu writes and interpreter.cu reads."""
+"""Encoding of the interpreter's instructions, which lowering.cu writes and interpreter.cu reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from warpfit.ops import OPERATORS
 
-#: Word 0 of an instruction: case label, flags, index of a leaf that is loaded before the case.
+#: Word 0 of an instruction: case label, flags, and the index of a leaf to load before the case.
 LABEL_BITS: Final = 10
 LOAD_VARIABLE: Final = 1 << 10
 LOAD_SLOT: Final = 1 << 11
@@ -18,37 +18,35 @@ INDEX_SHIFT: Final = 13
 #: Largest index of a leaf that word 0 can carry.
 INDEX_LIMIT: Final = 1 << (32 - INDEX_SHIFT)
 
-#: Cases of a binary operator, added to its label: where the operand that is not on top of the
-#: stack comes from. The odd one of a pair has it as the first operand.
+#: Cases of a binary operator, added to its label, by the source of the operand that is not on top
+#: of the stack. The odd number after each is the case in which it is the first operand.
 FROM_VARIABLE: Final = 0
 FROM_SLOT: Final = 2
 FROM_STACK: Final = 4
 
-#: Stack height of the scalar kernel; a row-invariant subtree that needs more is not hoisted whole.
+#: Stack height of ``evaluate_slots``; a row-invariant subtree that needs more is hoisted in parts.
 SLOT_LEVELS: Final = 16
 
-#: What the lowering knows of a program: number of slots, stack levels that it needs below the top,
-#: and whether it is no program.
+#: Traits of a lowered program: its number of slots (row-invariant subtrees), the stack levels that
+#: it needs below the top, and whether it is invalid.
 SLOTS_MASK: Final = (1 << 20) - 1
 NEED_SHIFT: Final = 20
 NEED_MASK: Final = 31
 UNSOUND: Final = 1 << 31
-#: Flag in the order of programs: one needs more stack levels than a warp's share.
+#: Flag in the order of programs: this one needs more stack levels than a warp has.
 DEEP: Final = 1 << 31
-#: Flag in the order of programs: one of the launch is no program, so that none is interpreted.
+#: Flag in the order of programs: some program of the launch is invalid, so none is interpreted.
 SKIPPED: Final = 1 << 30
 
 _CASES: Final = {1: 1, 2: 6, 3: 1}
-
-
-#: Case label of the instruction behind a program's last; label 0 does nothing.
+#: Case label of the instruction that ends a program; label 0 does nothing.
 END: Final = 1 + sum(_CASES[row.arity] for row in OPERATORS.values())
 #: Number of case labels.
 CASES: Final = END + 1
 
 
 def labels() -> NDArray[np.int64]:
-    """First case label of each operator by wire code; int64 [256], 0 for the others."""
+    """Return the first case label of each operator by wire code; int64 [256], 0 for other codes."""
     if CASES > 1 << LABEL_BITS:
         raise ValueError(f"{CASES} case labels do not fit {LABEL_BITS} bits")
     table = np.zeros(256, dtype=np.int64)

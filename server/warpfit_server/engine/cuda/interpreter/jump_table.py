@@ -1,9 +1,9 @@
-"""Give the interpreter's switch a jump table; pure PTX text to PTX text.
+"""A pass over PTX text that replaces the interpreter's dispatch tree by a jump table.
 
 NVVM compiles a switch to a binary tree of comparisons, eight deep for the interpreter's cases,
-which costs more than most operators. Here each case's way through the tree is walked once, and a
-``brx.idx`` jumps straight to its end. Instructions met on the way (copies that the compiler put
-on an edge) are repeated before the jump, so that the program's meaning stays the same.
+which costs more than most operators. This pass follows each case's path through the tree and
+inserts a ``brx.idx`` that jumps to its end at once. Instructions on the path (copies that the
+compiler put on an edge) are repeated before the jump, which keeps the meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LABEL: Final = re.compile(r"([$\w]+):")
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-#: Longest walk through the tree; only a mistake of this module comes near it.
+#: Longest path through the tree that is followed; real ones are far shorter.
 _MOST_STEPS: Final = 200
 
 
@@ -55,7 +55,7 @@ def with_jump_table(ptx: str, cases: int) -> str:
 
 
 class _Walk:
-    """Follows the tree for one value of the label after the other."""
+    """Follows the path of a label through the tree."""
 
     def __init__(self, lines: list[str], register: str) -> None:
         self._lines = lines
@@ -66,10 +66,10 @@ class _Walk:
             if (match := _LABEL.fullmatch(line.strip()))
         }
         self.entries: set[int] = set()
-        """Lines that blocks jump to, and that need a label before them."""
+        """Numbers of the lines that blocks jump to, which need a label before them."""
 
     def block(self, label: int, root: int) -> list[str]:
-        """What a case does before it jumps to where the tree would have led it."""
+        """Return what a case does before it jumps to where the tree would have led it."""
         known: dict[str, bool] = {}
         block = [f"$case_{label}:"]
         at = root
@@ -94,7 +94,7 @@ class _Walk:
         raise InternalError(f"the dispatch tree has no end for label {label}", "BAD_PTX")
 
     def _is_in_tree(self, at: int, known: dict[str, bool]) -> bool:
-        """Whether the basic block of this line goes on to a decision of the tree."""
+        """Return whether the basic block of this line ends in a decision of the tree."""
         for line in self._lines[at:]:
             text = line.strip()
             compare, branch = _COMPARE.fullmatch(text), _BRANCH.fullmatch(text)

@@ -1,16 +1,16 @@
-"""Lowering of a batch on the device: the kernels' source, what they are told, and bounds.
+"""Lowering of a batch on the device: the source, arguments and launches of its kernels.
 
-`lower_programs` takes raw postfix tokens, checks them, and writes the interpreter's instructions;
-`order_programs` sorts the programs for the launches of the interpreter, and says which program is
-unsound. What a launch of the interpreter must know before they have run is bounded here, so that
-nobody has to wait in between.
+`lower_programs` checks raw postfix tokens and writes the interpreter's instructions;
+`order_programs` sorts the programs for the launches of the interpreter, and reports the first
+invalid program. The interpreter is launched at once after them: what its launch depends on is
+bounded by `batch_layout.bound_batch`, so that the host does not wait in between.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +21,18 @@ from warpfit.ops import ARITIES, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import bytecode
 from warpfit_server.engine.cuda.interpreter.bytecode import INDEX_LIMIT, labels
 from warpfit_server.engine.cuda.runtime import nvrtc
-from warpfit_server.engine.cuda.runtime.batch_layout import Parts
+from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.native import numba_cache
 
-#: Most tokens of a program. The stack levels that more of them may need do not fit the shared
-#: memory that every device grants.
-LONGEST: Final = 1 << 18
-#: What ``order_programs`` says if every program of a group is sound.
-NONE: Final = 0xFFFFFFFF
-#: Field by field the structs of lowering.cu.
-LOWER_ARGUMENTS: Final = np.dtype(
+#: Most tokens of a program. A longer one may need more stack levels than fit the shared memory
+#: that every device grants.
+MAX_PROGRAM_TOKENS: Final = 1 << 18
+#: What ``order_programs`` reports for a group without an invalid program.
+ALL_VALID: Final = 0xFFFFFFFF
+#: The structs LowerArguments and OrderArguments of lowering.cu, field by field.
+LOWERING_ARGUMENTS: Final = np.dtype(
     [
         *((name, np.uint64) for name in ("codes", "values", "starts", "parameter_starts")),
         *((name, np.uint64) for name in ("instructions", "programs", "slots", "scratch")),
@@ -51,19 +51,19 @@ LOWER_THREADS: Final = 32
 ORDER_THREADS: Final = 1024
 #: Shared memory of a block of ``order_programs``, in bytes.
 ORDER_BYTES: Final = 8 * 1024 + 8
-#: Most tokens that a block of ``lower_programs`` keeps in shared memory, and their size.
-MOST_ROOM: Final = 4096
+#: Most tokens that a block of ``lower_programs`` keeps in shared memory, and the bytes of each.
+MAX_SHARED_TOKENS: Final = 4096
 NODE_BYTES: Final = 8
-#: Blocks of ``lower_programs`` that are worth sharing a small batch out to: the fewer programs a
-#: warp has, the fewer different branches it takes.
+#: Blocks of ``lower_programs`` for each multiprocessor among which a small batch is divided: the
+#: fewer programs a warp has, the fewer different branches it takes.
 BLOCKS_A_MULTIPROCESSOR: Final = 8
-#: Bits of a row of the operator table, beside the label.
+#: Bits of a row of the operator table, next to the label.
 _ARITY_SHIFT: Final = 10
 _IS_KNOWN, _IS_VARIABLE, _IS_PARAMETER = 1 << 12, 1 << 13, 1 << 14
-#: Operands that wait for their code to be written: at most one for each stack level.
+#: Most operands whose code is still to be written: one for each stack level.
 _MOST_PENDING: Final = 32
 _OPTIONS: Final = ("--std=c++17",)
-#: Numbers of bytecode.py that lowering.cu knows by the same names.
+#: Constants of bytecode.py that lowering.cu uses under the same names.
 _SHARED_NAMES: Final = (
     *("LOAD_VARIABLE", "LOAD_SLOT", "PUSH", "INDEX_SHIFT", "SLOT_LEVELS"),
     *("FROM_VARIABLE", "FROM_SLOT", "FROM_STACK", "NEED_SHIFT", "NEED_MASK"),
@@ -74,19 +74,19 @@ _compiled = numba_cache.njit(nogil=True)
 
 @dataclass(frozen=True, slots=True)
 class LoweringKernels:
-    """The loaded kernels."""
+    """The loaded kernels of the lowering, which all variants share."""
 
     lower_programs: Any
     order_programs: Any
 
 
 def lowering_source() -> str:
-    """Complete CUDA C++ source of the lowering kernels."""
+    """Return the complete CUDA C++ source of the lowering kernels."""
     text = resources.files(__package__).joinpath("lowering.cu").read_text()
     numbers = {name: getattr(bytecode, name) for name in _SHARED_NAMES}
     numbers |= {"LABEL_MASK": (1 << bytecode.LABEL_BITS) - 1, "END_LABEL": bytecode.END}
     numbers |= {"ARITY_SHIFT": _ARITY_SHIFT, "IS_KNOWN": _IS_KNOWN}
-    numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": NONE}
+    numbers |= {"IS_VARIABLE": _IS_VARIABLE, "IS_PARAMETER": _IS_PARAMETER, "NONE": ALL_VALID}
     numbers |= {"LOWER_THREADS": LOWER_THREADS, "ORDER_THREADS": ORDER_THREADS}
     numbers |= {"MOST_PENDING": _MOST_PENDING}
     defines = [f"#define {name} {number}u\n" for name, number in numbers.items()]
@@ -101,12 +101,12 @@ def lowering_cubin(architecture: int) -> bytes:
 
 
 def lowering_key(architecture: int) -> list[str]:
-    """Everything that shapes the machine code."""
+    """Return everything that the machine code depends on."""
     return [nvrtc.version(), str(architecture), *_OPTIONS, lowering_source()]
 
 
 def _operator_table() -> NDArray[np.uint32]:
-    """Label, arity and flags by token code; uint32 [256], 0 for what is no token code."""
+    """Return label, arity and flags by token code; uint32 [256], 0 for other codes."""
     table = np.zeros(256, dtype=np.uint32)
     known = ARITIES >= 0
     table[known] = _IS_KNOWN | ARITIES[known].astype(np.uint32) << _ARITY_SHIFT
@@ -124,19 +124,19 @@ def check_length(batch: Batch) -> int:
 
     """
     longest = int(batch.lengths.max())
-    if longest > LONGEST:
+    if longest > MAX_PROGRAM_TOKENS:
         raise ResourceExhaustedError(
             f"a program of {longest} tokens is longer than the interpreter can encode",
             "PROGRAM_TOO_LONG",
             "Split the program",
             needed=longest,
-            available=LONGEST,
+            available=MAX_PROGRAM_TOKENS,
         )
     return longest
 
 
-def refuse(batch: Batch, program: int, variables: int) -> None:
-    """Say what is wrong with a program that the device found unsound.
+def raise_invalid_program(batch: Batch, program: int, variables: int) -> None:
+    """Raise the error of a program that the device found invalid.
 
     Args:
         batch: that was lowered.
@@ -169,86 +169,82 @@ def refuse(batch: Batch, program: int, variables: int) -> None:
             f"Use the first {INDEX_LIMIT} variables",
             available=INDEX_LIMIT,
         )
-    raise InternalError("two checks of a batch disagree", "ENGINE_FAILURE", "Report it as a bug")
-
-
-class Launch(NamedTuple):
-    """Grid and shared memory of a launch of ``lower_programs``; integers."""
-
-    blocks: int
-    shared: int
-    """Bytes."""
+    raise InternalError(
+        "host and device disagree on whether a program is valid",
+        "ENGINE_FAILURE",
+        "Report it as a bug",
+    )
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def tell_lower(
-    told: NDArray[np.void],
+def fill_lowering_arguments(
+    arguments: NDArray[np.void],
     batch: int,
-    parts: Parts,
+    layout: BatchLayout,
     programs: int,
     vectors: int,
     variables: int,
     longest: int,
     blocks: int,
-) -> Launch:
-    """Write the arguments of ``lower_programs``; return its launch.
+) -> tuple[int, int]:
+    """Fill in the arguments of ``lower_programs``; return its blocks and bytes of shared memory.
 
     Args:
-        told: to fill; `LOWER_ARGUMENTS` [1].
+        arguments: to fill; `LOWERING_ARGUMENTS` [1].
         batch: device address of the batch.
-        parts: where its parts are.
-        programs: how many.
+        layout: of the batch.
+        programs: number of programs.
         vectors: parameter vectors.
         variables: of the data set.
         longest: tokens of the longest program.
-        blocks: that a small batch is shared out to.
+        blocks: among which a small batch is divided.
 
     """
     share = min(LOWER_THREADS, -(-programs // blocks))
-    room = min(MOST_ROOM, share * longest)
-    one = told[0]
-    one.codes = batch + parts.codes
-    one.values = batch + parts.values
-    one.starts = batch + parts.starts
-    one.parameter_starts = batch + parts.parameter_starts
-    one.instructions = batch + parts.instructions
-    one.programs = batch + parts.programs
-    one.slots = batch + parts.slots
-    one.scratch = batch + parts.scratch
+    room = min(MAX_SHARED_TOKENS, share * longest)
+    one = arguments[0]
+    one.codes = batch + layout.codes
+    one.values = batch + layout.values
+    one.starts = batch + layout.starts
+    one.parameter_starts = batch + layout.parameter_starts
+    one.instructions = batch + layout.instructions
+    one.programs = batch + layout.programs
+    one.slots = batch + layout.slots
+    one.scratch = batch + layout.scratch
     one.variables = min(variables, INDEX_LIMIT)
     one.vectors = vectors
     one.count = programs
     one.share = share
     one.room = room
-    return Launch(-(-programs // share), NODE_BYTES * room)
+    return -(-programs // share), NODE_BYTES * room
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def tell_order(
-    told: NDArray[np.void],
+def fill_order_arguments(
+    arguments: NDArray[np.void],
     batch: int,
-    parts: Parts,
+    layout: BatchLayout,
     programs: int,
     group: int,
     levels: int,
-    unsound: int,
+    first_invalid: int,
 ) -> int:
-    """Write the arguments of ``order_programs``; return its blocks, one for each group.
+    """Fill in the arguments of ``order_programs``; return its blocks, one for each group.
 
     Args:
-        told: to fill; `ORDER_ARGUMENTS` [1].
+        arguments: to fill; `ORDER_ARGUMENTS` [1].
         batch: device address of the batch.
-        parts: where its parts are.
-        programs: how many.
+        layout: of the batch.
+        programs: number of programs.
         group: programs that are sorted together.
-        levels: stack levels that a warp of the interpreter has.
-        unsound: address of page-locked host memory; uint32 [groups].
+        levels: stack levels that each warp of the interpreter has.
+        first_invalid: address of page-locked host memory; uint32 [groups].
 
     """
-    one = told[0]
-    one.programs = batch + parts.programs
-    one.order = batch + parts.order
-    one.unsound = unsound
+    one = arguments[0]
+    one.programs = batch + layout.programs
+    one.order = batch + layout.order
+    one.unsound = first_invalid
     one.count = programs
     one.group = group
     one.levels = levels
@@ -272,27 +268,23 @@ def launch_lowering(
     variables: int,
     blocks: int,
 ) -> None:
-    """Launch the lowering of a batch that lies on the device.
+    """Launch the lowering of a batch that has been uploaded.
 
     Args:
         context: the stream.
         kernels: of the device.
-        batch: that was uploaded.
-        address: where to, laid out as `Parts.of` the batch.
+        batch: to lower.
+        address: of the batch on the device, in its `BatchLayout`.
         variables: of the data set.
-        blocks: that a small batch is shared out to.
+        blocks: among which a small batch is divided.
 
     """
-    told = np.zeros(1, dtype=LOWER_ARGUMENTS)
+    arguments = np.zeros(1, dtype=LOWERING_ARGUMENTS)
     sizes = (len(batch), batch.vectors, variables, int(batch.lengths.max()))
-    launch = tell_lower(told, address, Parts.of(batch), *sizes, blocks)
-    context.launch(
-        kernels.lower_programs,
-        (launch.blocks, 1, 1),
-        (LOWER_THREADS, 1, 1),
-        [told[0]],
-        launch.shared,
-    )
+    where = (address, BatchLayout.of(batch))
+    count, shared = fill_lowering_arguments(arguments, *where, *sizes, blocks)
+    grid, threads = (count, 1, 1), (LOWER_THREADS, 1, 1)
+    context.launch(kernels.lower_programs, grid, threads, [arguments[0]], shared)
 
 
 def launch_order(
@@ -308,20 +300,21 @@ def launch_order(
     Args:
         context: the stream.
         kernels: of the device.
-        batch: that is being lowered.
-        address: where it lies on the device.
+        batch: that was lowered.
+        address: of the batch on the device, in its `BatchLayout`.
         group: programs that are sorted together.
-        levels: stack levels that a warp of the interpreter has.
+        levels: stack levels that each warp of the interpreter has.
 
     Returns:
-        Where the first unsound program of each group will be written, or `NONE`; uint32 [groups].
+        Page-locked memory to which the device writes the first invalid program of each group, or
+        `ALL_VALID`; uint32 [groups].
 
     """
     groups = -(-len(batch) // group)
-    unsound = context.pinned("unsound", 4 * groups).view(np.uint32)
-    told = np.zeros(1, dtype=ORDER_ARGUMENTS)
-    where = (address, Parts.of(batch), len(batch), group, levels, unsound.ctypes.data)
-    blocks = tell_order(told, *where)
-    grid, block = (blocks, 1, 1), (ORDER_THREADS, 1, 1)
-    context.launch(kernels.order_programs, grid, block, [told[0]], ORDER_BYTES)
-    return unsound
+    first_invalid = context.pinned("first invalid", 4 * groups).view(np.uint32)
+    arguments = np.zeros(1, dtype=ORDER_ARGUMENTS)
+    where = (address, BatchLayout.of(batch), len(batch), group, levels)
+    blocks = fill_order_arguments(arguments, *where, first_invalid.ctypes.data)
+    grid, threads = (blocks, 1, 1), (ORDER_THREADS, 1, 1)
+    context.launch(kernels.order_programs, grid, threads, [arguments[0]], ORDER_BYTES)
+    return first_invalid

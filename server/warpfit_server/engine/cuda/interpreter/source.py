@@ -1,4 +1,4 @@
-"""CUDA C++ source of the interpreter, generated from the operator table; pure."""
+"""CUDA C++ source of the interpreter, generated from the operator table."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _SHORT: Final = frozenset(
 )
 #: The same for float32 alone, where these are 10 to 20 instructions.
 _SHORT_FLOAT: Final = _SHORT | {"exp", "log"}
-#: Calls in binary operators that are worth a body of their own for each source of an operand; an
-#: exact division is not.
+#: Calls in binary operators that get a body for each source of an operand; an exact division does
+#: not.
 _DIRECT: Final = frozenset({"__fdividef"})
 
-#: Stack levels above the top that a costly operator's operands take.
+#: Stack levels above the top that the operands of a costly operator use.
 SCRATCH_LEVELS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compiled form of the interpreter."""
+    """Data type, precision and rows a thread of one compiled form of the interpreter."""
 
     dtype: np.dtype[Any]
     """float32 or float64."""
@@ -62,12 +62,12 @@ class Variant:
 
     @property
     def fast(self) -> bool:
-        """Whether approximate operators are used; float64 is always precise."""
+        """Return whether approximate operators are used; float64 is always precise."""
         return is_fast(self.dtype, self.precision)
 
     @property
     def tile(self) -> int:
-        """Rows a warp."""
+        """Rows of a tile, on which a warp works."""
         return 32 * self.rows
 
     @property
@@ -77,7 +77,7 @@ class Variant:
 
 
 def interpreter_source(variant: Variant) -> str:
-    """Complete CUDA C++ source of one variant."""
+    """Return the complete CUDA C++ source of one variant."""
     template = resources.files(__package__).joinpath("interpreter.cu").read_text()
     operators, cases, scalar_cases = [], [], []
     table = labels()
@@ -102,7 +102,7 @@ def interpreter_source(variant: Variant) -> str:
 
 
 def costly_codes(variant: Variant) -> NDArray[np.bool_]:
-    """Whether an operator goes through scratch levels of the stack, by wire code; [256]."""
+    """Return whether an operator needs scratch levels of the stack, by wire code; bool [256]."""
     table = np.zeros(256, dtype=np.bool_)
     for row in OPERATORS.values():
         expression = operator_source(row, variant.dtype, variant.precision)
@@ -111,7 +111,7 @@ def costly_codes(variant: Variant) -> NDArray[np.bool_]:
 
 
 def operator_flags(variant: Variant) -> NDArray[np.uint8]:
-    """Flags of `warpfit_server.engine.cuda.runtime.batch_layout` by wire code; uint8 [256]."""
+    """Return the flags of `runtime.batch_layout` by wire code; uint8 [256]."""
     flags = costly_codes(variant).astype(np.uint8) * np.uint8(COSTLY)
     flags[[row.code for row in OPERATORS.values() if row.arity == 3]] |= TERNARY
     return flags
@@ -133,12 +133,12 @@ def _definitions(variant: Variant) -> str:
 
 
 def _blocks(variant: Variant) -> int:
-    """Blocks of 256 threads to keep on a multiprocessor: bounds the registers of a thread."""
+    """Return the least blocks of 256 threads a multiprocessor, which bounds the registers."""
     return 4 if variant.rows * variant.dtype.itemsize <= 64 else 2
 
 
 def _macro(row: Operator, expression: str, variant: Variant) -> str:
-    """Name of the macro in interpreter.cu that makes the cases of an operator."""
+    """Return the name of the macro in interpreter.cu that writes the cases of an operator."""
     if row.arity == 3:
         return "TERNARY"
     shape = "UNARY" if row.arity == 1 else "BINARY"
@@ -150,7 +150,7 @@ def _macro(row: Operator, expression: str, variant: Variant) -> str:
 
 
 def is_costly(expression: str, variant: Variant) -> bool:
-    """Whether a rendered expression is too long to be unrolled over all rows of a thread."""
+    """Return whether a rendered expression is too long to be unrolled over a thread's rows."""
     short = _SHORT_FLOAT if variant.dtype == np.float32 else _SHORT
     return not set(_CALL.findall(expression)) <= short
 

@@ -1,4 +1,4 @@
-"""The interpreter tier: any number of fresh expressions in one launch, nothing compiled."""
+"""The interpreter tier: any number of fresh expressions in one launch, without compiling them."""
 
 from __future__ import annotations
 
@@ -7,55 +7,37 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError
-from warpfit.ir import Batch
 from warpfit.request import Evaluation, Precision, Tier, Timings
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
-from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
-from warpfit_server.engine.cuda.interpreter.launch import losses_in_one_launch
-from warpfit_server.engine.cuda.interpreter.launch_arguments import (
-    ARGUMENTS,
-    SLOT_ARGUMENTS,
-    SLOT_THREADS,
-    SUM_THREADS,
-    Addresses,
-    Kernels,
-    Piece,
-    Shares,
-    Work,
-    share_out,
-    tell_interpreter,
-    tell_slots,
-    tiles_of,
-    token_rows_of_a_launch,
+from warpfit_server.engine.cuda.interpreter.chunks import (
+    InterpreterChunk,
+    PendingChunk,
+    ResultCopier,
+    evaluate_slots,
+    launch_chunk,
+    lower_batch,
 )
-from warpfit_server.engine.cuda.interpreter.lowering import (
-    NONE,
-    LoweringKernels,
-    check_length,
-    launch_lowering,
-    launch_order,
-    load_lowering,
-    refuse,
+from warpfit_server.engine.cuda.interpreter.compile import compile_switch, load_switch
+from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
+    InterpreterGeometry,
+    InterpreterKernels,
+    max_interpreted_token_rows,
+    tile_count,
 )
+from warpfit_server.engine.cuda.interpreter.loss_launch import evaluate_losses
+from warpfit_server.engine.cuda.interpreter.lowering import LoweringKernels, load_lowering
 from warpfit_server.engine.cuda.interpreter.source import (
     Variant,
     interpreter_source,
     operator_flags,
 )
-from warpfit_server.engine.cuda.runtime import nvrtc
-from warpfit_server.engine.cuda.runtime.batch_layout import Extent, Parts, pack, survey
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.nvjitlink import link
-from warpfit_server.engine.cuda.runtime.nvjitlink import version as link_version
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.cuda.runtime.tokens import Tokens
 from warpfit_server.engine.interface import Outputs, Steps
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
@@ -65,84 +47,37 @@ _MOST_BYTES_FAST: Final = 64
 #: Threads that fill a multiprocessor.
 _FULL_THREADS: Final = 32 * 32
 #: Most jobs of one launch.
-_MOST_JOBS: Final = 1 << 18
+_MAX_JOBS: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class InterpreterTuning:
     """How work is laid out on the device; the defaults are the measured best."""
 
     rows: int | None = None
-    """Rows a thread; None to choose by the size of the evaluation."""
+    """Rows a thread; None chooses by the size of the evaluation."""
     warps: int | None = None
-    """Warps a block, each with a program of its own on the block's rows, at most 8; None for 2 in
-    fast mode, and else 1: exact functions are long, and two programs need more of them at a time
-    than the cache of instructions holds."""
+    """Warps a block, at most 8, each with a program of its own on the block's rows. None for 2 in
+    fast mode and 1 otherwise: precise functions are long, and two programs use more of them at a
+    time than the instruction cache holds."""
     jobs_per_warp: int = 2
-    """Programs that a warp runs one after the other when there are plenty."""
+    """Most programs that a warp runs one after the other."""
     chunk_bytes: int = 32 << 20
     """Most bytes of values, or of partial sums, that one launch leaves on the device."""
 
 
-@dataclass(slots=True)
-class Flight:
-    """A launched piece: the event that ends it, and where its results arrive."""
-
-    piece: Piece
-    event: str
-    values: NDArray[Any] | None = None
-    sums: NDArray[np.float64] | None = None
-
-
-class Outcome(NamedTuple):
-    """What pieces have brought."""
-
-    sums: NDArray[np.float64]
-    """Sum of the loss terms of each job, [jobs]."""
-    launched: int
-    """``time.perf_counter_ns()`` when the first piece could be launched."""
-    computed: int
-    """Nanoseconds of the device."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """What all launches of one evaluation share."""
-
-    kernels: Kernels
-    batch: Batch
-    parts: Parts
-    extent: Extent
-    shares: Shares
-    addresses: Addresses
-    unsound: NDArray[np.uint32]
-    """First unsound program of each group that is lowered together, once the device was there."""
-
-    def check(self, variables: int) -> None:
-        """Check, once the device was there, that the batch could be lowered.
-
-        Raises:
-            ProgramError: for the first bad token.
-            ResourceExhaustedError: if a variable's index is too large to encode.
-
-        """
-        bad = int(self.unsound.min())
-        if bad != NONE:
-            refuse(self.batch, bad, variables)
-
-
-class Interpreter:
-    """Evaluates batches by one kernel that reads instructions.
+class InterpreterTier:
+    """Evaluates batches by one kernel that interprets instructions.
 
     A job is one program with one parameter vector; jobs are numbered in wire order,
-    ``program * K + vector``. The kernel is compiled for the data type, the precision and the rows
-    a thread when one is first needed, and kept on disk.
+    ``program * K + vector``. There is a compiled variant of the kernel for each data type,
+    precision and number of rows a thread.
     """
 
-    def __init__(self, device: CudaDevice, tuning: Tuning | None = None) -> None:
+    def __init__(self, device: CudaDevice, tuning: InterpreterTuning | None = None) -> None:
         self._device = device
-        self._tuning = tuning or Tuning()
-        self._kernels: dict[Variant, Kernels] = {}
+        self._tuning = tuning or InterpreterTuning()
+        self._kernels: dict[Variant, InterpreterKernels] = {}
         self._lowering_kernels: LoweringKernels | None = None
         self._lock = threading.Lock()
 
@@ -151,36 +86,28 @@ class Interpreter:
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started = time.perf_counter_ns()
-        if outputs.cancelled[0]:
-            raise CancelledError("the evaluation was cancelled", "CANCELLED")
+        _check_cancelled(outputs)
         variant = self.variant(resident, evaluation)
-        pieces = list(self._pieces(resident, evaluation, variant))
-        if len(pieces) == 1 and not evaluation.values and outputs.losses is not None:
-            work = self.work(resident, evaluation, pieces[0])
+        chunks = list(self._chunks(resident, evaluation, variant))
+        if len(chunks) == 1 and not evaluation.values and outputs.losses is not None:
+            geometry = self.geometry(resident, evaluation, chunks[0])
             kernels = self.prepare(variant)
             with self._device.stream() as context:
-                return losses_in_one_launch(
-                    context, kernels, work, evaluation, resident, outputs, started
+                return evaluate_losses(
+                    context, kernels, geometry, evaluation, resident, outputs, started
                 )
-        outcome = yield from self._in_pieces(resident, evaluation, pieces, outputs)
-        if outputs.losses is not None and evaluation.loss is not None:
-            outputs.losses[...] = outcome.sums.reshape(outputs.losses.shape)
-        return Timings(
-            copy_in=outcome.launched - started,
-            compute=outcome.computed,
-            copy_out=max(0, time.perf_counter_ns() - outcome.launched - outcome.computed),
-            tier=Tier.INTERPRETER,
-        )
+        return (yield from self._evaluate_chunks(resident, evaluation, chunks, outputs, started))
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
-        """Choose the kernel for an evaluation."""
+        """Choose the variant of the kernels for an evaluation."""
         layout = resident.dataset.layout
         fast = evaluation.precision is Precision.FAST and layout.dtype == np.float32
         precision = Precision.FAST if fast else Precision.PRECISE
         programs, vectors, _ = evaluation.shape(layout)
-        sizes = _least_rows(layout.dtype), _most_rows(layout.dtype, fast)
-        is_much = programs * vectors >= self._enough_jobs(resident, evaluation, sizes[1])
-        return Variant(layout.dtype, precision, self._tuning.rows or sizes[is_much])
+        least = _LEAST_BYTES // layout.dtype.itemsize
+        most = (_MOST_BYTES_FAST if fast else _MOST_BYTES) // layout.dtype.itemsize
+        is_much = programs * vectors >= self._jobs_to_fill_device(resident, evaluation, most)
+        return Variant(layout.dtype, precision, self._tuning.rows or (most if is_much else least))
 
     def prepare_all(self) -> None:
         """Load every variant that `variant` chooses; the first start on a machine compiles them."""
@@ -195,17 +122,17 @@ class Interpreter:
         ]
         with ThreadPoolExecutor(len(variants) + 1, "interpreter") as threads:
             lowering = threads.submit(load_lowering, self._device)
-            list(threads.map(self._load, variants))  # into the cache on disk, side by side
+            list(threads.map(self._load, variants))  # compiled in parallel into the disk cache
             lowering.result()
         for variant in variants:
             self.prepare(variant)
 
-    def prepare(self, variant: Variant) -> Kernels:
-        """Compile and load the kernels of a variant unless that has been done."""
+    def prepare(self, variant: Variant) -> InterpreterKernels:
+        """Return the kernels of a variant, which are loaded on the first call."""
         with self._lock:
             if variant not in self._kernels:
                 module = self._load(variant)
-                self._kernels[variant] = Kernels(
+                self._kernels[variant] = InterpreterKernels(
                     variant=variant,
                     interpret=module.get_function("interpret"),
                     evaluate_slots=module.get_function("evaluate_slots"),
@@ -216,248 +143,122 @@ class Interpreter:
             return self._kernels[variant]
 
     def _lowering(self) -> LoweringKernels:
-        """Load the kernels that all variants share; under the lock."""
+        """Return the kernels that all variants share; the caller holds the lock."""
         if self._lowering_kernels is None:
             self._lowering_kernels = load_lowering(self._device)
         return self._lowering_kernels
 
     def _load(self, variant: Variant) -> Any:
-        architecture = self._device.architecture
-        key = [nvrtc.version(), link_version(), str(architecture), *variant.options]
-        key.append(interpreter_source(variant))
-        return self._device.load(key, lambda: interpreter_cubin(variant, architecture))
+        return load_switch(self._device, interpreter_source(variant), CASES, variant.options)
 
-    def _enough_jobs(
+    def _jobs_to_fill_device(
         self, resident: ResidentDataset, evaluation: Evaluation, rows_per_thread: int
     ) -> int:
-        """Jobs from which on the device is full with so many rows a thread.
+        """Return the number of jobs that fill the device with so many rows a thread.
 
-        More rows a thread share more decoding, but leave fewer warps to fill the device.
+        More rows a thread share the decoding of an instruction, but leave fewer warps.
         """
         start, stop = evaluation.row_range(resident.dataset.layout)
         threads = _FULL_THREADS * self._device.multiprocessors
         return -(-rows_per_thread * threads // max(1, stop - start))
 
-    def _pieces(
+    def _chunks(
         self, resident: ResidentDataset, evaluation: Evaluation, variant: Variant
-    ) -> Iterator[Piece]:
-        """Cut the evaluation so that the results of one launch stay within the chunk size.
+    ) -> Iterator[InterpreterChunk]:
+        """Cut the evaluation so that the results of each launch fit in ``chunk_bytes``.
 
-        If that takes several launches, none of them keeps other evaluations waiting for long, as in
-        `warpfit_server.engine.cuda.interpreter.launch`.
+        If that takes several launches, none has more token-rows than `kernel_arguments` allows.
         """
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
-        tiles = tiles_of(start, stop, variant)
+        tiles = tile_count(start, stop, variant)
         job_bytes = 8 * tiles
         rows = stop - start
         if evaluation.values:
-            job_bytes = max(job_bytes, tiles * variant.tile * variant.dtype.itemsize)
-            rows = (
-                self._tuning.chunk_bytes // (variant.tile * variant.dtype.itemsize) * variant.tile
-            )
-        jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MOST_JOBS)
+            tile_bytes = variant.tile * variant.dtype.itemsize
+            job_bytes = max(job_bytes, tiles * tile_bytes)
+            rows = self._tuning.chunk_bytes // tile_bytes * variant.tile
+        jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MAX_JOBS)
         if jobs < programs * vectors:
-            at_once = token_rows_of_a_launch(variant, self._device.multiprocessors)
-            work = len(evaluation.batch.codes) * (stop - start)
-            jobs = min(jobs, max(1, at_once * programs // work))
+            most = max_interpreted_token_rows(variant, self._device.multiprocessors)
+            token_rows = len(evaluation.batch.codes) * (stop - start)
+            jobs = min(jobs, max(1, most * programs // token_rows))
         jobs -= jobs % vectors if jobs > vectors else 0
-        for first_job in range(0, programs * vectors, jobs):
+        for first in range(0, programs * vectors, jobs):
             for row in range(start, stop, rows):
-                yield Piece(
-                    first_job,
-                    min(jobs, programs * vectors - first_job),
-                    row,
-                    min(row + rows, stop),
-                )
+                count = min(jobs, programs * vectors - first)
+                yield InterpreterChunk(first, count, row, min(row + rows, stop))
 
-    def work(
-        self, resident: ResidentDataset, evaluation: Evaluation, piece: Piece | None = None
-    ) -> Work:
-        """Describe the work of one launch, which may be for all rows."""
-        variant = self.variant(resident, evaluation)
-        warps = self._tuning.warps or (2 if variant.fast else 1)
-        shares = (warps, self._tuning.jobs_per_warp, self._device.multiprocessors)
-        rows = evaluation.row_range(resident.dataset.layout)
-        if piece is not None:
-            rows = piece.start, piece.stop
-        return Work.of(resident, rows, evaluation.loss, variant, shares)
-
-    def _in_pieces(
+    def geometry(
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
-        pieces: list[Piece],
+        chunk: InterpreterChunk | None = None,
+    ) -> InterpreterGeometry:
+        """Describe the work of a chunk, or of all rows of the evaluation."""
+        variant = self.variant(resident, evaluation)
+        rows = evaluation.row_range(resident.dataset.layout)
+        if chunk is not None:
+            rows = chunk.start, chunk.stop
+        return InterpreterGeometry.of(
+            resident,
+            rows,
+            evaluation.loss,
+            variant,
+            max_warps=self._tuning.warps or (2 if variant.fast else 1),
+            programs_per_warp=self._tuning.jobs_per_warp,
+            multiprocessors=self._device.multiprocessors,
+        )
+
+    def _evaluate_chunks(
+        self,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        chunks: list[InterpreterChunk],
         outputs: Outputs,
-    ) -> Steps[Outcome]:
-        """Launch piece after piece, taking one piece's results in while the next is computed."""
-        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
-        sums = np.zeros(programs * vectors)
+        started: int,
+    ) -> Steps[Timings]:
+        """Launch chunk after chunk; copy the results of each while the next is computed."""
+        batch, layout = evaluation.batch, resident.dataset.layout
+        kernels = self.prepare(self.variant(resident, evaluation))
+        sums = np.zeros(len(batch) * batch.vectors)
         with self._device.stream() as context:
-            launch = self.begin(context, resident, evaluation, pieces[0].jobs)
-            landing = Landing(resident, evaluation, outputs, sums, launch)
+            geometry = self.geometry(resident, evaluation)
+            lowered = lower_batch(
+                context, kernels, geometry, batch, layout.variables, chunks[0].jobs
+            )
+            copier = ResultCopier(resident, evaluation, outputs, sums, lowered)
             context.mark("start")
-            self.evaluate_slots(context, launch, vectors)
+            evaluate_slots(context, lowered)
             launched = time.perf_counter_ns()
-            flying: Flight | None = None
-            for number, piece in enumerate(pieces):
-                if outputs.cancelled[0]:
-                    raise CancelledError("the evaluation was cancelled", "CANCELLED")
-                flight = self.start(context, launch, resident, evaluation, piece, number % 2)
-                if flying is not None:
-                    landing.take(context, flying)
+            pending: PendingChunk | None = None
+            for number, chunk in enumerate(chunks):
+                _check_cancelled(outputs)
+                geometry = self.geometry(resident, evaluation, chunk)
+                latest = launch_chunk(context, lowered, geometry, evaluation, chunk, number % 2)
+                if pending is not None:
+                    copier.copy(context, pending)
                     yield None
                     self._device.use()
-                flying = flight
-            if flying is not None:
-                landing.take(context, flying)
+                pending = latest
+            if pending is not None:
+                copier.copy(context, pending)
             computed = context.nanoseconds("start", "computed")
-            return Outcome(sums, launched, computed)
-
-    def begin(
-        self,
-        context: StreamContext,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        chunk: int,
-    ) -> Launch:
-        """Upload a batch and launch its lowering, for launches of ``chunk`` jobs each.
-
-        Raises:
-            ResourceExhaustedError: if a program is too long, or the device has no room.
-
-        """
-        batch, variant = evaluation.batch, self.variant(resident, evaluation)
-        check_length(batch)
-        kernels, tokens, parts = self.prepare(variant), Tokens.of(batch), Parts.of(batch)
-        extent, work = survey(tokens, kernels.flags), self.work(resident, evaluation)
-        shares = share_out(work, extent, chunk, len(batch), batch.vectors)
-        memory = context.pinned("batch", parts.uploaded)
-        pack(tokens, parts, memory)
-        address = context.buffer("batch", parts.end)
-        size = extent.slots * batch.vectors * variant.dtype.itemsize
-        slots = context.buffer("slots", max(1, size))
-        context.upload(address, memory)
-        where = (context, kernels.lowering, batch, address)
-        launch_lowering(*where, resident.dataset.layout.variables, work.lowering_blocks)
-        unsound = launch_order(*where, shares.group, shares.levels - shares.scratch)
-        addresses = Addresses(address, slots, 0, 0)
-        return Launch(kernels, batch, parts, extent, shares, addresses, unsound)
-
-    def evaluate_slots(self, context: StreamContext, launch: Launch, vectors: int) -> None:
-        """Compute the row-invariant subtrees of all programs."""
-        told = np.zeros(1, dtype=SLOT_ARGUMENTS)
-        sizes = (launch.extent, len(launch.batch), vectors)
-        grid = tell_slots(told, launch.addresses, launch.parts, *sizes)
-        context.launch(launch.kernels.evaluate_slots, (*grid, 1), (*SLOT_THREADS, 1), [told[0]])
-
-    def start(
-        self,
-        context: StreamContext,
-        launch: Launch,
-        resident: ResidentDataset,
-        evaluation: Evaluation,
-        piece: Piece,
-        side: int,
-    ) -> Flight:
-        """Launch one piece and the copies of its results; the two sides alternate."""
-        dtype = launch.kernels.variant.dtype
-        work = self.work(resident, evaluation, piece)
-        pitch = work.tiles * launch.kernels.variant.tile * dtype.itemsize
-        partials = values = 0
-        if evaluation.loss is not None:
-            partials = context.buffer(f"partials {side}", piece.jobs * work.tiles * 8)
-        if evaluation.values:
-            values = context.buffer(f"values {side}", piece.jobs * pitch)
-        addresses = launch.addresses._replace(values=values, partials=partials)
-        interpret(context, launch, work, addresses, evaluation.batch.vectors, piece)
-        flight = Flight(piece, f"piece {side}")
-        if partials:
-            flight.sums = _add_up(context, launch, work, addresses, piece, side)
-        context.mark("computed")
-        if values:
-            flight.values = _staged(context, f"values {side}", piece, dtype)
-            skipped = work.first_row * dtype.itemsize
-            context.download_rows(flight.values, values + skipped, pitch)
-        context.mark(flight.event)
-        return flight
+        if outputs.losses is not None and evaluation.loss is not None:
+            outputs.losses[...] = sums.reshape(outputs.losses.shape)
+        return Timings(
+            copy_in=launched - started,
+            compute=computed,
+            copy_out=max(0, time.perf_counter_ns() - launched - computed),
+            tier=Tier.INTERPRETER,
+        )
 
 
-def _least_rows(dtype: np.dtype[Any]) -> int:
-    return _LEAST_BYTES // dtype.itemsize
-
-
-def _most_rows(dtype: np.dtype[Any], fast: bool) -> int:
-    return (_MOST_BYTES_FAST if fast else _MOST_BYTES) // dtype.itemsize
-
-
-def interpret(
-    context: StreamContext,
-    launch: Launch,
-    work: Work,
-    addresses: Addresses,
-    vectors: int,
-    piece: Piece,
-) -> None:
-    """Launch the interpreter: a block for each tile of rows and group of jobs."""
-    told = np.zeros(1, dtype=ARGUMENTS)
-    groups, shared = tell_interpreter(
-        *(told, work, addresses, launch.parts, launch.extent, launch.shares, vectors),
-        (piece.first_job, piece.jobs),
-    )
-    threads = (32 * launch.shares.warps, 1, 1)
-    context.launch(launch.kernels.interpret, (work.tiles, groups, 1), threads, [told[0]], shared)
-
-
-def _add_up(
-    context: StreamContext,
-    launch: Launch,
-    work: Work,
-    addresses: Addresses,
-    piece: Piece,
-    side: int,
-) -> NDArray[np.float64]:
-    """Add the partial sums of each job up; return where the sums will arrive."""
-    sums = context.pinned(f"sums {side}", piece.jobs * 8).view(np.float64)
-    numbers = (addresses.partials, sums.ctypes.data, work.tiles)
-    arguments = [np.array(number, dtype=np.int64) for number in numbers]
-    context.launch(launch.kernels.sum_partials, (piece.jobs, 1, 1), (SUM_THREADS, 1, 1), arguments)
-    return sums
+def _check_cancelled(outputs: Outputs) -> None:
+    if outputs.cancelled[0]:
+        raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
 def interpreter_cubin(variant: Variant, architecture: int) -> bytes:
     """Compile one variant for compute capability ``architecture``; needs no GPU."""
-    ptx = nvrtc.to_ptx(interpreter_source(variant), architecture, variant.options)
-    return link(with_jump_table(ptx, CASES), architecture)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Landing:
-    """Takes the results of pieces to where they belong."""
-
-    resident: ResidentDataset
-    evaluation: Evaluation
-    outputs: Outputs
-    sums: NDArray[np.float64]
-    launch: Launch
-
-    def take(self, context: StreamContext, flight: Flight) -> None:
-        """Wait for a piece and take its results."""
-        context.wait(flight.event)
-        self.launch.check(self.resident.dataset.layout.variables)
-        piece, outputs = flight.piece, self.outputs
-        jobs = slice(piece.first_job, piece.first_job + piece.jobs)
-        if flight.sums is not None:
-            self.sums[jobs] += flight.sums
-        if flight.values is not None and outputs.values is not None:
-            first, stop = self.evaluation.row_range(self.resident.dataset.layout)
-            rows = slice(piece.start - first, piece.stop - first)
-            outputs.values.reshape(len(self.sums), -1)[jobs, rows] = flight.values
-            if piece.stop == stop:
-                outputs.ready(jobs.stop // self.evaluation.batch.vectors)
-
-
-def _staged(context: StreamContext, name: str, piece: Piece, dtype: np.dtype[Any]) -> NDArray[Any]:
-    shape = (piece.jobs, piece.stop - piece.start)
-    staging = context.pinned(name, shape[0] * shape[1] * dtype.itemsize)
-    return staging.view(dtype).reshape(shape)
+    return compile_switch(interpreter_source(variant), CASES, variant.options, architecture)

@@ -1,1 +1,1 @@
-"""Compiled kernels: expressions as PTX, fused into groups, launched as CUDA graphs."""
+"""Compiled kernels: expressions translated to PTX, fused into kernels, launched as CUDA graphs."""

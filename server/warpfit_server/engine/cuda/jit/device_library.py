@@ -1,4 +1,4 @@
-"""The device library: every operator as PTX, generated from the operator table by NVRTC."""
+"""The device library: every operator as PTX, which NVRTC compiles from the operator table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
-
 from warpfit.ops import OPERATORS, Operator
-from warpfit.request import Precision
 from warpfit_server.engine.autodiff.rules import PRODUCT_CODE, partial_kernels
 from warpfit_server.engine.cuda.derivatives.source import partial_source
 from warpfit_server.engine.cuda.jit.instructions import (
@@ -24,6 +20,7 @@ from warpfit_server.engine.cuda.jit.instructions import (
     inline,
 )
 from warpfit_server.engine.cuda.jit.shapes import EXPONENT_BIAS, POWER_DERIVATIVES, POWERS
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import (
     compiler_options,
     operator_source,
@@ -32,7 +29,7 @@ from warpfit_server.engine.cuda.math.prelude import (
 )
 from warpfit_server.engine.cuda.runtime import nvrtc
 
-#: Helpers of the transpiler in fast mode.
+#: Functions of fast mode that only compiled kernels use.
 #:
 #: ``pow_by_masks`` has the bounds of the prelude's ``fast_pow``. Everything but two bitwise
 #: instructions, the logarithm, the product and the exponential depends on the exponent alone.
@@ -40,11 +37,11 @@ from warpfit_server.engine.cuda.runtime import nvrtc
 #: result; for another one it stays, and the logarithm of a negative number is NaN. A zero exponent
 #: takes the logarithm of 1.
 #:
-#: ``exp2_polynomial`` needs no special-function unit (16 results a clock and multiprocessor, where
-#: other arithmetic has 128): a kernel that takes some of its exponentials from here and the others
-#: from the unit is faster than either alone (the idea: FlashAttention-4). Rounding to a whole
-#: number plus a remainder in [-1/2, 1/2]; minimax polynomial; relative error below 1.7e-7; 0, inf
-#: and NaN as the unit gives them.
+#: ``exp2_polynomial`` needs no special-function unit (16 results a clock and multiprocessor; other
+#: arithmetic has 128): a kernel that computes some exponentials by the polynomial and the others by
+#: the unit is faster than one that uses either alone (an idea of FlashAttention-4). It rounds to a
+#: whole number plus a remainder in [-1/2, 1/2], for which it has a minimax polynomial; the relative
+#: error is below 1.7e-7, and 0, inf and NaN are as the unit gives them.
 _HELPERS: Final = r"""
 __device__ __forceinline__ float pow_by_masks(float a, float b) {
   float shifted = __fadd_rn(b, 12582912.0f);
@@ -73,10 +70,10 @@ extern "C" __device__ __noinline__ float wf_exp2_polynomial(float a) {
 }
 #endif
 """
-#: Registers of a thread that called functions keep to, by type: no more than a kernel of the
-#: largest blocks has, 1024 threads in float32 and 512 in float64 (layout.py).
+#: Most registers of a called function, by type: those of a thread in the largest blocks, of 1024
+#: threads in float32 and 512 in float64.
 _REGISTERS: Final = MappingProxyType({"f32": 64, "f64": 128})
-#: Code of the templates of the derivatives of literal powers.
+#: Code of the templates of derivatives of powers with literal exponents.
 POWER_DERIVATIVE: Final = -1
 _EXP2_POLYNOMIAL: Final = "wf_exp2_polynomial"
 _DATA: Final = re.compile(
@@ -86,35 +83,9 @@ _DATA: Final = re.compile(
 _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
 
-class Mode(Enum):
-    """How a kernel computes: data type and precision."""
-
-    PRECISE = ("f32", Precision.PRECISE, np.dtype(np.float32))
-    FAST = ("f32", Precision.FAST, np.dtype(np.float32))
-    DOUBLE = ("f64", Precision.PRECISE, np.dtype(np.float64))
-
-    def __init__(self, type_name: str, precision: Precision, dtype: np.dtype[np.floating]) -> None:
-        self.type_name = type_name
-        """PTX type of the values."""
-        self.precision = precision
-        self.dtype = dtype
-
-    @classmethod
-    def of(cls, dtype: np.dtype[np.floating], precision: Precision) -> Mode:
-        """Mode for data of ``dtype``; float64 is always precise."""
-        if dtype == np.float64:
-            return cls.DOUBLE
-        return cls.FAST if precision is Precision.FAST else cls.PRECISE
-
-    @property
-    def kind(self) -> str:
-        """Register class of a value."""
-        return "d" if self is Mode.DOUBLE else "r"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLibrary:
-    """Everything that PTX generation and linking need for one mode and architecture."""
+    """What PTX generation and linking need for one mode and architecture."""
 
     mode: Mode
     architecture: int
@@ -134,7 +105,7 @@ class DeviceLibrary:
 
 
 def build(mode: Mode, architecture: int, *, derivatives: bool = False) -> DeviceLibrary:
-    """Compile the operator table, about 0.3 s, if asked for with the rules of differentiation."""
+    """Compile the operator table, optionally with the derivatives of operators; takes 0.3 s."""
     options = ("-rdc=true", *compiler_options(mode.dtype, mode.precision))
     names, sources = _names(), _sources(mode)
     if derivatives:
@@ -180,7 +151,7 @@ def _helpers(mode: Mode) -> str:
 
 
 def _names() -> dict[tuple[int, int], str]:
-    """Name of the function behind each template."""
+    """Return the name of the function of each template."""
     names = {(op.code, 0): f"wf_{op.name}" for op in OPERATORS.values()}
     pow_code = OPERATORS["pow"].code
     names |= {
@@ -190,7 +161,7 @@ def _names() -> dict[tuple[int, int], str]:
 
 
 def _rule_names() -> dict[tuple[int, int], str]:
-    """Name of the function behind each template of a derivative."""
+    """Return the name of the function of each template of a derivative."""
     names = {(kernel.code, 0): f"wf_{kernel.name}" for kernel in partial_kernels()}
     names[PRODUCT_CODE, 0] = "wf_product"
     return names | {
@@ -206,7 +177,7 @@ def _source(operator: Operator, mode: Mode) -> str:
 
 
 def _sources(mode: Mode) -> dict[str, str]:
-    """CUDA C++ function for each name."""
+    """Return the CUDA C++ function of each name."""
     real = "double" if mode is Mode.DOUBLE else "float"
     bodies = {f"wf_{op.name}": (op.operands, _source(op, mode)) for op in OPERATORS.values()}
     bodies |= {
@@ -219,7 +190,7 @@ def _sources(mode: Mode) -> dict[str, str]:
 
 
 def _rule_sources(mode: Mode) -> dict[str, str]:
-    """CUDA C++ function for each name of `_rule_names`."""
+    """Return the CUDA C++ function of each name in `_rule_names`."""
     real = "double" if mode is Mode.DOUBLE else "float"
     fast = mode is Mode.FAST
     sources = {"wf_product": _function("wf_product", real, "ab", "product(a, b)")}

@@ -1,4 +1,4 @@
-"""Value numbering: several expressions as one list of instructions, each value computed once."""
+"""Value numbering: a group of expressions as one list of instructions, each value computed once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from warpfit_server.engine.cuda.jit.device_library import POWER_DERIVATIVE
 from warpfit_server.engine.cuda.jit.instructions import Instruction, Template
 from warpfit_server.engine.cuda.jit.shapes import Shape
 
-#: Stands for the row's letter in the name of a register that each row has of its own.
+#: In the name of a register: placeholder for the letter of the row that the value belongs to.
 ROW = "#"
-#: Stands there instead in the name of a register whose value is the same for all rows.
+#: In the name of a register: the value is the same for all rows (uniform).
 UNIFORM = "u"
 
 
@@ -41,9 +41,9 @@ _LOG2: Final = "lg2.approx.ftz.f32 %s, %s;"
 _SQRT: Final = "sqrt.approx.ftz.f32 %s, %s;"
 _RECIPROCAL: Final = "rcp.approx.ftz.f32 %s, %s;"
 _HALVE: Final = "mul.ftz.f32 %s, %s, 0f3F000000;"
-#: What an approximate function of another one's result is in terms of that one's operand. Each
-#: saves work of the special-function unit, which bounds fast kernels, and an intermediate result
-#: that may overflow.
+#: An approximate function of another one's result, in terms of the other one's operand. Each saves
+#: work of the special-function unit, which bounds fast kernels, and an intermediate result that may
+#: overflow.
 REWRITES: Final[Mapping[tuple[str, str], Template]] = MappingProxyType(
     {
         (_RECIPROCAL, _EXP2): _chain("neg.ftz.f32 %s, %s;", _EXP2),
@@ -55,7 +55,7 @@ REWRITES: Final[Mapping[tuple[str, str], Template]] = MappingProxyType(
     }
 )
 _RULES: Final = rules().tolist()
-#: Operand number by which a rule names the result.
+#: Operand number that means the result in a rule.
 _RESULT: Final = 3
 _ADD: Final = OPERATORS["add"].code
 _SUBTRACT: Final = OPERATORS["sub"].code
@@ -66,13 +66,13 @@ _REWRITTEN: Final = frozenset(inner for _, inner in REWRITES)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One token's value."""
+    """The value of one token."""
 
     code: int
     operand: int
     """As in `Shape`."""
     children: tuple[int, ...]
-    """Indices of the operands in the trace."""
+    """Indices of the operands' nodes."""
     register: str
 
 
@@ -85,8 +85,8 @@ class ExpressionGraph:
     Args:
         templates: the device library's templates.
         kind: register class of the data, "r" or "d".
-        exp2: 2^x in plain arithmetic, to be used for some of the approximate exponentials.
-        share: the share of the row-dependent ones that use it.
+        exp2: 2^x in plain arithmetic, for some of the approximate exponentials.
+        share: share of the row-dependent exponentials that use it.
 
     """
 
@@ -107,35 +107,37 @@ class ExpressionGraph:
         self._applied: dict[tuple[object, ...], str] = {}
         self._counts: dict[str, int] = {}
         self.uniform: list[str] = []
-        """Instructions to run once, before the rows."""
+        """Instructions to run once, before the row loop."""
         self.body: list[str] = []
         """Instructions to run for each row; the caller takes and clears them."""
         self.variables: dict[int, str] = {}
         """Register of each variable used so far, by index."""
-        self.slots: dict[int, str] = {}
-        """Register of each slot used so far, by number in the group."""
+        self.inputs: dict[int, str] = {}
+        """Register of each input used so far, by number in the group."""
         self.used: dict[str, None] = {}
-        """Row-invariant values that the body reads, in order; the caller takes and clears them."""
+        """Row-invariant values that the body reads, in order; the caller clears them too."""
         self.functions: set[Template] = set()
-        """Templates used that call a library function."""
+        """Templates in use that call a library function."""
 
     def register(self, kind: str, *, uniform: bool = False) -> str:
-        """Name a fresh register of a class."""
+        """Return the name of a new register of a class."""
         prefix = kind + (UNIFORM if uniform else ROW)
         number = self._counts.get(prefix, 0)
         self._counts[prefix] = number + 1
         return f"%{prefix}{number}"
 
     def counts(self) -> Mapping[str, int]:
-        """Registers named so far by prefix: class, then `ROW` or `UNIFORM`."""
+        """Return the number of registers by prefix: class, then `ROW` or `UNIFORM`."""
         return self._counts
 
-    def add(self, shape: Shape, first_slot: int) -> str:
-        """Append one expression whose slots start at ``first_slot``; return where its value is."""
-        return self.trace(shape, first_slot)[-1].register
+    def trace(self, shape: Shape, first_input: int) -> list[Node]:
+        """Append one expression; return its nodes in the order of its tokens, the result last.
 
-    def trace(self, shape: Shape, first_slot: int) -> list[Node]:
-        """Append one expression; return its values in the order of its tokens, the result last."""
+        Args:
+            shape: of the expression.
+            first_input: number of its first input in the group.
+
+        """
         stack: list[int] = []
         nodes: list[Node] = []
         applied = self._applied
@@ -144,7 +146,7 @@ class ExpressionGraph:
                 register = self._leaf(self.variables, operand, uniform=False)
                 node = Node(code, operand, (), register)
             elif code == PARAMETER:
-                register = self._leaf(self.slots, operand + first_slot, uniform=True)
+                register = self._leaf(self.inputs, operand + first_input, uniform=True)
                 node = Node(code, operand, (), register)
             else:
                 template = self._templates[code, operand]
@@ -161,12 +163,15 @@ class ExpressionGraph:
         return nodes
 
     def deviation_slope(self, value: str, target: str, loss: str) -> str:
-        """Append the derivative of half a squared, or of an absolute deviation; return its place.
+        """Append the derivative of half a squared, or of an absolute, deviation by the value.
 
         Args:
-            value: where the value is.
-            target: where the target is.
+            value: register of the value.
+            target: register of the target.
             loss: ``"squares"`` or ``"absolute"``.
+
+        Returns:
+            The register of the derivative.
 
         """
         deviation = self._apply(self._templates[_SUBTRACT, 0], [value, target])
@@ -175,15 +180,15 @@ class ExpressionGraph:
         return self._apply(self._templates[_RULES[3 * _ABSOLUTE][ALONE], 0], [deviation])
 
     def slopes(self, nodes: Sequence[Node], seed: str, wanted: Collection[int]) -> dict[int, str]:
-        """Differentiate by slots: one backward sweep, in which each product is appended.
+        """Append the derivatives by inputs: one backward sweep over the nodes.
 
         Args:
             nodes: of one expression, from `trace`.
-            seed: derivative of what is wanted by the expression's value.
-            wanted: slots of the expression.
+            seed: register of the derivative by the expression's value.
+            wanted: inputs of the expression.
 
         Returns:
-            Where the derivative by each slot is, but for those that nothing passes to.
+            The register of the derivative by each input, without those that are always 0.
 
         """
         leads = self._leads_to(nodes, wanted)
@@ -203,7 +208,7 @@ class ExpressionGraph:
         return found
 
     def _leads_to(self, nodes: Sequence[Node], wanted: Collection[int]) -> list[bool]:
-        """Whether each value depends on a wanted slot."""
+        """Return whether each node depends on a wanted input."""
         leads: list[bool] = []
         for node in nodes:
             own = node.code == PARAMETER and node.operand in wanted
@@ -211,7 +216,7 @@ class ExpressionGraph:
         return leads
 
     def _chain(self, nodes: Sequence[Node], node: Node, index: int, slope: str) -> str | None:
-        """Multiply a slope by the derivative by one operand; None if nothing passes."""
+        """Multiply a slope by the derivative by one operand; None if that is always 0."""
         if node.operand:  # a literal power
             operand = nodes[node.children[0]].register
             partial = self._apply(self._templates[POWER_DERIVATIVE, node.operand], [operand])
@@ -257,7 +262,7 @@ class ExpressionGraph:
         return values[template.result]
 
     def _emit(self, instruction: Instruction, sources: list[str]) -> str:
-        """Append an instruction, or what it is rewritten to; return where its result is."""
+        """Append an instruction, or what replaces it; return the register of its result."""
         origin = self._origins.get(sources[0]) if sources else None
         if origin and (instruction.text, origin[0]) in REWRITES:
             return self._apply(REWRITES[instruction.text, origin[0]], [origin[1]])

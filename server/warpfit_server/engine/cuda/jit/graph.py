@@ -1,4 +1,4 @@
-"""A captured launch: the kernels of one batch as one CUDA graph with its buffers."""
+"""A captured CUDA graph: the kernels of one batch, launched together, with their buffers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit_server.engine.cuda.jit.kernel_interface import ARGUMENT_BYTES, ARGUMENT_OFFSETS
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey
-from warpfit_server.engine.cuda.jit.ptx import REQUEST, REQUEST_BYTES
 from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE
 from warpfit_server.engine.cuda.runtime import nvrtc
+from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.cuda.runtime.submission import WIDTH
 
-#: Most kernels side by side; more branches cost capture time and gain nothing.
+#: Most parallel branches of a graph; more take time to capture and gain nothing.
 _BRANCHES: Final = 32
-#: Bytes before the slots in the block that a launch copies to the device.
-_SLOTS_AT: Final = -(-REQUEST_BYTES // 256) * 256
+#: Bytes before the inputs in the block that a graph copies to the device.
+_INPUTS_AT: Final = -(-ARGUMENT_BYTES // 256) * 256
 _HOST_TO_DEVICE: Final = 1
+#: Jobs of a block of ``sum_partials``, a warp each.
 _SUM_JOBS: Final = 4
+#: Most commands that launch a graph and wait for it; see `graph_launch`.
+_MAX_COMMANDS: Final = 7
 
-#: Adds each job's partial sums in an order that depends on their number alone: a warp a job.
+#: Adds each job's partial sums in an order that depends on their number alone; a warp a job.
 SUM_SOURCE: Final = """
 extern "C" __global__ void sum_partials(
     const double *partials, double *sums, int jobs, int blocks) {
@@ -42,21 +45,18 @@ extern "C" __global__ void sum_partials(
 }
 """
 
-#: Steps of a launch by compiled code.
-_MOST_STEPS: Final = 7
-
-#: Hash of the kernels' keys, number of parameter vectors, blocks of each kernel.
-Identity = tuple[bytes, int, tuple[int, ...]]
+#: Identifies a graph: hash of its kernels' keys, parameter vectors, blocks of each kernel.
+GraphKey = tuple[bytes, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What the kernels of a graph work on."""
+class GraphLayout:
+    """Inputs, sums and launch configuration of a graph's kernels."""
 
     firsts: tuple[int, ...]
     """Index of each kernel's first expression."""
-    slot_starts: NDArray[np.int64]
-    """Index of each expression's first slot, and the total; [programs + 1]."""
+    input_starts: NDArray[np.int64]
+    """Index of each expression's first input, and the total; [programs + 1]."""
     sum_starts: NDArray[np.int64]
     """Index of each expression's first sum, and the total; [programs + 1]."""
     vectors: int
@@ -67,33 +67,33 @@ class Work:
     """Threads of each block."""
 
 
-class Desk(NamedTuple):
-    """Memory of compiled code that launches a graph, used again and again."""
+class GraphBuffers(NamedTuple):
+    """Host memory by which compiled code launches a graph."""
 
-    words: NDArray[np.uint64]
-    """What the graph is told; see `ptx.REQUEST`."""
+    arguments: NDArray[np.uint64]
+    """Arguments of the kernels; see `kernel_interface.ARGUMENT_OFFSETS`."""
     sum_starts: NDArray[np.int64]
     """Index of each expression's first sum, and the total; [programs + 1]."""
-    steps: NDArray[np.int64]
+    commands: NDArray[np.int64]
     clock: NDArray[np.int64]
-    """Seconds and nanoseconds, when all was launched and when all was done; [4]."""
+    """Seconds and nanoseconds after the launch, and after the wait for it; [4]."""
     elapsed: NDArray[np.float32]
     """Milliseconds of the device; [1]."""
 
     @classmethod
-    def fresh(cls, words: NDArray[np.uint64], sum_starts: NDArray[np.int64]) -> Desk:
-        """Allocate the memory."""
+    def allocate(cls, arguments: NDArray[np.uint64], sum_starts: NDArray[np.int64]) -> GraphBuffers:
+        """Allocate the memory of commands and times."""
         return cls(
-            words,
+            arguments,
             sum_starts,
-            np.zeros((_MOST_STEPS, WIDTH), dtype=np.int64),
+            np.zeros((_MAX_COMMANDS, COMMAND_WIDTH), dtype=np.int64),
             np.zeros(4, dtype=np.int64),
             np.zeros(1, dtype=np.float32),
         )
 
 
-class Capturer:
-    """What all captures on a device share; one capture at a time makes use of it."""
+class GraphCapturer:
+    """What all captures on a device share: a kernel, and the streams, used by one at a time."""
 
     def __init__(self, device: CudaDevice) -> None:
         architecture = device.architecture
@@ -109,20 +109,20 @@ class Capturer:
 
     @contextmanager
     def streams(self) -> Iterator[list[Any]]:
-        """Lend the streams of a capture: the one that begins and ends it, and `_BRANCHES` others.
+        """Lend the stream that begins and ends a capture, and `_BRANCHES` others.
 
-        Their priorities do not matter: a graph takes that of the stream on which it is launched.
+        Their priorities do not matter: a graph has that of the stream on which it is launched.
         """
         with self._lock:
             stream = self._device.cupy.cuda.Stream
             streams = self._streams or [stream(non_blocking=True) for _ in range(1 + _BRANCHES)]
-            self._streams = []  # of a capture that fails they may be unusable
+            self._streams = []  # a capture that fails may leave them unusable
             yield streams
             self._streams = streams
 
 
-def request(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
-    """Words of a request for the rows ``first`` to ``last``; `ptx.REQUEST` lists them all."""
+def row_arguments(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
+    """Return the arguments that depend on the data set and the rows ``first`` to ``last``."""
     layout = resident.dataset.layout
     aligned = first // ROW_MULTIPLE * ROW_MULTIPLE
     return {
@@ -135,83 +135,78 @@ def request(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
     }
 
 
-class Replay:
-    """One captured graph. The buffers are its own: one launch at a time.
+class CapturedGraph:
+    """A captured graph with its own buffers, for one launch at a time.
 
-    The graph copies request and slots to the device, runs the kernels on parallel branches, and
-    adds up the partial sums straight into page-locked memory. Row ranges, data sets and parameters
+    The graph copies arguments and inputs to the device, runs the kernels in parallel branches, and
+    writes the sums of the partial sums to page-locked memory. Row ranges, data sets and parameters
     may change from launch to launch.
     """
 
     def __init__(
         self,
         device: CudaDevice,
-        identity: Identity,
-        keys: Sequence[KernelKey],
+        key: GraphKey,
+        kernel_keys: Sequence[KernelKey],
         kernels: Sequence[Kernel],
-        capturer: Capturer,
-        work: Work,
+        capturer: GraphCapturer,
+        layout: GraphLayout,
     ) -> None:
         device.use()
-        self.identity = identity
-        self.keys = keys
-        """Of the kernels, which are in use as long as this lives."""
+        self.key = key
+        self.kernel_keys = kernel_keys
+        """Of the kernels, which are in use as long as this graph is kept."""
         self._device = device
-        self._work = work
+        self._layout = layout
         self._kernels = tuple(kernels)
-        self._jobs = int(work.sum_starts[-1]) * work.vectors
+        self._jobs = int(layout.sum_starts[-1]) * layout.vectors
         cuda = device.cupy.cuda
-        size = _SLOTS_AT + work.vectors * int(work.slot_starts[-1]) * work.dtype.itemsize
+        inputs = int(layout.input_starts[-1])
+        size = _INPUTS_AT + layout.vectors * inputs * layout.dtype.itemsize
         self._device_block = device.allocate(size)
         pinned = cuda.alloc_pinned_memory(size)
         self._block = np.frombuffer(pinned, np.uint8, size)
-        self._words = self._block[:REQUEST_BYTES].view(np.uint64)
-        slots = self._block[_SLOTS_AT:].view(work.dtype)
-        self.slots = slots.reshape(work.vectors, int(work.slot_starts[-1]))
-        """Values that the next launch reads; [K, slots]."""
-        self._pitch = max(work.blocks)
+        self._arguments = self._block[:ARGUMENT_BYTES].view(np.uint64)
+        self.inputs = self._block[_INPUTS_AT:].view(layout.dtype).reshape(layout.vectors, inputs)
+        """Numbers that the next launch reads; [K, inputs]."""
+        self._pitch = max(layout.blocks)
         self._partials = device.allocate(8 * self._jobs * self._pitch) if self._jobs else None
         sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
         self.sums = np.frombuffer(sums, np.float64, self._jobs)
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
         self.sums[:] = 0.0
         self._capturer = capturer
-        self.desk = Desk.fresh(self._words, work.sum_starts)
+        self.buffers = GraphBuffers.allocate(self._arguments, layout.sum_starts)
         """For launches by compiled code."""
         with capturer.streams() as (main, *branches):
             self._graph = self._capture(main, branches[: len(kernels)])
-        self.tell(
+        self.set_arguments(
             {
-                "slot_stride": self.slots.shape[1] * work.dtype.itemsize,
+                "input_stride": inputs * layout.dtype.itemsize,
                 "partials": self._partials.ptr if self._partials else 0,
                 "partial_pitch": self._pitch,
             }
         )
 
     @property
-    def graph(self) -> int:
-        """What the driver knows the graph by."""
+    def handle(self) -> int:
+        """The driver's handle of the graph."""
         return int(self._graph.graphExec)
 
-    def tell(self, request: Mapping[str, int]) -> None:
-        """Write what the next launch reads; the launch before must have ended.
-
-        Args:
-            request: words by name, see `ptx.REQUEST`; those of this object's buffers are there.
-
-        """
-        for name, value in request.items():
-            self._words[REQUEST[name] // 8] = value
+    def set_arguments(self, arguments: Mapping[str, int]) -> None:
+        """Set arguments of the next launch, by name; the launch before must have ended."""
+        for name, value in arguments.items():
+            self._arguments[ARGUMENT_OFFSETS[name] // 8] = value
 
     def launch(self, context: StreamContext) -> None:
-        """Start the graph, for the request and the slots, on the context's stream."""
+        """Launch the graph on the context's stream."""
         self._device.await_modules()
         self._graph.launch(context.stream)
 
     def _capture(self, main: Any, branches: Sequence[Any]) -> Any:
         cuda = self._device.cupy.cuda
         if self._partials is not None:
-            # A kernel of fewer blocks than the most leaves the rest of its sums as they are.
+            # A kernel with fewer than the most blocks leaves the rest of its partial sums 0.
             cuda.runtime.memsetAsync(self._partials.ptr, 0, self._partials.mem.size, main.ptr)
         main.begin_capture()
         cuda.runtime.memcpyAsync(
@@ -224,7 +219,7 @@ class Replay:
         fork = main.record()
         for branch in branches:
             branch.wait_event(fork)
-        for number, first in enumerate(self._work.firsts):
+        for number, first in enumerate(self._layout.firsts):
             self._launch_kernel(number, first, branches[number % len(branches)])
         for branch in branches:
             main.wait_event(branch.record())
@@ -236,15 +231,16 @@ class Replay:
         return graph
 
     def _launch_kernel(self, number: int, first: int, stream: Any) -> None:
-        slot = int(self._work.slot_starts[first])
-        place = int(self._work.sum_starts[first]) if self._jobs else first
+        layout = self._layout
+        offset = _INPUTS_AT + int(layout.input_starts[first]) * layout.dtype.itemsize
+        output = int(layout.sum_starts[first]) if self._jobs else first
         self._kernels[number].function(
-            (self._work.blocks[number], self._work.vectors, 1),
-            (self._work.threads, 1, 1),
+            (layout.blocks[number], layout.vectors, 1),
+            (layout.threads, 1, 1),
             (
                 np.uint64(self._device_block.ptr),
-                np.uint64(self._device_block.ptr + _SLOTS_AT + slot * self._work.dtype.itemsize),
-                np.uint32(place),
+                np.uint64(self._device_block.ptr + offset),
+                np.uint32(output),
             ),
             stream=stream,
         )

@@ -1,9 +1,7 @@
-"""Losses of a repeated batch in one compiled step: slots filled, graph launched, awaited, closed.
+"""The losses of a repeated batch by one function of compiled code: fill inputs, launch, wait.
 
-As in `interpreter.launch`, Python's lock is given up once, before the
-slots are filled, and taken back when the losses are there. Three parts: `prepare` collects, in
-Python, all that the step needs; `replay_losses` needs no Python; `finish` takes notice, in Python,
-of what came out. Between them the step may be carried out by any thread whose device it is.
+As in `interpreter.loss_launch`, Python's lock is released once, before the inputs are filled, and
+taken back when the losses are there.
 """
 
 from __future__ import annotations
@@ -14,33 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Tier, Timings
-from warpfit_server.engine.cuda.jit.graph import Desk, Replay, request
-from warpfit_server.engine.cuda.jit.ptx import REQUEST
-from warpfit_server.engine.cuda.jit.shapes import SlotSources, fill_slots
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
-from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.cuda.runtime.submission import (
+from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers, row_arguments
+from warpfit_server.engine.cuda.jit.kernel_interface import ARGUMENT_OFFSETS
+from warpfit_server.engine.cuda.jit.shapes import InputSources, fill_inputs
+from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
+from warpfit_server.engine.cuda.runtime.command_list import (
     ELAPSED,
     LAUNCH_GRAPH,
     NOW,
     RECORD,
     SYNCHRONIZE,
-    add_step,
-    carry_out,
+    append_command,
+    execute,
     stage_times,
 )
-from warpfit_server.engine.cuda.runtime.tokens import Tokens
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs
 from warpfit_server.engine.native import numba_cache
 
-#: Places in what a graph is told.
-_COLUMNS: Final = tuple(REQUEST[name] // 8 for name in ("variables", "target", "weights"))
-_HEAD: Final = REQUEST["head"] // 8
-_STOP: Final = REQUEST["stop"] // 8
+#: Indices of arguments.
+_COLUMNS: Final = tuple(ARGUMENT_OFFSETS[name] // 8 for name in ("variables", "target", "weights"))
+_HEAD: Final = ARGUMENT_OFFSETS["head"] // 8
+_STOP: Final = ARGUMENT_OFFSETS["stop"] // 8
 
 
-class Handles(NamedTuple):
-    """What the driver knows the graph, the streams and the events by; integers."""
+class GraphHandles(NamedTuple):
+    """The driver's handles of graph, stream and events; integers."""
 
     graph: int
     stream: int
@@ -48,88 +46,57 @@ class Handles(NamedTuple):
     computed: int
 
     @classmethod
-    def of(cls, context: StreamContext, replay: Replay) -> Handles:
-        """Find the handles."""
+    def of(cls, context: StreamContext, graph: CapturedGraph) -> GraphHandles:
+        """Look up the handles."""
         started, computed = context.event("started"), context.event("computed")
-        return cls(replay.graph, context.handle, started.ptr, computed.ptr)
+        return cls(graph.handle, context.handle, started.ptr, computed.ptr)
 
 
-class Step(NamedTuple):
-    """What `replay_losses` is told."""
-
-    functions: NDArray[np.int64]
-    """From `driver_functions`."""
-    handles: Handles
-    desk: Desk
-    """Of the graph."""
-    at_once: int
-    """Rows of one launch; a multiple of `resident_data.ROW_MULTIPLE`."""
-    tokens: Tokens
-    sources: SlotSources
-    slots: NDArray[Any]
-    """To fill, in the block that the graph copies to the device; [K, slots]."""
-    sums: NDArray[np.float64]
-    """Where the graph leaves the sums; [sums * K]."""
-    losses: NDArray[np.float64]
-    """Sums of row losses to fill; [programs * K]."""
-
-
-def prepare(
+def evaluate_losses(
     context: StreamContext,
-    replay: Replay,
-    sources: SlotSources,
+    graph: CapturedGraph,
+    sources: InputSources,
     resident: ResidentDataset,
     evaluation: Evaluation,
-    at_once: int,
+    max_rows: int,
     outputs: Outputs,
-) -> Step:
-    """Collect what `replay_losses` needs.
-
-    Args:
-        context: a stream that nobody else uses.
-        replay: a graph that nobody else uses, of the batch's kernels.
-        sources: of the batch's slots.
-        resident: the data set.
-        evaluation: that asks for a loss, and not for values.
-        at_once: rows of one launch.
-        outputs: whose losses to fill.
-
-    """
-    assert outputs.losses is not None
-    assert evaluation.loss is not None
-    rows = evaluation.row_range(resident.dataset.layout)
-    replay.tell(request(resident, *rows))
-    return Step(
-        context.functions,
-        Handles.of(context, replay),
-        replay.desk,
-        at_once,
-        Tokens.of(evaluation.batch),
-        sources,
-        replay.slots,
-        replay.sums,
-        outputs.losses.reshape(-1),
-    )
-
-
-def finish(
-    context: StreamContext, replay: Replay, status: int, started: int, cache_hits: int
+    started: int,
+    cache_hits: int,
 ) -> Timings:
-    """Take notice of what the step has done.
+    """Compute the sums of the row losses of a batch; other sums are left in ``graph.sums``.
 
     Args:
-        context: that it was prepared with.
-        replay: likewise.
-        status: that it returned.
-        started: ``time.perf_counter_ns()`` of its beginning.
-        cache_hits: expressions whose kernels were there.
+        context: a stream that nothing else uses meanwhile.
+        graph: of the batch's kernels; nothing else uses it meanwhile.
+        sources: of the batch's inputs.
+        resident: the data set.
+        evaluation: asks for a loss, and not for values.
+        max_rows: rows of one launch; a multiple of `resident_data.ROW_MULTIPLE`.
+        outputs: whose losses to fill.
+        started: ``time.perf_counter_ns()`` of the evaluation's beginning.
+        cache_hits: expressions whose kernels were loaded already.
 
     Raises:
         CUDADriverError: if the device reports an error.
 
     """
-    context.settled(status)
-    copy_in, compute, copy_out = stage_times(started, replay.desk.clock, replay.desk.elapsed)
+    assert outputs.losses is not None
+    assert evaluation.loss is not None
+    rows = evaluation.row_range(resident.dataset.layout)
+    graph.set_arguments(row_arguments(resident, *rows))
+    status = launch_losses(
+        context.functions,
+        GraphHandles.of(context, graph),
+        graph.buffers,
+        max_rows,
+        TokenArrays.of(evaluation.batch),
+        sources,
+        graph.inputs,
+        graph.sums,
+        outputs.losses.reshape(-1),
+    )
+    context.check_executed(status)
+    copy_in, compute, copy_out = stage_times(started, graph.buffers.clock, graph.buffers.elapsed)
     return Timings(
         copy_in=copy_in,
         compute=compute,
@@ -143,25 +110,25 @@ def finish(
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def replay_losses(
+def launch_losses(
     functions: NDArray[np.int64],
-    handles: Handles,
-    desk: Desk,
-    at_once: int,
-    tokens: Tokens,
-    sources: SlotSources,
-    slots: NDArray[Any],
+    handles: GraphHandles,
+    buffers: GraphBuffers,
+    max_rows: int,
+    tokens: TokenArrays,
+    sources: InputSources,
+    inputs: NDArray[Any],
     sums: NDArray[np.float64],
     losses: NDArray[np.float64],
 ) -> int:
-    """Carry a `Step` out; return the driver's status."""
-    fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, sources, slots)
-    status = _launch(functions, handles, desk, at_once, slots.itemsize, sums)
+    """Fill the inputs, launch the graph and copy the losses; return the driver's status."""
+    fill_inputs(tokens.values, tokens.parameter_counts, tokens.parameters, sources, inputs)
+    status = _launch(functions, handles, buffers, max_rows, inputs.itemsize, sums)
     if status != 0:
         return int(status)
-    for program in range(len(desk.sum_starts) - 1):
+    for program in range(len(buffers.sum_starts) - 1):
         for vector in range(tokens.vectors):
-            place = desk.sum_starts[program] * tokens.vectors + vector
+            place = buffers.sum_starts[program] * tokens.vectors + vector
             losses[program * tokens.vectors + vector] = sums[place]
     return int(status)
 
@@ -169,48 +136,50 @@ def replay_losses(
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _launch(
     functions: NDArray[np.int64],
-    handles: Handles,
-    desk: Desk,
-    at_once: int,
+    handles: GraphHandles,
+    buffers: GraphBuffers,
+    max_rows: int,
     itemsize: int,
     sums: NDArray[np.float64],
 ) -> int:
-    """Launch for one range of rows after the other; return the driver's status."""
-    words, steps = desk.words, desk.steps[: _write_steps(handles, desk)]
-    stop = np.int64(words[_STOP])
-    if stop <= at_once:
-        return int(carry_out(functions, steps))
-    told, totals = words.copy(), np.zeros(len(sums))
-    began, milliseconds, status = desk.clock[:2].copy(), np.float32(0), 0
-    for first in range(0, stop, at_once):
+    """Launch for each range of rows, and add the sums up; return the driver's status."""
+    arguments = buffers.arguments
+    commands = buffers.commands[: _write_commands(handles, buffers)]
+    stop = np.int64(arguments[_STOP])
+    if stop <= max_rows:
+        return int(execute(functions, commands))
+    given, totals = arguments.copy(), np.zeros(len(sums))
+    began, milliseconds, status = buffers.clock[:2].copy(), np.float32(0), 0
+    for first in range(0, stop, max_rows):
         for column in _COLUMNS:
-            if told[column] != 0:
-                words[column] = told[column] + np.uint64(first * itemsize)
-        words[_HEAD] = told[_HEAD] if first == 0 else np.uint64(0)
-        words[_STOP] = np.uint64(min(at_once, int(stop) - first))
-        status = carry_out(functions, steps)
+            if given[column] != 0:
+                arguments[column] = given[column] + np.uint64(first * itemsize)
+        arguments[_HEAD] = given[_HEAD] if first == 0 else np.uint64(0)
+        arguments[_STOP] = np.uint64(min(max_rows, int(stop) - first))
+        status = execute(functions, commands)
         if status != 0:
             break
         if first == 0:
-            began[:] = desk.clock[:2]
+            began[:] = buffers.clock[:2]
         totals += sums
-        milliseconds += desk.elapsed[0]
-    words[:] = told
+        milliseconds += buffers.elapsed[0]
+    arguments[:] = given
     sums[:] = totals
-    desk.clock[:2] = began
-    desk.elapsed[0] = milliseconds
+    buffers.clock[:2] = began
+    buffers.elapsed[0] = milliseconds
     return int(status)
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _write_steps(handles: Handles, desk: Desk) -> int:
-    """Write the steps of a launch, and of the wait for its end; return how many there are."""
-    steps, clock, stream = desk.steps, np.int64(desk.clock.ctypes.data), handles.stream
+def _write_commands(handles: GraphHandles, buffers: GraphBuffers) -> int:
+    """Write the commands that launch the graph and wait for it; return how many there are."""
+    commands, clock, stream = buffers.commands, np.int64(buffers.clock.ctypes.data), handles.stream
     events = (handles.started, handles.computed)
-    count = add_step(steps, 0, (RECORD, handles.started, stream))
-    count = add_step(steps, count, (LAUNCH_GRAPH, handles.graph, stream))
-    count = add_step(steps, count, (RECORD, handles.computed, stream))
-    count = add_step(steps, count, (NOW, clock))
-    count = add_step(steps, count, (SYNCHRONIZE, stream))
-    count = add_step(steps, count, (ELAPSED, np.int64(desk.elapsed.ctypes.data), *events))
-    return int(add_step(steps, count, (NOW, clock + 16)))
+    elapsed = np.int64(buffers.elapsed.ctypes.data)
+    count = append_command(commands, 0, (RECORD, handles.started, stream))
+    count = append_command(commands, count, (LAUNCH_GRAPH, handles.graph, stream))
+    count = append_command(commands, count, (RECORD, handles.computed, stream))
+    count = append_command(commands, count, (NOW, clock))
+    count = append_command(commands, count, (SYNCHRONIZE, stream))
+    count = append_command(commands, count, (ELAPSED, elapsed, *events))
+    return int(append_command(commands, count, (NOW, clock + 16)))

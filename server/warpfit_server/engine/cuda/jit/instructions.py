@@ -1,23 +1,19 @@
-"""Turn a PTX device function into a straight-line template of single instructions.
+"""Templates: operators as straight-line PTX instructions, converted from compiled functions.
 
 NVRTC compiles each row of the operator table to a small PTX function. Copying its instructions
 into a kernel, instead of calling it, lets the transpiler number values across operators: a common
 part is computed once, and a part that depends on parameters alone leaves the row loop. Branches
-become selections (arithmetic has no side effects, so both sides may run). Constants and tables of
-the module may be read. A function with a loop or with memory of its own cannot be inlined and stays
-a call.
+become selections, since arithmetic has no side effects. Constants and tables of the module may be
+read. A function with a loop or with memory of its own cannot be inlined and is called.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
-
-from warpfit_server.engine.cuda.jit.conditions import ALWAYS, Condition, both, either
 
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
 CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
@@ -36,6 +32,10 @@ _TABLE_PLACE: Final = re.compile(r"\[(%rd\d+)(\+-?\d+)?\]$")
 _NAME: Final = re.compile(r"[a-z]\w*$")
 _BRANCH: Final = re.compile(r"(?:@(!?)(%p\d+) )?bra(?:\.uni)? (\$\w+)$")
 
+#: When a basic block runs: a disjunction of conjunctions of predicates, each given by its number
+#: and whether it holds.
+Condition = frozenset[frozenset[tuple[int, bool]]]
+ALWAYS: Final[Condition] = frozenset({frozenset()})
 Operand = int | str
 
 
@@ -45,19 +45,19 @@ class NotInlinableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction with its register operands left open."""
+    """An instruction with placeholders for its registers."""
 
     text: str
     """Format: ``%s`` for the result, then one ``%s`` for each of ``sources``."""
     kind: str
     """Register class of the result, a key of `CLASSES`."""
     sources: tuple[int, ...]
-    """Operands of the operator from 0, then the results of the instructions before this one."""
+    """Indices of values: the operands of the operator, then the results of earlier instructions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Instructions of one operator; operand ``i < arity`` is value ``i``."""
+    """Instructions of one operator; value ``i < arity`` is operand ``i``."""
 
     arity: int
     instructions: tuple[Instruction, ...]
@@ -67,7 +67,7 @@ class Template:
 
 
 def functions(ptx: str) -> dict[str, tuple[int, str]]:
-    """Find the device functions of a PTX module: name -> (number of parameters, body)."""
+    """Return the device functions of a PTX module: name -> (number of parameters, body)."""
     return {
         name: (parameters.count(".param"), body)
         for name, parameters, body in _FUNCTION.findall(ptx)
@@ -112,7 +112,7 @@ class _Block:
 
 
 def _blocks(body: str) -> list[_Block]:
-    """Split into basic blocks; a block falls through to the next unless it jumps for certain."""
+    """Split into basic blocks; a block falls through to the next unless it always jumps."""
     blocks = [_Block("")]
     for line in _statements(body):
         jump = _BRANCH.match(line)
@@ -147,7 +147,7 @@ def _statements(body: str) -> Iterator[str]:
 
 
 class _Converter:
-    """Executes the blocks symbolically, in an order in which every jump goes forward."""
+    """Converts blocks by symbolic execution, in an order in which every jump goes forward."""
 
     def __init__(self, arity: int) -> None:
         self.arity = arity
@@ -169,8 +169,8 @@ class _Converter:
                     value = values[predicate]
                     if isinstance(value, str):
                         raise NotInlinableError("constant branch")
-                    taken = both(condition, value, polarity)
-                    condition = both(condition, value, not polarity)
+                    taken = _both(condition, value, polarity)
+                    condition = _both(condition, value, not polarity)
                 waiting = results if not target else arriving.setdefault(target, [])
                 waiting.append((taken, dict(values)))
         _, values = self._merge(results)
@@ -187,7 +187,7 @@ class _Converter:
                     merged[name] = self._select(value, other[name], condition, name)
                 else:
                     merged[name] = value
-            condition, values = either(condition, other_condition), merged
+            condition, values = _either(condition, other_condition), merged
         return condition, values
 
     def _select(self, value: Operand, other: Operand, when: Condition, name: str) -> Operand:
@@ -239,7 +239,7 @@ class _Converter:
             self._arithmetic(opcode, rest, values)
 
     def _load(self, opcode: str, rest: str, values: dict[str, Operand]) -> None:
-        """Read a constant where it is used; read a table like any other instruction."""
+        """Read a constant where it is used, and a table by an instruction."""
         result, place = rest.split(", ")
         table = _TABLE_PLACE.match(place)
         if opcode.startswith("ld.const.") and not table:
@@ -295,7 +295,7 @@ class _Converter:
         return text
 
     def _emit(self, opcode: str, kind: str, operands: list[Operand], text: str = "") -> int:
-        """Append an instruction unless it stands there already; literals go into its text."""
+        """Append an instruction, with literals in its text, unless an equal one is there."""
         text = text or f"{opcode} %s, {', '.join(['%s'] * len(operands))};"
         operands, before = _from_memory(operands)
         head, *tails = text.split("%s")
@@ -315,7 +315,7 @@ class _Converter:
         return self.known[key]
 
     def _prune(self, result: Operand) -> Template:
-        """Drop what the result does not need, and renumber."""
+        """Drop instructions that the result does not need, and renumber the values."""
         if isinstance(result, str):
             result = self._emit("mov.b32" if "0d" not in result else "mov.b64", "r", [result])
         needed = {result}
@@ -336,7 +336,7 @@ class _Converter:
 
 
 def _forward_order(blocks: list[_Block]) -> list[_Block]:
-    """Topological order of the blocks that can be reached."""
+    """Return the blocks that can be reached in topological order."""
     by_label = {block.label: block for block in blocks}
     order: list[_Block] = []
     state: dict[str, bool] = {}
@@ -358,7 +358,7 @@ def _forward_order(blocks: list[_Block]) -> list[_Block]:
 
 
 def _from_memory(operands: list[Operand]) -> tuple[list[Operand], str]:
-    """Replace constants in memory and addresses of tables by registers of a scope of their own.
+    """Replace constants in memory and addresses of tables by registers of a new scope.
 
     Returns:
         The operands, and the text that opens the scope and fills those registers; empty if none.
@@ -386,14 +386,28 @@ def _class_of(register: str) -> str:
 
 
 def _bits(operand: Operand) -> Operand:
-    """Give a floating literal as the integer of its bits, for untyped instructions."""
+    """Return a floating-point literal as the integer of its bits, for untyped instructions."""
     if isinstance(operand, str) and operand[:2] in ("0f", "0d"):
         return "0x" + operand[2:]
     return operand
 
 
-def float_literal(value: float, double: bool) -> str:
-    """PTX literal of a floating-point number, exact."""
-    if double:
-        return "0d" + struct.pack(">d", value).hex().upper()
-    return "0f" + struct.pack(">f", value).hex().upper()
+def _both(condition: Condition, predicate: int, polarity: bool) -> Condition:
+    """Return the conjunction with one more predicate."""
+    return frozenset(
+        term | {(predicate, polarity)}
+        for term in condition
+        if (predicate, not polarity) not in term
+    )
+
+
+def _either(first: Condition, second: Condition) -> Condition:
+    """Return the disjunction, with ``x and p or x and not p`` simplified to ``x``."""
+    terms = set(first | second)
+    for term in list(terms):
+        for predicate, polarity in term:
+            twin = term - {(predicate, polarity)} | {(predicate, not polarity)}
+            if term in terms and twin in terms:
+                merged = frozenset({term - {(predicate, polarity)}})
+                return _either(frozenset(terms - {term, twin}), merged)
+    return frozenset(term for term in terms if not any(other < term for other in terms))

@@ -1,7 +1,7 @@
-"""Compiled kernels by key: in memory, on disk, or from the compiler, each made once.
+"""A store of compiled kernels by key: loaded, on disk, or made by the compiler, once each.
 
-Kernels that are wanted together are made by many threads, and loaded together once all are made:
-see `modules`.
+Kernels that are requested together are compiled by many threads, and loaded together once all are
+compiled; see `runtime.modules`.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.cuda.jit import device_library as library
 from warpfit_server.engine.cuda.jit import ptx
-from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary, Mode
+from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
+from warpfit_server.engine.cuda.jit.kernel_interface import Output
 from warpfit_server.engine.cuda.jit.shapes import Shape
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
+from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.module_cache import DiskCache, LeasedCache
-from warpfit_server.engine.cuda.runtime.modules import load_together
-from warpfit_server.engine.cuda.runtime.nvjitlink import Workers
+from warpfit_server.engine.cuda.runtime.modules import load_modules
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 _ENTRY: Final = "evaluate"
-#: Instructions that a call of a library function stands for, roughly.
+#: Estimated work of a call of a library function, in instructions.
 _CALL_WORK: Final = 100
-#: The same for a leaf, most of which are in registers already.
+#: Estimated work of a leaf, most of which are in registers already.
 _LEAF_WORK: Final = 0.3
-#: Device memory that a loaded module takes beside its code, roughly.
+#: Estimated device memory of a loaded module beyond its code.
 _MODULE_OVERHEAD: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """What one kernel computes; ``text`` holds every thing that shapes its machine code."""
+    """Identifies a kernel; ``text`` is a hash of everything that its machine code depends on."""
 
     mode: Mode
-    output: ptx.Output
+    output: Output
     shapes: tuple[Shape, ...]
     text: str
 
     def __hash__(self) -> int:
-        """Hash the text, which says it all."""
+        """Hash the text."""
         return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
@@ -59,7 +61,7 @@ class KernelKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A loaded kernel; its code stays on the device as long as this lives."""
+    """A loaded kernel; its code stays on the device as long as this object exists."""
 
     function: Any
     module: Any
@@ -67,7 +69,7 @@ class Kernel:
 
 
 class KernelStore:
-    """Makes kernels in background threads and keeps them.
+    """Compiles kernels in background threads, and keeps them loaded and on disk.
 
     Args:
         device: the device to load on.
@@ -89,17 +91,17 @@ class KernelStore:
         self._device = device
         self.cache: LeasedCache[Kernel] = LeasedCache(max_bytes, max_count)
         self.disk = DiskCache(_disk_directory(device.cache_directory), disk_bytes)
-        self.workers = Workers(threads)
-        # Not one of the compiler's threads, which go behind others while launches wait for it.
+        self.compile_queue = CompileQueue(threads)
+        # Not a thread of the queue: those have a low priority, and launches wait for this one.
         self._loader = ThreadPoolExecutor(1, "load")
-        self._made: dict[KernelKey, bytes] = {}
-        """Machine code that waits to be loaded."""
+        self._cubins: dict[KernelKey, bytes] = {}
+        """Machine code that is still to be loaded."""
         self._libraries: dict[tuple[Mode, bool], DeviceLibrary] = {}
         self._lock = threading.Lock()
-        self._writing = threading.Lock()
+        self._writer_lock = threading.Lock()
 
     def library(self, mode: Mode, *, derivatives: bool = False) -> DeviceLibrary:
-        """Device library of a mode, built when first needed."""
+        """Return the device library of a mode, which is built on the first call."""
         with self._lock:
             known = self._libraries.get((mode, derivatives))
             if known is None:
@@ -107,13 +109,13 @@ class KernelStore:
                 self._libraries[mode, derivatives] = known
             return known
 
-    def key(self, mode: Mode, output: ptx.Output, shapes: tuple[Shape, ...]) -> KernelKey:
-        """Key of the kernel that evaluates a group of expressions."""
+    def key(self, mode: Mode, output: Output, shapes: tuple[Shape, ...]) -> KernelKey:
+        """Return the key of the kernel that evaluates a group of expressions."""
         device_library = self.library(mode, derivatives=output.gradient)
         return KernelKey(mode, output, shapes, kernel_key(device_library, output, shapes))
 
     def work(self, mode: Mode, shapes: Sequence[Shape]) -> NDArray[np.float64]:
-        """Instructions for a row of each expression, roughly; [expressions]."""
+        """Estimate the instructions for a row of each expression; [expressions]."""
         lengths = {
             token: _CALL_WORK if template.function else len(template.instructions)
             for token, template in self.library(mode).templates.items()
@@ -130,7 +132,7 @@ class KernelStore:
         )
 
     def lease(self, keys: Sequence[KernelKey]) -> list[Kernel] | None:
-        """Take kernels into use if all are loaded; `release` the same keys afterwards."""
+        """Take kernels into use if all are loaded, else return None; `release` them afterwards."""
         taken: list[Kernel] = []
         for number, key in enumerate(keys):
             kernel = self.cache.lease(key)
@@ -146,18 +148,20 @@ class KernelStore:
             self.cache.release(key)
 
     def request(self, keys: Sequence[KernelKey], priority: int = 1) -> Future[None]:
-        """Have the missing kernels made and loaded; a full queue refuses them if priority is not 0.
+        """Have the missing kernels compiled and loaded.
 
         Returns:
-            Done when they are loaded, or with the first error. It says nothing of those refused.
+            A future that is done when they are loaded, or has the first error. Kernels that a full
+            queue refused, which happens only at positive priority, are left out.
 
         """
         loaded: Future[None] = Future()
+        submit = self.compile_queue.submit
         jobs = {
             key: job
             for key in dict.fromkeys(keys)
             if key not in self.cache
-            and (job := self.workers.submit(key, partial(self._make, key), priority)) is not None
+            and (job := submit(key, partial(self._cubin, key), priority)) is not None
         }
         if jobs:
             load = partial(self._loader.submit, self._load, jobs, loaded)
@@ -175,47 +179,47 @@ class KernelStore:
 
     def close(self) -> None:
         """Stop the threads and unload what is not in use."""
-        self.workers.close()
+        self.compile_queue.close()
         self._loader.shutdown()
         self.cache.clear()
 
-    def _make(self, key: KernelKey) -> bytes:
-        """Make machine code unless it is there or on disk; runs in a compiler thread."""
-        cubin = self._made.get(key) or self.disk.get(key.text)
+    def _cubin(self, key: KernelKey) -> bytes:
+        """Return machine code, from disk if it is there; runs in a thread of the queue."""
+        cubin = self._cubins.get(key) or self.disk.get(key.text)
         if cubin is None:
             cubin = self._compile(key)
             self.disk.put(key.text, cubin)
-        self._made[key] = cubin
+        self._cubins[key] = cubin
         return cubin
 
     def _load(self, jobs: Mapping[KernelKey, Future[bytes]], loaded: Future[None]) -> None:
-        """Load kernels that have been made; runs in the loader's thread."""
+        """Load kernels that have been compiled; runs in the loader's thread."""
         try:
-            # Somebody else may have wanted some of them, too.
+            # Another request may have loaded some of them.
             cubins = {key: job.result() for key, job in jobs.items() if key not in self.cache}
-            modules = load_together(self._device, list(cubins.values()))
+            modules = load_modules(self._device, list(cubins.values()))
             for (key, cubin), module in zip(cubins.items(), modules, strict=True):
                 size = len(cubin) + _MODULE_OVERHEAD
                 self.cache.add(key, Kernel(module.get_function(_ENTRY), module, size), size)
                 self.cache.release(key)
         except Exception as error:
-            _LOG.warning("kernels were not loaded: %s", error)  # perhaps nobody waits for them
+            _LOG.warning("kernels were not loaded: %s", error)  # a caller may not wait for them
             loaded.set_exception(error)
         else:
             loaded.set_result(None)
         for key in jobs:
-            self._made.pop(key, None)
+            self._cubins.pop(key, None)
 
     def _compile(self, key: KernelKey) -> bytes:
         device_library = self.library(key.mode, derivatives=key.output.gradient)
-        # All in Python: many threads would wait for its lock, and evaluations behind all of them.
-        with self._writing:
+        # PTX is written in Python: several writers would only delay evaluations by Python's lock.
+        with self._writer_lock:
             text = ptx.module(device_library, key.output, [ptx.Entry(_ENTRY, key.shapes)])
         return linker.link(text, device_library.architecture, device_library.functions)
 
 
 def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> None:
-    """Call a function once, in the thread that ends the last of one or more jobs."""
+    """Call a function when the last of one or more jobs is done, in the thread that ends it."""
     left, lock = len(jobs), threading.Lock()
 
     def count(_: object) -> None:
@@ -230,8 +234,8 @@ def _when_all_done(jobs: Sequence[Future[Any]], then: Callable[[], object]) -> N
         job.add_done_callback(count)
 
 
-def kernel_key(device_library: DeviceLibrary, output: ptx.Output, shapes: tuple[Shape, ...]) -> str:
-    """Hash of everything that shapes a kernel's machine code, as a file name."""
+def kernel_key(device_library: DeviceLibrary, output: Output, shapes: tuple[Shape, ...]) -> str:
+    """Return a hash of everything that a kernel's machine code depends on, for a file name."""
     digest = hashlib.blake2b(digest_size=20)
     digest.update(device_library.key)
     digest.update(f"{ptx.GENERATION} {output} {linker.version()}".encode())

@@ -1,18 +1,17 @@
-"""The transpiler: shapes of expressions to PTX text. Pure: the same input, the same text.
+"""The transpiler: shapes of expressions to PTX text. Pure: the same input gives the same text.
 
-A kernel evaluates a group of expressions (one or more) in straight-line code::
+A kernel evaluates a group of expressions in straight-line code::
 
-    load the slots (parameters and constants) of this group and vector
-    compute what depends on slots alone
+    load the inputs (parameters and constants) of this group and vector
+    compute what depends on inputs alone
     for each tile of rows of this block:
         load each variable once, several rows a thread
         for each expression: compute it for each row; store it, or add its loss, and if wanted the
             loss's derivatives, to accumulators
     reduce the accumulators over the block and store their partial sums
 
-All numbers are read through pointers, so a kernel serves any data, parameters and row range of
-its shape, and a captured launch stays valid when they change. `REQUEST` is the layout of the block
-of 64-bit words that the first kernel parameter points to.
+All numbers are read through pointers, so a kernel works for any data, parameters and row range, and
+a captured graph stays valid when they change; see `kernel_interface.ARGUMENT_OFFSETS`.
 """
 
 from __future__ import annotations
@@ -21,73 +20,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary, Mode
-from warpfit_server.engine.cuda.jit.expression_graph import ROW, UNIFORM, ExpressionGraph, Node
+from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
+from warpfit_server.engine.cuda.jit.expression_graph import ROW, UNIFORM, ExpressionGraph
 from warpfit_server.engine.cuda.jit.instructions import CLASSES, Template
+from warpfit_server.engine.cuda.jit.invariant_pool import InvariantPool
+from warpfit_server.engine.cuda.jit.kernel_interface import Output, load_address, load_argument
+from warpfit_server.engine.cuda.jit.loss_sums import LossSums
 from warpfit_server.engine.cuda.jit.shapes import Shape
-from warpfit_server.engine.cuda.jit.uniform_pool import UniformPool
+from warpfit_server.engine.cuda.math.modes import Mode
 
-#: Changes whenever the same input gives other code: part of the key of every kernel.
+#: Part of the key of every kernel; changes whenever the same input gives other code.
 GENERATION: Final = 4
 #: Most row-invariant values that stay in registers through the row loop.
 UNIFORM_REGISTERS: Final = 16
 #: Share of fast exponentials that are computed without the special-function unit.
 EXP2_SHARE: Final = 0.5
-#: Byte offset of each 64-bit word of a request.
-REQUEST: Final = {
-    name: 8 * index
-    for index, name in enumerate(
-        (
-            "variables",  # address of the matrix at the first aligned row
-            "stride",  # bytes from one variable to the next, below 2^32
-            "target",  # address at the first aligned row
-            "weights",  # likewise
-            "head",  # rows between the first aligned row and the first row of the range
-            "stop",  # rows from the first aligned row to the end of the range, below 2^31
-            "slot_stride",  # bytes from one parameter vector's slots to the next
-            "partials",  # address of float64 [sums, K, pitch of partials]
-            "partial_pitch",  # partial sums that each sum and vector has room for
-            "values",  # address of the values of the first row of the range
-            "pitch",  # bytes from one row vector of values to the next
-        )
-    )
-}
-REQUEST_BYTES: Final = 8 * len(REQUEST)
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a kernel hands back."""
-
-    values: bool = False
-    """Store the values of all rows."""
-    loss: str = ""
-    """Sum up ``"squares"`` or ``"absolute"`` deviations from the target; empty for neither."""
-    weighted: bool = False
-    """Multiply each deviation by the row's weight."""
-    gradient: bool = False
-    """Sum up the derivatives of half the squares, or of the absolute deviations, by each slot that
-    a shape names as wanted, too."""
-    threads: int = 128
-    """Threads of a block: whole warps, at least as many as there are sums in a kernel."""
-    rows: int = 4
-    """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64. The address of the
-    first aligned row is a multiple of this many values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One kernel of a module."""
+    """Name and expressions of one kernel of a module."""
 
     name: str
     shapes: tuple[Shape, ...]
-
-
-def sum_count(output: Output, shape: Shape) -> int:
-    """Count what is summed up over the rows for one expression."""
-    if not output.loss:
-        return 0
-    return 1 + len(shape.wanted) * output.gradient
 
 
 def module(library: DeviceLibrary, output: Output, entries: Sequence[Entry]) -> str:
@@ -114,7 +69,7 @@ def _declaration(template: Template, mode: Mode) -> str:
 
 
 class _Kernel:
-    """Writes one kernel; ``text`` is the result."""
+    """Writer of one kernel; ``text`` is the result."""
 
     def __init__(self, library: DeviceLibrary, output: Output, entry: Entry) -> None:
         self.output = output
@@ -122,48 +77,29 @@ class _Kernel:
         self.kind = library.mode.kind
         self.word = library.mode.dtype.itemsize
         self.letters = "abcd"[: output.rows]
-        self.fast = library.mode is Mode.FAST
-        self.sum_kind = "r" if self.fast else "d"
         self.graph = ExpressionGraph(
             library.templates, self.kind, library.exp2_polynomial, EXP2_SHARE
         )
         self.guard = self.graph.register("p")
-        self.target, self.weight = self._row_inputs()
-        self.wide_inputs = [self.graph.register("d") for _ in self._narrow_inputs()]
-        self.pool = UniformPool()
-        self.sums = [
-            self.graph.register(self.sum_kind, uniform=True)
-            for shape in entry.shapes
-            for _ in range(sum_count(output, shape))
-        ]
+        self.sums = LossSums(self.graph, output, self.mode, self.guard, entry.shapes)
+        self.pool = InvariantPool()
         expressions = self._expressions(entry.shapes)
         self.functions = self.graph.functions
         self.text = self._assemble(entry, expressions)
 
-    def _row_inputs(self) -> tuple[str, str]:
-        if not self.output.loss:
-            return "", ""
-        target = self.graph.register(self.kind)
-        return target, self.graph.register(self.kind) if self.output.weighted else ""
-
-    def _narrow_inputs(self) -> list[str]:
-        """Target and weight where losses are summed in a wider type than theirs."""
-        inputs = [self.target, self.weight] if self.sum_kind != self.kind else []
-        return [name for name in inputs if name]
-
     def _expressions(self, shapes: tuple[Shape, ...]) -> list[str]:
-        """Code of each expression for all rows of a thread."""
+        """Write the code of each expression for all rows of a thread."""
         pieces: list[tuple[dict[str, None], list[str]]] = []
-        slot, sums = 0, iter(self.sums)
+        first_input, sums = 0, iter(self.sums.registers)
         for shape in shapes:
-            nodes = self.graph.trace(shape, slot)
+            nodes = self.graph.trace(shape, first_input)
             value = nodes[-1].register
-            slot += shape.slots
+            first_input += shape.inputs
             self._use(value)
             if self.output.loss:
-                self.graph.body += self._add_loss(value, next(sums))
+                self.graph.body += self.sums.add_loss(value, next(sums))
             if self.output.gradient:
-                self._add_gradient(nodes, shape, [next(sums) for _ in shape.wanted])
+                self.sums.add_gradient(nodes, shape, [next(sums) for _ in shape.wanted])
             lines = self._each_row(self.graph.body)
             if self.output.values:
                 lines += self._store(value)
@@ -172,7 +108,7 @@ class _Kernel:
         return self._with_uniforms(pieces)
 
     def _with_uniforms(self, pieces: list[tuple[dict[str, None], list[str]]]) -> list[str]:
-        """Join the expressions, each after loads of its row-invariant values if those are many."""
+        """Join the expressions; many row-invariant values are loaded from the pool before each."""
         pooled = len({name for used, _ in pieces for name in used}) > UNIFORM_REGISTERS
         joined: list[str] = []
         for used, lines in pieces:
@@ -188,109 +124,10 @@ class _Kernel:
         text = "\n".join(lines)
         return [text.replace(ROW, letter) for letter in self.letters] if text else []
 
-    # Losses
-
-    def _add_loss(self, value: str, total: str) -> list[str]:
-        """Add the deviation of one row to the accumulator, where the row is in the range."""
-        kind, suffix = self.sum_kind, "ftz.f32" if self.fast else "f64"
-        lines, operands = self._widened(value)
-        deviation = self.graph.register(kind)
-        lines.append(f"sub.{suffix} {deviation}, {operands[0]}, {operands[1]};")
-        if self.output.loss == "absolute":
-            lines.append(f"abs.{suffix} {deviation}, {deviation};")
-            other = operands[2] if self.output.weighted else ""
-        else:
-            other = deviation
-            if self.output.weighted:
-                other = self.graph.register(kind)
-                lines.append(f"mul.{suffix} {other}, {deviation}, {operands[2]};")
-        if other:
-            lines.append(f"@{self.guard} fma.rn.{suffix} {total}, {other}, {deviation}, {total};")
-        else:
-            lines.append(f"@{self.guard} add.{suffix} {total}, {total}, {deviation};")
-        return lines
-
-    def _add_gradient(self, nodes: Sequence[Node], shape: Shape, totals: Sequence[str]) -> None:
-        """Add the derivatives of one row's deviation to the accumulators."""
-        seed = self.graph.deviation_slope(nodes[-1].register, self.target, self.output.loss)
-        slopes = self.graph.slopes(nodes, seed, shape.wanted)
-        for slot, total in zip(shape.wanted, totals, strict=True):
-            if slot in slopes:
-                self.graph.body += self._add_slope(slopes[slot], total)
-
-    def _add_slope(self, slope: str, total: str) -> list[str]:
-        suffix = "ftz.f32" if self.fast else "f64"
-        lines, (wide, *inputs) = self._widened(slope)
-        weight = inputs[1] if self.output.weighted else ""
-        if weight:
-            return [*lines, f"@{self.guard} fma.rn.{suffix} {total}, {wide}, {weight}, {total};"]
-        return [*lines, f"@{self.guard} add.{suffix} {total}, {total}, {wide};"]
-
-    def _widened(self, value: str) -> tuple[list[str], list[str]]:
-        """Value, target and weight in the type of the sum."""
-        inputs = [self.target, *([self.weight] if self.weight else [])]
-        if self.sum_kind == self.kind:
-            return [], [value, *inputs]
-        wide = self.graph.register("d")
-        return [f"cvt.f64.f32 {wide}, {value};"], [wide, *self.wide_inputs]
-
-    def _reduction(self, count: int) -> list[str]:
-        """Sum over the block in a fixed order; thread e stores sum e."""
-        lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;"]
-        lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * count}, %pool;"]
-        lines += ["setp.eq.u32 %first, %lane, 0;"]
-        for index, total in enumerate(self.sums):
-            for distance in (16, 8, 4, 2, 1):
-                lines += self._add_from_lane(total, distance)
-            if self.fast:
-                lines.append(f"cvt.f64.f32 %wide, {total};")
-                total = "%wide"
-            lines.append(f"@%first st.shared.b64 [%pool+{8 * index}], {total};")
-        return [*lines, "bar.sync 0;", *self._store_partial(count)]
-
-    def _add_from_lane(self, total: str, distance: int) -> list[str]:
-        if self.fast:
-            return [
-                f"shfl.sync.down.b32 %other, {total}, {distance}, 31, -1;",
-                f"add.ftz.f32 {total}, {total}, %other;",
-            ]
-        return [
-            f"mov.b64 {{%low, %high}}, {total};",
-            f"shfl.sync.down.b32 %low, %low, {distance}, 31, -1;",
-            f"shfl.sync.down.b32 %high, %high, {distance}, 31, -1;",
-            "mov.b64 %wide, {%low, %high};",
-            f"add.f64 {total}, {total}, %wide;",
-        ]
-
-    def _store_partial(self, count: int) -> list[str]:
-        lines = [
-            f"setp.ge.u32 %first, %thread, {count};",
-            "@%first ret;",
-            "mov.u32 %pool, sums;",
-            "mad.lo.u32 %pool, %thread, 8, %pool;",
-            "ld.shared.b64 %wide, [%pool];",
-        ]
-        for warp in range(1, self.output.threads // 32):
-            lines += [
-                f"ld.shared.b64 %widest, [%pool+{8 * count * warp}];",
-                "add.f64 %wide, %wide, %widest;",
-            ]
-        return [
-            *lines,
-            "add.u32 %place, %output, %thread;",
-            "mad.lo.u32 %place, %place, %vectors, %vector;",
-            *self._request_word("partial_pitch", "%index", "u32"),
-            "mad.lo.u32 %place, %place, %index, %block;",
-            f"ld.global.nc.u64 %at, [%request+{REQUEST['partials']}];",
-            "cvta.to.global.u64 %at, %at;",
-            "mad.wide.u32 %at, %place, 8, %at;",
-            "st.global.b64 [%at], %wide;",
-        ]
-
     # Values
 
     def _store(self, value: str) -> list[str]:
-        """Store one expression's values: at once where whole, aligned and in range, else singly."""
+        """Store the values of all rows at once where aligned and in range, else one by one."""
         names = [value.replace(ROW, letter) for letter in self.letters]
         width = CLASSES[self.kind]
         lines = []
@@ -308,14 +145,14 @@ class _Kernel:
     # Frame
 
     def _assemble(self, entry: Entry, expressions: list[str]) -> str:
-        count = len(self.sums)
+        count = len(self.sums.registers)
         lines = [
             f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {self.output.threads}, 1, 1",
             "{",
             *self._registers(count),
             *self._prologue(),
-            *self.pool.filled([*self._slot_loads(), *self.graph.uniform]),
+            *self.pool.filled([*self._input_loads(), *self.graph.uniform]),
             *self._loop_start(),
             *self._guards(),
             *self._loads(),
@@ -325,7 +162,7 @@ class _Kernel:
             "setp.lt.u32 %more, %tile, %stop;",
             "@%more bra.uni LOOP;",
             "DONE:",
-            *(self._reduction(count) if self.output.loss else []),
+            *(self.sums.reduction() if self.output.loss else []),
             "ret;",
             "}",
         ]
@@ -368,40 +205,31 @@ class _Kernel:
             "mov.u32 %blocks, %nctaid.x;",
             "mov.u32 %vector, %ctaid.y;",
             "mov.u32 %vectors, %nctaid.y;",
-            *self._request_word("stride", "%stride", "u32"),
-            *self._request_word("head", "%head", "u32"),
-            *self._request_word("stop", "%stop", "u32"),
-            *self._request_word("slot_stride", "%place", "u32"),
+            *load_argument("stride", "%stride", "u32"),
+            *load_argument("head", "%head", "u32"),
+            *load_argument("stop", "%stop", "u32"),
+            *load_argument("input_stride", "%place", "u32"),
             "mad.wide.u32 %slots, %vector, %place, %slots;",
-            *self._request_address("variables", "%variables"),
+            *load_address("variables", "%variables"),
         ]
         if self.output.loss:
-            lines += self._request_address("target", "%target")
+            lines += load_address("target", "%target")
         if self.output.weighted:
-            lines += self._request_address("weights", "%weights")
+            lines += load_address("weights", "%weights")
         return lines
 
-    def _slot_loads(self) -> list[str]:
+    def _input_loads(self) -> list[str]:
         width = CLASSES[self.kind]
         return [
-            f"ld.global.nc.{width} {name}, [%slots+{self.word * slot}];"
-            for slot, name in self.graph.slots.items()
+            f"ld.global.nc.{width} {name}, [%slots+{self.word * number}];"
+            for number, name in self.graph.inputs.items()
         ]
 
-    def _request_word(self, name: str, register: str, width: str) -> list[str]:
-        return [f"ld.global.nc.{width} {register}, [%request+{REQUEST[name]}];"]
-
-    def _request_address(self, name: str, register: str) -> list[str]:
-        load = self._request_word(name, register, "u64")
-        return [*load, f"cvta.to.global.u64 {register}, {register};"]
-
     def _loop_start(self) -> list[str]:
-        """All threads of a block make the same number of turns; rows past the end repeat some."""
+        """Start the loop, with equally many turns for all threads; extra rows repeat others."""
         tile = self.output.threads * self.output.rows
-        zero = "0f00000000" if self.sum_kind == "r" else "0d0000000000000000"
-        width = "f32" if self.sum_kind == "r" else "f64"
         return [
-            *(f"mov.{width} {total}, {zero};" for total in self.sums),
+            *self.sums.zeros(),
             *(self._value_prologue() if self.output.values else []),
             "sub.u32 %last, %stop, 1;",
             f"and.b32 %last, %last, {-self.output.rows};",
@@ -432,12 +260,11 @@ class _Kernel:
         for variable in sorted(variables):
             lines.append(f"mad.wide.u32 %at, %stride, {variable}, %from;")
             lines.append(self._load("%at", variables[variable]))
-        for name, register in (("target", self.target), ("weights", self.weight)):
+        for name, register in (("target", self.sums.target), ("weights", self.sums.weight)):
             if register:
                 lines.append(f"mad.wide.u32 %at, %index, {self.word}, %{name};")
                 lines.append(self._load("%at", register))
-        pairs = zip(self.wide_inputs, self._narrow_inputs(), strict=True)
-        return lines + self._each_row([f"cvt.f64.f32 {wide}, {name};" for wide, name in pairs])
+        return lines + self._each_row(self.sums.widen_inputs())
 
     def _load(self, address: str, register: str) -> str:
         names = [register.replace(ROW, letter) for letter in self.letters]
@@ -447,10 +274,10 @@ class _Kernel:
         return f"ld.global.nc.v{len(names)}.{width} {{{', '.join(names)}}}, [{address}];"
 
     def _value_prologue(self) -> list[str]:
-        """Address of the first expression's values, the step to the next, and their alignment."""
+        """Compute the address of the first values, the step to the next ones, and alignment."""
         return [
-            *self._request_word("pitch", "%pitch", "u64"),
-            *self._request_address("values", "%origin"),
+            *load_argument("pitch", "%pitch", "u64"),
+            *load_address("values", "%origin"),
             "cvt.u64.u32 %at, %vectors;",
             "mul.lo.u64 %step, %pitch, %at;",
             "mad.lo.u32 %place, %output, %vectors, %vector;",

@@ -1,4 +1,7 @@
-"""The shape of an expression: what a compiled kernel depends on, without any number in it."""
+"""Shapes: what a compiled kernel depends on of an expression, which is all but its numbers.
+
+The constants and parameters of an expression become inputs, which its kernel reads at run time.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE
-from warpfit_server.engine.cuda.runtime.tokens import Tokens
+from warpfit_server.engine.cuda.runtime.batch_layout import TokenArrays
 from warpfit_server.engine.native import numba_cache
 
 _POW: Final = OPERATORS["pow"].code
-#: Constant exponents that get code of their own, in the kernel language.
+#: Powers with literal exponents that have code of their own, in the kernel language.
 POWERS: Final = {
     -2: "(1 / a) * (1 / a)",
     -1: "1 / a",
@@ -33,135 +36,131 @@ POWER_DERIVATIVES: Final = {
     3: "3 * a * a",
     4: "4 * a * a * a",
 }
-#: Operand of a `pow` token whose exponent is part of the shape: the exponent plus this.
+#: Added to a literal exponent to give the operand of its ``pow`` token.
 EXPONENT_BIAS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens of one expression after lifting.
+    """Tokens of one expression with its numbers replaced by inputs.
 
-    A VARIABLE token carries the variable's index, a PARAMETER token the number of a slot (a value
-    that the kernel reads at run time), an operator 0, and ``pow`` with a literal exponent that
-    exponent plus `EXPONENT_BIAS` (it then has one operand).
+    The operand of a VARIABLE token is the variable's index, that of a PARAMETER token the index of
+    an input, and that of an operator 0. The exception is ``pow`` with a literal exponent: it takes
+    one operand from the stack, and its operand here is that exponent plus `EXPONENT_BIAS`.
     """
 
     codes: bytes
     operands: tuple[int, ...]
-    slots: int
-    """Number of slots."""
+    inputs: int
+    """Number of inputs."""
     key: bytes
-    """16-byte BLAKE2b hash of the tokens, and of ``wanted`` if there are any."""
+    """16-byte BLAKE2b hash of the tokens, and of ``wanted`` if it is not empty."""
     wanted: tuple[int, ...] = ()
-    """Slots that derivatives are wanted by, ascending."""
+    """Inputs by which derivatives are wanted, ascending."""
 
 
-class SlotSources(NamedTuple):
-    """Where the value of each slot comes from; arrays [slots]."""
+class InputSources(NamedTuple):
+    """Where the value of each input comes from; arrays [inputs]."""
 
     tokens: NDArray[np.int64]
-    """First token of the batch that has it."""
+    """Index of the first token with this number."""
     programs: NDArray[np.int64]
-    """The token's program, ascending."""
+    """The token's program; ascending."""
     from_parameter: NDArray[np.bool_]
     """Whether the token is a parameter, not a constant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LiftedBatch:
-    """Shapes of a whole batch, and where the value of each slot comes from."""
+class BatchShapes:
+    """Shapes of a whole batch, and where the value of each input comes from."""
 
     shapes: tuple[Shape, ...]
-    slot_starts: NDArray[np.int64]
-    """Index of each expression's first slot, and the total; [programs + 1]."""
-    key: bytes
-    """Hash of the shapes in their order."""
-    sources: SlotSources
+    input_starts: NDArray[np.int64]
+    """Index of each expression's first input, and the total; [programs + 1]."""
+    sources: InputSources
 
-    def with_derivatives(self) -> LiftedBatch:
-        """Ask for derivatives by all slots that are parameters."""
+    def with_derivatives(self) -> BatchShapes:
+        """Return the same shapes with derivatives by all inputs that are parameters."""
         shapes = []
-        for shape, start in zip(self.shapes, self.slot_starts.tolist(), strict=False):
-            flags = self.sources.from_parameter[start : start + shape.slots]
+        for shape, start in zip(self.shapes, self.input_starts.tolist(), strict=False):
+            flags = self.sources.from_parameter[start : start + shape.inputs]
             key = hashlib.blake2b(shape.key + flags.tobytes(), digest_size=16).digest()
             shapes.append(replace(shape, key=key, wanted=tuple(np.flatnonzero(flags).tolist())))
-        joined = hashlib.blake2b(b"".join(shape.key for shape in shapes), digest_size=16).digest()
-        return replace(self, shapes=tuple(shapes), key=joined)
+        return replace(self, shapes=tuple(shapes))
 
     def parameter_places(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Program and parameter of each slot wanted, in their order."""
+        """Return program and parameter of each input that is a parameter, in their order."""
         wanted = self.sources.from_parameter
         tokens = self.sources.tokens[wanted]
         return self.sources.programs[wanted], batch.values[tokens].astype(np.int64)
 
-    def fill(self, batch: Batch, slots: NDArray[Any]) -> None:
-        """Fill slots with their values for each parameter vector.
+    def fill(self, batch: Batch, inputs: NDArray[Any]) -> None:
+        """Fill inputs with their values for each parameter vector.
 
         Args:
-            batch: the lifted batch, or one of the same shapes with other numbers.
-            slots: to fill; float32 or float64 [K, slots].
+            batch: the batch of these shapes, or one with other numbers.
+            inputs: to fill; float32 or float64 [K, inputs].
 
         """
-        tokens = Tokens.of(batch)
-        fill_slots(tokens.values, tokens.parameter_counts, tokens.parameters, self.sources, slots)
+        tokens = TokenArrays.of(batch)
+        fill_inputs(tokens.values, tokens.parameter_counts, tokens.parameters, self.sources, inputs)
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
-def fill_slots(
+def fill_inputs(
     values: NDArray[np.float64],
     parameter_counts: NDArray[np.uint32],
     parameters: NDArray[np.float64],
-    sources: SlotSources,
-    slots: NDArray[Any],
+    sources: InputSources,
+    inputs: NDArray[Any],
 ) -> None:
-    """Fill slots from constants and parameters.
+    """Fill inputs from constants and parameters.
 
     Args:
-        values: of the batch, likewise the next two.
+        values: of the batch's tokens.
         parameter_counts: of its programs.
         parameters: of all programs and vectors.
         sources: where the values come from.
-        slots: to fill; float32 or float64 [K, slots].
+        inputs: to fill; float32 or float64 [K, inputs].
 
     """
-    vectors = len(slots)
+    vectors = len(inputs)
     program, start = 0, 0  # first parameter value of the program
-    for slot in range(len(sources.tokens)):
-        while program < sources.programs[slot]:
+    for number in range(len(sources.tokens)):
+        while program < sources.programs[number]:
             start += int(parameter_counts[program]) * vectors
             program += 1
-        value = values[sources.tokens[slot]]
+        value = values[sources.tokens[number]]
         for vector in range(vectors):
-            if sources.from_parameter[slot]:
+            if sources.from_parameter[number]:
                 place = start + vector * int(parameter_counts[program]) + int(value)
-                slots[vector, slot] = parameters[place]
+                inputs[vector, number] = parameters[place]
             else:
-                slots[vector, slot] = value
+                inputs[vector, number] = value
 
 
-def lift(batch: Batch) -> LiftedBatch:
-    """Replace constants and parameters of a checked batch by slots, in order of appearance."""
+def shapes_of_batch(batch: Batch) -> BatchShapes:
+    """Replace constants and parameters of a checked batch by inputs, in order of appearance."""
     literal = _literal_exponents(batch)
-    is_slot = (batch.codes == PARAMETER) | ((batch.codes == CONSTANT) & ~literal)
+    is_input = (batch.codes == PARAMETER) | ((batch.codes == CONSTANT) & ~literal)
     program = np.repeat(np.arange(len(batch)), batch.lengths)
-    tokens = np.flatnonzero(is_slot)
-    first, number = _number_slots(batch, tokens, program[tokens])
-    slot_tokens = tokens[first]
-    slot_starts = np.searchsorted(program[slot_tokens], np.arange(len(batch) + 1))
+    tokens = np.flatnonzero(is_input)
+    first, number = _number_inputs(batch, tokens, program[tokens])
+    input_tokens = tokens[first]
+    input_starts = np.searchsorted(program[input_tokens], np.arange(len(batch) + 1))
     operands = np.where(batch.codes == VARIABLE, batch.values, 0.0).astype(np.int64)
-    operands[tokens] = number - slot_starts[program[tokens]]
+    operands[tokens] = number - input_starts[program[tokens]]
     exponents = np.flatnonzero(literal)
     operands[exponents + 1] = batch.values[exponents].astype(np.int64) + EXPONENT_BIAS
     codes = np.where(batch.codes == CONSTANT, np.uint8(PARAMETER), batch.codes)
     starts = np.zeros(len(batch) + 1, dtype=np.int64)
     np.cumsum(np.bincount(program[~literal], minlength=len(batch)), out=starts[1:])
-    shapes = _shapes(codes[~literal], operands[~literal].astype("<u4"), starts, slot_starts)
-    return LiftedBatch(
+    shapes = _shapes(codes[~literal], operands[~literal].astype("<u4"), starts, input_starts)
+    return BatchShapes(
         shapes=shapes,
-        slot_starts=slot_starts,
-        key=hashlib.blake2b(b"".join(shape.key for shape in shapes), digest_size=16).digest(),
-        sources=SlotSources(
-            slot_tokens, program[slot_tokens], batch.codes[slot_tokens] == PARAMETER
+        input_starts=input_starts,
+        sources=InputSources(
+            input_tokens, program[input_tokens], batch.codes[input_tokens] == PARAMETER
         ),
     )
 
@@ -173,13 +172,13 @@ def _literal_exponents(batch: Batch) -> NDArray[np.bool_]:
     return literal
 
 
-def _number_slots(
+def _number_inputs(
     batch: Batch, tokens: NDArray[np.int64], programs: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number slots through the batch: equal parameters of a program share one, constants do not.
+    """Number the inputs of a batch: equal parameters of a program share one, constants do not.
 
     Returns:
-        The index into ``tokens`` of each slot's first appearance, and each token's slot.
+        The index into ``tokens`` of each input's first appearance, and each token's input.
 
     """
     constant = batch.codes[tokens] == CONSTANT
@@ -200,13 +199,13 @@ def _shapes(
     codes: NDArray[np.uint8],
     operands: NDArray[np.uint32],
     starts: NDArray[np.int64],
-    slot_starts: NDArray[np.int64],
+    input_starts: NDArray[np.int64],
 ) -> tuple[Shape, ...]:
     code_bytes, operand_list, operand_bytes = codes.tobytes(), operands.tolist(), operands.tobytes()
     bounds = starts.tolist()
-    slots = np.diff(slot_starts).tolist()
+    inputs = np.diff(input_starts).tolist()
     shapes = []
-    for start, stop, count in zip(bounds, bounds[1:], slots, strict=False):
+    for start, stop, count in zip(bounds, bounds[1:], inputs, strict=False):
         piece = code_bytes[start:stop]
         digest = hashlib.blake2b(piece + operand_bytes[4 * start : 4 * stop], digest_size=16)
         shapes.append(Shape(piece, tuple(operand_list[start:stop]), count, digest.digest()))

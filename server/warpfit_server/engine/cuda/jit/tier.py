@@ -13,12 +13,22 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
-from warpfit_server.engine.cuda.jit import graph_launch
-from warpfit_server.engine.cuda.jit.graph import Capturer, Identity, Replay, Work, request
-from warpfit_server.engine.cuda.jit.grid_layout import token_rows_at_once
+from warpfit_server.engine.cuda.jit.graph import (
+    CapturedGraph,
+    GraphCapturer,
+    GraphKey,
+    GraphLayout,
+    row_arguments,
+)
+from warpfit_server.engine.cuda.jit.graph_launch import evaluate_losses
+from warpfit_server.engine.cuda.jit.kernel_plan import (
+    CompiledTuning,
+    KernelPlan,
+    KernelPlanner,
+    fingerprint,
+)
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey, KernelStore
-from warpfit_server.engine.cuda.jit.prepare import CompiledTuning, Prepared, Preparer
-from warpfit_server.engine.cuda.planner import fingerprint
+from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -28,21 +38,21 @@ from warpfit_server.engine.interface import Outputs, Steps
 MAX_VECTORS: Final = 65_535
 #: Most rows of one launch; a multiple of `ROW_MULTIPLE`.
 MAX_ROWS: Final = 1 << 30
-#: Longest expression that is compiled; the compiler's time grows faster than the length.
+#: Longest expression that is compiled; compile time grows faster than the length.
 MAX_TOKENS: Final = 2_000
-#: Most parameters of an expression that is compiled with its gradient: each takes an accumulator.
+#: Most parameters of an expression that is compiled with its gradient, an accumulator each.
 MAX_PARAMETERS: Final = 64
-#: Rows from which on the rows may be cut, so that kernels have enough of them.
-_LEAST_ROWS: Final = 1 << 16
-#: Times that missing kernels are made before the cache is called too small for them.
+#: Least rows of a launch if rows are cut, so that its kernels have enough of them.
+_MIN_ROWS: Final = 1 << 16
+#: Attempts to load all kernels of a batch before the cache is reported as too small.
 _ATTEMPTS: Final = 3
 
 
 class CompiledTier:
     """Evaluates batches by kernels compiled for their expressions.
 
-    `loaded` tells whether all kernels of an evaluation are there, `request_compile` has the
-    missing ones made in the background; `evaluate` waits for them if it must.
+    `loaded` returns whether all kernels of an evaluation are loaded; `request_compile` has missing
+    ones compiled in the background; `evaluate` compiles them first if it must.
 
     Args:
         device: the device.
@@ -57,57 +67,48 @@ class CompiledTier:
         self._device = device
         self._kernels = kernels
         self._tuning = tuning or CompiledTuning()
-        self._capturer = Capturer(device)
+        self._capturer = GraphCapturer(device)
         self._lock = threading.Lock()
-        self._replays: LRUCache[object, list[Replay]] = LRUCache(self._tuning.replays)
-        self._preparer = Preparer(kernels, self._tuning)
+        self._idle_graphs: LRUCache[GraphKey, list[CapturedGraph]] = LRUCache(self._tuning.graphs)
+        self._planner = KernelPlanner(kernels, self._tuning)
 
     def supports(self, evaluation: Evaluation) -> bool:
-        """Tell whether this tier can take the evaluation at all."""
+        """Return whether this tier can take the evaluation at all."""
         batch = evaluation.batch
         if evaluation.gradient and int(batch.parameter_counts.max()) > MAX_PARAMETERS:
             return False
         return batch.vectors <= MAX_VECTORS and int(batch.lengths.max()) <= MAX_TOKENS
 
     def loaded(
-        self, resident: ResidentDataset, evaluation: Evaluation, mark: int
-    ) -> Prepared | None:
-        """Return what `evaluate` answers at once with, if the batch has been here before.
+        self, resident: ResidentDataset, evaluation: Evaluation, token_hash: int
+    ) -> KernelPlan | None:
+        """Return the plan of an evaluation if all its kernels are loaded, else None.
 
         Args:
             resident: the data set.
             evaluation: what is wanted.
-            mark: `fingerprint` of its batch.
-
-        Returns:
-            None unless the batch has been prepared and all its kernels are loaded.
+            token_hash: `fingerprint` of its batch.
 
         """
-        known = self._preparer.known(resident, evaluation, mark)
-        if known is None:
+        plan = self._planner.find(resident, evaluation, token_hash)
+        if plan is None:
             return None
-        identity = self._identity(known, resident, evaluation)
+        key = self._graph_key(plan, resident, evaluation)
         with self._lock:
-            if self._replays.get(identity):  # which holds its kernels
-                return known
-        return known if all(key in self._kernels.cache for key in known.keys) else None
-
-    def prepare(self, resident: ResidentDataset, evaluation: Evaluation) -> Prepared:
-        """Cut an evaluation into kernels, unless that has been done."""
-        mark = fingerprint(evaluation.batch)
-        known = self._preparer.known(resident, evaluation, mark)
-        return known or self._preparer.prepare(resident, evaluation, mark)
+            if self._idle_graphs.get(key):  # a graph keeps its kernels loaded
+                return plan
+        return plan if all(kernel in self._kernels.cache for kernel in plan.keys) else None
 
     def request_compile(self, resident: ResidentDataset, evaluation: Evaluation) -> None:
-        """Have the missing kernels made in the background; returns at once."""
-        self._kernels.request(self.prepare(resident, evaluation).keys)
+        """Have the missing kernels compiled in the background; return at once."""
+        self._kernels.request(self.plan(resident, evaluation).keys)
 
     def evaluate(
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
         outputs: Outputs,
-        prepared: Prepared | None = None,
+        plan: KernelPlan | None = None,
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does.
 
@@ -115,30 +116,32 @@ class CompiledTier:
             resident: the data set.
             evaluation: what is wanted.
             outputs: to fill.
-            prepared: what `loaded` returned for it, if it was asked.
+            plan: from `loaded`, if that was called.
 
         Raises:
-            ResourceExhaustedError: if `supports` is false, or device memory is short.
+            ProgramError: for the first bad token.
+            CancelledError: if ``outputs.cancelled`` became 1.
+            ResourceExhaustedError: if this tier does not support the evaluation, or the cache of
+                kernels or device memory is short.
 
         """
         started = time.perf_counter_ns()
-        if outputs.cancelled[0]:
-            raise CancelledError("the evaluation was cancelled", "CANCELLED")
-        if prepared is None:
+        _check_cancelled(outputs)
+        if plan is None:
             self._check_supported(evaluation)
-            prepared = self.prepare(resident, evaluation)
-        identity = self._identity(prepared, resident, evaluation)
-        replay = self._idle(identity)
-        is_hit = replay is not None or all(key in self._kernels.cache for key in prepared.keys)
+            plan = self.plan(resident, evaluation)
+        key = self._graph_key(plan, resident, evaluation)
+        graph = self._take_idle(key)
+        is_hit = graph is not None or all(kernel in self._kernels.cache for kernel in plan.keys)
         hits = len(evaluation.batch) * is_hit
-        replay = replay or (yield from self._capture(identity, prepared))
-        work = (replay, prepared, resident, evaluation, outputs, started, hits)
+        graph = graph or (yield from self._capture(key, plan))
+        work = (graph, plan, resident, evaluation, outputs, started, hits)
         try:
-            if _fits_one_launch(resident, evaluation):
-                return self._run_once(*work)
-            return (yield from self._run(*work))
+            if _is_one_command_list(resident, evaluation):
+                return self._run_at_once(*work)
+            return (yield from self._run_chunks(*work))
         finally:
-            self._give(replay)
+            self._keep_idle(graph)
 
     def counters(self) -> Mapping[str, float]:
         """Return the figures of the caches; see `interface.COUNTERS`."""
@@ -148,6 +151,12 @@ class CompiledTier:
         """Free the captured graphs and unload the kernels."""
         self._drop_idle()
         self._kernels.close()
+
+    def plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
+        """Return the plan of an evaluation, from the cache if it is there."""
+        token_hash = fingerprint(evaluation.batch)
+        found = self._planner.find(resident, evaluation, token_hash)
+        return found or self._planner.plan(resident, evaluation, token_hash)
 
     def _check_supported(self, evaluation: Evaluation) -> None:
         if not self.supports(evaluation):
@@ -159,50 +168,49 @@ class CompiledTier:
                 "tier",
             )
 
-    def _identity(
-        self, prepared: Prepared, resident: ResidentDataset, evaluation: Evaluation
-    ) -> Identity:
+    def _graph_key(
+        self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
+    ) -> GraphKey:
         start, stop = evaluation.row_range(resident.dataset.layout)
-        rows = min(self._rows_at_once(prepared, resident, evaluation), stop - start)
+        rows = min(self._rows_per_launch(plan, resident, evaluation), stop - start)
         # A kernel has at most one block a tile of rows.
-        most = -(-(rows + ROW_MULTIPLE) // (prepared.output.threads * prepared.output.rows))
-        total = prepared.layout.blocks * self._device.multiprocessors
+        most = -(-(rows + ROW_MULTIPLE) // (plan.output.threads * plan.output.rows))
+        total = plan.layout.blocks * self._device.multiprocessors
         vectors = evaluation.batch.vectors
         with self._lock:
-            blocks = prepared.blocks(vectors, most, total)
-        return prepared.name, vectors, blocks
+            blocks = plan.blocks(vectors, most, total)
+        return plan.name, vectors, blocks
 
-    def _idle(self, identity: Identity) -> Replay | None:
-        """Take an idle captured graph."""
+    def _take_idle(self, key: GraphKey) -> CapturedGraph | None:
         with self._lock:
-            idle = self._replays.get(identity)
+            idle = self._idle_graphs.get(key)
             return idle.pop() if idle else None
 
-    def _capture(self, identity: Identity, prepared: Prepared) -> Steps[Replay]:
-        """Capture a graph, for which its kernels may have to be made."""
-        _, vectors, blocks = identity
-        kernels = yield from self._leased(prepared.keys)
+    def _capture(self, key: GraphKey, plan: KernelPlan) -> Steps[CapturedGraph]:
+        """Capture a graph; its kernels are compiled first if they are missing."""
+        _, vectors, blocks = key
+        kernels = yield from self._lease(plan.keys)
         self._device.use()
-        work = Work(
-            firsts=prepared.firsts,
-            slot_starts=prepared.lifted.slot_starts,
-            sum_starts=prepared.sum_starts,
+        layout = GraphLayout(
+            firsts=plan.firsts,
+            input_starts=plan.shapes.input_starts,
+            sum_starts=plan.sum_starts,
             vectors=vectors,
-            dtype=prepared.mode.dtype,
+            dtype=plan.mode.dtype,
             blocks=blocks,
-            threads=prepared.output.threads,
+            threads=plan.output.threads,
         )
         try:
-            return Replay(self._device, identity, prepared.keys, kernels, self._capturer, work)
+            return CapturedGraph(self._device, key, plan.keys, kernels, self._capturer, layout)
         except BaseException:
-            self._kernels.release(prepared.keys)
+            self._kernels.release(plan.keys)
             raise
 
-    def _leased(self, keys: Sequence[KernelKey]) -> Steps[list[Kernel]]:
-        """Take all kernels into use, made first where they are missing.
+    def _lease(self, keys: Sequence[KernelKey]) -> Steps[list[Kernel]]:
+        """Take all kernels into use; missing ones are compiled first.
 
         Raises:
-            ResourceExhaustedError: if they do not fit beside those of other evaluations.
+            ResourceExhaustedError: if they do not fit in the cache next to those of other graphs.
 
         """
         for _ in range(_ATTEMPTS):
@@ -212,8 +220,8 @@ class CompiledTier:
             made = self._kernels.request(keys, priority=0)
             yield made
             made.result()
-            # What is in use counts against the caps: idle graphs must not push these kernels out.
-            if not all(key in self._kernels.cache for key in keys):
+            # Kernels in use count against the cache's bounds: idle graphs must make room for these.
+            if not all(kernel in self._kernels.cache for kernel in keys):
                 self._drop_idle()
         raise ResourceExhaustedError(
             f"{len(keys)} kernels do not fit into the cache of compiled kernels",
@@ -225,100 +233,94 @@ class CompiledTier:
 
     def _drop_idle(self) -> None:
         with self._lock:
-            replays = [replay for held in self._replays.values() for replay in held]
-            self._replays.clear()
-        for replay in replays:
-            self._drop(replay)
+            graphs = [graph for idle in self._idle_graphs.values() for graph in idle]
+            self._idle_graphs.clear()
+        for graph in graphs:
+            self._kernels.release(graph.kernel_keys)
 
-    def _give(self, replay: Replay) -> None:
-        """Keep a captured graph for the next evaluation of its kind."""
-        dropped: list[Replay] = []
+    def _keep_idle(self, graph: CapturedGraph) -> None:
+        """Keep a graph for the next evaluation with the same key."""
+        dropped: list[CapturedGraph] = []
         with self._lock:
-            idle = self._replays.get(replay.identity)
+            idle = self._idle_graphs.get(graph.key)
             if idle is None:
-                while len(self._replays) >= self._tuning.replays:
-                    dropped += self._replays.popitem()[1]
-                idle = self._replays[replay.identity] = []
-            idle.append(replay)
+                while len(self._idle_graphs) >= self._tuning.graphs:
+                    dropped += self._idle_graphs.popitem()[1]
+                idle = self._idle_graphs[graph.key] = []
+            idle.append(graph)
         for old in dropped:
-            self._drop(old)
+            self._kernels.release(old.kernel_keys)
 
-    def _drop(self, replay: Replay) -> None:
-        self._kernels.release(replay.keys)
-
-    def _run_once(
+    def _run_at_once(
         self,
-        replay: Replay,
-        prepared: Prepared,
+        graph: CapturedGraph,
+        plan: KernelPlan,
         resident: ResidentDataset,
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
         cache_hits: int,
     ) -> Timings:
-        """Compute losses, and gradients if they are wanted, in one compiled step."""
+        """Compute losses, and gradients if they are wanted, by one command list."""
         with self._device.stream() as context:
-            sources = prepared.lifted.sources
-            rows = self._rows_at_once(prepared, resident, evaluation)
-            step = graph_launch.prepare(
-                context, replay, sources, resident, evaluation, rows, outputs
+            max_rows = self._rows_per_launch(plan, resident, evaluation)
+            timings = evaluate_losses(
+                *(context, graph, plan.shapes.sources, resident, evaluation),
+                *(max_rows, outputs, started, cache_hits),
             )
-            status = graph_launch.replay_losses(*step)
-            timings = graph_launch.finish(context, replay, status, started, cache_hits)
         if outputs.gradients is not None:
-            sums = replay.sums.reshape(-1, evaluation.batch.vectors)
-            _fill_gradients(prepared, evaluation, sums, outputs.gradients)
+            sums = graph.sums.reshape(-1, evaluation.batch.vectors)
+            _fill_gradients(plan, evaluation, sums, outputs.gradients)
         outputs.ready(len(evaluation.batch))
         return timings
 
-    def _run(
+    def _run_chunks(
         self,
-        replay: Replay,
-        prepared: Prepared,
+        graph: CapturedGraph,
+        plan: KernelPlan,
         resident: ResidentDataset,
         evaluation: Evaluation,
         outputs: Outputs,
         started: int,
         cache_hits: int,
     ) -> Steps[Timings]:
-        """Launch for one chunk of rows after the other."""
+        """Launch the graph for each chunk of rows, and copy its results before the next."""
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
-        chunk = self._rows_at_once(prepared, resident, evaluation)
-        prepared.lifted.fill(evaluation.batch, replay.slots)
-        sums = np.zeros(int(prepared.sum_starts[-1]) * vectors)
+        chunk = self._rows_per_launch(plan, resident, evaluation)
+        plan.shapes.fill(evaluation.batch, graph.inputs)
+        sums = np.zeros(int(plan.sum_starts[-1]) * vectors)
         launched, computed = time.perf_counter_ns(), 0
         with self._device.stream() as context:
             for first in range(start, stop, chunk):
-                if outputs.cancelled[0]:
-                    raise CancelledError("the evaluation was cancelled", "CANCELLED")
+                _check_cancelled(outputs)
                 last = min(first + chunk, stop)
-                words = request(resident, first, last)
-                pitch = _pitch(first, last, prepared.mode.dtype.itemsize)
+                arguments = row_arguments(resident, first, last)
+                pitch = _pitch(first, last, plan.mode.dtype.itemsize)
                 if evaluation.values:
-                    words["pitch"] = pitch
-                    words["values"] = (
+                    arguments["pitch"] = pitch
+                    arguments["values"] = (
                         context.buffer("compiled values", programs * vectors * pitch)
-                        + first % ROW_MULTIPLE * prepared.mode.dtype.itemsize
+                        + first % ROW_MULTIPLE * plan.mode.dtype.itemsize
                     )
-                replay.tell(words)
+                graph.set_arguments(arguments)
                 context.mark("start")
-                replay.launch(context)
+                graph.launch(context)
                 context.mark("computed")
                 if outputs.values is not None:
                     part = outputs.values.reshape(programs * vectors, -1)
-                    _land(context, words, part[:, first - start : last - start])
+                    _copy_values(context, arguments, part[:, first - start : last - start])
                 context.stream.synchronize()
                 computed += context.nanoseconds("start", "computed")
-                sums += replay.sums
+                sums += graph.sums
                 if last < stop:
                     yield None
                     self._device.use()
         if outputs.losses is not None and evaluation.loss is not None:
             shaped = sums.reshape(-1, vectors)
-            outputs.losses[...] = shaped[prepared.sum_starts[:-1]]
+            outputs.losses[...] = shaped[plan.sum_starts[:-1]]
             if outputs.gradients is not None:
-                _fill_gradients(prepared, evaluation, shaped, outputs.gradients)
+                _fill_gradients(plan, evaluation, shaped, outputs.gradients)
         outputs.ready(programs)
         return Timings(
             copy_in=launched - started,
@@ -328,55 +330,62 @@ class CompiledTier:
             cache_hits=cache_hits,
         )
 
-    def _rows_at_once(
-        self, prepared: Prepared, resident: ResidentDataset, evaluation: Evaluation
+    def _rows_per_launch(
+        self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
     ) -> int:
-        """Rows of one launch: a multiple of `ROW_MULTIPLE`."""
-        batch, mode = evaluation.batch, prepared.mode
+        """Return the rows of one launch: a multiple of `ROW_MULTIPLE`."""
+        batch, mode = evaluation.batch, plan.mode
         if evaluation.values:
             rows = self._tuning.chunk_bytes // (len(batch) * batch.vectors * mode.dtype.itemsize)
             return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
         start, stop = evaluation.row_range(resident.dataset.layout)
         token_rows = evaluation.token_rows(resident.dataset.layout)
-        pieces = token_rows // token_rows_at_once(mode, self._device.multiprocessors)
-        most = max(1, (stop - start) // _LEAST_ROWS)
-        rows = -(-(stop - start) // min(max(1, pieces), most)) + ROW_MULTIPLE - 1
+        launches = token_rows // max_token_rows(mode, self._device.multiprocessors)
+        most = max(1, (stop - start) // _MIN_ROWS)
+        rows = -(-(stop - start) // min(max(1, launches), most)) + ROW_MULTIPLE - 1
         return min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
 
 
-def _fits_one_launch(resident: ResidentDataset, evaluation: Evaluation) -> bool:
-    """Whether an evaluation asks for no more than sums over rows that one graph can count."""
+def _check_cancelled(outputs: Outputs) -> None:
+    if outputs.cancelled[0]:
+        raise CancelledError("the evaluation was cancelled", "CANCELLED")
+
+
+def _is_one_command_list(resident: ResidentDataset, evaluation: Evaluation) -> bool:
+    """Return whether only sums are wanted, over no more rows than one graph can count."""
     start, stop = evaluation.row_range(resident.dataset.layout)
     return evaluation.loss is not None and not evaluation.values and stop - start <= MAX_ROWS
 
 
 def _fill_gradients(
-    prepared: Prepared,
+    plan: KernelPlan,
     evaluation: Evaluation,
     sums: NDArray[np.float64],
     gradients: NDArray[np.float64],
 ) -> None:
-    """Bring sums of derivatives, [sums, K], into the order of `Batch.parameters`."""
+    """Copy sums of derivatives, [sums, K], to the order of `Batch.parameters`."""
     batch = evaluation.batch
-    programs, parameters = prepared.lifted.parameter_places(batch)
+    programs, parameters = plan.shapes.parameter_places(batch)
     counts = batch.parameter_counts.astype(np.int64)[programs]
     firsts = batch.parameter_starts[:-1][programs] + parameters
     places = firsts[:, np.newaxis] + counts[:, np.newaxis] * np.arange(batch.vectors)
-    gradients[:] = 0.0  # of parameters that the expression does not mention
+    gradients[:] = 0.0  # for parameters that the expression does not contain
     scale = 1.0 if evaluation.loss is Loss.MAE else 2.0
-    gradients[places] = scale * np.delete(sums, prepared.sum_starts[:-1], axis=0)
+    gradients[places] = scale * np.delete(sums, plan.sum_starts[:-1], axis=0)
 
 
-def _pitch(first: int, last: int, word: int) -> int:
-    """Bytes of one row of values: whole memory lines, with room for the rows before the first."""
+def _pitch(first: int, last: int, itemsize: int) -> int:
+    """Return the bytes of a program's values: whole memory lines, from an aligned row on."""
     rows = first % ROW_MULTIPLE + last - first
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE * word
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE * itemsize
 
 
-def _land(context: StreamContext, request: dict[str, int], target: NDArray[Any]) -> None:
-    """Copy values [programs * K, rows] from the device to their place."""
-    staging = context.pinned("compiled values", target.size * target.itemsize)
-    landed = staging.view(target.dtype).reshape(target.shape)
-    context.download_rows(landed, request["values"], request["pitch"])
+def _copy_values(
+    context: StreamContext, arguments: Mapping[str, int], target: NDArray[Any]
+) -> None:
+    """Wait for the values [programs * K, rows] and copy them to the outputs."""
+    memory = context.pinned("compiled values", target.size * target.itemsize)
+    staging = memory.view(target.dtype).reshape(target.shape)
+    context.download_rows(staging, arguments["values"], arguments["pitch"])
     context.stream.synchronize()
-    target[...] = landed
+    target[...] = staging

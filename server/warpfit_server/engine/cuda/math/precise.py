@@ -1,9 +1,9 @@
-"""CUDA C++ of precise mode's elementary functions; pure.
+"""CUDA C++ of the elementary functions of precise mode.
 
-CUDA's own branch off for special operands, and expressions with NaN or infinities in some rows take
-those branches all the time. These give NaN, infinities and signed zeros as NumPy does. Largest
-errors measured on one H200, over all float32 operands or 10^9 pairs and more, and samples of
-float64:
+CUDA's own functions branch for special operands, and expressions with NaN or infinities in some
+rows take those branches all the time. These functions have no branches, and give NaN, infinities
+and signed zeros as NumPy does. Largest errors measured on one H200, over all float32 operands or at
+least 10^9 pairs, and over samples of float64:
 
 ============  ======================================  ===============================
 function      float32                                 float64
@@ -25,30 +25,30 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Final
 
-#: Function of the kernel language -> its form here.
+#: Function of the kernel language -> function in precise32.cu and precise64.cu.
 _FUNCTIONS: Final = MappingProxyType(
     {"exp": "exponential", "log": "logarithm", "sqrt": "root", "pow": "power"}
 )
 _CALL: Final = re.compile(rf"\b({'|'.join(_FUNCTIONS)})\(")
-#: Significands' short reciprocals in steps of 2^-7 below 1 and 2^-6 above: a little more than from
-#: 2^-1/2 to 2^1/2.
+#: Short reciprocals of significands in steps of 2^-7 below 1 and 2^-6 above, which cover a little
+#: more than 2^-1/2 to 2^1/2.
 _RECIPROCALS: Final = tuple(
     [Decimal(n) / 128 for n in range(90, 128)] + [Decimal(n) / 64 for n in range(64, 93)]
 )
-#: High word of the first, without its 14 lowest bits.
+#: High word of the first reciprocal, without its 14 lowest bits.
 _FIRST: Final = 0x3FE68000 >> 14
-#: Binary places of the larger part of a logarithm.
+#: Binary places of the high part of a logarithm.
 _PLACES: Final = 42
 
 
 def precise_calls(expression: str) -> str:
-    """Have an expression of the kernel language call the functions of precise mode."""
+    """Replace calls in an expression of the kernel language by those of precise functions."""
     return _CALL.sub(lambda call: f"{_FUNCTIONS[call[1]]}(", expression)
 
 
 @cache
 def precise_source(real: str) -> str:
-    """Text of the functions for ``real``, to stand after the prelude."""
+    """Return the functions for ``real`` (float or double), to follow the prelude."""
     text = _read("precise32.cu")
     return text + _double_source() if real == "double" else text
 
@@ -69,7 +69,7 @@ def _double_source() -> str:
 
 
 def _split(value: Decimal) -> tuple[str, str]:
-    """Split into a number with `_PLACES` binary places and the rest."""
+    """Split into a number with `_PLACES` binary places and the remainder."""
     unit = Decimal(2) ** -_PLACES
     high = (value / unit).to_integral_value() * unit
     return repr(float(high)), repr(float(value - high))

@@ -1,4 +1,4 @@
-"""CUDA C++ that every generated kernel starts from, and the kernel language rendered for it."""
+"""CUDA C++ that every generated kernel starts with, and the kernel language translated to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warpfit_server.engine.cuda.math.precise import precise_calls, precise_sourc
 #: CUDA C++ name of each data type.
 REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
-#: Helpers of fast mode that rows of the operator table call; their errors are stated in
+#: Functions of fast mode that the operator table calls; their errors are stated in
 #: `warpfit.expressions.error_bounds`.
 #: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
 #: every other b in that range.
@@ -68,7 +68,7 @@ __device__ __forceinline__ float fast_pow(float a, float b) {
 }
 """
 
-#: The chain rule's product: 0 if one factor is.
+#: The product of the chain rule: 0 if a factor is 0, even if the other is not finite.
 _PRODUCT: Final = r"""
 __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
   return slope != (REAL)0 && partial != (REAL)0 ? slope * partial : (REAL)0;
@@ -77,19 +77,19 @@ __device__ __forceinline__ REAL product(REAL slope, REAL partial) {
 
 
 def is_fast(dtype: DTypeLike, precision: Precision) -> bool:
-    """Whether approximate operators are used; float64 is always precise."""
+    """Return whether approximate operators are used; float64 is always precise."""
     return precision is Precision.FAST and np.dtype(dtype) == np.float32
 
 
 def prelude(dtype: DTypeLike, precision: Precision) -> str:
-    """CUDA C++ of all that operators and derivatives call beside CUDA's own functions."""
+    """Return the functions that operators and derivatives call in addition to CUDA's own."""
     real = REAL_NAMES[np.dtype(dtype)]
     functions = "" if is_fast(dtype, precision) else precise_source(real)
     return _FAST_HELPERS + _PRODUCT.replace("REAL", real) + functions
 
 
 def packs() -> str:
-    """CUDA C++ of how the interpreters read rows, to stand after the prelude.
+    """Return the functions by which the interpreters read rows; they follow the prelude.
 
     ``real``, ``REAL_BYTES`` and ``ROWS`` must be defined.
     """
@@ -105,9 +105,9 @@ def render(expression: str, real: str) -> str:
 
 
 def operator_source(operator: Operator, dtype: DTypeLike, precision: Precision) -> str:
-    """CUDA C++ expression over ``a``, ``b``, ``c`` for an operator.
+    """Return the CUDA C++ expression over ``a``, ``b``, ``c`` for an operator.
 
-    Fast mode changes float32 alone. Precise code must be compiled with ``NVRTC_PRECISE``, fast
+    Fast mode affects only float32. Precise code must be compiled with ``NVRTC_PRECISE``, fast
     code with ``NVRTC_FAST``.
     """
     real = REAL_NAMES[np.dtype(dtype)]
@@ -122,5 +122,5 @@ NVRTC_FAST: Final = ("--fmad=true", "--ftz=true", "--prec-div=false", "--prec-sq
 
 
 def compiler_options(dtype: DTypeLike, precision: Precision) -> tuple[str, ...]:
-    """NVRTC options that go with `operator_source`."""
+    """Return the NVRTC options for `operator_source`."""
     return NVRTC_FAST if is_fast(dtype, precision) else NVRTC_PRECISE

@@ -1,1 +1,1 @@
-"""The CUDA device: memory, streams, modules, compilers and resident data."""
+"""The CUDA device: memory, streams, command lists, modules, compilers and resident data."""

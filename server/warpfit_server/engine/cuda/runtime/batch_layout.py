@@ -1,4 +1,4 @@
-"""A batch on its way to the device: raw tokens in one piece of memory, for one copy."""
+"""A batch on its way to the device: packed into one block of memory, for one copy."""
 
 from __future__ import annotations
 
@@ -8,59 +8,87 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ir import Batch
-from warpfit_server.engine.cuda.runtime.tokens import Tokens
 from warpfit_server.engine.native import numba_cache
 
 _ALIGNMENT: Final = 64
-#: Instructions behind the last one that the interpreter reads, and does not run.
+#: Instructions after the last one that the interpreter prefetches and does not run.
 READ_AHEAD: Final = 1
-#: Flags of an operator: whether it needs scratch levels, whether it has three operands.
+#: Flags of an operator: whether it needs scratch levels, and whether it has three operands.
 COSTLY: Final = 1
 TERNARY: Final = 2
 _compiled = numba_cache.njit(nogil=True)
 
 
-class Parts(NamedTuple):
-    """Where each part of a batch begins in device memory, in bytes.
+class TokenArrays(NamedTuple):
+    """The arrays of a `Batch`, as functions compiled by Numba take them."""
 
-    What is in front of ``uploaded`` comes from the host; the device makes the rest.
+    codes: NDArray[np.uint8]
+    values: NDArray[np.float64]
+    lengths: NDArray[np.uint32]
+    parameter_counts: NDArray[np.uint32]
+    parameters: NDArray[np.float64]
+    vectors: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> TokenArrays:
+        """View a batch, always read-only, so that Numba compiles for one set of types."""
+        return cls(
+            codes=_read_only(batch.codes),
+            values=_read_only(batch.values),
+            lengths=_read_only(batch.lengths),
+            parameter_counts=_read_only(batch.parameter_counts),
+            parameters=_read_only(batch.parameters),
+            vectors=batch.vectors,
+        )
+
+
+def _read_only(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class BatchLayout(NamedTuple):
+    """Byte offsets of a batch's arrays in one block of device memory.
+
+    The host uploads everything before ``uploaded``; kernels write the rest.
     """
 
     starts: int
     """Index of each program's first token, and the total; uint32 [programs + 1]."""
     parameter_starts: int
-    """The same of parameters, with one vector for each program."""
+    """Likewise for parameters, counting one vector of each program."""
     values: int
     parameters: int
     codes: int
     uploaded: int
     programs: int
-    """See `Program` in lowering.cu; 16 bytes each."""
+    """Records of the struct Program in lowering.cu; 16 bytes each."""
     order: int
     """Programs in the order in which they are interpreted; uint32 [programs]."""
     slots: int
-    """Row-invariant subtrees, 16 bytes each; [`slots_at_most`]."""
+    """Row-invariant subtrees, 16 bytes each; [`max_slots`]."""
     instructions: int
-    """Those of program p begin at starts[p] + p; 8 bytes each."""
+    """Those of program p begin at index starts[p] + p; 8 bytes each."""
     scratch: int
     """8 bytes for each token."""
     end: int
 
     @classmethod
-    def of(cls, batch: Batch) -> Parts:
-        """Lay a batch out."""
+    def of(cls, batch: Batch) -> BatchLayout:
+        """Lay out a batch."""
         return lay_out(len(batch.codes), len(batch), len(batch.parameters))  # type: ignore[no-any-return]
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def slots_at_most(tokens: int, programs: int) -> int:
-    """Most row-invariant subtrees: the leaves, if every operator had the most operands, three."""
+def max_slots(tokens: int, programs: int) -> int:
+    """Bound the row-invariant subtrees by the leaves, if all operators were ternary."""
     return int((2 * tokens + programs) // 3)
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def lay_out(tokens: int, programs: int, parameters: int) -> Parts:
-    """Lay out a batch of so many tokens, programs, and parameters in all vectors."""
+def lay_out(tokens: int, programs: int, parameters: int) -> BatchLayout:
+    """Lay out a batch by its number of tokens, programs, and parameters in all vectors."""
     parameter_starts = _aligned(4 * (programs + 1))
     values = 2 * parameter_starts
     numbers = values + _aligned(8 * tokens)
@@ -68,10 +96,10 @@ def lay_out(tokens: int, programs: int, parameters: int) -> Parts:
     records = codes + _aligned(tokens)
     order = records + _aligned(16 * programs)
     slots = order + _aligned(4 * programs)
-    instructions = slots + _aligned(16 * slots_at_most(tokens, programs))
+    instructions = slots + _aligned(16 * max_slots(tokens, programs))
     scratch = instructions + _aligned(8 * (tokens + programs + READ_AHEAD))
     end = scratch + _aligned(8 * tokens)
-    return Parts(
+    return BatchLayout(
         *(0, parameter_starts, values, numbers, codes, records),
         *(records, order, slots, instructions, scratch, end),
     )
@@ -82,21 +110,21 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class Extent(NamedTuple):
-    """What the host knows of a batch before it has been lowered."""
+class BatchBounds(NamedTuple):
+    """Upper bounds of what a batch needs, which the host knows before the device lowers it."""
 
     slots: int
-    """Places for row-invariant subtrees with one parameter vector; see `slots_at_most`."""
+    """Row-invariant subtrees of all programs; see `max_slots`."""
     levels: int
-    """Stack levels below the top that no program needs more than."""
-    usual: int
-    """Levels that are enough for most."""
+    """Stack levels below the top that any program needs."""
+    typical_levels: int
+    """Stack levels that are enough for most programs."""
     costly: bool
     """Whether an operator needs scratch levels."""
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def survey(tokens: Tokens, flags: NDArray[np.uint8]) -> Extent:
+def bound_batch(tokens: TokenArrays, flags: NDArray[np.uint8]) -> BatchBounds:
     """Bound what a batch will need.
 
     Args:
@@ -113,25 +141,25 @@ def survey(tokens: Tokens, flags: NDArray[np.uint8]) -> Extent:
         squares += tokens_of_one * tokens_of_one
     count, programs = len(tokens.codes), len(tokens.lengths)
     has_ternary = bool(found & TERNARY)
-    return Extent(
-        slots_at_most(count, programs),
-        most_levels(longest, has_ternary),
-        # Of the program that a token is in, on average.
-        most_levels(squares // max(1, count), has_ternary),
+    return BatchBounds(
+        max_slots(count, programs),
+        max_levels(longest, has_ternary),
+        # Length of the program that a token is in, averaged over all tokens.
+        max_levels(squares // max(1, count), has_ternary),
         bool(found & COSTLY),
     )
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def most_levels(tokens: int, has_ternary: bool) -> int:
-    """Most stack levels below the top that a program of so many tokens may need.
+def max_levels(tokens: int, has_ternary: bool) -> int:
+    """Bound the stack levels below the top that a program with so many tokens needs.
 
-    A binary operator needs a level more than its operands if both need the same; one on the stack
-    has at least two tokens. A ternary evaluates all three, atoms too: the third one finds two
-    levels taken.
+    A binary operator needs one level more than its operands if both need equally many; an operand
+    on the stack has at least two tokens. A ternary operator evaluates all three operands, leaves
+    included, so the third finds two levels in use.
     """
     if not has_ternary:
-        levels, least = 0, 5  # fewest tokens with a level more
+        levels, least = 0, 5  # fewest tokens of a program that needs one level more
         while least <= tokens:
             levels, least = levels + 1, 2 * least + 1
         return levels
@@ -143,27 +171,27 @@ def most_levels(tokens: int, has_ternary: bool) -> int:
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def pack(tokens: Tokens, parts: Parts, memory: NDArray[np.uint8]) -> None:
-    """Fill host memory with what is uploaded.
+def pack(tokens: TokenArrays, layout: BatchLayout, memory: NDArray[np.uint8]) -> None:
+    """Write the part of a batch that is uploaded.
 
     Args:
         tokens: the batch.
-        parts: of it.
-        memory: uint8 [at least parts.uploaded].
+        layout: its layout.
+        memory: uint8 [at least layout.uploaded].
 
     """
     size = 4 * (len(tokens.lengths) + 1)
-    add_up(tokens.lengths, memory[:size].view(np.uint32))
-    second = parts.parameter_starts
-    add_up(tokens.parameter_counts, memory[second : second + size].view(np.uint32))
-    _copy(tokens.values, memory[parts.values : parts.parameters].view(np.float64))
-    _copy(tokens.parameters, memory[parts.parameters : parts.codes].view(np.float64))
-    _copy(tokens.codes, memory[parts.codes : parts.uploaded])
+    prefix_sums(tokens.lengths, memory[:size].view(np.uint32))
+    second = layout.parameter_starts
+    prefix_sums(tokens.parameter_counts, memory[second : second + size].view(np.uint32))
+    _copy(tokens.values, memory[layout.values : layout.parameters].view(np.float64))
+    _copy(tokens.parameters, memory[layout.parameters : layout.codes].view(np.float64))
+    _copy(tokens.codes, memory[layout.codes : layout.uploaded])
 
 
 @_compiled  # type: ignore[untyped-decorator]
-def add_up(lengths: NDArray[np.uint32], starts: NDArray[np.uint32]) -> None:
-    """Write where each of so long parts begins, and the total."""
+def prefix_sums(lengths: NDArray[np.uint32], starts: NDArray[np.uint32]) -> None:
+    """Write the exclusive prefix sums of ``lengths``, and then their total."""
     total = np.uint32(0)
     for index in range(len(lengths)):
         starts[index] = total

@@ -1,13 +1,12 @@
-"""One CUDA device: its memory, its modules and its streams, through CuPy.
+"""One CUDA device: its memory, modules and streams, through CuPy.
 
-That is imported when a `CudaDevice` is made, so that the package imports without it.
+CuPy is imported when a `CudaDevice` is made, so that the package can be imported without it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,22 +15,22 @@ from typing import Any, Final
 from numpy.typing import DTypeLike
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit_server.engine.cuda.runtime.command_list import driver_functions, wait_while_held
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.cuda.runtime.submission import HELD, PAUSE, driver_functions
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
 
-#: Share of the device's memory that is used when no limit is given; the rest is for the driver.
+#: Share of the device's memory that is used by default; the driver needs the rest.
 _DEFAULT_SHARE: Final = 0.9
 _ERROR_OUT_OF_MEMORY: Final = 2
-#: Shared memory of a block that CUDA takes for itself.
+#: Bytes of each block's shared memory that CUDA reserves.
 _RESERVED_BYTES: Final = 1024
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _DYNAMIC_SHARED_SIZE: Final = 8
 
 
 class CudaDevice:
-    """A device with its memory pool, its compiled modules and its stream contexts.
+    """A device with its memory pool and its stream contexts.
 
     Args:
         index: CUDA device number.
@@ -76,22 +75,22 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._thread = threading.local()
         self.functions = driver_functions()
-        """For `Submission`."""
+        """Driver functions for `CommandList`."""
         self.on_shortage: Callable[[], None] = lambda: None
-        """Called when memory is short, so that contexts which are kept for later come back."""
+        """Called when memory is short, before the buffers of idle streams are released."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """Exceptions with which the driver and the runtime report errors."""
+        """Exceptions by which the driver and the runtime report errors."""
         cuda = self.cupy.cuda
         return cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Tell whether one of `errors` only says that memory is short."""
+        """Return whether one of `errors` means nothing but a lack of memory."""
         return getattr(error, "status", None) == _ERROR_OUT_OF_MEMORY
 
     def out_of_memory(self) -> ResourceExhaustedError:
-        """Error for memory that CUDA itself needs and does not get, as for a graph."""
+        """Return the error for a lack of memory inside CUDA, for example for a graph."""
         return ResourceExhaustedError(
             f"the device has {self.available()} bytes left, too few for CUDA's own needs",
             "DEVICE_MEMORY",
@@ -106,23 +105,23 @@ class CudaDevice:
         return int(major) * 10 + int(minor)
 
     def shared_bytes(self, blocks: int) -> int:
-        """Shared memory that each of ``blocks`` blocks on a multiprocessor can have."""
+        """Return the bytes of shared memory of a block, if ``blocks`` share a multiprocessor."""
         attributes = self.cupy.cuda.Device(self.index).attributes
         each = attributes["MaxSharedMemoryPerMultiprocessor"] // blocks - _RESERVED_BYTES
         return int(min(each, attributes["MaxSharedMemoryPerBlockOptin"])) // 16 * 16
 
     def allow_shared(self, function: Any, size: int) -> None:
-        """Let launches of a function ask for up to ``size`` bytes of shared memory."""
+        """Allow launches of a function to use up to ``size`` bytes of dynamic shared memory."""
         self.cupy.cuda.driver.funcSetAttribute(function.ptr, _DYNAMIC_SHARED_SIZE, size)
 
     def use(self) -> None:
-        """Make this the calling thread's device; every entry from another thread needs it."""
+        """Make this the calling thread's current device; CUDA requires it once in each thread."""
         if not getattr(self._thread, "uses", False):
             self.cupy.cuda.runtime.setDevice(self.index)
             self._thread.uses = True
 
     def allocate(self, size: int) -> Any:
-        """Allocate device memory, freed when the returned pointer is dropped.
+        """Allocate device memory, which is freed when the returned CuPy pointer is dropped.
 
         Raises:
             ResourceExhaustedError: with the needed and the available bytes.
@@ -145,13 +144,13 @@ class CudaDevice:
             ) from error
 
     def available(self) -> int:
-        """Bytes that can still be allocated, under the limit and on the device."""
+        """Return the bytes that can still be allocated, by the limit and on the device."""
         free, _ = self.cupy.cuda.runtime.memGetInfo()
         unused = self._pool.total_bytes() - self._pool.used_bytes()
         return int(max(0, min(self.memory_limit - self._pool.used_bytes(), free + unused)))
 
     def trim(self) -> None:
-        """Give the scratch memory of idle contexts and the pool's unused blocks back."""
+        """Free the buffers of idle streams and the unused blocks of the pool."""
         self.on_shortage()
         with self._lock:
             for context in self._idle:
@@ -159,9 +158,9 @@ class CudaDevice:
         self._pool.free_all_blocks()
 
     def load(self, key: Sequence[str], build: Callable[[], bytes]) -> Any:
-        """Load the machine code that ``build`` makes, or take it from the disk cache.
+        """Load the machine code that ``build`` returns, or the same from the disk cache.
 
-        ``key`` holds everything that shapes the code.
+        ``key`` holds everything that the code depends on.
         """
         self.use()
         module = self.cupy.cuda.function.Module()
@@ -169,27 +168,26 @@ class CudaDevice:
         return module
 
     def await_modules(self) -> None:
-        """Wait before a launch, as compiled code does, while modules are being loaded."""
-        while self.functions[HELD]:
-            time.sleep(1e-6 * PAUSE)
+        """Wait, before a launch, while modules are being loaded."""
+        wait_while_held(self.functions)
 
     @contextmanager
     def stream(self) -> Iterator[StreamContext]:
-        """Lend a stream with its buffers, made as needed, then reused."""
+        """Lend an idle stream with its buffers, or a new one."""
         self.use()
         with self._lock:
             context = self._idle.pop() if self._idle else None
-        context = context or StreamContext(self)
+        context = context or StreamContext(self.cupy.cuda, self.functions, self.allocate)
         try:
             yield context
         finally:
-            self.use()  # another thread may go on with the work
+            self.use()  # the work may have been continued by another thread
             context.settle()
             with self._lock:
                 self._idle.append(context)
 
     def close(self) -> None:
-        """Free all memory that no data set holds."""
+        """Free all memory but that of data sets."""
         self.use()
         self.trim()
         with self._lock:
@@ -197,10 +195,7 @@ class CudaDevice:
 
 
 def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]) -> bytes:
-    """Machine code from ``build``, kept on disk under a hash of all that shapes it.
-
-    A file that cannot be used is built again.
-    """
+    """Return machine code from disk, stored under a hash of ``key``, or build and store it."""
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
     return compile_cache.find_or_make(directory / "cubin" / f"{name}.cubin", build)
 
@@ -219,7 +214,7 @@ def _import_cupy() -> Any:
             "NO_CUPY",
             "pip install 'warpfit[cuda13]' (or cuda12), or run with --engine cpu",
         ) from error
-    except OSError as error:  # it makes its cache directory when it is imported
+    except OSError as error:  # CuPy creates its cache directory on import
         raise UnavailableError(
             f"CuPy cannot be loaded: {error}",
             "NO_CUPY",

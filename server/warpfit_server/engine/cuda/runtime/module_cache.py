@@ -1,4 +1,4 @@
-"""Caches of compiled kernels: loaded modules in memory, machine code on disk."""
+"""Caches of compiled kernels: loaded modules in memory, and machine code on disk."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from warpfit_server.system import compile_cache
 
 Value = TypeVar("Value")
 
-#: Share of the limit that is left after files were removed, so that not every write removes some.
+#: Share of the limit to which the directory shrinks, so that not every write removes files.
 _LOW_WATER: Final = 0.8
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What a cache has seen since it was made."""
+    """Figures of a cache since it was made."""
 
     hits: int = 0
     misses: int = 0
     evictions: int = 0
     damaged: int = 0
-    """Entries found unreadable or altered, and dropped."""
+    """Entries that were unreadable or altered, and were dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +39,11 @@ class _Entry(Generic[Value]):
 
 
 class LeasedCache(Generic[Value]):
-    """An LRU cache, capped in bytes and count, that never evicts what is in use.
+    """An LRU cache, bounded in bytes and count, that never evicts a value in use.
 
-    `lease` and `add` hand out a value and keep it until as many calls of `release`. Values without
-    a lease wait in a `cachetools.LRUCache`, whose oldest go when a cap is exceeded; the caps count
-    leased values too, which may exceed them on their own. Safe to use from several threads.
+    `lease` and `add` take a value into use until an equal number of calls of `release`. Values that
+    are not in use are evicted, the least recently used first, when a bound is exceeded. The bounds
+    count values in use too, which may exceed them on their own. Safe to use from several threads.
 
     Args:
         max_bytes: most bytes of all values together.
@@ -75,7 +75,7 @@ class LeasedCache(Generic[Value]):
             return len(self._idle) + len(self._leased)
 
     def __contains__(self, key: Hashable) -> bool:
-        """Tell whether a value is there, without counting or touching it."""
+        """Return whether a value is there; neither a hit nor a use."""
         with self._lock:
             return key in self._leased or key in self._idle
 
@@ -86,7 +86,7 @@ class LeasedCache(Generic[Value]):
             return self._bytes()
 
     def lease(self, key: Hashable) -> Value | None:
-        """Take a value into use, or None if it is not there."""
+        """Take a value into use; None if it is not there."""
         with self._lock:
             entry = self._leased.get(key)
             if entry is None:
@@ -100,7 +100,7 @@ class LeasedCache(Generic[Value]):
             return entry.value
 
     def add(self, key: Hashable, value: Value, size: int) -> Value:
-        """Put a value in and take it into use; one that is there already wins."""
+        """Take a value into use: the one under the key if there is one, else ``value``."""
         with self._lock:
             entry = self._leased.get(key)
             if entry is None:
@@ -155,10 +155,10 @@ class LeasedCache(Generic[Value]):
 
 @dataclass
 class DiskCache:
-    """Files named by key, shared by any number of processes, capped in bytes.
+    """Files named by key, shared by any number of processes, bounded in bytes.
 
-    An entry is a file of `compile_cache`; one that is damaged is removed and counted.
-    A directory that cannot be used makes every look-up a miss.
+    Files are written and read by `compile_cache`; a damaged one is removed and counted. Without a
+    usable directory every look-up is a miss.
     """
 
     directory: Path
@@ -168,7 +168,7 @@ class DiskCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, key: str) -> bytes | None:
-        """Read an entry, or None; a read makes it the youngest."""
+        """Read an entry and make it the most recently used; None if there is none."""
         path = self._path(key)
         try:
             content = compile_cache.read(path)
@@ -187,7 +187,7 @@ class DiskCache:
         return content
 
     def put(self, key: str, content: bytes) -> None:
-        """Write an entry, then remove the oldest ones if the directory has grown over its cap."""
+        """Write an entry, and remove the least recently used ones if the directory is too large."""
         written = compile_cache.write(self._path(key), content)
         with self._lock:
             known = self._bytes
@@ -204,7 +204,7 @@ class DiskCache:
             self.counters.damaged += damaged
 
     def _shrink(self) -> int:
-        """Remove the oldest files if the cap is exceeded; return the bytes that remain."""
+        """Remove the least recently used files if there is too much; return what remains."""
         files = []
         for path in self.directory.glob("*/*"):
             with suppress(OSError):

@@ -10,7 +10,7 @@ from warpfit.errors import InternalError
 
 
 def version() -> str:
-    """Version of the compiler, such as ``"13.0"``."""
+    """Return the version of the compiler, such as ``"13.0"``."""
     status, major, minor = nvrtc.nvrtcVersion()
     _check(status, None)
     return f"{major}.{minor}"

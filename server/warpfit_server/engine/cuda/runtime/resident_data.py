@@ -1,4 +1,4 @@
-"""Data sets on the device, and what an evaluation tier does with them."""
+"""Data sets in device memory, and the interface of the tiers that evaluate batches on them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from warpfit_server.engine.interface import Outputs, Steps
 
 #: Rows of the variables are padded to whole 128-byte lines, the unit of device memory traffic.
 ROW_MULTIPLE: Final = 32
-#: Rows that a kernel may read (never use) behind the last column.
+#: Rows after the last column that a kernel may read but never uses.
 SLACK_ROWS: Final = 512
 #: Most bytes of one column.
 _MAX_COLUMN: Final = (1 << 32) - 1
-#: Bytes that are copied to the device at a time.
-_PIECE: Final = 8 << 20
+#: Bytes of each copy to the device.
+_CHUNK_BYTES: Final = 8 << 20
 
 
 @dataclass(eq=False)
 class ResidentDataset:
-    """One data set on the device; its memory is freed with the last reference."""
+    """A data set on the device; its memory is freed with the last reference."""
 
     dataset: Dataset
     columns: Any
@@ -43,22 +43,22 @@ class ResidentDataset:
         return int(self.columns.shape[1])
 
     def address(self, column: int, row: int) -> int:
-        """Device address of one element."""
+        """Return the device address of one element."""
         size = self.dataset.layout.dtype.itemsize
         return int(self.columns.data.ptr) + (column * self.stride + row) * size
 
     def target_address(self, row: int) -> int:
-        """Device address of the target at ``row``."""
+        """Return the device address of the target at ``row``."""
         return self.address(self.dataset.layout.variables, row)
 
     def weights_address(self, row: int) -> int:
-        """Device address of the weights at ``row``, 0 without weights."""
+        """Return the device address of the weights at ``row``; 0 without weights."""
         layout = self.dataset.layout
         return self.address(layout.columns - 1, row) if layout.has_weights else 0
 
 
 class EvaluationTier(Protocol):
-    """One way to evaluate a batch on a resident data set."""
+    """A way to evaluate batches on a resident data set: interpreted or compiled."""
 
     def evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -88,7 +88,7 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
 
 
 def _check_column(size: int) -> None:
-    """Refuse columns whose size in bytes the kernels' 32-bit strides cannot hold."""
+    """Refuse columns that are longer than the kernels' 32-bit strides."""
     if size > _MAX_COLUMN:
         raise ResourceExhaustedError(
             f"a column of {size} bytes is larger than a CUDA kernel can step over",
@@ -102,11 +102,11 @@ def _check_column(size: int) -> None:
 
 def _upload_column(context: StreamContext, column: Any, address: int) -> None:
     source = column.view(np.uint8)
-    for number, start in enumerate(range(0, len(source), _PIECE)):
-        piece = source[start : start + _PIECE]
-        name = f"piece {number % 2}"
-        staging = context.pinned(name, _PIECE)[: len(piece)]
+    for number, start in enumerate(range(0, len(source), _CHUNK_BYTES)):
+        chunk = source[start : start + _CHUNK_BYTES]
+        name = f"chunk {number % 2}"
+        staging = context.pinned(name, _CHUNK_BYTES)[: len(chunk)]
         context.wait(name)
-        staging[:] = piece
+        staging[:] = chunk
         context.upload(address + start, staging)
         context.mark(name)

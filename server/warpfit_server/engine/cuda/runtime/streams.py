@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.runtime.submission import Submission
-
-if TYPE_CHECKING:
-    from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.command_list import CommandList, wait_while_held
 
 _HOST_TO_DEVICE: Final = 1
 _DEVICE_TO_HOST: Final = 2
@@ -21,8 +18,8 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(slots=True)
-class Elapsed:
-    """Time between two marks."""
+class ElapsedTime:
+    """Device time between two named events."""
 
     start: str
     end: str
@@ -30,28 +27,34 @@ class Elapsed:
 
 
 class StreamContext:
-    """A stream, events to time it, and named buffers that grow as needed and are kept."""
+    """A stream with named events, and with named buffers that grow as needed and are kept.
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._cuda = device.cupy.cuda
-        self.stream = self._cuda.Stream(non_blocking=True)
+    Args:
+        cuda: ``cupy.cuda``.
+        functions: from `command_list.driver_functions`.
+        allocate: `CudaDevice.allocate`.
+
+    """
+
+    def __init__(
+        self, cuda: Any, functions: NDArray[np.int64], allocate: Callable[[int], Any]
+    ) -> None:
+        self._cuda = cuda
+        self.functions = functions
+        """For `CommandList`."""
+        self._allocate = allocate
+        self.stream = cuda.Stream(non_blocking=True)
+        self.handle = int(self.stream.ptr)
+        """The driver's handle of the stream."""
         self._events: dict[str, Any] = {}
         self._buffers: dict[str, Any] = {}
         self._pinned: dict[str, Any] = {}
-        self._submission: Submission | None = None
-        self._settled = False
-        self.handle = int(self.stream.ptr)
-        """What the driver knows the stream by."""
+        self._commands: CommandList | None = None
+        self._is_idle = False
         self._kept: dict[Callable[[], Any], Any] = {}
 
-    @property
-    def functions(self) -> NDArray[np.int64]:
-        """For `Submission`."""
-        return self._device.functions
-
     def buffer(self, name: str, size: int) -> int:
-        """Address of at least ``size`` bytes of device memory; contents do not survive growth.
+        """Return the address of ``size`` bytes of device memory; growing loses the content.
 
         Raises:
             ResourceExhaustedError: if the device has no room.
@@ -62,11 +65,11 @@ class StreamContext:
             self._buffers.pop(name, None)
             del held
             self.stream.synchronize()
-            held = self._buffers[name] = self._device.allocate(size)
+            held = self._buffers[name] = self._allocate(size)
         return int(held.ptr)
 
     def pinned(self, name: str, size: int) -> NDArray[np.uint8]:
-        """At least ``size`` bytes of page-locked host memory, uint8 [size]."""
+        """Return page-locked host memory, uint8 [size]; growing loses the content."""
         held = self._pinned.get(name)
         if held is None or len(held) < size:
             self.stream.synchronize()
@@ -75,7 +78,7 @@ class StreamContext:
         return held[:size]
 
     def keep(self, make: Callable[[], Kept]) -> Kept:
-        """What ``make`` makes, once for this stream."""
+        """Return the result of ``make``, which is called once for this stream."""
         if make not in self._kept:
             self._kept[make] = make()
         kept: Kept = self._kept[make]
@@ -86,22 +89,22 @@ class StreamContext:
         self._buffers.clear()
 
     @contextmanager
-    def in_one_go(self, elapsed: Elapsed) -> Iterator[None]:
-        """Carry out at the end of the block, and wait for, what it asks of the stream.
+    def as_command_list(self, elapsed: ElapsedTime) -> Iterator[None]:
+        """Collect what the block asks of the stream, then execute it and wait for its end.
 
-        Uploads, downloads, launches and marks only; see `Submission`.
+        The block may upload, download, launch and mark, but do nothing else; see `CommandList`.
         """
-        submission = self._submission = Submission(self.functions, self.handle)
+        commands = self._commands = CommandList(self.functions, self.handle)
         try:
             yield
             start, end = (self.event(name) for name in (elapsed.start, elapsed.end))
-            status, elapsed.nanoseconds = submission.run(start, end)
+            status, elapsed.nanoseconds = commands.run(start, end)
         finally:
-            self._submission = None
-        self.settled(status)
+            self._commands = None
+        self.check_executed(status)
 
-    def settled(self, status: int) -> None:
-        """Take notice that work has been submitted and awaited by compiled code.
+    def check_executed(self, status: int) -> None:
+        """Check the status of a command list that ended with a wait for the stream.
 
         Args:
             status: of the driver.
@@ -112,18 +115,18 @@ class StreamContext:
         """
         if status:
             raise self._cuda.driver.CUDADriverError(status)
-        self._settled = True
+        self._is_idle = True
 
     def settle(self) -> None:
         """Wait for everything that was asked of the stream."""
-        if not self._settled:
+        if not self._is_idle:
             self.stream.synchronize()
-        self._settled = False
+        self._is_idle = False
 
     def upload(self, address: int, source: NDArray[Any]) -> None:
         """Copy page-locked host memory to the device, in stream order."""
-        if self._submission is not None:
-            self._submission.upload(address, source)
+        if self._commands is not None:
+            self._commands.upload(address, source)
             return
         self._cuda.runtime.memcpyAsync(
             address, source.ctypes.data, source.nbytes, _HOST_TO_DEVICE, self.stream.ptr
@@ -131,8 +134,8 @@ class StreamContext:
 
     def download(self, target: NDArray[Any], address: int) -> None:
         """Copy device memory to page-locked host memory, in stream order."""
-        if self._submission is not None:
-            self._submission.download(target, address)
+        if self._commands is not None:
+            self._commands.download(target, address)
             return
         self._cuda.runtime.memcpyAsync(
             target.ctypes.data, address, target.nbytes, _DEVICE_TO_HOST, self.stream.ptr
@@ -149,18 +152,18 @@ class StreamContext:
         """Launch a kernel.
 
         Args:
-            kernel: the function.
+            kernel: CuPy function.
             grid: blocks.
             threads: threads of a block.
-            arguments: each an array of one value, passed as it is: a struct or a number.
+            arguments: each an array of one value, a struct or a number, passed by value.
             shared: bytes of dynamic shared memory.
 
         """
-        if self._submission is not None:
-            self._submission.launch(kernel, grid, threads, arguments, shared)
+        if self._commands is not None:
+            self._commands.launch(kernel, grid, threads, arguments, shared)
             return
-        self._device.await_modules()
-        kernel(grid, threads, tuple(map(_by_value, arguments)), shared, self.stream)
+        wait_while_held(self.functions)
+        kernel(grid, threads, tuple(map(_as_bytes, arguments)), shared, self.stream)
 
     def download_rows(self, target: NDArray[Any], address: int, pitch: int) -> None:
         """Copy rows that lie ``pitch`` bytes apart to a page-locked array [rows, columns]."""
@@ -183,28 +186,28 @@ class StreamContext:
     def mark(self, name: str) -> None:
         """Record the event ``name`` at the current end of the stream."""
         event = self.event(name)
-        if self._submission is not None:
-            self._submission.record(event)
+        if self._commands is not None:
+            self._commands.record(event)
         else:
             event.record(self.stream)
 
     def event(self, name: str) -> Any:
-        """Return the event of a name, which may not have been marked yet."""
+        """Return the CuPy event of a name, which may not have been recorded yet."""
         if name not in self._events:
             self._events[name] = self._cuda.Event()
         return self._events[name]
 
     def wait(self, name: str) -> None:
-        """Block until the stream has passed the event ``name``, if it was ever marked."""
+        """Block until the stream has passed the event ``name``, if it was ever recorded."""
         if name in self._events:
             self._events[name].synchronize()
 
     def nanoseconds(self, start: str, end: str) -> int:
-        """Device time between two events that the stream has passed."""
+        """Return the device time between two events that the stream has passed."""
         elapsed = self._cuda.get_elapsed_time(self._events[start], self._events[end])
         return int(elapsed * 1e6)
 
 
-def _by_value(argument: NDArray[Any]) -> NDArray[np.void]:
-    """Hide the fields of a struct, which CuPy passes as it is but takes long to describe."""
+def _as_bytes(argument: NDArray[Any]) -> NDArray[np.void]:
+    """Hide the fields of a struct: CuPy passes it as it is, but takes long to describe fields."""
     return argument.view(np.dtype((np.void, argument.nbytes)))

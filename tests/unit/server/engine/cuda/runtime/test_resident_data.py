@@ -11,7 +11,7 @@ from warpfit_server.engine.cuda.runtime.resident_data import upload
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [("<f4", 1 << 30), ("<f8", 1 << 29)])
-def test_a_column_over_the_strides_of_the_kernels_is_refused(dtype, rows):
+def test_a_column_longer_than_the_kernels_strides_is_refused(dtype, rows):
     layout = Layout(np.dtype(dtype), variables=1, rows=rows)
     matrix = np.broadcast_to(np.zeros(1, dtype), (1, rows))  # no memory behind it
     with pytest.raises(ResourceExhaustedError, match="several data sets") as refused:

@@ -21,9 +21,11 @@ pytest.importorskip("cuda.bindings.nvjitlink")
 
 from warpfit_server.engine.cuda.jit import device_library as library
 from warpfit_server.engine.cuda.jit import ptx
-from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary, Mode
-from warpfit_server.engine.cuda.jit.ptx import Entry, Output
-from warpfit_server.engine.cuda.jit.shapes import Shape, lift
+from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
+from warpfit_server.engine.cuda.jit.kernel_interface import Output
+from warpfit_server.engine.cuda.jit.ptx import Entry
+from warpfit_server.engine.cuda.jit.shapes import Shape, shapes_of_batch
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
@@ -52,7 +54,7 @@ def fitting(output: Output, mode: Mode) -> Output:
 
 def shapes_of(*programs: Program) -> tuple[Shape, ...]:
     counts = [np.ones(program.parameters) for program in programs]
-    return lift(Batch.of(programs, counts)).shapes
+    return shapes_of_batch(Batch.of(programs, counts)).shapes
 
 
 def operator_program(operator: Operator) -> Program:
@@ -109,7 +111,7 @@ def test_same_input_gives_same_text() -> None:
     assert text_of(Mode.FAST, OUTPUTS[0], *programs) == text_of(Mode.FAST, OUTPUTS[0], *programs)
 
 
-def test_a_broken_module_names_the_reason() -> None:
+def test_a_linker_error_contains_its_log() -> None:
     with pytest.raises(Exception, match="does not link"):
         linker.link(".version 8.0\n.target sm_90\n.address_size 64\nnonsense", 90)
 
@@ -131,14 +133,14 @@ def test_common_subexpressions_are_computed_once() -> None:
     assert text.count("ex2.approx") == 1
 
 
-def test_work_on_parameters_alone_leaves_the_row_loop() -> None:
+def test_row_invariant_work_is_outside_the_row_loop() -> None:
     invariant = Program.apply("log", Program.parameter(0))
     text = text_of(Mode.FAST, OUTPUTS[0], Program.apply("mul", Program.variable(0), invariant))
     assert "lg2.approx" in text
     assert "lg2.approx" not in loop_of(text)
 
 
-def test_parts_of_an_operator_leave_the_row_loop() -> None:
+def test_row_invariant_parts_of_operators_are_outside_the_row_loop() -> None:
     quotient = Program.apply("div", Program.variable(0), Program.parameter(0))
     text = text_of(Mode.FAST, OUTPUTS[0], quotient)
     assert "rcp.approx" in text
@@ -163,7 +165,7 @@ def test_small_whole_exponents_need_no_power_function(mode: Mode, exponent: int)
     assert not re.search(r"lg2|ex2|wf_pow", text)
 
 
-def test_rewriting_saves_special_functions() -> None:
+def test_rewrites_save_special_functions() -> None:
     quotient = Program.apply("div", Program.variable(1), Program.apply("sqrt", Program.variable(0)))
     loop = loop_of(text_of(Mode.FAST, Output(values=True, rows=1), quotient))
     assert "rsqrt.approx" in loop
@@ -187,7 +189,7 @@ def test_every_operator_has_a_template(mode: Mode, operator: Operator) -> None:
         ("square", "constant power", False),
     ],
 )
-def test_shapes_hold_no_numbers(first: str, second: str, alike: bool) -> None:
+def test_shapes_do_not_depend_on_numbers(first: str, second: str, alike: bool) -> None:
     x = Program.variable(0)
     examples = {
         "constant": Program.apply("add", x, Program.constant(2.5)),
@@ -204,16 +206,16 @@ def test_shapes_hold_no_numbers(first: str, second: str, alike: bool) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), vectors=st.integers(1, 3))
-def test_slots_hold_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
+def test_inputs_are_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
     rng = np.random.default_rng(seed)
     programs = [random_program(rng, int(rng.integers(1, 20))) for _ in range(4)]
     parameters = [rng.normal(size=(vectors, program.parameters)) for program in programs]
     batch = Batch.of(programs, parameters)
-    lifted = lift(batch)
-    slots = np.empty((batch.vectors, lifted.slot_starts[-1]))
-    lifted.fill(batch, slots)
-    for index, (program, shape) in enumerate(zip(programs, lifted.shapes, strict=True)):
-        own = slots[:, lifted.slot_starts[index] : lifted.slot_starts[index + 1]]
+    shapes = shapes_of_batch(batch)
+    inputs = np.empty((batch.vectors, shapes.input_starts[-1]))
+    shapes.fill(batch, inputs)
+    for index, (program, shape) in enumerate(zip(programs, shapes.shapes, strict=True)):
+        own = inputs[:, shapes.input_starts[index] : shapes.input_starts[index + 1]]
         for vector in range(vectors):
             assert tokens_with_numbers(shape, own[vector]) == [
                 (
@@ -228,10 +230,10 @@ def test_slots_hold_the_numbers_of_the_batch(seed: int, vectors: int) -> None:
 OPERATOR_CODES = {operator.code for operator in OPERATORS.values()}
 
 
-def tokens_with_numbers(shape: Shape, slots: np.ndarray) -> list[tuple[int, float]]:
-    """Leaves of a shape with the slots' values; a lifted constant reads as a parameter."""
+def tokens_with_numbers(shape: Shape, inputs: np.ndarray) -> list[tuple[int, float]]:
+    """Leaves of a shape with the inputs' values; a shapes constant reads as a parameter."""
     return [
-        (code, float(operand) if code == VARIABLE else float(slots[operand]))
+        (code, float(operand) if code == VARIABLE else float(inputs[operand]))
         for code, operand in zip(shape.codes, shape.operands, strict=True)
         if code not in OPERATOR_CODES
     ]
@@ -246,7 +248,7 @@ def literal_exponent(program: Program) -> bool:
 
 def gradient_shapes(*programs: Program) -> tuple[Shape, ...]:
     counts = [np.ones(program.parameters) for program in programs]
-    return lift(Batch.of(programs, counts)).with_derivatives().shapes
+    return shapes_of_batch(Batch.of(programs, counts)).with_derivatives().shapes
 
 
 def shifted(operator: Operator) -> Program:
@@ -287,7 +289,7 @@ def test_only_parameters_have_derivatives() -> None:
     assert shape.key != plain.key
 
 
-def test_a_gradient_shares_the_work_of_the_value() -> None:
+def test_a_gradient_reuses_values() -> None:
     x, p = Program.variable(0), Program.parameter(0)
     program = Program.apply("exp", Program.apply("mul", p, x))
     (shape,) = gradient_shapes(program)

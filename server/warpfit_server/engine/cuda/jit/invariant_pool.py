@@ -1,8 +1,8 @@
-"""Row-invariant values of a kernel in shared memory.
+"""A pool in shared memory for the row-invariant (uniform) values of a kernel.
 
 A group of ten expressions has about sixty row-invariant values. Kept in registers through the row
-loop they would halve the number of threads that fit; in shared memory each expression reads its own
-with few 16-byte loads when it starts.
+loop, they would halve the threads of a multiprocessor; from shared memory each expression loads its
+own at its beginning, 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _WIDTHS: Final = {2: "b16", 4: "b32", 8: "b64"}
 _VECTOR_BYTES: Final = 16
 
 
-class UniformPool:
-    """Gives each expression's row-invariant values a place and writes the loads and stores."""
+class InvariantPool:
+    """Allocates row-invariant values in shared memory and writes their loads and stores."""
 
     def __init__(self) -> None:
         self.size = 0
         """Bytes in use."""
         self.flags: list[str] = []
-        """Registers of class "r" that the loads of predicates need."""
+        """Registers of class "r" through which predicates are loaded."""
         self._stores: list[str] = []
 
     def loads(self, names: Iterable[str]) -> list[str]:
-        """Place values for one expression; return the loads that bring them back."""
+        """Allocate the values of one expression; return the code that loads them."""
         by_size: dict[int, list[str]] = {}
         for name in names:
             by_size.setdefault(_WORDS[name[1]], []).append(name)
@@ -38,9 +38,9 @@ class UniformPool:
         return lines
 
     def filled(self, computation: list[str]) -> list[str]:
-        """Return the code that computes all values and, if they have places, puts them there.
+        """Return the code that computes all values and stores those of the pool.
 
-        Values with a place are computed by one warp while the others wait.
+        With a pool, one warp computes the values while the others wait.
         """
         if not self._stores:
             return computation
@@ -73,7 +73,7 @@ class UniformPool:
         ]
 
     def _plain(self, name: str, place: int) -> str:
-        """Store one value; return the register that a load of it goes to."""
+        """Write the store of one value; return the register into which it is loaded."""
         if name[1] == "p":
             cell = f"%flag{place}"
             self.flags.append(cell)

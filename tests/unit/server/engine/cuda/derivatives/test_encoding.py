@@ -1,4 +1,4 @@
-"""Code of the GPU's interpreter of derivatives: what needs no GPU."""
+"""Code for the interpreter of derivatives, run by a reference machine, and its kernels."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_random_programs(lowering, program):
     check(lowering, [program], [np.array([0.5, -1.25, 0.75])])
 
 
-def test_a_loss_of_ones_own_has_a_slope(lowering):
+def test_a_user_defined_loss_has_a_slope(lowering):
     row_loss = huber(0.5).row
     given_programs, vectors = smooth_programs()
     batch = Batch.of(given_programs, vectors)
@@ -107,7 +107,7 @@ def test_a_loss_of_ones_own_has_a_slope(lowering):
         np.testing.assert_allclose(slope, slopes[0], rtol=1e-9, atol=1e-12)
 
 
-def test_vectors_have_places_of_their_own(lowering):
+def test_vectors_have_separate_sums(lowering):
     given_programs, _ = smooth_programs()
     blocks = np.random.default_rng(2).uniform(0.3, 1.5, size=(len(given_programs), 3, 4))
     batch = Batch.of(given_programs, list(blocks))
@@ -121,8 +121,8 @@ def test_vectors_have_places_of_their_own(lowering):
     np.testing.assert_array_equal(code.programs["sum"], np.cumsum(sizes) - sizes)
 
 
-def test_results_that_are_used_at_once_are_not_stored(lowering):
-    """x1 * p1 + 2 needs a level for nothing but the residual."""
+def test_results_that_are_only_used_next_are_not_stored(lowering):
+    """x1 * p1 + 2 needs a level for the residual only."""
     program = Program.apply(
         "add",
         Program.apply("mul", Program.variable(0), Program.parameter(0)),
@@ -135,7 +135,7 @@ def test_results_that_are_used_at_once_are_not_stored(lowering):
 
 
 def test_too_many_levels_are_refused(lowering):
-    """Each factor of a product of sums is looked at again by the sweep."""
+    """The backward pass reads each factor of the product again."""
     count = 70_000
     codes = np.tile([1, 2, OPERATORS["mul"].code, OPERATORS["sin"].code], count)
     codes = np.concatenate([codes, np.full(count - 1, OPERATORS["mul"].code)]).astype(np.uint8)
@@ -149,7 +149,7 @@ def test_too_many_levels_are_refused(lowering):
 
 
 @pytest.mark.parametrize(("sums", "fits"), [(1_000_000, True), (300_000_000, False)])
-def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
+def test_more_sums_than_kernels_can_address_are_refused(sums, fits):
     """Thirty thousand parameters have a normal matrix of 3.6 GB."""
     layout = Layout(variables=2, rows=5000, dtype=np.dtype(np.float32), has_target=True)
     device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
@@ -158,7 +158,7 @@ def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
     code = SimpleNamespace(code=SimpleNamespace(programs=records, sums=np.array([sums])))
     evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
     if fits:
-        assert launch_plan._geometry(device, resident, evaluation, code).far
+        assert launch_plan._geometry(device, resident, evaluation, code).spills
         return
     with pytest.raises(ResourceExhaustedError) as caught:
         launch_plan._geometry(device, resident, evaluation, code)
@@ -166,7 +166,7 @@ def test_more_sums_than_kernels_can_count_are_refused(sums, fits):
 
 
 class FakeStream:
-    """Stands for a stream: remembers what is uploaded and launched."""
+    """A stream that records uploads and launches."""
 
     def __init__(self) -> None:
         self.uploads: dict[int, bytes] = {}
@@ -209,8 +209,8 @@ def fake_tier(stream: FakeStream, lowering: DerivativeLowering) -> DerivativeTie
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_code_reaches_the_device_alone_or_with_the_parameters(lowering, keep):
-    """Fresh programs cost one copy; what a fit uses again is copied once."""
+def test_code_is_uploaded_alone_or_with_the_parameters(lowering, keep):
+    """Fresh code is uploaded with the parameters; that of a fit once, by itself."""
     data = Dataset.of(COLUMNS[:VARIABLES].T, COLUMNS[VARIABLES], dtype="float64")
     resident = SimpleNamespace(
         dataset=data, stride=64, address=lambda *_: 0, weights_address=lambda _: 0
@@ -236,10 +236,8 @@ def test_code_reaches_the_device_alone_or_with_the_parameters(lowering, keep):
 
 @pytest.mark.parametrize("row_loss", [SQUARES_LOSS, ABSOLUTE, huber().row], ids=str)
 @pytest.mark.parametrize("slopes", [False, True])
-def test_losses_of_values_and_target_alone_are_not_computed_by_the_program(
-    lowering, row_loss, slopes
-):
-    """Its data type would round them: the kernel computes them of the value that is kept."""
+def test_squared_and_absolute_losses_are_left_to_the_kernel(lowering, row_loss, slopes):
+    """The kernel computes them in float64 from the value that the program keeps."""
     batch = Batch.of([parse("x1 + 2 * x2"), parse("x3"), parse("p1")], [[], [], [1.0]])
     losses = np.zeros((3, 1))
     gradients = np.zeros(1) if slopes else None
@@ -273,8 +271,8 @@ ASSEMBLED = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "variant", "far"), ASSEMBLED, ids=str)
-def test_kernels_assemble_for_every_architecture(architecture, variant, far):
-    cubin = derivative_cubin(variant, architecture, far=far)
+@pytest.mark.parametrize(("architecture", "variant", "spills"), ASSEMBLED, ids=str)
+def test_kernels_assemble_for_every_architecture(architecture, variant, spills):
+    cubin = derivative_cubin(variant, architecture, spills=spills)
     for kernel in (b"linearise", b"evaluate_scalars", b"combine", b"measure"):
         assert kernel in cubin

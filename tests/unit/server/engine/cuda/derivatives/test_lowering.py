@@ -47,7 +47,7 @@ WORK = {
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What lowers for the CPU engine."""
+    """Return the function that lowers for the CPU engine."""
     return parts.load_differentiate(parts.directory_of(default_cache_directory()))
 
 
@@ -67,7 +67,7 @@ def lower(lowering: DerivativeLowering, batch: Batch, work: str) -> DerivativeCo
 
 
 def check(compiled, lowering: DerivativeLowering, batch: Batch, work: str) -> None:
-    """Compare with the plain encoder, program by program and bit by bit."""
+    """Compare with the plain encoder program by program."""
     row_loss, requested = WORK[work]
     lowered = differentiate.allocate_differentiated(batch, row_loss)
     ranges = [np.array([(0, stop)], dtype=RANGE) for stop in (len(batch), 1)]
@@ -82,7 +82,7 @@ def check(compiled, lowering: DerivativeLowering, batch: Batch, work: str) -> No
 
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("seed", range(2))
-def test_code_is_what_the_plain_encoder_makes(compiled, alone, seed, work):
+def test_code_agrees_with_the_plain_encoder(compiled, alone, seed, work):
     check(compiled, alone, Batch.of(*thesis_mix(seed, 60, operators=tuple(OPERATORS))), work)
 
 
@@ -92,8 +92,8 @@ def test_code_of_any_program(compiled, alone, program, work):
     check(compiled, alone, Batch.of([program], [np.ones(3)]), work)
 
 
-def test_threads_make_the_same_code_wherever_they_put_it(alone, shared):
-    """Four callers at a time, each with the same four helpers."""
+def test_code_does_not_depend_on_the_number_of_threads(alone, shared):
+    """Four callers share four helpers."""
     works = list(WORK) * 2
     batches = [Batch.of(*thesis_mix(seed, 300)) for seed in range(len(works))]
     with ThreadPoolExecutor(4) as callers:
@@ -108,7 +108,7 @@ def test_threads_make_the_same_code_wherever_they_put_it(alone, shared):
 
 
 def check_no_gaps(code: DerivativeCode) -> None:
-    """All parts lie side by side, each in a place of its own."""
+    """Check that the programs' ranges of each array neither overlap nor leave gaps."""
     records = code.programs
     counts = records["prologue_count"] + records["count"]
     np.testing.assert_array_equal(records["prologue"] + records["prologue_count"], records["first"])
@@ -125,7 +125,7 @@ def check_no_gaps(code: DerivativeCode) -> None:
     assert not code.instructions[-1].any()
 
 
-def test_helpers_are_asked_only_if_it_pays(monkeypatch, shared):
+def test_small_batches_need_no_helpers(monkeypatch, shared):
     asked = []
     monkeypatch.setattr(shared._pool, "submit", lambda *_: asked.append(1))
     lower(shared, Batch.of(*thesis_mix(1, 30)), "fit")

@@ -1,4 +1,4 @@
-"""Kernels made one by one and loaded together, while launches wait; without a device."""
+"""The store of compiled kernels and the loading of modules, with a fake driver."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import pytest
 pytest.importorskip("cuda.bindings")
 
 from warpfit_server.engine.cuda.jit import kernel_store
-from warpfit_server.engine.cuda.runtime import submission
-from warpfit_server.engine.cuda.runtime.modules import load_together
+from warpfit_server.engine.cuda.runtime import command_list
+from warpfit_server.engine.cuda.runtime.modules import load_modules
 
 
 class Driver:
-    """Functions of a driver that takes its time, and a log of what was called."""
+    """A slow fake driver that logs its calls."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.log: list[str] = []
         self.images: list[int] = []
         self.fails_at = fails_at
         self.loading = threading.Event()
-        self.functions = np.zeros(submission.HELD + 1, dtype=np.int64)
+        self.functions = np.zeros(command_list.LAUNCHES_HELD + 1, dtype=np.int64)
         two = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
         self._kept = [two(self._load), two(self._launch), ctypes.CDLL(None).usleep]
         for place, function in zip(
-            (submission.LOAD_MODULE, submission.LAUNCH_GRAPH, submission.SLEEP),
+            (command_list.LOAD_MODULE, command_list.LAUNCH_GRAPH, command_list.SLEEP),
             self._kept,
             strict=True,
         ):
@@ -50,9 +50,9 @@ class Driver:
         return 0
 
     def launch(self) -> int:
-        steps = np.zeros((1, submission.WIDTH), dtype=np.int64)
-        steps[0, 0] = submission.LAUNCH_GRAPH
-        return submission.carry_out(self.functions, steps)
+        steps = np.zeros((1, command_list.COMMAND_WIDTH), dtype=np.int64)
+        steps[0, 0] = command_list.LAUNCH_GRAPH
+        return command_list.execute(self.functions, steps)
 
     def device(self, tmp_path=None) -> SimpleNamespace:
         class DriverError(Exception):
@@ -84,10 +84,10 @@ def images(count: int) -> list[bytes]:
     return [number.to_bytes(4, "little") for number in range(count)]
 
 
-def test_nothing_is_launched_until_all_modules_are_loaded():
+def test_launches_wait_until_all_modules_are_loaded():
     driver = Driver()
     driver.launch()
-    loader = threading.Thread(target=load_together, args=(driver.device(), images(5)))
+    loader = threading.Thread(target=load_modules, args=(driver.device(), images(5)))
     loader.start()
     assert driver.loading.wait(10)
     assert driver.launch() == 0
@@ -97,27 +97,27 @@ def test_nothing_is_launched_until_all_modules_are_loaded():
     assert driver.images == [0, 1, 2, 3, 4]
 
 
-def test_modules_are_those_of_the_images_in_their_order():
-    assert [module.ptr for module in load_together(Driver().device(), images(3))] == [
+def test_modules_are_in_the_order_of_the_cubins():
+    assert [module.ptr for module in load_modules(Driver().device(), images(3))] == [
         1001,
         1002,
         1003,
     ]
-    assert load_together(Driver().device(), []) == []
+    assert load_modules(Driver().device(), []) == []
 
 
-def test_a_module_that_does_not_load_lets_launches_go_on():
+def test_launches_go_on_after_a_module_fails_to_load():
     driver = Driver(fails_at=2)
     device = driver.device()
     with pytest.raises(device.cupy.cuda.driver.CUDADriverError) as caught:
-        load_together(device, images(4))
+        load_modules(device, images(4))
     assert caught.value.status == 2
     assert driver.log == ["load", "load"]
     assert driver.launch() == 0
 
 
 class TestKernelStore:
-    """Keys are texts here, and machine code the number in them."""
+    """The text of a key is a number here, and the machine code is that number."""
 
     @pytest.fixture
     def driver(self):
@@ -144,7 +144,7 @@ class TestKernelStore:
     def keys(*texts):
         return [kernel_store.KernelKey(None, None, (), text) for text in texts]
 
-    def test_all_are_loaded_once_the_last_has_been_made(self, store, driver):
+    def test_kernels_are_loaded_when_the_last_is_compiled(self, store, driver):
         self.gates["3"] = threading.Event()
         wanted = self.keys("1", "2", "3", "2")
         loaded = store.request(wanted)
@@ -159,7 +159,7 @@ class TestKernelStore:
         assert store.request(wanted).result(10) is None
         assert len(driver.images) == 3
 
-    def test_who_wants_what_is_being_made_gets_it_too(self, store, driver):
+    def test_two_requests_share_a_compilation(self, store, driver):
         self.gates["2"] = threading.Event()
         first, second = store.request(self.keys("1", "2")), store.request(self.keys("2", "3"))
         self.gates["2"].set()
@@ -167,14 +167,14 @@ class TestKernelStore:
         assert second.result(10) is None
         assert sorted(driver.images) == [1, 2, 3]
 
-    def test_a_kernel_that_cannot_be_made_is_told_and_logged(self, store, driver, caplog):
+    def test_a_failed_compilation_is_raised_and_logged(self, store, driver, caplog):
         with pytest.raises(ValueError, match="does not link"):
             store.request(self.keys("1", "bad")).result(10)
         assert "kernels were not loaded: does not link" in caplog.text
         assert driver.images == []
         assert store.request(self.keys("1")).result(10) is None  # from disk
 
-    def test_closing_ends_who_waits(self, store):
+    def test_closing_ends_pending_requests(self, store):
         self.gates["1"] = threading.Event()
         waiting = store.request(self.keys("1"))
         assert self.begun.wait(10)

@@ -1,4 +1,4 @@
-"""A machine on which CuPy cannot be loaded is one without a GPU, and says why."""
+"""Machines on which CuPy cannot be imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warpfit_server.engine.cuda.runtime.device import CudaDevice
 
 @pytest.fixture
 def no_cupy(monkeypatch, request):
-    """``import cupy`` fails like that."""
+    """Make ``import cupy`` raise the parameter."""
     original = builtins.__import__
 
     def failing(name, *arguments, **named):
@@ -38,20 +38,20 @@ CAUSES = pytest.mark.parametrize(
 
 
 @CAUSES
-def test_the_error_says_what_to_do(no_cupy, remedy):
+def test_the_error_names_the_remedy(no_cupy, remedy):
     with pytest.raises(UnavailableError, match=remedy) as caught:
         CudaDevice()
     assert caught.value.reason == "NO_CUPY"
 
 
 @CAUSES
-def test_the_cpu_engine_serves_instead(no_cupy, remedy):
+def test_auto_falls_back_to_the_cpu_engine(no_cupy, remedy):
     engine = create_engine("auto", threads=1)
     assert engine.name == "cpu"
     engine.close()
 
 
 @CAUSES
-def test_who_insists_is_told(no_cupy, remedy):
+def test_cuda_without_cupy_is_an_error(no_cupy, remedy):
     with pytest.raises(UnavailableError):
         create_engine("cuda")

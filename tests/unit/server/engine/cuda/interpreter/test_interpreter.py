@@ -1,4 +1,4 @@
-"""The interpreter without a device: lowering, generated source, machine code."""
+"""The interpreter without a device: lowered programs, generated source, machine code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VARIANTS = [
 ]
 
 
-def assert_runs_like_the_reference(batch: Batch) -> int:
+def assert_agrees_with_reference(batch: Batch) -> int:
     lowered = lower_on_host(batch)
     machine = Machine(lowered, COLUMNS)
     with np.errstate(all="ignore"):
@@ -47,7 +47,7 @@ def assert_runs_like_the_reference(batch: Batch) -> int:
 @given(st.lists(programs(max_tokens=60), min_size=1, max_size=4))
 def test_lowered_programs_compute_the_same(drawn):
     vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
-    assert_runs_like_the_reference(Batch.of(drawn, vectors))
+    assert_agrees_with_reference(Batch.of(drawn, vectors))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -58,7 +58,7 @@ def test_lowered_random_programs_compute_the_same(seed):
         for _ in range(40)
     ]
     vectors = [rng.normal(size=program.parameters) for program in drawn]
-    assert_runs_like_the_reference(Batch.of(drawn, vectors))
+    assert_agrees_with_reference(Batch.of(drawn, vectors))
 
 
 @pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
@@ -71,17 +71,17 @@ def test_stack_stays_flat_on_long_chains(name):
             operands = [Program.variable(1)] * row.arity
             operands[position] = program
             program = Program.apply(row, *operands)
-        assert assert_runs_like_the_reference(Batch.of([program])) <= 2
+        assert assert_agrees_with_reference(Batch.of([program])) <= 2
 
 
 def test_stack_is_logarithmic():
     program = Program.variable(0)
     for _ in range(8):
         program = Program.apply("add", program, program)
-    assert assert_runs_like_the_reference(Batch.of([program])) == 7
+    assert assert_agrees_with_reference(Batch.of([program])) == 7
 
 
-def test_row_invariant_work_leaves_the_program():
+def test_row_invariant_subtrees_are_hoisted():
     x, p = Program.variable(0), Program.parameter(0)
     hoisted = Program.apply("exp", Program.apply("mul", p, Program.constant(2.0)))
     lowered = lower_on_host(Batch.of([Program.apply("add", x, hoisted)], [[1.0]]))
@@ -90,7 +90,7 @@ def test_row_invariant_work_leaves_the_program():
     assert lowered.slots[0].tolist() == [1, 5, 0, 1]
 
 
-def test_parameters_of_each_program_are_found_with_several_vectors():
+def test_slots_find_their_parameters_with_several_vectors():
     x, p, q = Program.variable(0), Program.parameter(0), Program.parameter(1)
     drawn = [Program.apply("add", x, Program.apply("mul", p, q)), Program.apply("add", x, p)]
     batch = Batch.of(drawn, [np.ones((3, 2)), np.ones((3, 1))])
@@ -106,7 +106,7 @@ def test_thesis_mix_needs_few_instructions():
     assert written < 0.6 * len(batch.codes)
 
 
-def test_literals_take_the_type():
+def test_literals_are_rendered_with_the_type():
     assert render("select(a > 0, 1.5e-3, log1p(b) * 2)", "float") == (
         "select(a > float(0), float(1.5e-3), log1p(b) * float(2))"
     )
@@ -123,7 +123,7 @@ def test_source_has_every_operator(variant):
         assert f"case {row.code}: stack[" in source
 
 
-def test_cheap_operators_stay_in_registers():
+def test_frequent_operators_need_no_scratch_levels():
     costly = costly_codes(VARIANTS[0])
     for name in ("add", "mul", "div", "pow", "log", "exp", "sqrt", "abs"):
         assert not costly[OPERATORS[name].code]
@@ -144,7 +144,7 @@ def test_kernels_assemble_for_every_architecture(architecture, variant):
         assert kernel in cubin
 
 
-def test_jump_table_follows_the_tree():
+def test_the_jump_table_leads_where_the_tree_does():
     ptx = """
 \tmov.b32 %r1, %r9; // dispatch
 \tsetp.gt.s32 %p1, %r1, 1;
@@ -177,6 +177,6 @@ $end:
         assert text.split(f"{entry}:\n")[1].split()[0] == operation
 
 
-def test_jump_table_needs_a_dispatch():
+def test_text_without_a_dispatch_is_refused():
     with pytest.raises(InternalError, match="dispatch"):
         with_jump_table("ret;", 3)

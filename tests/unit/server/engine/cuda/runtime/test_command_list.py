@@ -1,4 +1,4 @@
-"""Steps for a stream, with functions of our own in the driver's place."""
+"""Command lists, with a fake driver."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from warpfit_server.engine.cuda.runtime.submission import HELD, Submission
+from warpfit_server.engine.cuda.runtime.command_list import LAUNCHES_HELD, CommandList
 
 STREAM = 0x5EA
 
 
 @pytest.fixture
 def driver():
-    """Addresses of functions that note how they were called; `fail` names one that fails."""
+    """Return fake driver functions that record their calls; `fail` names one that fails."""
     notes = SimpleNamespace(calls=[], fail="", copied=[])
     i64, u32 = ctypes.c_int64, ctypes.c_uint32
 
@@ -41,28 +41,28 @@ def driver():
         noting("now", i64, i64),
     ]
     notes.keep = functions
-    notes.addresses = np.zeros(HELD + 1, dtype=np.int64)
+    notes.addresses = np.zeros(LAUNCHES_HELD + 1, dtype=np.int64)
     for place, function in enumerate(functions):
         notes.addresses[place] = ctypes.cast(function, ctypes.c_void_p).value
     return notes
 
 
-def submit(driver):
+def run(driver):
     source, target = np.arange(3.0), np.zeros(2)
     start, end = SimpleNamespace(ptr=11), SimpleNamespace(ptr=12)
-    submission = Submission(driver.addresses, STREAM)
-    submission.record(start)
-    submission.upload(2**40, source)
+    commands = CommandList(driver.addresses, STREAM)
+    commands.record(start)
+    commands.upload(2**40, source)
     argument = np.array([42], dtype=np.int64)
-    submission.launch(SimpleNamespace(ptr=77), (1, 2, 3), (32, 1, 1), [argument], 4096)
-    submission.download(target, 2**41)
-    submission.record(end)
-    outcome = submission.run(start, end)
+    commands.launch(SimpleNamespace(ptr=77), (1, 2, 3), (32, 1, 1), [argument], 4096)
+    commands.download(target, 2**41)
+    commands.record(end)
+    outcome = commands.run(start, end)
     return outcome, source, target
 
 
-def test_steps_reach_the_driver_in_order(driver):
-    outcome, source, target = submit(driver)
+def test_commands_are_executed_in_order(driver):
+    outcome, source, target = run(driver)
     assert outcome == (0, 250_000)
     names = [call[0] for call in driver.calls]
     assert names == ["record", "upload", "launch", "download", "record", "synchronize", "elapsed"]
@@ -75,8 +75,8 @@ def test_steps_reach_the_driver_in_order(driver):
 
 
 @pytest.mark.parametrize("step", ["upload", "launch", "synchronize"])
-def test_the_first_failure_ends_it(driver, step):
+def test_the_first_failure_ends_the_list(driver, step):
     driver.fail = step
-    (status, _), *_ = submit(driver)
+    (status, _), *_ = run(driver)
     assert status == 700
     assert driver.calls[-1][0] == step

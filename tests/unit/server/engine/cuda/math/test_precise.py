@@ -18,7 +18,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from support.machines.template_machine import TemplateMachine
 from warpfit_server.engine.cuda.jit import device_library
-from warpfit_server.engine.cuda.jit.device_library import Mode
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.precise import precise_calls
 
 #: Bounds in ulp, reference errors included.

@@ -1,4 +1,4 @@
-"""Lowering on the device, compiled for the host, against the reference."""
+"""The lowering kernels, compiled for the host, against the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering
-from warpfit_server.engine.cuda.runtime.batch_layout import most_levels
+from warpfit_server.engine.cuda.runtime.batch_layout import max_levels
 from warpfit_server.engine.validate import is_sound
 
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
@@ -29,16 +29,16 @@ VARIABLES = 3
 
 
 def assert_same(batch, **how):
-    """The device writes the code of the reference, and needs the levels it should."""
+    """Check code and stack levels against the reference."""
     found = lower_on_host(batch, **how)
-    assert not found.are_unsound().any()
-    assert (found.unsound == lowering.NONE).all()
+    assert not found.are_invalid().any()
+    assert (found.first_invalid == lowering.ALL_VALID).all()
     has_ternary = any(BY_CODE[code].arity == 3 for code in set(batch.codes.tolist()) - LEAVES)
     for index in range(len(batch)):
         expected = Lowering(batch, index)
         assert found.code(index) == expected.code
         assert found.needs()[index] == expected.need
-        assert expected.need <= most_levels(int(batch.lengths[index]), has_ternary)
+        assert expected.need <= max_levels(int(batch.lengths[index]), has_ternary)
         slots = {leaf for _, *leaves in expected.code for leaf in leaves if type(leaf) is tuple}
         assert found.slot_counts()[index] == len(slots)
     return found
@@ -67,7 +67,7 @@ def test_the_thesis_mix(share):
     assert_same(Batch.of(*thesis_mix(2, 400)), share=share)
 
 
-@pytest.mark.parametrize("room", [0, 60, lowering.MOST_ROOM])
+@pytest.mark.parametrize("room", [0, 60, lowering.MAX_SHARED_TOKENS])
 def test_programs_that_do_not_fit_shared_memory(room):
     assert_same(Batch.of(*thesis_mix(3, 50)), share=2, room=room)
 
@@ -104,7 +104,7 @@ def test_row_invariant_subtrees_of_any_height(depth):
     assert_same(Batch.of(either, [[1.0, 2.0][: p.parameters] for p in either]))
 
 
-def test_each_leaf_alone():
+def test_programs_of_one_leaf():
     leaves = [X, Program.parameter(1), Program.constant(np.nan), Program.variable(2)]
     assert_same(Batch.of(leaves, [[], [1.0, 2.0], [], []]))
 
@@ -115,7 +115,7 @@ def test_a_negative_zero_is_an_index():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_spoilt_tokens_are_found(seed):
+def test_invalid_tokens_are_found(seed):
     rng = np.random.default_rng(seed)
     batch = Batch.of(*thesis_mix(seed, 40, variables=VARIABLES))
     codes, values = batch.codes.copy(), batch.values.copy()
@@ -125,8 +125,8 @@ def test_spoilt_tokens_are_found(seed):
         values[place] = rng.choice(
             [-1.0, 0.5, VARIABLES, VARIABLES - 1, 2.0**31, 2.0**32, 2.0**52, 1e300, np.nan, np.inf]
         )
-    spoilt = replace(batch, codes=codes, values=values)
-    check_unsound(spoilt)
+    damaged = replace(batch, codes=codes, values=values)
+    check_invalid(damaged)
 
 
 @settings(max_examples=200, deadline=None)
@@ -145,7 +145,7 @@ def test_spoilt_tokens_are_found(seed):
 )
 def test_any_tokens(drawn):
     flat = [token for program in drawn for token in program]
-    check_unsound(
+    check_invalid(
         Batch(
             np.array([code for code, _ in flat], dtype=np.uint8),
             np.array([value for _, value in flat], dtype=np.float64),
@@ -156,8 +156,8 @@ def test_any_tokens(drawn):
     )
 
 
-def check_unsound(batch):
-    """The device finds what the host finds, writes sound programs, and the host can say why."""
+def check_invalid(batch):
+    """Check that device and host find the same invalid programs, with the same errors."""
     found = lower_on_host(batch, VARIABLES, share=3)
     starts = batch.starts
     expected = []
@@ -174,7 +174,7 @@ def check_unsound(batch):
             with pytest.raises(ProgramError) as told:
                 one.check(VARIABLES)
             with pytest.raises(ProgramError) as refused:
-                lowering.refuse(batch, index, VARIABLES)
+                lowering.raise_invalid_program(batch, index, VARIABLES)
             assert (told.value.message, told.value.token) == (
                 refused.value.message,
                 refused.value.token,
@@ -185,44 +185,44 @@ def check_unsound(batch):
             assert found.instructions[first].tolist() == [bytecode.END, 0]
         else:
             assert found.code(index) == Lowering(batch, index).code
-    np.testing.assert_array_equal(found.are_unsound(), expected)
-    first = int(np.argmax(expected)) if any(expected) else lowering.NONE
-    assert found.unsound.tolist() == [first]
+    np.testing.assert_array_equal(found.are_invalid(), expected)
+    first = int(np.argmax(expected)) if any(expected) else lowering.ALL_VALID
+    assert found.first_invalid.tolist() == [first]
 
 
-def test_parameters_are_those_of_the_program():
+def test_parameters_beyond_the_program_s_are_invalid():
     both = [Program.parameter(1), Program.parameter(1)]
     batch = Batch.of(both, [[1.0, 2.0], [1.0, 2.0]])
     short = replace(batch, parameter_counts=np.array([1, 3], np.uint32), parameters=np.zeros(4))
-    assert lower_on_host(short).unsound.tolist() == [0]
+    assert lower_on_host(short).first_invalid.tolist() == [0]
     with pytest.raises(ProgramError) as refused:
-        lowering.refuse(short, 0, 1)
+        lowering.raise_invalid_program(short, 0, 1)
     assert refused.value.reason == "PARAMETER_OUT_OF_RANGE"
     long = replace(batch, parameter_counts=np.array([2, 3], np.uint32), parameters=np.zeros(5))
-    assert lower_on_host(long).unsound.tolist() == [1]
+    assert lower_on_host(long).first_invalid.tolist() == [1]
     with pytest.raises(ProgramError) as refused:
-        lowering.refuse(long, 1, 1)
+        lowering.raise_invalid_program(long, 1, 1)
     assert refused.value.reason == "TOO_MANY_PARAMETERS"
 
 
 def test_variables_that_cannot_be_encoded_are_refused():
     batch = Batch.of([X, Program.variable(bytecode.INDEX_LIMIT)])
-    assert lower_on_host(batch, bytecode.INDEX_LIMIT + 1).unsound.tolist() == [1]
+    assert lower_on_host(batch, bytecode.INDEX_LIMIT + 1).first_invalid.tolist() == [1]
     with pytest.raises(ResourceExhaustedError, match="index"):
-        lowering.refuse(batch, 1, bytecode.INDEX_LIMIT + 1)
+        lowering.raise_invalid_program(batch, 1, bytecode.INDEX_LIMIT + 1)
 
 
 def test_programs_that_are_too_long_are_refused():
-    longest = np.array([lowering.LONGEST], dtype=np.uint32)
+    longest = np.array([lowering.MAX_PROGRAM_TOKENS], dtype=np.uint32)
     batch = replace(Batch.of([X]), lengths=longest)
-    assert lowering.check_length(batch) == lowering.LONGEST
+    assert lowering.check_length(batch) == lowering.MAX_PROGRAM_TOKENS
     with pytest.raises(ResourceExhaustedError) as refused:
         lowering.check_length(replace(batch, lengths=longest + 1))
     assert (refused.value.reason, refused.value.available) == ("PROGRAM_TOO_LONG", 1 << 18)
 
 
 @pytest.mark.parametrize("has_ternary", [False, True])
-def test_the_bound_of_stack_levels_is_reached(has_ternary):
+def test_the_bound_of_stack_levels_is_tight(has_ternary):
     """The smallest programs of each need, built as the bound counts them."""
     neg = Program.apply("neg", X)
     smallest = [neg] if not has_ternary else [X, Program.apply("where", X, X, X)]
@@ -235,19 +235,19 @@ def test_the_bound_of_stack_levels_is_reached(has_ternary):
     needs = lower_on_host(Batch.of(smallest)).needs().tolist()
     for need, program in zip(needs, smallest, strict=True):
         size = len(program.codes)
-        assert most_levels(size, has_ternary) == need
+        assert max_levels(size, has_ternary) == need
         if need > (2 if has_ternary else 0):
-            assert most_levels(size - 1, has_ternary) < need
+            assert max_levels(size - 1, has_ternary) < need
     assert needs[-1] == 8
 
 
 def test_the_longest_program_fits_the_least_shared_memory():
-    levels = most_levels(lowering.LONGEST, True) + 2
+    levels = max_levels(lowering.MAX_PROGRAM_TOKENS, True) + 2
     assert levels * 2048 + 16 <= 48 * 1024
 
 
 @pytest.mark.parametrize(("group", "levels"), [(300, 3), (300, 1), (7, 2), (1, 3), (299, 0)])
-def test_order(group, levels):
+def test_programs_are_sorted_in_each_group(group, levels):
     """Deep programs first, marked; then by falling number of instructions; in each group."""
     found = lower_on_host(Batch.of(*thesis_mix(5, 300)), group=group, levels=levels)
     programs = (found.order & ~np.uint32(bytecode.DEEP)).astype(int)
@@ -262,17 +262,17 @@ def test_order(group, levels):
         assert (np.diff(lengths) <= 0).all()
 
 
-def test_groups_with_an_unsound_program_are_skipped():
+def test_groups_with_an_invalid_program_are_skipped():
     batch = Batch.of([X] * 6)
-    spoilt = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
-    found = lower_on_host(spoilt, group=2)
-    assert found.unsound.tolist() == [lowering.NONE, 3, lowering.NONE]
+    damaged = replace(batch, values=np.array([0.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
+    found = lower_on_host(damaged, group=2)
+    assert found.first_invalid.tolist() == [lowering.ALL_VALID, 3, lowering.ALL_VALID]
     assert ((found.order & bytecode.SKIPPED) != 0).tolist() == [False, False, True, True] + [
         False
     ] * 2
 
 
-def test_long_programs_are_sorted_roughly():
+def test_long_programs_are_sorted_approximately():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30_000, size=60) // rng.integers(1, 60, size=60) * 2 + 1
     chains = [

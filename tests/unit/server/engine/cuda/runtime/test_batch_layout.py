@@ -1,4 +1,4 @@
-"""A batch on its way to the device: what lies where, and what the host knows of it."""
+"""Packing of a batch for the device, and bounds of what it needs there."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes,
 from warpfit_server.engine.cuda.runtime.batch_layout import (
     COSTLY,
     TERNARY,
-    Parts,
-    most_levels,
+    BatchLayout,
+    TokenArrays,
+    bound_batch,
+    max_levels,
+    max_slots,
     pack,
-    slots_at_most,
-    survey,
 )
-from warpfit_server.engine.cuda.runtime.tokens import Tokens
 
 FAST = Variant(np.dtype(np.float32), Precision.FAST, 16)
 
 
 @pytest.mark.parametrize(("vectors", "programs"), [(1, 5), (3, 1), (2, 9)])
-def test_what_is_uploaded(vectors, programs):
+def test_packed_arrays_are_those_of_the_batch(vectors, programs):
     rng = np.random.default_rng(programs)
     drawn = [
         random_program(rng, int(rng.integers(1, 60)), variables=3, operators=tuple(OPERATORS))
         for _ in range(programs)
     ]
     batch = Batch.of(drawn, [rng.normal(size=(vectors, p.parameters)) for p in drawn])
-    parts = Parts.of(batch)
-    memory = np.full(parts.uploaded, 0xA5, dtype=np.uint8)
-    pack(Tokens.of(batch), parts, memory)
+    layout = BatchLayout.of(batch)
+    memory = np.full(layout.uploaded, 0xA5, dtype=np.uint8)
+    pack(TokenArrays.of(batch), layout, memory)
     for name, dtype, expected in (
         ("starts", np.uint32, batch.starts),
         ("parameter_starts", np.uint32, batch.parameter_starts // vectors),
@@ -45,11 +45,11 @@ def test_what_is_uploaded(vectors, programs):
         ("parameters", np.float64, batch.parameters),
         ("codes", np.uint8, batch.codes),
     ):
-        start = getattr(parts, name)
+        start = getattr(layout, name)
         size = len(expected) * np.dtype(dtype).itemsize
         np.testing.assert_array_equal(memory[start : start + size].view(dtype), expected)
-    assert list(parts) == sorted(parts)
-    assert all(start % 64 == 0 for start in parts)
+    assert list(layout) == sorted(layout)
+    assert all(start % 64 == 0 for start in layout)
 
 
 def test_flags_of_operators():
@@ -62,25 +62,25 @@ def test_flags_of_operators():
 @pytest.mark.parametrize(
     ("names", "costly"), [(("add", "mul"), False), (("add", "sin"), True), (("where",), True)]
 )
-def test_what_the_host_knows(names, costly):
+def test_bounds_follow_from_lengths_and_operators(names, costly):
     rng = np.random.default_rng(1)
     sizes = [3, 3, 3, 40, 90]
     batch = Batch.of([random_program(rng, size, operators=names) for size in sizes])
-    extent = survey(Tokens.of(batch), operator_flags(FAST))
+    bounds = bound_batch(TokenArrays.of(batch), operator_flags(FAST))
     lengths = batch.lengths.astype(int)
     weighted = int(sum(lengths**2) // sum(lengths))
-    assert extent.costly is costly
-    assert extent.levels == most_levels(int(max(lengths)), "where" in names)
-    assert extent.usual == most_levels(weighted, "where" in names) <= extent.levels
-    assert extent.slots == slots_at_most(len(batch.codes), len(batch))
+    assert bounds.costly is costly
+    assert bounds.levels == max_levels(int(max(lengths)), "where" in names)
+    assert bounds.typical_levels == max_levels(weighted, "where" in names) <= bounds.levels
+    assert bounds.slots == max_slots(len(batch.codes), len(batch))
 
 
 def test_usual_levels_are_enough_for_most_programs():
     batch = Batch.of(*thesis_mix(1, 500))
-    extent = survey(Tokens.of(batch), operator_flags(FAST))
+    bounds = bound_batch(TokenArrays.of(batch), operator_flags(FAST))
     needs = lower_on_host(batch).needs()
-    assert needs.max() <= extent.levels
-    assert (needs <= extent.usual).mean() > 0.95
+    assert needs.max() <= bounds.levels
+    assert (needs <= bounds.typical_levels).mean() > 0.95
 
 
 def test_programs_with_the_most_slots_fit():
@@ -93,4 +93,4 @@ def test_programs_with_the_most_slots_fit():
     assert lowered.slot_counts().tolist() == [40] * 7
     ends = lowered.programs[:, 2] + lowered.slot_counts()
     assert (ends[:-1] <= lowered.programs[1:, 2]).all()
-    assert ends[-1] <= slots_at_most(len(lowered.batch.codes), 7)
+    assert ends[-1] <= max_slots(len(lowered.batch.codes), 7)

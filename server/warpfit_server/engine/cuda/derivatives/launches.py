@@ -1,0 +1,217 @@
+"""Launches of an evaluation with derivatives, and the copies of their results to the host.
+
+Small results (losses, gradients, curvatures, statistics) stay on the device until all chunks are
+done and are copied together. Large results (values, Jacobian) are copied chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError
+from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
+from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    STATISTICS_ARGUMENTS,
+    DerivativeChunk,
+    DerivativeGeometry,
+    LaunchPlan,
+    stores_values,
+)
+from warpfit_server.engine.cuda.derivatives.source import WARPS
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.finalize import MOMENTS
+from warpfit_server.engine.interface import Steps
+
+_STATISTICS_THREADS: Final = 256
+#: Small results that ``combine`` computes, in the order in which they lie on the device.
+SUMS: Final = ("losses", "gradients", "variable_gradients", "curvatures")
+_SMALL: Final = (*SUMS, "reductions", "moments")
+
+
+@dataclass(frozen=True, slots=True)
+class DerivativeKernels:
+    """The loaded kernels of one variant."""
+
+    linearise: Any
+    evaluate_scalars: Any
+    combine: Any
+    measure: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DerivativeLaunch:
+    """What the launches of all chunks of one evaluation share."""
+
+    resident: ResidentDataset
+    plan: LaunchPlan
+    wanted: RequestedOutputs
+    kernels: DerivativeKernels
+    arguments: NDArray[np.void]
+    """The plan's, with the addresses of buffers."""
+    small: dict[str, tuple[int, int]]
+    """Device address and number of float64 of each small result."""
+
+
+def allocate_small_results(
+    context: StreamContext, wanted: RequestedOutputs
+) -> dict[str, tuple[int, int]]:
+    """Make room on the device for the small results; return address and size of each."""
+    arrays = {name: getattr(wanted, name) for name in _SMALL}
+    sizes = {name: array.size for name, array in arrays.items() if array is not None}
+    address = context.buffer("small", 8 * max(1, sum(sizes.values())))
+    places = {}
+    for name, size in sizes.items():
+        places[name] = (address, size)
+        address += 8 * size
+    return places
+
+
+def run_chunks(
+    device: CudaDevice,
+    context: StreamContext,
+    launch: DerivativeLaunch,
+    cancelled: NDArray[np.uint8],
+    ready: Callable[[int], None],
+) -> Steps[int]:
+    """Launch chunk after chunk; copy the results of each while the next is computed.
+
+    Returns:
+        Nanoseconds of the device.
+
+    """
+    chunks = launch.plan.chunks
+    for number, chunk in enumerate(chunks):
+        check_cancelled(cancelled)
+        launch_chunk(context, launch, chunk)
+        if number:
+            _copy_large_results(context, launch, chunks[number - 1], ready)
+            yield None
+            device.use()
+    context.mark("computed")
+    small = download_small_results(context, launch)
+    context.stream.synchronize()
+    _copy_large_results(context, launch, chunks[-1], ready)
+    copy_small_results(small, launch.wanted)
+    return context.nanoseconds("start", "computed")
+
+
+def check_cancelled(cancelled: NDArray[np.uint8]) -> None:
+    """Raise CancelledError if the caller has cancelled the evaluation."""
+    if cancelled[0]:
+        raise CancelledError("the evaluation was cancelled", "CANCELLED")
+
+
+def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk) -> None:
+    """Launch one chunk and the copies of its large results."""
+    geometry, wanted = launch.plan.geometry, launch.wanted
+    arguments = launch.arguments.copy()
+    jobs = chunk.jobs[1] - chunk.jobs[0]
+    arguments["order"] += 4 * chunk.jobs[0]
+    arguments["first_job"], arguments["first_parameter"] = chunk.jobs[0], chunk.parameters[0]
+    # The kernels count sums from the batch's first job.
+    skipped, end = (8 * geometry.spans * edge for edge in chunk.sums)
+    arguments["partials"] = (context.buffer("partials", end - skipped) - skipped) % 2**64
+    if geometry.spills:
+        size = jobs * geometry.spans * WARPS * geometry.warp_bytes
+        arguments["far"] = context.buffer("spilled", size)
+    if stores_values(wanted):
+        size = jobs * geometry.pitch
+        arguments["values"] = context.buffer(f"values {chunk.side}", size)
+    parameters = chunk.parameters[1] - chunk.parameters[0]
+    if wanted.jacobian is not None and parameters:
+        size = parameters * geometry.pitch
+        arguments["jacobian"] = context.buffer(f"jacobian {chunk.side}", size)
+    grid, threads = (geometry.spans, jobs, 1), (32 * WARPS, 1, 1)
+    context.launch(launch.kernels.linearise, grid, threads, [arguments], geometry.shared_bytes)
+    if launch.small.keys() & set(SUMS):
+        context.launch(launch.kernels.combine, (jobs, 1, 1), (32, 1, 1), [arguments])
+    if wanted.reductions is not None or wanted.moments is not None:
+        _launch_statistics(context, launch, chunk, int(arguments["values"]))
+    for name, array, (first, stop) in _large_results(launch, chunk):
+        staging = _staging(context, geometry, f"{name} {chunk.side}", stop - first)
+        offset = geometry.first_row * array.itemsize
+        context.download_rows(staging, int(arguments[name]) + offset, geometry.pitch)
+    context.mark(f"chunk {chunk.side}")
+
+
+def _launch_statistics(
+    context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk, values: int
+) -> None:
+    """Launch the statistics of a chunk's values, which lie at the address ``values``."""
+    geometry, resident = launch.plan.geometry, launch.resident
+    arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
+    itemsize = geometry.variant.dtype.itemsize
+    arguments["values"] = values + geometry.first_row * itemsize
+    arguments["pitch"] = geometry.pitch // itemsize
+    arguments["rows"] = geometry.end_row - geometry.first_row
+    for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
+        if name in launch.small:
+            arguments[name] = launch.small[name][0] + 8 * numbers * chunk.jobs[0]
+    if "moments" in launch.small:
+        first = geometry.aligned + geometry.first_row
+        arguments["target"] = resident.target_address(first)
+        arguments["weights"] = resident.weights_address(first)
+    grid = (chunk.jobs[1] - chunk.jobs[0], 1, 1)
+    context.launch(launch.kernels.measure, grid, (_STATISTICS_THREADS, 1, 1), [arguments])
+
+
+def download_small_results(
+    context: StreamContext, launch: DerivativeLaunch
+) -> dict[str, NDArray[np.float64]]:
+    """Launch the copy of the small results; return where they will arrive."""
+    total = sum(size for _, size in launch.small.values())
+    if not total:
+        return {}
+    staging = context.pinned("small", 8 * total).view(np.float64)
+    context.download(staging, next(iter(launch.small.values()))[0])
+    arrays, start = {}, 0
+    for name, (_, size) in launch.small.items():
+        arrays[name] = staging[start : start + size]
+        start += size
+    return arrays
+
+
+def copy_small_results(small: dict[str, NDArray[np.float64]], wanted: RequestedOutputs) -> None:
+    """Copy the small results, which have arrived, to the outputs."""
+    for name, array in small.items():
+        getattr(wanted, name).reshape(-1)[:] = array
+
+
+def _copy_large_results(
+    context: StreamContext,
+    launch: DerivativeLaunch,
+    chunk: DerivativeChunk,
+    ready: Callable[[int], None],
+) -> None:
+    """Wait for a chunk and copy its large results to the outputs."""
+    context.wait(f"chunk {chunk.side}")
+    for name, array, (first, stop) in _large_results(launch, chunk):
+        staging = _staging(context, launch.plan.geometry, f"{name} {chunk.side}", stop - first)
+        array[first:stop] = staging
+    if launch.wanted.values is not None:
+        ready(chunk.jobs[1] // launch.plan.code.batch.vectors)
+
+
+def _large_results(
+    launch: DerivativeLaunch, chunk: DerivativeChunk
+) -> Iterator[tuple[str, NDArray[Any], tuple[int, int]]]:
+    """Yield the large results that are wanted, [..., rows], each with the chunk's range."""
+    wanted = launch.wanted
+    if wanted.values is not None:
+        yield "values", wanted.values.reshape(launch.plan.code.jobs, -1), chunk.jobs
+    if wanted.jacobian is not None and chunk.parameters[0] < chunk.parameters[1]:
+        yield "jacobian", wanted.jacobian, chunk.parameters
+
+
+def _staging(
+    context: StreamContext, geometry: DerivativeGeometry, name: str, count: int
+) -> NDArray[Any]:
+    rows, dtype = geometry.end_row - geometry.first_row, geometry.variant.dtype
+    return context.pinned(name, count * rows * dtype.itemsize).view(dtype).reshape(count, rows)

@@ -1,0 +1,247 @@
+"""Launches of the interpreter chunk by chunk, and the copies of their results to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Batch
+from warpfit.request import Evaluation
+from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
+    INTERPRETER_ARGUMENTS,
+    SLOT_ARGUMENTS,
+    SLOT_THREADS,
+    SUM_THREADS,
+    DeviceAddresses,
+    InterpreterGeometry,
+    InterpreterKernels,
+    LaunchConfig,
+    configure_launch,
+    fill_interpreter_arguments,
+    fill_slot_arguments,
+)
+from warpfit_server.engine.cuda.interpreter.lowering import (
+    ALL_VALID,
+    check_length,
+    launch_lowering,
+    launch_order,
+    raise_invalid_program,
+)
+from warpfit_server.engine.cuda.runtime.batch_layout import (
+    BatchBounds,
+    BatchLayout,
+    TokenArrays,
+    bound_batch,
+    pack,
+)
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.interface import Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class InterpreterChunk:
+    """Jobs and rows that one launch covers."""
+
+    first_job: int
+    jobs: int
+    start: int
+    """First row."""
+    stop: int
+    """Row after the last one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredBatch:
+    """A batch whose lowering has been launched, and what all its chunks share."""
+
+    kernels: InterpreterKernels
+    batch: Batch
+    layout: BatchLayout
+    bounds: BatchBounds
+    config: LaunchConfig
+    addresses: DeviceAddresses
+    first_invalid: NDArray[np.uint32]
+    """From `launch_order`: valid once the stream has passed the lowering."""
+
+    def check(self, variables: int) -> None:
+        """Check that all programs could be lowered, once the stream has passed that.
+
+        Raises:
+            ProgramError: for the first bad token.
+            ResourceExhaustedError: if a variable's index is too large to encode.
+
+        """
+        program = int(self.first_invalid.min())
+        if program != ALL_VALID:
+            raise_invalid_program(self.batch, program, variables)
+
+
+@dataclass(slots=True)
+class PendingChunk:
+    """A launched chunk: the event that ends it, and where its results arrive."""
+
+    chunk: InterpreterChunk
+    event: str
+    values: NDArray[Any] | None = None
+    sums: NDArray[np.float64] | None = None
+
+
+def lower_batch(
+    context: StreamContext,
+    kernels: InterpreterKernels,
+    geometry: InterpreterGeometry,
+    batch: Batch,
+    variables: int,
+    max_jobs: int,
+) -> LoweredBatch:
+    """Upload a batch and launch its lowering.
+
+    Args:
+        context: the stream.
+        kernels: of the variant.
+        geometry: of the rows.
+        batch: to lower.
+        variables: of the data set.
+        max_jobs: most jobs of a launch of the interpreter.
+
+    Raises:
+        ResourceExhaustedError: if a program is too long, or the device has no room.
+
+    """
+    check_length(batch)
+    tokens, layout = TokenArrays.of(batch), BatchLayout.of(batch)
+    bounds = bound_batch(tokens, kernels.flags)
+    config = configure_launch(geometry, bounds, max_jobs, len(batch), batch.vectors)
+    staging = context.pinned("batch", layout.uploaded)
+    pack(tokens, layout, staging)
+    address = context.buffer("batch", layout.end)
+    size = bounds.slots * batch.vectors * kernels.variant.dtype.itemsize
+    slots = context.buffer("slots", max(1, size))
+    context.upload(address, staging)
+    where = (context, kernels.lowering, batch, address)
+    launch_lowering(*where, variables, geometry.lowering_blocks)
+    first_invalid = launch_order(*where, config.group, config.levels - config.scratch)
+    addresses = DeviceAddresses(address, slots, 0, 0)
+    return LoweredBatch(kernels, batch, layout, bounds, config, addresses, first_invalid)
+
+
+def evaluate_slots(context: StreamContext, lowered: LoweredBatch) -> None:
+    """Launch the computation of all row-invariant subtrees."""
+    batch, arguments = lowered.batch, np.zeros(1, dtype=SLOT_ARGUMENTS)
+    sizes = (lowered.bounds, len(batch), batch.vectors)
+    grid = fill_slot_arguments(arguments, lowered.addresses, lowered.layout, *sizes)
+    kernel, threads = lowered.kernels.evaluate_slots, (*SLOT_THREADS, 1)
+    context.launch(kernel, (*grid, 1), threads, [arguments[0]])
+
+
+def launch_chunk(
+    context: StreamContext,
+    lowered: LoweredBatch,
+    geometry: InterpreterGeometry,
+    evaluation: Evaluation,
+    chunk: InterpreterChunk,
+    side: int,
+) -> PendingChunk:
+    """Launch one chunk and the copies of its results.
+
+    Args:
+        context: the stream.
+        lowered: the batch.
+        geometry: of the chunk's rows.
+        evaluation: what is wanted.
+        chunk: jobs and rows.
+        side: 0 or 1, alternating, so that a result is copied while the next is computed.
+
+    """
+    variant = lowered.kernels.variant
+    pitch = geometry.tiles * variant.tile * variant.dtype.itemsize
+    partials = values = 0
+    if evaluation.loss is not None:
+        partials = context.buffer(f"partials {side}", chunk.jobs * geometry.tiles * 8)
+    if evaluation.values:
+        values = context.buffer(f"values {side}", chunk.jobs * pitch)
+    addresses = lowered.addresses._replace(values=values, partials=partials)
+    interpret(context, lowered, geometry, addresses, chunk)
+    pending = PendingChunk(chunk, f"chunk {side}")
+    if partials:
+        pending.sums = _sum_partials(context, lowered, geometry, addresses, chunk, side)
+    context.mark("computed")
+    if values:
+        pending.values = _staging(context, f"values {side}", chunk, variant.dtype)
+        skipped = geometry.first_row * variant.dtype.itemsize
+        context.download_rows(pending.values, values + skipped, pitch)
+    context.mark(pending.event)
+    return pending
+
+
+def interpret(
+    context: StreamContext,
+    lowered: LoweredBatch,
+    geometry: InterpreterGeometry,
+    addresses: DeviceAddresses,
+    chunk: InterpreterChunk,
+) -> None:
+    """Launch the interpreter: a block for each tile of rows and group of jobs."""
+    arguments, config = np.zeros(1, dtype=INTERPRETER_ARGUMENTS), lowered.config
+    groups, shared = fill_interpreter_arguments(
+        *(arguments, geometry, addresses, lowered.layout, lowered.bounds, config),
+        *(lowered.batch.vectors, (chunk.first_job, chunk.jobs)),
+    )
+    grid, threads = (geometry.tiles, groups, 1), (32 * config.warps, 1, 1)
+    context.launch(lowered.kernels.interpret, grid, threads, [arguments[0]], shared)
+
+
+def _sum_partials(
+    context: StreamContext,
+    lowered: LoweredBatch,
+    geometry: InterpreterGeometry,
+    addresses: DeviceAddresses,
+    chunk: InterpreterChunk,
+    side: int,
+) -> NDArray[np.float64]:
+    """Launch the sum of each job's partial sums; return where the sums will arrive."""
+    sums = context.pinned(f"sums {side}", chunk.jobs * 8).view(np.float64)
+    numbers = (addresses.partials, sums.ctypes.data, geometry.tiles)
+    arguments = [np.array(number, dtype=np.int64) for number in numbers]
+    kernel, grid = lowered.kernels.sum_partials, (chunk.jobs, 1, 1)
+    context.launch(kernel, grid, (SUM_THREADS, 1, 1), arguments)
+    return sums
+
+
+def _staging(
+    context: StreamContext, name: str, chunk: InterpreterChunk, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    shape = (chunk.jobs, chunk.stop - chunk.start)
+    staging = context.pinned(name, shape[0] * shape[1] * dtype.itemsize)
+    return staging.view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResultCopier:
+    """Copies the results of chunks from staging memory to the outputs of an evaluation."""
+
+    resident: ResidentDataset
+    evaluation: Evaluation
+    outputs: Outputs
+    sums: NDArray[np.float64]
+    """Sum of the loss terms of each job; [jobs]."""
+    lowered: LoweredBatch
+
+    def copy(self, context: StreamContext, pending: PendingChunk) -> None:
+        """Wait for a chunk, check that its batch is valid, and copy its results."""
+        context.wait(pending.event)
+        self.lowered.check(self.resident.dataset.layout.variables)
+        chunk, outputs = pending.chunk, self.outputs
+        jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
+        if pending.sums is not None:
+            self.sums[jobs] += pending.sums
+        if pending.values is not None and outputs.values is not None:
+            first, stop = self.evaluation.row_range(self.resident.dataset.layout)
+            rows = slice(chunk.start - first, chunk.stop - first)
+            outputs.values.reshape(len(self.sums), -1)[jobs, rows] = pending.values
+            if chunk.stop == stop:
+                outputs.ready(jobs.stop // self.evaluation.batch.vectors)

@@ -1,0 +1,324 @@
+"""The losses of one evaluation by one function of compiled code: pack, launch, wait.
+
+The device needs about 0.1 ms for a batch of usual size. Python code around it would take several
+times that, and compete for Python's lock. Here the lock is released once, before the batch is
+packed, and taken back when the losses are there.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Timings
+from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
+    INTERPRETER_ARGUMENTS,
+    MAX_LAUNCHES,
+    SLOT_ARGUMENTS,
+    SLOT_THREADS,
+    SUM_THREADS,
+    DeviceAddresses,
+    InterpreterGeometry,
+    InterpreterKernels,
+    LaunchConfig,
+    configure_launch,
+    fill_interpreter_arguments,
+    fill_slot_arguments,
+    jobs_per_launch,
+)
+from warpfit_server.engine.cuda.interpreter.lowering import (
+    ALL_VALID,
+    LOWER_THREADS,
+    LOWERING_ARGUMENTS,
+    ORDER_ARGUMENTS,
+    ORDER_BYTES,
+    ORDER_THREADS,
+    check_length,
+    fill_lowering_arguments,
+    fill_order_arguments,
+    raise_invalid_program,
+)
+from warpfit_server.engine.cuda.runtime.batch_layout import (
+    BatchLayout,
+    TokenArrays,
+    bound_batch,
+    max_slots,
+    pack,
+)
+from warpfit_server.engine.cuda.runtime.command_list import (
+    COMMAND_WIDTH,
+    ELAPSED,
+    LAUNCH,
+    NOW,
+    RECORD,
+    SYNCHRONIZE,
+    UPLOAD,
+    execute,
+    stage_times,
+)
+from warpfit_server.engine.cuda.runtime.command_list import append_command as _add
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.streams import StreamContext
+from warpfit_server.engine.interface import Outputs
+from warpfit_server.engine.native import numba_cache
+
+_MAX_COMMANDS: Final = 11 + MAX_LAUNCHES
+
+#: Index in `LaunchBuffers.pointers` of the first pointer of each kernel's arguments.
+_LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 6
+
+
+class LaunchHandles(NamedTuple):
+    """The driver's handles of kernels, stream and events; integers."""
+
+    lower_programs: int
+    order_programs: int
+    interpret: int
+    evaluate_slots: int
+    sum_partials: int
+    stream: int
+    started: int
+    computed: int
+
+    @classmethod
+    def of(cls, context: StreamContext, kernels: InterpreterKernels) -> LaunchHandles:
+        """Look up the handles."""
+        return cls(
+            lower_programs=kernels.lowering.lower_programs.ptr,
+            order_programs=kernels.lowering.order_programs.ptr,
+            interpret=kernels.interpret.ptr,
+            evaluate_slots=kernels.evaluate_slots.ptr,
+            sum_partials=kernels.sum_partials.ptr,
+            stream=context.handle,
+            started=context.event("started").ptr,
+            computed=context.event("computed").ptr,
+        )
+
+
+class LaunchBuffers(NamedTuple):
+    """Host memory for kernel arguments, commands and times, which a stream uses again and again."""
+
+    interpreter_arguments: NDArray[np.void]
+    """One for each launch of the interpreter."""
+    lowering_arguments: NDArray[np.void]
+    order_arguments: NDArray[np.void]
+    slot_arguments: NDArray[np.void]
+    sum_arguments: NDArray[np.int64]
+    """Address of the partial sums, address of the sums, number of tiles."""
+    pointers: NDArray[np.int64]
+    """Addresses of the arguments above, in the form that the driver takes; see `_LOWER`."""
+    commands: NDArray[np.int64]
+    clock: NDArray[np.int64]
+    """Seconds and nanoseconds after the last launch, and after the wait for it; [4]."""
+    elapsed: NDArray[np.float32]
+    """Milliseconds of the device; [1]."""
+
+    @classmethod
+    def allocate(cls) -> LaunchBuffers:
+        """Allocate the memory."""
+        interpreter = np.zeros(MAX_LAUNCHES, dtype=INTERPRETER_ARGUMENTS)
+        lowering = np.zeros(1, dtype=LOWERING_ARGUMENTS)
+        order = np.zeros(1, dtype=ORDER_ARGUMENTS)
+        slots = np.zeros(1, dtype=SLOT_ARGUMENTS)
+        sums = np.zeros(3, dtype=np.int64)
+        arguments = [lowering, order, slots, *(sums[index:] for index in range(3))]
+        arguments += [interpreter[index:] for index in range(MAX_LAUNCHES)]
+        return cls(
+            interpreter,
+            lowering,
+            order,
+            slots,
+            sums,
+            np.array([each.ctypes.data for each in arguments], dtype=np.int64),
+            np.zeros((_MAX_COMMANDS, COMMAND_WIDTH), dtype=np.int64),
+            np.zeros(4, dtype=np.int64),
+            np.zeros(1, dtype=np.float32),
+        )
+
+
+def evaluate_losses(
+    context: StreamContext,
+    kernels: InterpreterKernels,
+    geometry: InterpreterGeometry,
+    evaluation: Evaluation,
+    resident: ResidentDataset,
+    outputs: Outputs,
+    started: int,
+) -> Timings:
+    """Compute the sums of the row losses of a batch.
+
+    Args:
+        context: a stream that nothing else uses meanwhile.
+        kernels: of the evaluation's variant.
+        geometry: of the evaluation's rows, for the same variant.
+        evaluation: asks for a loss; the arrays of its batch have been checked for consistency.
+        resident: the data set.
+        outputs: whose losses to fill.
+        started: ``time.perf_counter_ns()`` of the evaluation's beginning.
+
+    Raises:
+        ProgramError: for the first bad token.
+        ResourceExhaustedError: if the batch is too large to encode, or the device has no room.
+        CUDADriverError: if the device reports an error.
+
+    """
+    assert outputs.losses is not None
+    assert evaluation.loss is not None
+    batch, layout = evaluation.batch, resident.dataset.layout
+    longest, jobs = check_length(batch), len(batch) * batch.vectors
+    batch_layout = BatchLayout.of(batch)
+    staging = context.pinned("batch", batch_layout.uploaded)
+    first_invalid = context.pinned("first invalid", 4 * len(batch)).view(np.uint32)
+    sums = context.pinned("sums", 8 * jobs).view(np.float64)
+    buffers = context.keep(LaunchBuffers.allocate)
+    status, invalid = compute_losses(
+        context.functions,
+        LaunchHandles.of(context, kernels),
+        geometry,
+        _addresses(context, kernels, geometry, batch, batch_layout.end),
+        batch_layout,
+        buffers,
+        TokenArrays.of(batch),
+        layout.variables,
+        longest,
+        kernels.flags,
+        staging,
+        first_invalid,
+        sums,
+        outputs.losses.reshape(-1),
+    )
+    context.check_executed(status)
+    if invalid >= 0:
+        raise_invalid_program(batch, invalid, layout.variables)
+    copy_in, compute, copy_out = stage_times(started, buffers.clock, buffers.elapsed)
+    return Timings(copy_in=copy_in, compute=compute, copy_out=copy_out)
+
+
+def _addresses(
+    context: StreamContext,
+    kernels: InterpreterKernels,
+    geometry: InterpreterGeometry,
+    batch: Batch,
+    size: int,
+) -> DeviceAddresses:
+    itemsize = kernels.variant.dtype.itemsize
+    slots = max_slots(len(batch.codes), len(batch))
+    return DeviceAddresses(
+        batch=context.buffer("batch", size),
+        slots=context.buffer("slots", slots * batch.vectors * itemsize),
+        values=0,
+        partials=context.buffer("partials", 8 * len(batch) * batch.vectors * geometry.tiles),
+    )
+
+
+# ------------------------------------------------------------------------------ compiled by Numba
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def compute_losses(
+    functions: NDArray[np.int64],
+    handles: LaunchHandles,
+    geometry: InterpreterGeometry,
+    addresses: DeviceAddresses,
+    layout: BatchLayout,
+    buffers: LaunchBuffers,
+    tokens: TokenArrays,
+    variables: int,
+    longest: int,
+    flags: NDArray[np.uint8],
+    staging: NDArray[np.uint8],
+    first_invalid: NDArray[np.uint32],
+    sums: NDArray[np.float64],
+    losses: NDArray[np.float64],
+) -> tuple[int, int]:
+    """Return the driver's status and the index of the first invalid program, or -1."""
+    jobs, programs, vectors = len(sums), len(tokens.lengths), tokens.vectors
+    bounds = bound_batch(tokens, flags)
+    max_jobs = jobs_per_launch(geometry, len(tokens.codes) * vectors, jobs, vectors)
+    config = configure_launch(geometry, bounds, max_jobs, programs, vectors)
+    pack(tokens, layout, staging)
+    numbers = buffers.sum_arguments
+    numbers[0], numbers[1], numbers[2] = addresses.partials, sums.ctypes.data, geometry.tiles
+
+    commands = buffers.commands
+    stream = handles.stream
+    pointers, source = np.int64(buffers.pointers.ctypes.data), np.int64(staging.ctypes.data)
+    count = _add(commands, 0, (UPLOAD, addresses.batch, source, layout.uploaded, stream))
+    count = _add(commands, count, (RECORD, handles.started, stream))
+    count, groups = _add_lowering(
+        *(buffers, count, handles, stream, addresses.batch, layout, programs, vectors),
+        *(variables, longest, geometry, config, first_invalid),
+    )
+    grid = fill_slot_arguments(buffers.slot_arguments, addresses, layout, bounds, programs, vectors)
+    block = (SLOT_THREADS[0], SLOT_THREADS[1], 1, 0, stream, pointers + 8 * _SLOTS)
+    count = _add(commands, count, (LAUNCH, handles.evaluate_slots, *grid, 1, *block))
+    for number, first in enumerate(range(0, jobs, config.jobs)):
+        part = (first, min(config.jobs, jobs - first))
+        partials = addresses.partials + 8 * first * geometry.tiles
+        own = DeviceAddresses(addresses.batch, addresses.slots, 0, partials)
+        blocks, shared = fill_interpreter_arguments(
+            *(buffers.interpreter_arguments[number:], geometry, own, layout, bounds, config),
+            *(vectors, part),
+        )
+        launch = (geometry.tiles, blocks, 1, 32 * config.warps, 1, 1, shared, stream)
+        pointer = pointers + 8 * (_INTERPRETER + number)
+        count = _add(commands, count, (LAUNCH, handles.interpret, *launch, pointer))
+    block = (SUM_THREADS, 1, 1, 0, stream, pointers + 8 * _SUMS)
+    count = _add(commands, count, (LAUNCH, handles.sum_partials, jobs, 1, 1, *block))
+    count = _add(commands, count, (RECORD, handles.computed, stream))
+    clock = np.int64(buffers.clock.ctypes.data)
+    count = _add(commands, count, (NOW, clock))
+    count = _add(commands, count, (SYNCHRONIZE, stream))
+    events = (handles.started, handles.computed)
+    count = _add(commands, count, (ELAPSED, np.int64(buffers.elapsed.ctypes.data), *events))
+    count = _add(commands, count, (NOW, clock + 16))
+    status = execute(functions, commands[:count])
+    if status != 0:
+        return status, -1
+    invalid = int(np.min(first_invalid[:groups]))
+    if invalid != ALL_VALID:
+        return status, invalid
+    losses[:] = sums
+    return status, -1
+
+
+@numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
+def _add_lowering(
+    buffers: LaunchBuffers,
+    count: int,
+    handles: LaunchHandles,
+    stream: int,
+    batch: int,
+    layout: BatchLayout,
+    programs: int,
+    vectors: int,
+    variables: int,
+    longest: int,
+    geometry: InterpreterGeometry,
+    config: LaunchConfig,
+    first_invalid: NDArray[np.uint32],
+) -> tuple[int, int]:
+    """Write the commands that lower a batch after ``count`` others.
+
+    Returns:
+        The number of commands, and of groups of programs.
+
+    """
+    pointers = np.int64(buffers.pointers.ctypes.data)
+    blocks, shared = fill_lowering_arguments(
+        *(buffers.lowering_arguments, batch, layout, programs, vectors, variables, longest),
+        geometry.lowering_blocks,
+    )
+    block = (LOWER_THREADS, 1, 1, shared, stream, pointers + 8 * _LOWER)
+    lower = (LAUNCH, handles.lower_programs, blocks, 1, 1, *block)
+    count = _add(buffers.commands, count, lower)
+    levels, address = config.levels - config.scratch, np.int64(first_invalid.ctypes.data)
+    groups = fill_order_arguments(
+        *(buffers.order_arguments, batch, layout, programs, config.group, levels, address)
+    )
+    block = (ORDER_THREADS, 1, 1, ORDER_BYTES, stream, pointers + 8 * _ORDER)
+    count = _add(buffers.commands, count, (LAUNCH, handles.order_programs, groups, 1, 1, *block))
+    return count, groups

@@ -1,0 +1,67 @@
+"""Arguments and outputs of a compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from warpfit_server.engine.cuda.jit.shapes import Shape
+
+#: Byte offset of each argument, a 64-bit word, in the block that the first kernel parameter points
+#: to.
+ARGUMENT_OFFSETS: Final = {
+    name: 8 * index
+    for index, name in enumerate(
+        (
+            "variables",  # address of the matrix at the first aligned row
+            "stride",  # bytes from one variable to the next, below 2^32
+            "target",  # address at the first aligned row
+            "weights",  # likewise
+            "head",  # rows between the first aligned row and the first row of the range
+            "stop",  # rows from the first aligned row to the end of the range, below 2^31
+            "input_stride",  # bytes from one parameter vector's inputs to the next
+            "partials",  # address of float64 [sums, K, partial_pitch]
+            "partial_pitch",  # partial sums that each sum and vector has room for
+            "values",  # address of the values of the first row of the range
+            "pitch",  # bytes from the values of one program and vector to the next
+        )
+    )
+}
+ARGUMENT_BYTES: Final = 8 * len(ARGUMENT_OFFSETS)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a kernel computes of each expression, and how its rows are laid out."""
+
+    values: bool = False
+    """Store the values of all rows."""
+    loss: str = ""
+    """Sum up ``"squares"`` or ``"absolute"`` deviations from the target; empty for neither."""
+    weighted: bool = False
+    """Multiply each deviation by the row's weight."""
+    gradient: bool = False
+    """Sum up the derivatives of half the squares, or of the absolute deviations, by each input in
+    `Shape.wanted`, too."""
+    threads: int = 128
+    """Threads of a block: whole warps, at least as many as there are sums in a kernel."""
+    rows: int = 4
+    """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64. The address of the
+    first aligned row is a multiple of this many values."""
+
+
+def sum_count(output: Output, shape: Shape) -> int:
+    """Return the number of sums over the rows for one expression."""
+    if not output.loss:
+        return 0
+    return 1 + len(shape.wanted) * output.gradient
+
+
+def load_argument(name: str, register: str, width: str) -> list[str]:
+    """Return the PTX that loads an argument."""
+    return [f"ld.global.nc.{width} {register}, [%request+{ARGUMENT_OFFSETS[name]}];"]
+
+
+def load_address(name: str, register: str) -> list[str]:
+    """Return the PTX that loads an argument which is an address."""
+    return [*load_argument(name, register, "u64"), f"cvta.to.global.u64 {register}, {register};"]

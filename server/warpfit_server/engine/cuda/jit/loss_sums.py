@@ -1,0 +1,166 @@
+"""PTX that sums losses and their derivatives over the rows of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from warpfit_server.engine.cuda.jit.expression_graph import ExpressionGraph, Node
+from warpfit_server.engine.cuda.jit.kernel_interface import (
+    ARGUMENT_OFFSETS,
+    Output,
+    load_argument,
+    sum_count,
+)
+from warpfit_server.engine.cuda.jit.shapes import Shape
+from warpfit_server.engine.cuda.math.modes import Mode
+
+
+class LossSums:
+    """Writes the code of the accumulators of one kernel.
+
+    Args:
+        graph: names the registers and takes the instructions of derivatives.
+        output: of the kernel.
+        mode: of arithmetic; sums are float32 in fast mode, else float64.
+        guard: predicate register: whether the row is in the range.
+        shapes: of the kernel's expressions.
+
+    """
+
+    def __init__(
+        self,
+        graph: ExpressionGraph,
+        output: Output,
+        mode: Mode,
+        guard: str,
+        shapes: Sequence[Shape],
+    ) -> None:
+        self._graph = graph
+        self._output = output
+        self._guard = guard
+        self._is_fast = mode is Mode.FAST
+        self._kind = "r" if self._is_fast else "d"
+        self._suffix = "ftz.f32" if self._is_fast else "f64"
+        self._is_wider = self._kind != mode.kind
+        self.target = graph.register(mode.kind) if output.loss else ""
+        """Register of the target; empty if there is no loss."""
+        self.weight = graph.register(mode.kind) if output.loss and output.weighted else ""
+        """Register of the weight; empty if there is none."""
+        self._wide_inputs = [graph.register("d") for _ in self._narrow_inputs()]
+        self.registers = [
+            graph.register(self._kind, uniform=True)
+            for shape in shapes
+            for _ in range(sum_count(output, shape))
+        ]
+        """Accumulators of all sums."""
+
+    def zeros(self) -> list[str]:
+        """Set the accumulators to zero."""
+        zero = "0f00000000" if self._is_fast else "0d0000000000000000"
+        width = "f32" if self._is_fast else "f64"
+        return [f"mov.{width} {total}, {zero};" for total in self.registers]
+
+    def widen_inputs(self) -> list[str]:
+        """Convert target and weight to the type of the sums, for each row."""
+        pairs = zip(self._wide_inputs, self._narrow_inputs(), strict=True)
+        return [f"cvt.f64.f32 {wide}, {name};" for wide, name in pairs]
+
+    def add_loss(self, value: str, total: str) -> list[str]:
+        """Add the deviation of one row to an accumulator."""
+        lines, operands = self._widened(value)
+        deviation = self._graph.register(self._kind)
+        lines.append(f"sub.{self._suffix} {deviation}, {operands[0]}, {operands[1]};")
+        if self._output.loss == "absolute":
+            lines.append(f"abs.{self._suffix} {deviation}, {deviation};")
+            factor = operands[2] if self._output.weighted else ""
+        else:
+            factor = deviation
+            if self._output.weighted:
+                factor = self._graph.register(self._kind)
+                lines.append(f"mul.{self._suffix} {factor}, {deviation}, {operands[2]};")
+        product = (factor, deviation) if factor else (deviation,)
+        return [*lines, self._accumulate(total, *product)]
+
+    def add_gradient(self, nodes: Sequence[Node], shape: Shape, totals: Sequence[str]) -> None:
+        """Add the derivatives of one row's deviation to accumulators."""
+        value, loss = nodes[-1].register, self._output.loss
+        seed = self._graph.deviation_slope(value, self.target, loss)
+        slopes = self._graph.slopes(nodes, seed, shape.wanted)
+        for number, total in zip(shape.wanted, totals, strict=True):
+            if number in slopes:
+                lines, (slope, *inputs) = self._widened(slopes[number])
+                weight = inputs[1] if self._output.weighted else ""
+                self._graph.body += [*lines, self._accumulate(total, slope, weight)]
+
+    def reduction(self) -> list[str]:
+        """Sum over the block in a fixed order; thread e stores sum e."""
+        count = len(self.registers)
+        lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;"]
+        lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * count}, %pool;"]
+        lines += ["setp.eq.u32 %first, %lane, 0;"]
+        for index, total in enumerate(self.registers):
+            for distance in (16, 8, 4, 2, 1):
+                lines += self._add_from_lane(total, distance)
+            if self._is_fast:
+                lines.append(f"cvt.f64.f32 %wide, {total};")
+                total = "%wide"
+            lines.append(f"@%first st.shared.b64 [%pool+{8 * index}], {total};")
+        return [*lines, "bar.sync 0;", *self._store_partial(count)]
+
+    def _accumulate(self, total: str, first: str, second: str = "") -> str:
+        """Add a term, or a product of two factors, where the row is in the range."""
+        if second:
+            operands = f"{total}, {first}, {second}, {total}"
+            return f"@{self._guard} fma.rn.{self._suffix} {operands};"
+        return f"@{self._guard} add.{self._suffix} {total}, {total}, {first};"
+
+    def _narrow_inputs(self) -> list[str]:
+        """Target and weight if the sums are wider."""
+        inputs = [self.target, self.weight] if self._is_wider else []
+        return [name for name in inputs if name]
+
+    def _widened(self, value: str) -> tuple[list[str], list[str]]:
+        """Return code, and the registers of value, target and weight in the type of the sums."""
+        if not self._is_wider:
+            return [], [value, self.target, *([self.weight] if self.weight else [])]
+        wide = self._graph.register("d")
+        return [f"cvt.f64.f32 {wide}, {value};"], [wide, *self._wide_inputs]
+
+    def _add_from_lane(self, total: str, distance: int) -> list[str]:
+        if self._is_fast:
+            return [
+                f"shfl.sync.down.b32 %other, {total}, {distance}, 31, -1;",
+                f"add.ftz.f32 {total}, {total}, %other;",
+            ]
+        return [
+            f"mov.b64 {{%low, %high}}, {total};",
+            f"shfl.sync.down.b32 %low, %low, {distance}, 31, -1;",
+            f"shfl.sync.down.b32 %high, %high, {distance}, 31, -1;",
+            "mov.b64 %wide, {%low, %high};",
+            f"add.f64 {total}, {total}, %wide;",
+        ]
+
+    def _store_partial(self, count: int) -> list[str]:
+        lines = [
+            f"setp.ge.u32 %first, %thread, {count};",
+            "@%first ret;",
+            "mov.u32 %pool, sums;",
+            "mad.lo.u32 %pool, %thread, 8, %pool;",
+            "ld.shared.b64 %wide, [%pool];",
+        ]
+        for warp in range(1, self._output.threads // 32):
+            lines += [
+                f"ld.shared.b64 %widest, [%pool+{8 * count * warp}];",
+                "add.f64 %wide, %wide, %widest;",
+            ]
+        return [
+            *lines,
+            "add.u32 %place, %output, %thread;",
+            "mad.lo.u32 %place, %place, %vectors, %vector;",
+            *load_argument("partial_pitch", "%index", "u32"),
+            "mad.lo.u32 %place, %place, %index, %block;",
+            f"ld.global.nc.u64 %at, [%request+{ARGUMENT_OFFSETS['partials']}];",
+            "cvta.to.global.u64 %at, %at;",
+            "mad.wide.u32 %at, %place, 8, %at;",
+            "st.global.b64 [%at], %wide;",
+        ]
