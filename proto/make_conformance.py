@@ -1,4 +1,4 @@
-"""Write ``conformance.json``: requests byte for byte, and what they must be answered with.
+"""Write ``conformance.json``: requests byte for byte, and the answers that they must get.
 
 ``python proto/make_conformance.py`` writes it beside this file; run it after a change of the
 contract or the operator table. The expected numbers are those of the NumPy float64 reference on the
@@ -34,7 +34,7 @@ ABOUT = (
     "expected.losses [programs][K]; a finite number must be met within tolerance "
     "times the larger of 1 and its size, the others exactly."
 )
-#: For single operators and short formulas.
+#: Tolerances of the values of single operators and short formulas.
 TOLERANCES = {"float32": 4e-6, "float64": 1e-12}
 
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def datasets() -> dict[str, Dataset]:
-    """Data sets by name: ordinary numbers, and those at which operators change their behaviour."""
+    """Return data sets by name: ordinary numbers, and special values of the operators."""
     rng = np.random.default_rng(2024)
     X = rng.uniform(0.5, 2.0, (8, 3)).round(3)
     y = (2.5 * X[:, 0] + np.sin(X[:, 1])).round(3)
@@ -68,7 +68,7 @@ def datasets() -> dict[str, Dataset]:
 
 
 def cases() -> list[Case]:
-    """All evaluations."""
+    """Return all evaluations."""
     formulas = ["p1*x1 + sin(x2)", "x1 - p1 - x2", "where(x3 > 1, x1/x2, -x3)", "x1^-2", "2.5"]
     vectors = [[2.5], [0.125], [], [], []]
     several = [[[1.5], [2.5], [-1e-3]], [[0.0], [1.0], [2.0]], *[np.empty((3, 0))] * 3]
@@ -85,7 +85,7 @@ def cases() -> list[Case]:
 
 
 def document() -> dict[str, Any]:
-    """Everything that the file holds."""
+    """Return the content of the file."""
     data = datasets()
     return {
         "format": "warpfit.conformance.v1",
@@ -184,7 +184,7 @@ def _failures(dataset: Dataset) -> list[dict[str, Any]]:
         "a parameter without a value": request([(PARAMETER, 0.0)]),
     }
     failures = [
-        {"name": name, "dataset": "ordinary32", **_refusal(evaluation, dataset)}
+        {"name": name, "dataset": "ordinary32", **_failure(evaluation, dataset)}
         for name, evaluation in wrong.items()
     ]
     unknown = request([(VARIABLE, 0.0)], bytes(32))
@@ -202,7 +202,7 @@ def _failures(dataset: Dataset) -> list[dict[str, Any]]:
     ]
 
 
-def _refusal(evaluation: Evaluation, dataset: Dataset) -> dict[str, Any]:
+def _failure(evaluation: Evaluation, dataset: Dataset) -> dict[str, Any]:
     try:
         evaluation.check(dataset.layout)
     except WarpfitError as error:
@@ -221,7 +221,7 @@ def _hex(message: Any) -> str:
 
 
 def plain(array: Any) -> Any:
-    """Nested lists of numbers, with strings for what JSON has no numbers for."""
+    """Return nested lists of numbers, with strings for NaN and infinities."""
     if isinstance(array, list):
         return [plain(entry) for entry in array]
     if isinstance(array, np.ndarray):
@@ -230,7 +230,7 @@ def plain(array: Any) -> Any:
 
 
 def render(content: dict[str, Any]) -> str:
-    """One line for each case, so that changes can be read."""
+    """Return the file's text with one line for each case, so that changes are readable."""
     lines = []
     for key, value in content.items():
         if isinstance(value, list):

@@ -95,7 +95,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use what needs gRPC, which doubles the time of ``import warpfit``."""
+    """Import modules that need gRPC on first use; gRPC doubles the time of ``import warpfit``."""
     if name == "__version__":
         # Loading the module itself takes a fifth of the time of ``import warpfit``.
         return import_module("importlib.metadata").version("warpfit")

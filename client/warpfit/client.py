@@ -90,7 +90,7 @@ class Client:
         """Evaluate expressions: their values, or a loss of each if ``loss=`` is given.
 
         Args:
-            data: what `upload` returned, on this client or any other.
+            data: a handle that `upload` of this or another client has returned.
             expressions: strings, Programs, SymPy expressions, DEAP trees or gplearn programs; a
                 sequence of them or a single one; or a `warpfit.Batch`, which is sent as it is.
             parameters: for each expression one vector [n] or K vectors [K, n]; for a single
@@ -148,7 +148,7 @@ class Client:
             fit.parameters[0], fit.loss[0], fit.reason[0]
 
         Args:
-            data: what `upload` returned, on this client or any other.
+            data: a handle that `upload` of this or another client has returned.
             expressions: as for `evaluate`.
             parameters: for each expression one start [n] or K starts [K, n]; for a single
                 expression its start or starts alone.

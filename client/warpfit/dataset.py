@@ -220,19 +220,7 @@ class Dataset:
         columns = [_column(c, layout.rows, name) for c, name in named if c is not None]
         if weights is not None:
             check_weights(columns[-1])
-        rounding = _RoundingCheck(layout)
-        matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
-        digest = PayloadDigest(layout)
-        with closing(digest), np.errstate(over="ignore"):
-            for group in _transposed(X, matrix):
-                rounding.check(matrix[group], X[:, group].T, group.start)
-                digest.update(matrix[group].data)
-            for row, column in enumerate(columns, layout.variables):
-                matrix[row] = column
-                rounding.check(matrix[row : row + 1], column[np.newaxis], row)
-                digest.update(matrix[row].data)
-            rounding.warn()
-            return cls.resident(layout, matrix, digest.finish())
+        return cls.resident(layout, *_converted(layout, X, columns))
 
     @classmethod
     def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
@@ -267,6 +255,28 @@ class Dataset:
         """Return views of the payload, of ``size`` bytes each, the last one shorter."""
         payload = self.matrix.reshape(-1).data.cast("B")
         return (payload[start : start + size] for start in range(0, len(payload), size))
+
+
+def _converted(
+    layout: Layout, X: NDArray[Any], columns: Sequence[NDArray[Any]]
+) -> tuple[NDArray[Any], bytes]:
+    """Return the canonical matrix of X and further columns, and its content id.
+
+    Each column is hashed as soon as it is complete, while the next ones are converted.
+    """
+    rounding = _RoundingCheck(layout)
+    matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
+    digest = PayloadDigest(layout)
+    with closing(digest), np.errstate(over="ignore"):
+        for group in _transposed(X, matrix):
+            rounding.check(matrix[group], X[:, group].T, group.start)
+            digest.update(matrix[group].data)
+        for row, column in enumerate(columns, layout.variables):
+            matrix[row] = column
+            rounding.check(matrix[row : row + 1], column[np.newaxis], row)
+            digest.update(matrix[row].data)
+        rounding.warn()
+        return matrix, digest.finish()
 
 
 def _transposed(X: NDArray[Any], matrix: NDArray[Any]) -> Iterator[slice]:

@@ -140,7 +140,7 @@ class ResourceExhaustedError(WarpfitError):
 
 
 class UnavailableError(WarpfitError):
-    """The service cannot answer now; a retry after a short wait is safe and likely to succeed."""
+    """The server cannot answer now; a retry after a short wait is safe and likely to succeed."""
 
     status = "UNAVAILABLE"
 

@@ -48,9 +48,9 @@ _NAMES: Final = (*_VARIABLES, "prediction", "target", "weight", "d")
 class Loss(StrEnum):
     """Loss of predictions f against the target y with weights w (1 without weights).
 
-    Computed in float64 whatever the data's type, of values rounded to that type; in fast mode a GPU
-    may round f - y, and add up the rows of a block of threads, in float32 (server/README.md says
-    how far off that is). NaN in any used row makes the loss NaN, also where the weight is 0.
+    Losses are computed in float64 from values rounded to the data's type. In fast mode a GPU may
+    round f - y, and add up the rows of a block of threads, in float32; server/README.md has the
+    error. NaN in any used row makes the loss NaN, also where the weight is 0.
     """
 
     SSE = "sse"

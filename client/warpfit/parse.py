@@ -46,29 +46,17 @@ from warpfit.expressions.grammar import (
     CHAINED,
     COMPARISONS,
     CONSTANTS,
-    IDENTIFIER,
     INDEXED,
     INFIX,
     PREFIX,
     RIGHT_ASSOCIATIVE,
+    TOKEN,
 )
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 T = TypeVar("T")
 
-_SYMBOLS: Final = sorted(
-    {symbol for symbol in (*INFIX, *PREFIX, "(", ")", ",") if not symbol.isalpha()},
-    key=len,
-    reverse=True,
-)
-_TOKEN: Final = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\#[0-9a-fA-F]{16})"
-    rf"|(?P<name>{IDENTIFIER.pattern})"
-    r"|(?P<quoted>`(?:[^`]|``)*`)"
-    rf"|(?P<symbol>{'|'.join(re.escape(symbol) for symbol in _SYMBOLS)})"
-    r"|(?P<end>\Z))"
-)
 _SPACE: Final = re.compile(r"\s*")
 _PARENTHESES: Final = re.compile(r"[()]|`(?:[^`]|``)*`")
 
@@ -194,7 +182,7 @@ class _Reader:
     def read(self) -> tuple[list[int], list[float]]:
         """Return the token codes and values of the text."""
         while True:
-            match = _TOKEN.match(self.text, self.at)
+            match = TOKEN.match(self.text, self.at)
             if match is None:
                 self._bad_character()
             kind = str(match.lastgroup)

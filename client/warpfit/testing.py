@@ -252,7 +252,7 @@ class _ReferenceEngine:
 
 
 def _received_error(call: Call, error: WarpfitError) -> Exception:
-    """Return what a client's transport would raise for a server's error."""
+    """Return a server's error as a client's transport would raise it."""
     if isinstance(call.request, UploadStream) and call.request.failure is not None:
         return call.request.failure
     detail = codec.error_to_detail(error)

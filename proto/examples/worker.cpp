@@ -3,8 +3,8 @@
 //   worker HOST:PORT                   does that against a running server
 //   worker --check conformance.json    builds every request of the test vectors, byte for byte
 //
-// proto/README.md says how to build it. Numbers travel as packed little-endian bytes, so this
-// program is for little-endian machines, which all usual ones are.
+// proto/README.md says how to build it. Numbers are sent as packed little-endian bytes, so this
+// program needs a little-endian machine, as all usual ones are.
 
 #include <google/protobuf/struct.pb.h>
 #include <google/protobuf/util/json_util.h>
@@ -162,7 +162,7 @@ class Worker {
     grpc::ClientContext context;
     pb::DatasetInfo info;
     auto writer = stub_->UploadVariables(&context, &info);
-    // The server may answer early if the data set is resident; then a write fails, rightly.
+    // The server may answer early if the data set is resident; then a write fails, which is no error.
     for (const auto& message : columns.upload())
       if (!writer->Write(message)) break;
     writer->WritesDone();

@@ -4,7 +4,7 @@
 #   using Pkg; Pkg.add(["ProtoBuf", "gRPCClient", "SHA"])
 #   julia worker.jl HOST PORT          from the folder of this file
 #
-# Numbers travel as packed little-endian bytes, which is what reinterpret gives on usual machines.
+# Numbers are sent as packed little-endian bytes, as reinterpret returns them on usual machines.
 
 using SHA
 using ProtoBuf
@@ -29,7 +29,7 @@ const UNARY = Dict(:- => 0x15, :abs => 0x16, :log => 0x17, :exp => 0x18, :sqrt =
                    :sin => 0x20, :cos => 0x21)
 
 # Postfix tokens of a Julia expression over x1, x2, ... and p1, p2, ...: :(p1 * x1 + sin(x2)).
-# An expression of DynamicExpressions.jl is walked alike: degree 0 is a leaf, then node.op.
+# A tree of DynamicExpressions.jl is converted likewise: degree 0 is a leaf, other nodes have node.op.
 tokens(value::Real) = [(CONSTANT, Float64(value))]
 function tokens(name::Symbol)
     text = string(name)

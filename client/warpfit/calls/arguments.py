@@ -67,7 +67,7 @@ _OUTPUTS: Final = (
 )
 
 
-def canonical(
+def build_dataset(
     X: Any,
     y: Any = None,
     weights: Any = None,
@@ -75,7 +75,7 @@ def canonical(
     names: Sequence[str] | None = None,
     dtype: DTypeLike = "float32",
 ) -> Dataset:
-    """Return the canonical form of anything array-like.
+    """Turn anything array-like into a data set.
 
     Args:
         X: [rows, variables]: an array, nested sequences, or a pandas DataFrame, whose column names

@@ -1,4 +1,4 @@
-"""Batches from what callers pass as expressions and parameters."""
+"""Batches from expressions and parameters as callers pass them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from warpfit import codec
-from warpfit.calls.arguments import EvaluateOptions, UploadOptions, build_evaluation, canonical
+from warpfit.calls.arguments import EvaluateOptions, UploadOptions, build_dataset, build_evaluation
 from warpfit.calls.batches import BatchCache, Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions, build_fit
@@ -70,7 +70,7 @@ class ClientOperations:
     def upload(self, X: Any, y: Any, weights: Any, options: UploadOptions) -> Operation[Dataset]:
         """Make a data set resident; send nothing but a question if it already is."""
         dataset: Dataset = yield Compute(
-            lambda: canonical(
+            lambda: build_dataset(
                 X, y, weights, names=options.get("names"), dtype=options.get("dtype", "float32")
             )
         )

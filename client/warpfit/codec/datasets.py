@@ -147,7 +147,7 @@ def check_content_id(content_id: bytes) -> bytes:
 
 
 def dataset_info(content_id: bytes, layout: Layout) -> pb.DatasetInfo:
-    """Encode what identifies a resident data set."""
+    """Encode the answer to UploadVariables and GetVariables."""
     return pb.DatasetInfo(content_id=content_id, layout=layout_to_message(layout))
 
 

@@ -1,1 +1,1 @@
-"""What is done with programs in Python: checks, text, NumPy reference, error bounds."""
+"""Programs in Python and NumPy: checks, text, reference evaluation, error bounds."""

@@ -61,3 +61,17 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
 IDENTIFIER: Final = re.compile(r"[^\W\d]\w*")
 #: A variable or parameter by its position, counted from 1.
 INDEXED: Final = re.compile(r"([xp])0*([1-9][0-9]{0,9})")
+
+_SYMBOLS: Final = sorted(
+    {symbol for symbol in (*INFIX, *PREFIX, "(", ")", ",") if not symbol.isalpha()},
+    key=len,
+    reverse=True,
+)
+#: The next token of a text, after white space; the group that matches is its kind.
+TOKEN: Final = re.compile(
+    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\#[0-9a-fA-F]{16})"
+    rf"|(?P<name>{IDENTIFIER.pattern})"
+    r"|(?P<quoted>`(?:[^`]|``)*`)"
+    rf"|(?P<symbol>{'|'.join(re.escape(symbol) for symbol in _SYMBOLS)})"
+    r"|(?P<end>\Z))"
+)

@@ -1,4 +1,4 @@
-"""One remote call: its request, and what collects the messages of its answer."""
+"""One remote call: its request and the collector of its answer."""
 
 from __future__ import annotations
 

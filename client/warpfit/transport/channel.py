@@ -158,7 +158,7 @@ class _Methods:
 
 
 def _error_of(call: Call, error: Any) -> Exception:
-    """Return what to raise for a failed call: the progress callback's exception before gRPC's."""
+    """Return the exception of a failed call; that of a progress callback comes before gRPC's."""
     if isinstance(call.request, UploadStream) and call.request.failure is not None:
         return call.request.failure
     return codec.error_from_status(

@@ -11,7 +11,7 @@ _STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
 
 def health(address: str, service: str, timeout: float) -> str:
-    """Return what grpc.health.v1 says of a service, or the gRPC status of a call that failed.
+    """Return a service's status from grpc.health.v1, or the gRPC status of a call that failed.
 
     Args:
         address: HOST:PORT.

@@ -127,13 +127,13 @@ def test_tasks_share_a_client(run):
 
 def test_preparing_an_upload_leaves_the_event_loop_free(server, monkeypatch):
     threads = []
-    canonical = warpfit.calls.operations.canonical
+    build = warpfit.calls.operations.build_dataset
 
     def recorded(*arguments, **options):
         threads.append(threading.current_thread())
-        return canonical(*arguments, **options)
+        return build(*arguments, **options)
 
-    monkeypatch.setattr(warpfit.calls.operations, "canonical", recorded)
+    monkeypatch.setattr(warpfit.calls.operations, "build_dataset", recorded)
 
     async def body():
         async with testing.async_client(server) as client:
