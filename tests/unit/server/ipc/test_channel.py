@@ -1,4 +1,4 @@
-"""Messages of any length and file descriptors over a stream socket."""
+"""Channels: messages of any length, and file descriptors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_descriptors_belong_to_their_messages(ends, tmp_path):
         file.close()
 
 
-def test_a_message_that_is_too_long_breaks_that_message_alone(ends):
+def test_a_message_that_is_too_long_fails_alone(ends):
     ours, theirs = ends
     with pytest.raises(InternalError, match="too long") as caught:
         ours.send(note(channel.MOST_BYTES + 1))
@@ -75,7 +75,7 @@ def test_a_message_that_is_too_long_breaks_that_message_alone(ends):
     assert len(theirs.receive()[0].content_id) == 2
 
 
-def test_what_has_arrived_is_received_without_waiting(ends):
+def test_messages_that_have_arrived_are_received_without_waiting(ends):
     ours, theirs = ends
     assert theirs.receive_waiting() == []
     for size in range(5):
@@ -106,7 +106,7 @@ def full():
             os.close(descriptor)
 
 
-def test_descriptors_for_which_there_is_no_room_are_left_out_and_the_next_ones_are_not(ends):
+def test_descriptors_are_left_out_while_no_more_files_can_be_opened(ends):
     ours, theirs = ends
     with Path(os.devnull).open() as null:
         ours.send(note(0))
@@ -125,7 +125,7 @@ def test_descriptors_for_which_there_is_no_room_are_left_out_and_the_next_ones_a
     os.close(found[0])
 
 
-def test_a_segment_that_came_without_its_descriptor_or_cannot_be_mapped():
+def test_a_segment_that_cannot_be_mapped_is_an_error():
     with pytest.raises(ResourceExhaustedError) as caught:
         Segment.received(1, [], 4096)
     assert caught.value.reason == "TOO_MANY_FILES"
@@ -138,18 +138,18 @@ def test_a_segment_that_came_without_its_descriptor_or_cannot_be_mapped():
         os.fstat(duplicate)
 
 
-def test_an_end_that_does_not_read_is_given_up(ends):
+def test_sending_fails_when_the_other_end_does_not_read(ends):
     ours, theirs = ends
     ours.give_up_after(0.2)
     with pytest.raises(ChannelClosedError):
         for _ in range(100):
             ours.send(note(1 << 20))
-    with pytest.raises(ChannelClosedError):  # a frame was cut off: nothing follows it
+    with pytest.raises(ChannelClosedError):  # a message was cut off: nothing follows it
         while True:
             theirs.receive()
 
 
-def test_both_ends_notice_that_the_other_is_gone(ends):
+def test_sending_and_receiving_fail_when_the_other_end_is_gone(ends):
     ours, theirs = ends
     theirs.close()
     with pytest.raises(ChannelClosedError):

@@ -1,4 +1,4 @@
-"""A front end's connection to an engine that is played by the test."""
+"""A front end's connection; the test sends the engine's replies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SECONDS = 20.0
 
 @pytest.fixture(params=[1, 64], ids=["few cores", "many cores"], autouse=True)
 def cores(request, monkeypatch):
-    """Both kinds of machines: on those with many cores, calls stay awake for a while."""
+    """Machines with few and many cores; with many, a waiting call polls before it sleeps."""
     monkeypatch.setattr(reply_dispatcher, "available_cores", lambda: request.param)
 
 
 class Front:
-    """A connection, and the threads of calls on it."""
+    """A connection, and threads that call over it."""
 
     def __init__(self):
         self.lost = threading.Event()
@@ -52,19 +52,19 @@ class Front:
     def start(self):
         return self.connection.start(EVALUATION, DATASET.layout)
 
-    def wait_for(self, run):
-        """Wait for a run as a call does, on a thread of its own."""
+    def wait_for(self, request):
+        """Wait for a request on a thread of its own, as a call does."""
 
         def call():
             try:
-                return run.next_reply().request
+                return request.next_reply().request
             finally:
-                run.close()
+                request.close()
 
         return self.calls.submit(call)
 
     def answer_one(self, engine):
-        """Make a call, and answer it."""
+        """Start a request and reply to it."""
         run = self.start()
         waiting = self.wait_for(run)
         engine.send(messages.RequestFinished(run.number))
@@ -84,7 +84,7 @@ def receive(engine):
     return message
 
 
-def test_answers_in_any_order_reach_their_calls(front):
+def test_replies_in_any_order_reach_their_requests(front):
     engine = front.open()
     runs = [front.start() for _ in range(20)]
     waiting = [front.wait_for(run) for run in runs]
@@ -132,10 +132,10 @@ def test_many_callers_on_many_threads(front):
 
 
 @pytest.mark.parametrize("cancelled", [0, 1])
-def test_a_cancelled_call_ends_whether_it_reads_or_not(front, cancelled):
+def test_a_cancelled_call_ends_whether_or_not_it_leads(front, cancelled):
     engine = front.open()
     runs, waiting = [], []
-    for _ in range(2):  # the first one reads
+    for _ in range(2):  # the first one leads
         runs.append(front.start())
         seen = front.calls.submit(runs[-1].next_reply)
         waiting.append(seen)
@@ -150,7 +150,7 @@ def test_a_cancelled_call_ends_whether_it_reads_or_not(front, cancelled):
         run.close()
 
 
-def test_calls_of_a_lost_engine_fail_and_its_last_answers_arrive(front):
+def test_the_last_replies_of_a_lost_engine_arrive_and_other_calls_fail(front):
     engine = front.open()
     runs = [front.start() for _ in range(6)]
     waiting = [front.wait_for(run) for run in runs]
@@ -172,7 +172,7 @@ def test_a_loss_is_noticed_while_no_call_waits(front):
         front.start()
 
 
-def test_calls_go_to_a_new_engine_while_old_ones_still_fail(front):
+def test_new_calls_go_to_a_new_engine_and_old_ones_fail(front):
     old = front.open()
     before = [front.wait_for(front.start()) for _ in range(4)]
     new = front.open()

@@ -1,4 +1,4 @@
-"""Log lines of calls: which there are, and that nobody fills a disk with them."""
+"""Log lines of calls, and the limit on their number."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ PAUSES = st.lists(st.floats(0, 5, allow_nan=False), min_size=1, max_size=300)
 
 
 @given(st.integers(1, 20), st.sampled_from([0.5, 1.0, 8.0]), PAUSES)
-def test_lines_keep_to_the_rate_and_those_left_out_are_told(at_once, rate, pauses):
-    allowance, now, written, told, left_out = LogRateLimiter(at_once, rate), 1000.0, [], 0, 0
+def test_lines_keep_to_the_rate_and_left_out_ones_are_counted(burst, rate, pauses):
+    limiter, now, written, counted, left_out = LogRateLimiter(burst, rate), 1000.0, [], 0, 0
     for pause in pauses:
         now += pause
-        found = allowance.take("one", now)
+        found = limiter.take("one", now)
         if found is None:
             left_out += 1
-            assert len([t for t in written if t > now - at_once / rate]) >= 1, "there was reason"
+            assert any(moment > now - burst / rate for moment in written), "left out for a reason"
         else:
             written.append(now)
-            told += found
-            assert told == left_out
+            counted += found
+            assert counted == left_out
     for index, begin in enumerate(written):
         for count, end in enumerate(written[index:], 1):
-            assert count <= at_once + rate * (end - begin) + 1e-6
+            assert count <= burst + rate * (end - begin) + 1e-6
 
 
-def test_so_many_are_allowed_at_once_then_one_a_second():
-    allowance = LogRateLimiter(3, 1.0)
-    assert [allowance.take("a", 10.0) for _ in range(5)] == [0, 0, 0, None, None]
-    assert allowance.take("a", 10.5) is None
-    assert allowance.take("b", 10.5) == 0, "each has lines of its own"
-    assert allowance.take("a", 11.0) == 3
-    assert [allowance.take("a", 100.0) for _ in range(4)] == [0, 0, 0, None]
+def test_a_burst_is_allowed_and_then_one_line_a_second_for_each_name():
+    limiter = LogRateLimiter(3, 1.0)
+    assert [limiter.take("a", 10.0) for _ in range(5)] == [0, 0, 0, None, None]
+    assert limiter.take("a", 10.5) is None
+    assert limiter.take("b", 10.5) == 0
+    assert limiter.take("a", 11.0) == 3
+    assert [limiter.take("a", 100.0) for _ in range(4)] == [0, 0, 0, None]
 
 
 def test_names_take_a_bounded_amount_of_memory(monkeypatch):
     monkeypatch.setattr(logs, "_MOST_NAMES", 10)
-    allowance = LogRateLimiter(1, 1.0)
+    limiter = LogRateLimiter(1, 1.0)
     for number in range(35):
-        assert allowance.take(str(number), 0.0) == 0
-        assert len(allowance._used) <= 10
+        assert limiter.take(str(number), 0.0) == 0
+        assert len(limiter._used) <= 10
 
 
 @pytest.fixture
 def end(caplog):
-    observer = Observer(SimpleNamespace(begin=None, end=lambda request, sample: None))
+    """A function that ends a call and returns all lines so far."""
+    observer = Observer(SimpleNamespace(begin=None, end=lambda call, measurement: None))
 
     def end(status, tenant="alice"):
         observer.end(CallRecord("Evaluate", "id", 0, tenant), status)
@@ -72,7 +73,7 @@ def test_a_client_that_repeats_a_mistake_gets_few_lines(caplog, end):
     assert end("OK", "bob")[-1] == end("NOT_FOUND", "bob")[-1], "clients expect these"
 
 
-def test_what_had_no_line_is_told_by_the_next_one(caplog, end, monkeypatch):
+def test_the_next_line_says_how_many_were_left_out(caplog, end, monkeypatch):
     caplog.set_level(logging.INFO, "warpfit.requests")
     now = 0
     monkeypatch.setattr("time.monotonic_ns", lambda: now)
@@ -85,7 +86,7 @@ def test_what_had_no_line_is_told_by_the_next_one(caplog, end, monkeypatch):
     assert len(caplog.records) == 101
 
 
-def test_whoever_wants_to_see_all_calls_sees_all(caplog, end):
+def test_debug_level_logs_every_call(caplog, end):
     caplog.set_level(logging.DEBUG, "warpfit.requests")
     for _ in range(150):
         end("INVALID_ARGUMENT")

@@ -1,4 +1,4 @@
-"""Who is to blame for the end of an engine."""
+"""Which batches and data sets are suspect, and which are in quarantine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ D, E = b"data set", b"another one"
 
 
 class Engines:
-    """Engines that die one after the other, and the quarantine that hears of it."""
+    """Engines that die one after the other, and their quarantine."""
 
     def __init__(self):
         self.now = 0.0
@@ -34,7 +34,7 @@ class Engines:
         self.number = 0
 
     def die(self, *batches, alone=(), blamed=True, loading=None, at_start=False, dataset=D):
-        """End with some batches under way, those in ``alone`` as all that ran."""
+        """Die while some batches run, those in ``alone`` with nothing beside them."""
         self.number += 1
         for batch in batches:
             self.quarantine.report(InterruptedBatch(self.number, dataset, batch, batch in alone))
@@ -58,41 +58,41 @@ def engines():
     return Engines()
 
 
-class TestVerdicts:
-    def test_without_crashes_nothing_is_looked_at(self, engines):
+class TestQuarantine:
+    def test_without_crashes_no_digest_is_computed(self, engines):
         assert engines.quarantine.suspects.check(D, lambda: pytest.fail("computed")) == 0.0
 
-    def test_a_batch_that_kills_twice_is_refused_and_one_beside_it_never(self, engines):
-        engines.die(b"killer", b"innocent")
-        assert engines.seconds(b"killer") == engines.seconds(b"innocent") == 2.0
-        engines.die(b"killer", alone=[b"killer"])
-        assert engines.refuses(b"killer") == "BATCH_QUARANTINED"
+    def test_a_batch_that_crashes_two_engines_is_refused_and_one_beside_it_is_not(self, engines):
+        engines.die(b"culprit", b"innocent")
+        assert engines.seconds(b"culprit") == engines.seconds(b"innocent") == 2.0
+        engines.die(b"culprit", alone=[b"culprit"])
+        assert engines.refuses(b"culprit") == "BATCH_QUARANTINED"
         assert engines.refuses(b"innocent") is None
         engines.quarantine.report(ClearedSuspect(D, b"innocent"))
         assert engines.seconds(b"innocent") == 0.0
 
-    def test_an_innocent_batch_beside_one_killer_after_the_other(self, engines):
+    def test_a_batch_that_only_ran_beside_others_is_never_refused(self, engines):
         for number in range(20):
-            engines.die(b"innocent", b"killer %d" % number)
+            engines.die(b"innocent", b"culprit %d" % number)
             assert engines.refuses(b"innocent") is None
 
     def test_one_crash_is_not_enough(self, engines):
-        engines.die(b"killer", alone=[b"killer"])
-        assert engines.refuses(b"killer") is None
+        engines.die(b"culprit", alone=[b"culprit"])
+        assert engines.refuses(b"culprit") is None
 
-    def test_slow_killers_run_alone_for_longer_each_time(self, engines):
+    def test_a_suspect_runs_alone_for_longer_after_each_crash(self, engines):
         seconds = []
         for _ in range(5):
             engines.die(b"slow")
             seconds.append(engines.seconds(b"slow"))
         assert seconds == [2.0, 8.0, 32.0, 120.0, 120.0]
 
-    def test_an_end_that_is_not_the_works_doing_accuses_nobody(self, engines):
+    def test_unrelated_deaths_make_no_suspects(self, engines):
         for _ in range(3):
             engines.die(b"innocent", alone=[b"innocent"], blamed=False)
         assert engines.seconds(b"innocent", D) == 0.0
 
-    def test_reports_that_come_after_the_end_count_and_old_ones_do_not(self, engines):
+    def test_late_reports_count_and_old_losses_do_not(self, engines):
         engines.die()
         engines.quarantine.report(InterruptedBatch(1, D, b"late", alone=False))
         assert engines.seconds(b"late") == 2.0
@@ -101,7 +101,7 @@ class TestVerdicts:
         engines.quarantine.engine_died(2, is_blamed=True, loading=None, at_start=False)
         assert engines.seconds(b"lost long before") == 0.0
 
-    def test_a_data_set_that_kills_as_it_is_loaded(self, engines):
+    def test_a_data_set_that_crashes_engines_while_it_is_loaded_is_refused(self, engines):
         engines.die(b"innocent", loading=D, dataset=E)
         assert engines.refuses(b"x", D) is None
         engines.die(b"on its way", loading=D, at_start=True, dataset=E)
@@ -110,7 +110,7 @@ class TestVerdicts:
         with pytest.raises(FailedPreconditionError):
             engines.quarantine.suspects.check_dataset(D)
 
-    def test_a_data_set_of_which_all_batches_kill(self, engines):
+    def test_a_data_set_on_which_two_batches_crash_engines_is_refused(self, engines):
         engines.die(b"one", b"innocent")
         assert engines.seconds(b"fresh", D) == 2.0  # batches on it run alone, too
         engines.die(b"two", alone=[b"two"])
@@ -118,24 +118,24 @@ class TestVerdicts:
         engines.die(b"three", alone=[b"three"])
         assert engines.refuses(b"fresh", D) == "DATASET_QUARANTINED"
 
-    def test_one_batch_that_kills_does_not_take_its_data_set_along(self, engines):
+    def test_one_batch_does_not_quarantine_its_data_set(self, engines):
         for _ in range(4):
-            engines.die(b"killer", alone=[b"killer"])
+            engines.die(b"culprit", alone=[b"culprit"])
         assert engines.refuses(b"fresh", D) is None
         engines.quarantine.report(ClearedSuspect(D, b"fresh"))
         assert engines.seconds(b"fresh", D) == 0.0
-        assert engines.refuses(b"killer", D) == "BATCH_QUARANTINED"
+        assert engines.refuses(b"culprit", D) == "BATCH_QUARANTINED"
 
-    def test_it_forgets(self, engines):
-        engines.die(b"killer", b"suspect")
-        engines.die(b"killer", alone=[b"killer"])
+    def test_suspects_and_quarantine_expire(self, engines):
+        engines.die(b"culprit", b"suspect")
+        engines.die(b"culprit", alone=[b"culprit"])
         engines.now += 601.0
         engines.quarantine.expire()
         assert engines.seconds(b"suspect") == 0.0
-        assert engines.refuses(b"killer") == "BATCH_QUARANTINED"
+        assert engines.refuses(b"culprit") == "BATCH_QUARANTINED"
         engines.now += 3000.0
         engines.quarantine.expire()
-        assert engines.refuses(b"killer") is None
+        assert engines.refuses(b"culprit") is None
 
     def test_its_memory_is_bounded(self, engines):
         for number in range(1000):
@@ -146,21 +146,21 @@ class TestVerdicts:
         assert len(engines.quarantine._waiting) <= 256
         assert len(pickle.dumps(known)) < 32 << 10
 
-    def test_other_processes_hear_of_changes_in_their_order(self, engines):
-        told = []
-        engines.quarantine.on_change = told.append
-        engines.die(b"killer")
-        engines.die(b"killer", alone=[b"killer"])
+    def test_changes_are_published_and_older_lists_are_ignored(self, engines):
+        published = []
+        engines.quarantine.on_change = published.append
+        engines.die(b"culprit")
+        engines.die(b"culprit", alone=[b"culprit"])
         engines.quarantine.expire()
-        assert [known.version for known in told] == [1, 2]
+        assert [known.version for known in published] == [1, 2]
         other = Quarantine().suspects
-        for known in reversed(told):
+        for known in reversed(published):
             other.update(known)
         with pytest.raises(FailedPreconditionError, match="died of this batch"):
-            other.check(E, lambda: b"killer")
+            other.check(E, lambda: b"culprit")
 
 
-def test_all_that_is_asked_for_is_in_the_digest():
+def test_the_digest_covers_the_whole_request():
     asked = an_evaluation(loss=Loss.MSE)
     batch = asked.batch
     others = [
@@ -198,7 +198,7 @@ class Link:
         self.front.open(theirs, self.engine)
 
     def receive(self):
-        """Take the next request as an engine does."""
+        """Receive the next request in the engine."""
         return self.connection.receive(*self.connection.channel.receive())
 
     def finish(self, request):
@@ -212,7 +212,7 @@ class Link:
 
 
 class TestConnections:
-    def test_a_lost_one_is_renewed_and_names_what_had_begun(self):
+    def test_a_lost_connection_reports_the_requests_that_had_begun(self):
         link, evaluation = Link(), an_evaluation()
         for engine, state in enumerate((BEGUN, ALONE), 1):
             run = link.front.start(evaluation, DATA.layout, "me")
@@ -234,7 +234,7 @@ class TestConnections:
             for engine, alone in ((1, False), (2, True))
         ]
 
-    def test_without_a_connection_it_is_asked_for_again_and_again(self):
+    def test_a_missing_connection_is_asked_for_again_and_again(self):
         link = Link()
         link.front.renew()
         assert not link.losses
@@ -243,7 +243,7 @@ class TestConnections:
             link.front.renew()
             assert len(link.losses) == count
 
-    def test_a_connection_to_an_earlier_engine_comes_too_late(self):
+    def test_a_late_connection_to_an_earlier_engine_is_closed(self):
         link = Link()
         link.renew()
         late, theirs = Channel.pair()
@@ -255,7 +255,7 @@ class TestConnections:
         run.next_reply()
         run.close()
 
-    def test_the_probe_is_nobodys_fault(self, engines):
+    def test_the_probe_is_never_a_suspect(self, engines):
         evaluation = an_evaluation()
         engines.die(digest(evaluation), dataset=DATA.content_id)
         link = Link(engines.quarantine.suspects)
@@ -268,7 +268,7 @@ class TestConnections:
             run.next_reply()
         assert link.reports == []
 
-    def test_a_suspect_is_sent_to_run_alone_and_cleared_when_it_has_ended(self, engines):
+    def test_a_suspect_runs_alone_and_is_cleared_when_it_has_ended(self, engines):
         evaluation = an_evaluation(loss=Loss.MSE, values=False)
         engines.die(digest(evaluation), dataset=DATA.content_id)
         link = Link(engines.quarantine.suspects)
@@ -281,7 +281,7 @@ class TestConnections:
             run.next_reply()
             run.close()
 
-    def test_a_suspect_that_was_cancelled_stays_one(self, engines):
+    def test_a_cancelled_suspect_stays_a_suspect(self, engines):
         evaluation = an_evaluation(loss=Loss.MSE, values=False)
         engines.die(digest(evaluation), dataset=DATA.content_id)
         link = Link(engines.quarantine.suspects)
@@ -292,7 +292,7 @@ class TestConnections:
         run.close()
         assert engines.seconds(digest(evaluation)) == 2.0
 
-    def test_what_is_in_quarantine_never_reaches_the_engine(self, engines):
+    def test_a_batch_in_quarantine_never_reaches_the_engine(self, engines):
         evaluation = an_evaluation(loss=Loss.MSE, values=False)
         name = digest(evaluation)
         for alone in ([], [name]):
