@@ -1,4 +1,4 @@
-"""The store of data sets, without processes."""
+"""The store of resident data sets, without processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestDatasetStore:
             shape = (DATA.layout.columns, DATA.layout.rows)
             np.testing.assert_array_equal(resident.segment.array("<f4", shape), DATA.matrix)
 
-    def test_budget_counts_reservations_and_eviction_skips_what_is_in_use(self):
+    def test_eviction_makes_room_but_not_for_data_sets_in_use(self):
         size = DATA.layout.nbytes
         store, removed = self._store(2 * size)
         self._put(store, DATA)
@@ -57,7 +57,7 @@ class TestDatasetStore:
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
-    def test_bad_weights_from_any_client_are_refused(self, dtype, weight):
+    def test_bad_weights_are_refused(self, dtype, weight):
         good = Dataset.of(np.zeros((9, 2)), np.zeros(9), np.ones(9), dtype=dtype)
         matrix = good.matrix.copy()
         matrix[-1, 5] = weight
@@ -72,7 +72,7 @@ class TestDatasetStore:
         assert store.usage().datasets == store.usage().nbytes == 0
         self._put(store, good)
 
-    def test_what_an_upload_announces_pushes_nobody_out(self):
+    def test_announced_bytes_evict_nothing(self):
         size = DATA.layout.nbytes
         store, removed = self._store(2 * size)
         self._put(store, DATA, tenant="a")
@@ -86,7 +86,7 @@ class TestDatasetStore:
         store.commit(upload)
         assert removed == [key(DATA, "a")]
 
-    def test_what_is_announced_counts_for_its_own_tenant_alone(self):
+    def test_announced_bytes_count_against_their_own_tenant_only(self):
         size = DATA.layout.nbytes
         store, _ = self._store(2 * size)
         announced = [store.begin(DATA.layout, DATA.content_id, "a") for _ in range(2)]
@@ -98,7 +98,7 @@ class TestDatasetStore:
             store.abandon(upload)
         self._put(store, DATA, tenant="a")
 
-    def test_an_upload_that_finds_no_room_in_the_middle_gives_its_bytes_back(self):
+    def test_an_upload_that_runs_out_of_room_gives_its_bytes_back(self):
         size = DATA.layout.nbytes
         store, _ = self._store(2 * size)
         upload = store.begin(DATA.layout, DATA.content_id, "a")
@@ -113,7 +113,7 @@ class TestDatasetStore:
         store.abandon(other)
         assert store.usage().nbytes == size
 
-    def test_who_holds_more_than_a_share_pushes_out_none_that_holds_less(self):
+    def test_a_tenant_over_its_share_evicts_no_tenant_below(self):
         size = DATA.layout.nbytes
         store, removed = self._store(4 * size)
         self._put(store, OTHERS[0], tenant="modest")
@@ -156,7 +156,7 @@ class TestDatasetStore:
         ("pieces", "reason"),
         [([16], "TRUNCATED_UPLOAD"), ([200, 1], "SURPLUS_UPLOAD"), ([200], "BAD_DIGEST")],
     )
-    def test_wrong_content(self, pieces, reason):
+    def test_uploads_with_wrong_content_are_refused(self, pieces, reason):
         store, _ = self._store(1 << 20)
         upload = store.begin(DATA.layout, DATA.content_id)
         with pytest.raises(InvalidArgumentError) as caught:
