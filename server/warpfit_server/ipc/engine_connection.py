@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -132,7 +133,7 @@ class EngineConnection:
         """
         segment_layout = SegmentLayout.of(evaluation, layout)
         rows = evaluation.row_range(layout)
-        return self._start(_Unsent(segment_layout, evaluation, rows, tenant))
+        return self._start(InFlightRequest(self, segment_layout, evaluation, rows, tenant))
 
     def start_fit(
         self, request: FitRequest, layout: Layout, deadline: float | None, tenant: str = ""
@@ -149,7 +150,8 @@ class EngineConnection:
         settings = request.settings
         arrays = {name: getattr(settings, name) for name in FIT_SETTING_ARRAYS}
         return self._start(
-            _Unsent(
+            InFlightRequest(
+                self,
                 SegmentLayout.of_fit(request, layout),
                 request.problem,
                 request.problem.row_range(layout),
@@ -160,15 +162,14 @@ class EngineConnection:
             )
         )
 
-    def _start(self, unsent: _Unsent) -> InFlightRequest:
-        alone = 0.0
-        if unsent.tenant != PROBE:
-            alone = self._suspects.check(unsent.evaluation.dataset_id, unsent.digest)
-        segment = self.pool.acquire(unsent.segment_layout.nbytes, unsent.tenant)
-        request = InFlightRequest(self, next(self._numbers), segment, unsent, is_suspect=alone > 0)
+    def _start(self, request: InFlightRequest) -> InFlightRequest:
+        if request.tenant != PROBE:
+            dataset = request.evaluation.dataset_id
+            request.alone = self._suspects.check(dataset, request.digest)
+        segment = self.pool.acquire(request.segment_layout.nbytes, request.tenant)
         try:
-            unsent.segment_layout.write(segment, unsent.evaluation, unsent.arrays)
-            self._send(request, unsent, alone)
+            request.write(segment)
+            self._send(request)
         except BaseException:  # nothing was sent
             with self._lock:
                 self._in_flight.pop(request.number, None)
@@ -177,18 +178,18 @@ class EngineConnection:
             raise
         return request
 
-    def _send(self, request: InFlightRequest, unsent: _Unsent, alone: float) -> None:
+    def _send(self, request: InFlightRequest) -> None:
         identifier = request.segment.identifier
         with self._lock:
             channel, request.replies = self._channel, self._replies
             if channel is None:
                 raise unavailable()
-            request.engine = self._engine
+            request.number, request.engine = next(self._numbers), self._engine
             descriptors = [] if identifier in self._mapped else [request.segment.descriptor]
             self._mapped.add(identifier)
             self._in_flight[request.number] = request
         with suppress(ChannelClosedError):  # the reader finds this request lost like all others
-            channel.send(unsent.message(request.number, request.segment, alone), descriptors)
+            channel.send(request.message(), descriptors)
 
     def _deliver(self, reply: messages.Message) -> None:
         """Hand a reply to the request that it is for."""
@@ -242,80 +243,91 @@ class EngineConnection:
             self._mapped.discard(segment.identifier)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unsent:
-    """A checked request for which there is no segment yet."""
-
-    segment_layout: SegmentLayout
-    evaluation: Evaluation
-    rows: tuple[int, int]
-    tenant: str
-    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Arrays of a fit's settings by name."""
-    fit_settings: FitSettings | None = None
-    """Settings of a fit without arrays; None for an evaluation."""
-    deadline: float | None = None
-    """When a fit must stop."""
-    submitted: int = field(default_factory=time.monotonic_ns)
-
-    def digest(self) -> bytes:
-        """Return a hash of all that is requested."""
-        return digest(self.evaluation, self.arrays, self.fit_settings)
-
-    def message(self, number: int, segment: Segment, alone: float) -> messages.Submission:
-        """Make the message; ``alone`` are the seconds for which nothing may run beside it."""
-        evaluation, custom = self.evaluation, self.evaluation.custom_loss
-        problem = messages.SubmitEvaluation(
-            request=number,
-            segment=segment.identifier,
-            size=segment.size,
-            segment_layout=self.segment_layout,
-            dataset_id=evaluation.dataset_id,
-            rows=self.rows,
-            precision=evaluation.precision.value,
-            loss=None if evaluation.loss is None else evaluation.loss.value,
-            tier=evaluation.tier.value,
-            submitted=self.submitted,
-            closing=None if custom is None else custom.closing.value,
-            outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
-            tenant=self.tenant,
-            request_id=logged_request_id(),
-            alone=alone,
-        )
-        if self.fit_settings is None:
-            return problem
-        return messages.SubmitFit(problem, self.fit_settings, self.deadline)
-
-
 class InFlightRequest:
-    """A request in the engine. Used by one thread; `cancel` may come from any other."""
+    """A request in the engine. Used by one thread; `cancel` may come from any other.
+
+    Args:
+        connection: that it is sent over.
+        segment_layout: of its arrays.
+        evaluation: what to evaluate or to fit.
+        rows: half-open row range.
+        tenant: whose call it is.
+        arrays: arrays of a fit's settings by name.
+        fit_settings: settings of a fit without arrays; None for an evaluation.
+        deadline: when a fit must stop.
+
+    """
+
+    segment: Segment
+    replies: ReplyDispatcher | None = None
+    """Of the connection that it was sent over."""
+    number = -1
+    engine = 0
+    """Number of the engine that it was sent to."""
+    alone = 0.0
+    """Seconds for which nothing may run beside it, if it is a suspect."""
+    timings: Timings | None = None
+    """Of the engine, once it has finished without an error."""
 
     def __init__(
         self,
         connection: EngineConnection,
-        number: int,
-        segment: Segment,
-        unsent: _Unsent,
-        *,
-        is_suspect: bool,
+        segment_layout: SegmentLayout,
+        evaluation: Evaluation,
+        rows: tuple[int, int],
+        tenant: str,
+        arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+        fit_settings: FitSettings | None = None,
+        deadline: float | None = None,
     ) -> None:
-        self.number = number
-        self.segment = segment
-        self.segment_layout = unsent.segment_layout
-        self.engine = 0
-        """Number of the engine that it was sent to."""
+        self.segment_layout = segment_layout
+        self.evaluation = evaluation
+        self.tenant = tenant
         self.queue: SimpleQueue[Any] = SimpleQueue()
         """Where `EngineConnection` puts the engine's replies."""
-        self.replies: ReplyDispatcher | None = None
-        """Of the connection that it was sent over."""
-        self.timings: Timings | None = None
-        """Of the engine, once it has finished without an error."""
         self._connection = connection
-        self._unsent = unsent
-        self._is_suspect = is_suspect
+        self._rows = rows
+        self._arrays = arrays
+        self._fit_settings = fit_settings
+        self._deadline = deadline
+        self._submitted = time.monotonic_ns()
         self._is_over = self._is_lost = self._is_cancelled = False
-        self._flag: NDArray[np.uint8] | None = self.segment_layout.cancelled(segment)
+        self._flag: NDArray[np.uint8] | None = None
         self._lock = threading.Lock()
+
+    def digest(self) -> bytes:
+        """Return a hash of all that is requested."""
+        return digest(self.evaluation, self._arrays, self._fit_settings)
+
+    def write(self, segment: Segment) -> None:
+        """Copy all inputs into a segment, which is the request's from now on."""
+        self.segment = segment
+        self.segment_layout.write(segment, self.evaluation, self._arrays)
+        self._flag = self.segment_layout.cancelled(segment)
+
+    def message(self) -> messages.Submission:
+        """Make the message that submits the request."""
+        evaluation, custom = self.evaluation, self.evaluation.custom_loss
+        problem = messages.SubmitEvaluation(
+            request=self.number,
+            segment=self.segment.identifier,
+            size=self.segment.size,
+            segment_layout=self.segment_layout,
+            dataset_id=evaluation.dataset_id,
+            rows=self._rows,
+            precision=evaluation.precision.name,
+            loss=None if evaluation.loss is None else evaluation.loss.name,
+            tier=evaluation.tier.name,
+            submitted=self._submitted,
+            closing=None if custom is None else custom.closing.name,
+            outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
+            tenant=self.tenant,
+            request_id=logged_request_id(),
+            alone=self.alone,
+        )
+        if self._fit_settings is None:
+            return problem
+        return messages.SubmitFit(problem, self._fit_settings, self._deadline)
 
     def array(self, name: str) -> NDArray[Any] | None:
         """View of a result, final once `next_reply` has returned RequestFinished, or None."""
@@ -344,9 +356,9 @@ class InFlightRequest:
 
     def _finish(self, reply: messages.RequestFinished) -> None:
         self._is_over = True
-        if self._is_suspect and not self._is_cancelled:
-            dataset = self._unsent.evaluation.dataset_id
-            self._connection.report(ClearedSuspect(dataset, self._unsent.digest()))
+        if self.alone and not self._is_cancelled:
+            dataset = self.evaluation.dataset_id
+            self._connection.report(ClearedSuspect(dataset, self.digest()))
         if reply.error is not None:
             if reply.error.reason == TOO_MANY_FILES:
                 self._connection.was_not_mapped(self.segment)
@@ -384,8 +396,8 @@ class InFlightRequest:
     def _report_loss(self) -> None:
         """Report the request if the engine had begun it when it was lost."""
         state = int(self.segment_layout.state(self.segment)[0])
-        if state != QUEUED and self._unsent.tenant != PROBE:
-            batch, dataset = self._unsent.digest(), self._unsent.evaluation.dataset_id
+        if state != QUEUED and self.tenant != PROBE:
+            batch, dataset = self.digest(), self.evaluation.dataset_id
             self._connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
 
 

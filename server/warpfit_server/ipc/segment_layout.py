@@ -18,7 +18,8 @@ from warpfit.request import Evaluation
 from warpfit_server.ipc.segments import Segment
 
 _ALIGNMENT: Final = 64
-_ITEM_BYTES: Final = {"<f8": 8, "<f4": 4, "<u4": 4, "u1": 1}
+#: Types by name: NumPy takes long to look names up, and pickle to write types.
+_DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4", "<u4", "u1")}
 #: States of a request in the engine, which a front end reads when the engine has died: it waits, it
 #: has begun, or it runs and nothing else does.
 QUEUED, BEGUN, ALONE = 0, 1, 2
@@ -94,8 +95,7 @@ class SegmentLayout(NamedTuple):
 
     def array(self, name: str, segment: Segment) -> NDArray[Any] | None:
         """View of an array in the segment; None if this request has none of that name."""
-        place = self.arrays.get(name)
-        return None if place is None else segment.array(*place)
+        return self.require(name, segment) if name in self.arrays else None
 
     def require(self, name: str, segment: Segment) -> NDArray[Any]:
         """View of an array that this request is known to have.
@@ -104,12 +104,13 @@ class SegmentLayout(NamedTuple):
             KeyError: if it has not.
 
         """
-        return segment.array(*self.arrays[name])
+        dtype, shape, offset = self.arrays[name]
+        return segment.array(_DTYPES[dtype], shape, offset)
 
     def view(self, name: str, segment: Segment) -> memoryview:
         """View of an array as bytes, of which there are none if this request does not have it."""
         dtype, shape, offset = self.arrays.get(name, ("u1", (0,), 0))
-        return segment.view()[offset : offset + math.prod(shape) * _ITEM_BYTES[dtype]]
+        return segment.view()[offset : offset + math.prod(shape) * _DTYPES[dtype].itemsize]
 
     def results(self, segment: Segment) -> dict[str, NDArray[Any]]:
         """Views of all arrays that the engine fills."""
@@ -157,7 +158,7 @@ def _placed(arrays: Iterable[_Array]) -> tuple[dict[str, tuple[str, tuple[int, .
     places, end = {}, 0
     for name, dtype, shape in arrays:
         places[name] = (dtype, shape, end)
-        end += math.prod(shape) * _ITEM_BYTES[dtype] + _ALIGNMENT - 1
+        end += math.prod(shape) * _DTYPES[dtype].itemsize + _ALIGNMENT - 1
         end -= end % _ALIGNMENT
     return places, end
 
