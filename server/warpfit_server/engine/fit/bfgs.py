@@ -1,4 +1,4 @@
-"""BFGS: what happens to every search between two passes of the engine.
+"""BFGS: judges the trials of an engine pass and proposes the next ones.
 
 The update is that of Broyden, Fletcher, Goldfarb and Shanno (Nocedal and Wright, "Numerical
 Optimization", 2nd edition, 2006, section 6.1), the line search is the one that Lewis and Overton
@@ -26,8 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from warpfit_server.engine.fit.bounds import find_moving, within
-from warpfit_server.engine.fit.jit import jitable
+from warpfit_server.engine.fit.common import ends, find_moving, parts_of, within
 from warpfit_server.engine.fit.searches import (
     BEST,
     BEST_LOSS,
@@ -35,11 +34,9 @@ from warpfit_server.engine.fit.searches import (
     DIRECTION,
     EVALUATIONS,
     FIRST_STEEPNESS,
-    GRADIENT,
     HIGH,
     INITIAL,
     ITERATIONS,
-    ITERATIONS_USED,
     LENGTH,
     LOSS,
     LOSS_CHANGE,
@@ -47,7 +44,6 @@ from warpfit_server.engine.fit.searches import (
     LOWER,
     NOT_FINITE,
     PAIRS,
-    PARAMETERS,
     REASON,
     RUNNING,
     SLOPE,
@@ -61,10 +57,11 @@ from warpfit_server.engine.fit.searches import (
     WIDTH,
     Floats,
     Integers,
-    Limits,
+    SearchLimits,
     X,
 )
 from warpfit_server.engine.fit.triangles import all_finite, are_usable, dot, factorise, solve
+from warpfit_server.engine.native.intrinsics import inlined
 
 #: Constants of the weak Wolfe conditions.
 _DECREASE: Final = 1e-4
@@ -86,29 +83,28 @@ def advance(
     inverses: Floats,
     new_sums: Floats,
     new_gradients: Floats,
-    limits: Limits,
+    limits: SearchLimits,
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones.
 
     Args:
-        edges: of `searches.Searches`, as the next five.
-        vectors: row TRIAL is what was evaluated, and then what is to be evaluated.
+        edges: of `searches.Searches`, like the next five.
+        vectors: row TRIAL holds the evaluated trials, and then the next ones.
         numbers: state.
         counters: state.
-        curvatures: at the first call, the curvature at the starts; not used after it. Then the
-            column STIFFNESS of ``numbers`` must have been set, too.
+        curvatures: at the starts; read by the first call only, which needs the column STIFFNESS of
+            ``numbers``, too.
         inverses: state.
         new_sums: sum of row losses at the trials, [S].
-        new_gradients: its gradient, [P].
-        limits: when to stop.
+        new_gradients: their gradients, [P].
+        limits: that end searches.
 
     """
     for s in range(len(numbers)):
-        number, counter = numbers[s], counters[s]
-        if counter[REASON] != RUNNING:
+        if counters[s, REASON] != RUNNING:
             continue
-        begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
-        vector, gradient = vectors[:, begin:end], new_gradients[begin:end]
+        state = (edges, vectors, numbers, counters)
+        vector, number, counter, gradient = parts_of(s, *state, new_gradients)
         inverse = inverses[edges[s, SQUARES] : edges[s + 1, SQUARES]]
         counter[EVALUATIONS] += 1
         if counter[EVALUATIONS] == 1:
@@ -129,7 +125,7 @@ def advance(
             _turn(vector, number, counter, inverse, limits)
 
 
-@jitable
+@inlined
 def _judge(
     vector: Floats,
     number: Floats,
@@ -138,9 +134,9 @@ def _judge(
     gradient: Floats,
     loss: float,
     finite: bool,
-    limits: Limits,
+    limits: SearchLimits,
 ) -> bool:
-    """Judge the trial and choose another length, or tell that another direction is needed."""
+    """Judge the trial and choose another length; True if another direction is needed."""
     expected = dot(vector[SLOPE], vector[TRIAL] - vector[X])
     counter[TRIALS] += 1
     if finite and loss < number[LOSS] + _DECREASE * expected:
@@ -161,16 +157,16 @@ def _judge(
         return False
     if number[BEST_LOSS] < math.inf:
         _accept(vector, number, counter, inverse, limits)
-    elif counter[UPDATES] > 0:  # the inverse may be bad: start again without it
+    elif counter[UPDATES] > 0:  # the inverse may be bad: restart without it
         _reset_inverse(vector, number, counter, inverse)
     else:
         counter[REASON] = STEP
     return bool(counter[REASON] == RUNNING)
 
 
-@jitable
+@inlined
 def _is_cut_off(vector: Floats) -> bool:
-    """Whether the trial stands on a bound, where slopes along the direction mean little."""
+    """Whether the trial is at a bound, where slopes along the direction mean little."""
     for i in range(vector.shape[1]):
         trial = vector[TRIAL, i]
         if trial != vector[X, i] and (trial == vector[LOWER, i] or trial == vector[UPPER, i]):
@@ -178,11 +174,11 @@ def _is_cut_off(vector: Floats) -> bool:
     return False
 
 
-@jitable
+@inlined
 def _accept(
-    vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: Limits
+    vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: SearchLimits
 ) -> None:
-    """Move to the best point along the direction, and test whether the search has converged."""
+    """Move to the best point along the direction, and end a search that has converged."""
     step = vector[BEST] - vector[X]
     change = vector[BEST_SLOPE] - vector[SLOPE]
     decrease = number[LOSS] - number[BEST_LOSS]
@@ -198,11 +194,11 @@ def _accept(
         counter[REASON] = STEP
 
 
-@jitable
+@inlined
 def _turn(
-    vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: Limits
+    vector: Floats, number: Floats, counter: Integers, inverse: Floats, limits: SearchLimits
 ) -> None:
-    """Choose a direction and its first trial, or find that the search has ended."""
+    """Choose a direction and its first trial, or end the search."""
     moving = np.empty(vector.shape[1], dtype=np.bool_)
     find_moving(vector, X, vector[SLOPE], moving)
     steepest = 0.0
@@ -211,11 +207,7 @@ def _turn(
             steepest = max(steepest, abs(vector[SLOPE, i]) / vector[WIDTH, i])
     if counter[ITERATIONS] == 0:
         number[FIRST_STEEPNESS] = steepest
-    if steepest <= limits.gradient * number[FIRST_STEEPNESS]:
-        counter[REASON] = GRADIENT
-        return
-    if counter[ITERATIONS] >= limits.iterations:
-        counter[REASON] = ITERATIONS_USED
+    if ends(counter, steepest, limits.gradient * number[FIRST_STEEPNESS], limits):
         return
     if not _direct(vector, inverse, moving):
         _reset_inverse(vector, number, counter, inverse)
@@ -227,9 +219,9 @@ def _turn(
         counter[REASON] = STEP
 
 
-@jitable
+@inlined
 def _direct(vector: Floats, inverse: Floats, moving: Any) -> bool:
-    """Set the direction to -H g on what moves; False unless the loss falls along it."""
+    """Set the direction to -H g for moving parameters; False unless the loss falls along it."""
     n = len(moving)
     for i in range(n):
         vector[DIRECTION, i] = 0.0
@@ -240,20 +232,20 @@ def _direct(vector: Floats, inverse: Floats, moving: Any) -> bool:
     return bool(dot(vector[SLOPE], vector[DIRECTION]) < 0.0 and all_finite(vector[DIRECTION]))
 
 
-@jitable
-def _place_trial(vector: Floats, length: float, limits: Limits) -> bool:
-    """Put the trial at a length, inside the bounds; False if that is where x is."""
+@inlined
+def _place_trial(vector: Floats, length: float, limits: SearchLimits) -> bool:
+    """Place the trial at a length, inside the bounds; False if it equals the current point."""
     differs = False
     for i in range(vector.shape[1]):
         trial = vector[X, i]
         if vector[DIRECTION, i] != 0.0:
-            trial = within(vector, i, trial + length * vector[DIRECTION, i], limits.single)
+            trial = within(vector, i, trial + length * vector[DIRECTION, i], limits)
         differs = differs or trial != vector[X, i]
         vector[TRIAL, i] = trial
     return differs
 
 
-@jitable
+@inlined
 def _begin_inverse(
     vector: Floats, number: Floats, counter: Integers, curvature: Floats, inverse: Floats
 ) -> None:
@@ -281,14 +273,14 @@ def _begin_inverse(
             known = width[i] > 0.0 and width[j] > 0.0
             element = column[i] / (scale[i] * scale[j]) / number[STIFFNESS]
             inverse[i * n + j] = element if known else 0.0
-    counter[UPDATES] = 1  # worth giving up for the steepest descent if it leads nowhere
+    counter[UPDATES] = 1  # so that a failing search falls back to steepest descent
 
 
-@jitable
+@inlined
 def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
     """Let parameters take part whose column was 0 so far.
 
-    The length of a column is at least that which a gradient needs if the row losses are squares.
+    Their WIDTH becomes the least one that explains the gradient if the row losses are squares.
     """
     n = vector.shape[1]
     for i in range(n):
@@ -299,7 +291,7 @@ def _add_columns(vector: Floats, number: Floats, inverse: Floats) -> None:
             inverse[i * n + i] = 1.0 / (number[STIFFNESS] * n) / (width * width)
 
 
-@jitable
+@inlined
 def _reset_inverse(vector: Floats, number: Floats, counter: Integers, inverse: Floats) -> None:
     """Make the next direction that of steepest descent, in units of the columns' lengths.
 
@@ -314,11 +306,11 @@ def _reset_inverse(vector: Floats, number: Floats, counter: Integers, inverse: F
     counter[UPDATES] = 0
 
 
-@jitable
+@inlined
 def _update_inverse(
     width: Floats, counter: Integers, inverse: Floats, step: Floats, change: Floats
 ) -> None:
-    """Let the inverse map the change of the gradient to the step."""
+    """Update the inverse so that it maps the change of the gradient to the step."""
     n = len(step)
     curved, length, turned = dot(step, change), 0.0, 0.0
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Covariance of fitted parameters from the curvature at the end of a search."""
+"""Covariance and standard errors of fitted parameters, from the curvature at the end of a fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from warpfit_server.engine.fit.searches import FREE, PAIRS, PARAMETERS, SQUARES, Searches
 
 Floats = NDArray[np.float64]
-#: Eigenvalues of the curvature, scaled to a unit diagonal, below which a direction counts as
-#: undetermined: the rounding errors of a sum over the rows.
+#: Eigenvalue of the curvature, scaled to a unit diagonal, below which a direction is undetermined:
+#: the rounding errors of a sum over the rows.
 _RANK_TOLERANCE: Final = 1e-12
 
 
@@ -21,15 +21,15 @@ def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
     It is s^2 times the pseudo-inverse of J^T W J over the free parameters, where s^2 is the sum of
     squares divided by rows minus rank. Fixed parameters have 0. A parameter that the data do not
     determine has NaN, and so has every parameter if there are no more rows than the rank. Bounds
-    are ignored: a parameter at one has the variance that it would have without.
+    are ignored.
 
     Args:
-        searches: at their end; ``curvature`` is that of the final parameters.
+        searches: with the curvature at the final parameters.
         sums: final sums of squares, [S].
         rows: number of rows whose weight is not 0.
 
     Returns:
-        For each search a matrix [n, n]; flat.
+        The matrices [n, n] of the searches, one after the other; flat.
 
     """
     counts = searches.counts
@@ -47,7 +47,7 @@ def covariances(searches: Searches, sums: Floats, rows: int) -> Floats:
 
 
 def standard_errors(searches: Searches, covariance: Floats) -> Floats:
-    """Square roots of the diagonals, one number for each parameter, [P]."""
+    """Return the square roots of the diagonals, [P]."""
     counts = searches.counts
     first = np.repeat(searches.edges[:-1, SQUARES], counts)
     index = np.arange(len(first)) - np.repeat(searches.edges[:-1, PARAMETERS], counts)
@@ -55,7 +55,7 @@ def standard_errors(searches: Searches, covariance: Floats) -> Floats:
 
 
 def _matrices(searches: Searches, chosen: NDArray[np.int64], n: int) -> Floats:
-    """Symmetric curvatures of searches with n parameters each, [chosen, n, n]."""
+    """Return the symmetric curvatures of searches with n parameters each, [chosen, n, n]."""
     row, column = np.tril_indices(n)
     packed = searches.curvature[
         searches.edges[chosen, PAIRS][:, None] + np.arange(n * (n + 1) // 2)

@@ -1,4 +1,4 @@
-"""The batched driver of Optimize: all searches advance together, one engine pass for each step.
+"""The batched driver of fits: all searches advance together, one engine pass for each step.
 
 The simple form:
 
@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, InternalError
 from warpfit.fitting import FitProgress, FitRequest, FitResult, Method
-from warpfit.ir import Batch, Program
+from warpfit.ir import Program
 from warpfit.losses import SQUARES, TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
 from warpfit_server.engine.fit import compiled
+from warpfit_server.engine.fit.batches import begin_searches, one_vector_each, only_programs
 from warpfit_server.engine.fit.covariance import covariances, standard_errors
 from warpfit_server.engine.fit.levenberg_marquardt import workspace
 from warpfit_server.engine.fit.searches import (
@@ -44,8 +45,8 @@ from warpfit_server.engine.fit.searches import (
     TRIAL,
     Floats,
     Integers,
-    Limits,
     Searches,
+    SearchLimits,
     X,
     diagonals,
 )
@@ -57,35 +58,35 @@ from warpfit_server.system.resources import give_back_memory
 #: The batch shrinks when at least this share of its searches has ended: each new batch costs the
 #: engine some preparation, each search that stays costs its evaluation.
 _SHRINK_SHARE: Final = 1 / 8
-#: Mean of squares below which fast mode is given up: float32 reaches to 1e-38, and a fit makes
+#: Mean of squares below which fast mode is given up: float32 reaches down to 1e-38, and a fit makes
 #: residuals smaller than they are at its start.
 _SMALL_IN_FLOAT32: Final = 1e-28
-#: Square of the largest target below which squares of residuals lose digits.
+#: Square of the largest target below which squares of residuals lose digits in float64.
 _SMALL_IN_FLOAT64: Final = 1e-280
-#: Bytes of a fit after which the allocator is told to give free memory back.
+#: Bytes of a fit after which the allocator returns free memory to the system.
 _LARGE_FIT: Final = 2**25
-#: What ``cancelled`` becomes when the time is up; whoever cancels the call writes 1.
+#: Value of ``cancelled`` when the time is up; whoever cancels the call writes 1.
 _TIME_IS_UP: Final = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitContext:
-    """What the driver needs besides the request."""
+    """What a fit needs besides its request."""
 
     engine: Engine
     dataset: Dataset
     cancelled: NDArray[np.uint8]
     """[1]; becomes 1 when the call is cancelled."""
     deadline: float | None = None
-    """``time.monotonic()`` at which to stop and answer with what there is; None for never."""
+    """``time.monotonic()`` at which to stop with the best parameters so far; None for never."""
     report: Callable[[FitProgress], None] | None = None
     """Called between passes."""
     cache_directory: Path | None = None
-    """Where compiled steering code is kept."""
+    """Where the compiled code of the methods is kept."""
 
 
 def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
-    """Fit a checked request; each step is one step of a pass of the engine.
+    """Fit the parameters of a checked request; each step is one step of an engine pass.
 
     Raises:
         CancelledError: if ``context.cancelled`` became 1.
@@ -99,73 +100,73 @@ def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
 def _optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:
     yield compiled.load_in_background(request.method, context.cache_directory)
     try:
-        return (yield from _Run(request, context).finish())
+        return (yield from _Driver(request, context).run())
     finally:
         if fit_memory(request, context.dataset.layout) > _LARGE_FIT:
             give_back_memory()
 
 
-class _Run:
-    """One request on its way through the iterations."""
+class _Driver:
+    """The state of one fit."""
 
     def __init__(self, request: FitRequest, context: FitContext) -> None:
         self._request = request
         self._context = context
         self._loss = request.loss
-        self._marquardt = request.method == Method.LM
+        self._is_lm = request.method == Method.LM
         dtype = context.dataset.layout.dtype
         tolerances = request.settings.tolerances(dtype)
-        self._limits = Limits(
+        self._limits = SearchLimits(
             float(tolerances.gradient),
             float(tolerances.step),
             float(tolerances.loss),
             request.settings.max_iterations,
             dtype.itemsize == 4,
         )
-        self._steering = compiled.load(request.method, context.cache_directory)
+        self._code = compiled.load(request.method, context.cache_directory)
         self._rows = slice(*request.problem.row_range(context.dataset.layout))
         self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
-        self._all = _begin(request, self._batch)
+        self._all = begin_searches(request, self._batch)
         self._active = self._all
-        self._space = workspace(int(self._all.counts.max(initial=0)))
         self._places = np.arange(len(self._all))
         """Index in ``_all`` of each active search."""
+        self._workspace = workspace(int(self._all.counts.max(initial=0)))
         self._pass_seconds = 0.0
 
-    def finish(self) -> Steps[FitResult]:
-        """Advance until every search has ended or the time is used up; collect the outcomes."""
-        yield from self._advance_first()
-        with self._cut_off():
+    def run(self) -> Steps[FitResult]:
+        """Advance until every search has ended or the time is used up; return the result."""
+        yield from self._evaluate_starts()
+        with self._interrupted_at_deadline():
             while self._drop_finished():
                 self._report()
                 if self._is_late():
                     self._active.interrupt()
                     continue
                 yield None
-                self._steer((yield from self._linearise(curvature=self._marquardt)))
+                self._advance((yield from self._linearise(curvature=self._is_lm)))
         return (yield from self._result())
 
-    def _advance_first(self) -> Steps[None]:
-        """Evaluate the starts, and prepare what each method needs to know of them."""
+    def _evaluate_starts(self) -> Steps[None]:
+        """Evaluate the starts, and set up what each method needs to know of them."""
         first = yield from self._linearise(curvature=True)
         if self._problem.precision is Precision.FAST and self._leaves_float32(first):
             self._problem = replace(self._problem, precision=Precision.PRECISE)
             first = yield from self._linearise(curvature=True)
-        if self._marquardt:
+        if self._is_lm:
             self._mark_linear()
         else:
             self._all.make_room_for_inverse()
             assert first.curvatures is not None
             np.copyto(self._all.curvature, first.curvatures)
             self._all.numbers[:, STIFFNESS] = yield from self._stiffness(first)
-        self._steer(first)
+        self._advance(first)
         if self._is_undefined(first):
             self._all.counters[:, REASON] = NOT_FINITE
 
     def _leaves_float32(self, first: Linearisation) -> bool:
-        """Whether squares may be beyond float32, in which fast mode multiplies on a GPU."""
+        """Whether squares may leave the range of float32, in which fast mode computes on a GPU."""
         finite = first.losses[np.isfinite(first.losses)]
         assert first.curvatures is not None
         columns = first.curvatures[diagonals(self._all.counts)][first.gradients != 0.0]
@@ -175,7 +176,7 @@ class _Run:
     def _is_undefined(self, first: Linearisation) -> bool:
         """Whether the loss has no value for any parameters, or its squares vanish in float64."""
         weightless = not self._weighed_rows() and not mentions_weight(self._loss.row)
-        if weightless or not np.isfinite(self._close(np.zeros(1))).all():
+        if weightless or not np.isfinite(self._finalize(np.zeros(1))).all():
             return True
         if not self._loss.is_squares or not (first.losses < _SMALL_IN_FLOAT64).any():
             return False
@@ -185,9 +186,9 @@ class _Run:
         )
 
     def _mark_linear(self) -> None:
-        """Find what programs are linear in; the engine has found their tokens sound."""
+        """Find the parameters that programs are linear in; the engine has checked the tokens."""
         batch = self._batch
-        self._steering.mark_linear(
+        self._code.mark_linear(
             np.ascontiguousarray(batch.codes),
             np.ascontiguousarray(batch.values),
             batch.starts,
@@ -197,7 +198,7 @@ class _Run:
         )
 
     def _stiffness(self, first: Linearisation) -> Steps[Floats]:
-        """Second derivative of the row loss by its residual, roughly, for each search.
+        """Estimate the second derivative of the row loss by its residual, for each search.
 
         A row loss of s d^2 / 2 has the gradient s J^T W d, where d is prediction minus target.
         """
@@ -215,42 +216,10 @@ class _Run:
             stiffness = 2.0 * lengths[0] / lengths[1]
         return np.where(np.isfinite(stiffness) & (stiffness > 0.0), stiffness, 1.0)
 
-    def _result(self) -> Steps[FitResult]:
-        """Collect outcomes, the best start of each program unless all are wanted."""
-        problem, settings = self._request.problem, self._request.settings
-        chosen = self._chosen()
-        outcome = self._all.only(_mask(len(self._all), chosen))
-        covariance = errors = None
-        if settings.covariance or settings.standard_errors:
-            if not self._marquardt:
-                yield from self._curve(outcome, chosen)
-            covariance = covariances(outcome, outcome.numbers[:, LOSS], self._weighed_rows())
-            errors = standard_errors(outcome, covariance) if settings.standard_errors else None
-        shape = (len(problem.batch), self._request.vectors)
-        losses, initial = self._close(outcome.numbers[:, (LOSS, INITIAL)].T)
-        counters = outcome.counters
-        return FitResult(
-            parameters=outcome.vectors[X],
-            losses=losses.reshape(shape),
-            initial_losses=initial.reshape(shape),
-            iterations=counters[:, ITERATIONS].astype(np.uint32).reshape(shape),
-            evaluations=counters[:, EVALUATIONS].astype(np.uint32).reshape(shape),
-            reasons=counters[:, REASON].astype(np.uint8).reshape(shape),
-            starts=(chosen % problem.batch.vectors).astype(np.uint32).reshape(shape),
-            standard_errors=errors,
-            covariances=covariance if settings.covariance else None,
-        )
-
-    def _weighed_rows(self) -> int:
-        """Count the rows whose weight is not 0."""
-        weights = self._context.dataset.weights
-        if weights is None:
-            return self._rows.stop - self._rows.start
-        return int(np.count_nonzero(weights[self._rows]))
-
     def _linearise(
         self, *, curvature: bool, row_loss: Program | None = None
     ) -> Steps[Linearisation]:
+        """Evaluate the trials of the active searches in one pass of the engine."""
         if self._context.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
         started = time.monotonic()
@@ -264,25 +233,27 @@ class _Run:
         self._pass_seconds = time.monotonic() - started
         return linearisation
 
-    def _steer(self, new: Linearisation) -> None:
+    def _advance(self, new: Linearisation) -> None:
+        """Judge the trials, and propose the next ones."""
         active = self._active
         state = (active.edges, active.vectors, active.numbers, active.counters, active.curvature)
-        sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._steering.advance
+        sums, advance = np.ascontiguousarray(new.losses).reshape(-1), self._code.advance
         _check_sizes(active, sums, new)
-        if self._marquardt:
-            advance(*state, sums, new.gradients, new.curvatures, self._limits, self._space)
+        if self._is_lm:
+            evaluated = (sums, new.gradients, new.curvatures)
+            advance(*state, *evaluated, self._limits, self._workspace)
         else:
             advance(*state, active.inverse, sums, new.gradients, self._limits)
 
     def _drop_finished(self) -> bool:
-        """Keep outcomes of what has ended, shrink the batch if it pays; False if all has ended."""
+        """Keep the outcomes of ended searches, shrink the batch if it pays; False if all ended."""
         active = self._active
         running = active.running
         ended = len(running) - int(running.sum())
         if not ended or (ended < len(running) and ended < _SHRINK_SHARE * len(running)):
             return True
         if active is not self._all:
-            self._save(~running)
+            self._all.store(self._places[~running], active.only(~running))
         if ended == len(running):
             return False
         self._active = active.only(running)
@@ -290,37 +261,25 @@ class _Run:
         self._batch = only_programs(self._batch, running)
         return True
 
-    def _save(self, ended: NDArray[np.bool_]) -> None:
-        """Write the outcomes of active searches back."""
-        done = self._active.only(ended)
-        mask = _mask(len(self._all), self._places[ended])
-        columns = np.repeat(mask, self._all.counts)
-        self._all.vectors[:, columns] = done.vectors
-        self._all.numbers[mask] = done.numbers
-        self._all.counters[mask] = done.counters
-        counts = self._all.counts
-        self._all.curvature[np.repeat(mask, counts * (counts + 1) // 2)] = done.curvature
-
     def _report(self) -> None:
         report = self._context.report
         if report is not None:
-            active = self._active
-            running = active.running
-            done = int(active.counters[running, ITERATIONS].max())
+            running = self._active.running
+            done = int(self._active.counters[running, ITERATIONS].max())
             report(FitProgress(done, int(running.sum()), len(self._all)))
 
     @contextmanager
-    def _cut_off(self) -> Iterator[None]:
-        """Give up the pass that is under way at the deadline, and what it was to improve."""
+    def _interrupted_at_deadline(self) -> Iterator[None]:
+        """Cancel the pass that is running at the deadline, and end the searches."""
         deadline, cancelled = self._context.deadline, self._context.cancelled
         if deadline is None:
             yield
             return
 
-        def give_up() -> None:
+        def cancel_pass() -> None:
             cancelled[0] = cancelled[0] or _TIME_IS_UP
 
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), give_up)
+        timer = threading.Timer(max(0.0, deadline - time.monotonic()), cancel_pass)
         timer.daemon = True
         timer.start()
         try:
@@ -334,15 +293,48 @@ class _Run:
             timer.cancel()
             timer.join()
             if cancelled[0] == _TIME_IS_UP:
-                cancelled[0] = 0  # covariances at the points reached may still be wanted
+                cancelled[0] = 0  # covariances at the final parameters may still be requested
 
     def _is_late(self) -> bool:
         """Whether one more pass like the last would end after the deadline."""
         deadline = self._context.deadline
         return deadline is not None and time.monotonic() + self._pass_seconds >= deadline
 
+    def _result(self) -> Steps[FitResult]:
+        """Collect the outcomes: the best start of each program, or all starts."""
+        problem, settings = self._request.problem, self._request.settings
+        chosen = self._chosen()
+        mask = np.zeros(len(self._all), dtype=bool)
+        mask[chosen] = True
+        outcome = self._all.only(mask)
+        covariance = errors = None
+        if settings.covariance or settings.standard_errors:
+            if not self._is_lm:  # BFGS does not keep the curvature at the current parameters
+                self._batch = only_programs(one_vector_each(problem.batch), mask)
+                outcome.vectors[TRIAL] = outcome.vectors[X]
+                self._active = outcome
+                final = yield from self._linearise(curvature=True)
+                assert final.curvatures is not None
+                outcome.curvature = final.curvatures
+            covariance = covariances(outcome, outcome.numbers[:, LOSS], self._weighed_rows())
+            errors = standard_errors(outcome, covariance) if settings.standard_errors else None
+        shape = (len(problem.batch), self._request.vectors)
+        losses, initial = self._finalize(outcome.numbers[:, (LOSS, INITIAL)].T)
+        counters = outcome.counters
+        return FitResult(
+            parameters=outcome.vectors[X],
+            losses=losses.reshape(shape),
+            initial_losses=initial.reshape(shape),
+            iterations=counters[:, ITERATIONS].astype(np.uint32).reshape(shape),
+            evaluations=counters[:, EVALUATIONS].astype(np.uint32).reshape(shape),
+            reasons=counters[:, REASON].astype(np.uint8).reshape(shape),
+            starts=(chosen % problem.batch.vectors).astype(np.uint32).reshape(shape),
+            standard_errors=errors,
+            covariances=covariance if settings.covariance else None,
+        )
+
     def _chosen(self) -> Integers:
-        """Indices of the outcomes to return, ascending: the best start of each program, or all."""
+        """Return the indices of the searches whose outcomes are returned, ascending."""
         vectors = self._request.problem.batch.vectors
         if self._request.settings.all_starts or vectors == 1:
             return np.arange(len(self._all))
@@ -350,89 +342,26 @@ class _Run:
         best = np.where(np.isfinite(sums), sums, np.inf).argmin(axis=1)
         return np.asarray(np.arange(len(sums)) * vectors + best)
 
-    def _curve(self, outcome: Searches, chosen: Integers) -> Steps[None]:
-        """Compute the curvature at the final parameters, which BFGS does not keep."""
-        whole = one_vector_each(self._request.problem.batch)
-        self._batch = only_programs(whole, _mask(len(self._all), chosen))
-        outcome.vectors[TRIAL] = outcome.vectors[X]
-        self._active = outcome
-        linearisation = yield from self._linearise(curvature=True)
-        assert linearisation.curvatures is not None
-        outcome.curvature = linearisation.curvatures
+    def _weighed_rows(self) -> int:
+        """Count the rows whose weight is not 0."""
+        weights = self._context.dataset.weights
+        if weights is None:
+            return self._rows.stop - self._rows.start
+        return int(np.count_nonzero(weights[self._rows]))
 
-    def _close(self, sums: Floats) -> Floats:
+    def _finalize(self, sums: Floats) -> Floats:
         return close_losses(self._loss.closing, sums, self._statistics)
 
 
-def one_vector_each(batch: Batch) -> Batch:
-    """Batch of searches: each program as often as it has parameter vectors, which it repeats."""
-    if batch.vectors == 1:
-        return batch
-    tokens = np.repeat(np.arange(len(batch)), batch.vectors)
-    lengths = batch.lengths[tokens]
-    ends = np.cumsum(lengths, dtype=np.int64)
-    within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
-    places = np.repeat(batch.starts[tokens], lengths) + within
-    return Batch(
-        codes=batch.codes[places],
-        values=batch.values[places],
-        lengths=lengths,
-        parameter_counts=batch.parameter_counts[tokens],
-        parameters=batch.parameters,
-    )
-
-
-def only_programs(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
-    """Batch of the programs where ``mask`` is true; one vector each."""
-    tokens = np.repeat(mask, batch.lengths)
-    return Batch(
-        codes=batch.codes[tokens],
-        values=batch.values[tokens],
-        lengths=batch.lengths[mask],
-        parameter_counts=batch.parameter_counts[mask],
-        parameters=batch.parameters[np.repeat(mask, batch.parameter_counts)],
-    )
-
-
-def _begin(request: FitRequest, searches: Batch) -> Searches:
-    settings, batch = request.settings, request.problem.batch
-    counts = searches.parameter_counts.astype(np.int64)
-    start = np.array(searches.parameters, dtype=np.float64)
-
-    def for_each_start(given: NDArray[np.float64] | None, otherwise: float) -> Floats:
-        if given is None:
-            return np.full(len(start), otherwise)
-        each = replace(batch, vectors=1, parameters=np.asarray(given, dtype=np.float64))
-        place = np.repeat(np.arange(len(batch)), batch.vectors)
-        first = np.repeat(each.parameter_starts[place], counts)
-        edges = np.cumsum(counts) - counts
-        return np.asarray(each.parameters[first + np.arange(len(start)) - np.repeat(edges, counts)])
-
-    fixed = None if settings.fixed is None else settings.fixed.astype(np.float64)
-    return Searches.begin(
-        counts,
-        start,
-        for_each_start(settings.lower, -np.inf),
-        for_each_start(settings.upper, np.inf),
-        for_each_start(fixed, 0.0) == 0.0,
-    )
-
-
 def _check_sizes(active: Searches, sums: Floats, new: Linearisation) -> None:
-    """Refuse what compiled code would read beyond the end of."""
-    wanted = [len(active), active.vectors.shape[1]]
+    """Refuse arrays that compiled code would read beyond the end of."""
+    expected = [len(active), active.vectors.shape[1]]
     sizes = [len(sums), len(new.gradients)]
     if new.curvatures is not None:
-        wanted.append(len(active.curvature))
+        expected.append(len(active.curvature))
         sizes.append(len(new.curvatures))
-    if sizes != wanted:
+    if sizes != expected:
         raise InternalError(
-            f"the engine returned {sizes} sums, derivatives and curvatures for {wanted}",
+            f"the engine returned {sizes} sums, derivatives and curvatures for {expected}",
             "ENGINE_FAILURE",
         )
-
-
-def _mask(size: int, places: Integers) -> NDArray[np.bool_]:
-    mask = np.zeros(size, dtype=bool)
-    mask[places] = True
-    return mask

@@ -1,4 +1,4 @@
-"""Levenberg-Marquardt: what happens to every search between two passes of the engine.
+"""Levenberg-Marquardt: judges the trials of an engine pass and proposes the next ones.
 
 After Madsen, Nielsen and Tingleff, "Methods for non-linear least squares problems" (2nd edition,
 IMM, Technical University of Denmark, 2004), algorithm 3.16, with Marquardt's scaling (SIAM J. Appl.
@@ -14,19 +14,20 @@ The book's least factor is 1/3; 1/10 and a first damping of 0.1 reach lower loss
 within 50 iterations on random expressions, and more digits on NIST's problems.
 
 Parameters c that the program is linear in (`separable`) are not damped, and the scale of the others
-is the diagonal of the Schur complement of c in A: a step is the one that variable projection would
-make with Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
+is the diagonal of the Schur complement of c in A: a step equals that of variable projection with
+Kaufman's Jacobian (Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973; Kaufman, BIT 15,
 1975). At any evaluated point the best c and the loss there are known exactly. So a trial is judged
 by that loss, and where it is much better than the trial's own, the next pass evaluates the point
-with the best c. That is also the first thing that happens to a start.
+with the best c. Starts are corrected like this, too.
 
-Scales of points before count a tenth less with every step. The greatest of all (Moré, Lecture Notes
-in Mathematics 630, 1978) is reached far from the solution as a rule, and then damps too much.
+The scale is the greatest of all points, where earlier ones count a tenth less with every step. The
+greatest without that decay (Moré, Lecture Notes in Mathematics 630, 1978) is usually reached far
+from the solution, and then damps too much.
 
 Loss, gradient and curvature at x + h come from one pass, so that an accepted step needs no second
-one. Parameters at a bound whose gradient points outwards take no part in a step, and a step is cut
-off at the bounds; the predicted decrease is that of the step that was taken. Every test compares
-numbers of the same unit, so that neither the units of the data nor those of parameters matter.
+one. Parameters at a bound whose gradient points outwards take no part in a step, and steps are cut
+off at the bounds; the decrease is predicted for the step as cut. Every test compares numbers of the
+same unit, so that the units of data and parameters do not matter.
 """
 
 from __future__ import annotations
@@ -37,24 +38,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.fit.bounds import find_moving, within
-from warpfit_server.engine.fit.jit import jitable
+from warpfit_server.engine.fit.common import ends, find_moving, parts_of, within
 from warpfit_server.engine.fit.searches import (
     BEFORE,
     CORRECTING,
     DAMPING,
     EVALUATIONS,
-    GRADIENT,
     GROWTH,
     INITIAL,
     ITERATIONS,
-    ITERATIONS_USED,
     LINEAR,
     LOSS,
     LOSS_CHANGE,
     NOT_FINITE,
     PAIRS,
-    PARAMETERS,
     PREDICTED,
     REASON,
     RUNNING,
@@ -64,7 +61,7 @@ from warpfit_server.engine.fit.searches import (
     TRIAL,
     Floats,
     Integers,
-    Limits,
+    SearchLimits,
     X,
 )
 from warpfit_server.engine.fit.triangles import (
@@ -76,34 +73,35 @@ from warpfit_server.engine.fit.triangles import (
     quadratic,
     solve,
 )
+from warpfit_server.engine.native.intrinsics import inlined
 
 #: First damping, relative to the diagonal of the curvature.
 _FIRST_DAMPING: Final = 0.1
 #: Least factor by which an accepted step lowers the damping.
 _FASTEST_DECREASE: Final = 0.1
-#: What is left of a scale with every step.
+#: Decay of an earlier scale with every step.
 _SCALE_DECAY: Final = 0.9
-#: Least share of a step's decrease for which linear parameters are corrected.
+#: Least share of a step's decrease that a correction of linear parameters must promise.
 _WORTH_CORRECTING: Final = 0.1
-#: Least decrease by a correction relative to the loss.
+#: Least decrease by a correction, relative to the loss.
 _LEAST_CORRECTION: Final = 1e-10
-#: Least share of the predicted decrease for which a trial that is worse by itself is corrected.
+#: Least share of the predicted decrease that must remain for a worse trial to be corrected.
 _LEAST_GAIN: Final = 0.25
-#: Part of its diagonal that is added to the curvature, for parameters that do the same.
+#: Relative increase of the curvature's diagonal, for parameters with the same effect.
 _RIDGE: Final = 1e-14
-#: Least part of a column that is no combination of the linear parameters' columns: rounding.
+#: Least relative part of a column outside the span of the linear parameters' columns.
 _INDEPENDENT: Final = 1e-13
-#: How often a system that is not positive definite is damped more.
+#: Attempts to make a system positive definite by more damping.
 _ATTEMPTS: Final = 100
 
 
 class Workspace(NamedTuple):
-    """Memory for one search at a time; `advance` allocates none, which would take a third of it."""
+    """Scratch memory for one search at a time; allocating it in `advance` costs a third more."""
 
     moving: NDArray[np.bool_]
-    """Which parameters take part, [n]."""
+    """Whether a parameter takes part in the step, [n]."""
     order: Integers
-    """These parameters, the linear ones first, [n]."""
+    """Indices of those that do, the linear ones first, [n]."""
     step: Floats
     """[n]."""
     best: Floats
@@ -117,7 +115,7 @@ class Workspace(NamedTuple):
 
 
 def workspace(longest: int) -> Workspace:
-    """Allocate the memory for searches of at most so many parameters."""
+    """Allocate scratch memory for searches of at most ``longest`` parameters."""
     return Workspace(
         np.empty(longest, dtype=np.bool_),
         np.empty(longest, dtype=np.int64),
@@ -138,30 +136,29 @@ def advance(
     new_sums: Floats,
     new_gradients: Floats,
     new_curvatures: Floats,
-    limits: Limits,
+    limits: SearchLimits,
     space: Workspace,
 ) -> None:
     """Judge the evaluated trials of all searches, and propose the next ones.
 
     Args:
-        edges: of `searches.Searches`, as the next four.
-        vectors: row TRIAL is what was evaluated, and then what is to be evaluated.
+        edges: of `searches.Searches`, like the next four.
+        vectors: row TRIAL holds the evaluated trials, and then the next ones.
         numbers: state.
         counters: state.
         curvatures: state.
         new_sums: sum of squares at the trials, [S].
-        new_gradients: its gradient, [P].
-        new_curvatures: J^T W J, [T].
-        limits: when to stop.
-        space: memory for the search with most parameters.
+        new_gradients: their gradients, [P].
+        new_curvatures: J^T W J there, [T].
+        limits: that end searches.
+        space: scratch memory for the search with most parameters.
 
     """
     for s in range(len(numbers)):
-        number, counter = numbers[s], counters[s]
-        if counter[REASON] != RUNNING:
+        if counters[s, REASON] != RUNNING:
             continue
-        begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
-        vector, gradient = vectors[:, begin:end], new_gradients[begin:end]
+        state = (edges, vectors, numbers, counters)
+        vector, number, counter, gradient = parts_of(s, *state, new_gradients)
         begin, end = edges[s, PAIRS], edges[s + 1, PAIRS]
         old, new = curvatures[begin:end], new_curvatures[begin:end]
         usable = are_usable(new_sums[s], gradient, new)
@@ -196,7 +193,7 @@ def advance(
             _propose(vector, number, counter, old, limits, space)
 
 
-@jitable
+@inlined
 def _correct(
     vector: Floats,
     number: Floats,
@@ -204,10 +201,10 @@ def _correct(
     gradient: Floats,
     curvature: Floats,
     loss: float,
-    limits: Limits,
+    limits: SearchLimits,
     space: Workspace,
 ) -> bool:
-    """Make the trial with the best linear parameters the next one; False if it is not worth it."""
+    """Make the best linear parameters the next trial; False if that promises too little."""
     n, some = vector.shape[1], False
     moving, best, h = space.moving[:n], space.best[:n], space.step[:n]
     find_moving(vector, TRIAL, gradient, moving)
@@ -219,7 +216,7 @@ def _correct(
     _step(curvature, gradient, vector, number, space)
     for i in range(n):
         trial = vector[TRIAL, i]
-        best[i] = within(vector, i, trial + h[i], limits.single) if moving[i] else trial
+        best[i] = within(vector, i, trial + h[i], limits) if moving[i] else trial
     difference(best, vector[TRIAL], h)
     decrease = -dot(gradient, h) - quadratic(curvature, h)
     reached, before = loss - decrease, number[BEFORE]
@@ -235,9 +232,11 @@ def _correct(
     return True
 
 
-@jitable
-def _judge(number: Floats, counter: Integers, loss: float, usable: bool, limits: Limits) -> None:
-    """Choose the next damping, and tell whether the loss has converged."""
+@inlined
+def _judge(
+    number: Floats, counter: Integers, loss: float, usable: bool, limits: SearchLimits
+) -> None:
+    """Choose the next damping, and end the search if the loss has converged."""
     predicted, better = number[PREDICTED], number[LOSS] < number[BEFORE]
     actual = number[BEFORE] - (number[LOSS] if better else loss)
     if better:
@@ -252,53 +251,50 @@ def _judge(number: Floats, counter: Integers, loss: float, usable: bool, limits:
         counter[REASON] = LOSS_CHANGE
 
 
-@jitable
+@inlined
 def _damp(number: Floats) -> None:
     number[DAMPING] *= number[GROWTH]
     number[GROWTH] *= 2.0
 
 
-@jitable
+@inlined
 def _propose(
     vector: Floats,
     number: Floats,
     counter: Integers,
     curvature: Floats,
-    limits: Limits,
+    limits: SearchLimits,
     space: Workspace,
 ) -> None:
-    """Compute the next trial, or find that the search has ended."""
+    """Compute the next trial, or end the search."""
     n = vector.shape[1]
     moving, h = space.moving[:n], space.step[:n]
     find_moving(vector, X, vector[SLOPE], moving)
-    if _steepest(vector, curvature, moving, number[LOSS]) <= limits.gradient:
-        counter[REASON] = GRADIENT
-        return
-    if counter[ITERATIONS] >= limits.iterations:
-        counter[REASON] = ITERATIONS_USED
+    steepest = _steepest(vector, curvature, moving, number[LOSS])
+    if ends(counter, steepest, limits.gradient, limits):
         return
     for i in range(n):
         vector[SCALE, i] *= _SCALE_DECAY
     _step(curvature, vector[SLOPE], vector, number, space)
     length, size, is_new = 0.0, 0.0, False
     for i in range(n):
-        trial = within(vector, i, vector[X, i] + h[i], limits.single) if moving[i] else vector[X, i]
+        trial = within(vector, i, vector[X, i] + h[i], limits) if moving[i] else vector[X, i]
         is_new = is_new or trial != vector[TRIAL, i]
         vector[TRIAL, i] = trial
         diagonal = curvature[i * (i + 1) // 2 + i]
         length += diagonal * (trial - vector[X, i]) ** 2
         size += diagonal * vector[X, i] ** 2
-    # Written so that a step that is NaN ends the search, too. What was the trial before is either
-    # the current point or was no better than it, and would be so again.
+    # Written so that a step of NaN ends the search, too. The previous trial is either the current
+    # point or was no better than it, so that evaluating it again cannot help.
     if not (math.sqrt(length) > limits.step * math.sqrt(size) and is_new):
         counter[REASON] = STEP
         return
     counter[ITERATIONS] += 1
 
 
-@jitable
+@inlined
 def _steepest(vector: Floats, curvature: Floats, moving: Any, loss: float) -> float:
-    """Greatest cosine of the angle between the residuals and a column of their Jacobian."""
+    """Return the greatest cosine between the residuals and a column of their Jacobian."""
     steepest = 0.0
     for i in range(len(moving)):
         diagonal = curvature[i * (i + 1) // 2 + i]
@@ -308,13 +304,13 @@ def _steepest(vector: Floats, curvature: Floats, moving: Any, loss: float) -> fl
     return steepest
 
 
-@jitable
+@inlined
 def _step(
     curvature: Floats, gradient: Floats, vector: Floats, number: Floats, space: Workspace
 ) -> None:
-    """Solve the normal equations, damped but for linear parameters; 0 for what does not move.
+    """Solve the normal equations, in which only nonlinear parameters are damped.
 
-    It reads ``space.moving`` and writes ``space.step``.
+    The step is 0 for parameters that do not move. Reads ``space.moving``, writes ``space.step``.
     """
     parameters = vector.shape[1]
     n, linear = _order(curvature, vector[LINEAR], space.moving[:parameters], space.order)
@@ -345,27 +341,29 @@ def _step(
         space.step[order[i]] = b[i] / unit[i]
 
 
-@jitable
+@inlined
 def _order(curvature: Floats, linear: Floats, moving: Any, order: Integers) -> Any:
-    """List the parameters that move and matter, the linear ones first.
+    """Fill in the parameters that move and have a column, the linear ones first.
 
-    Return how many they are, and how many of them are linear.
+    Returns:
+        How many they are, and how many of them are linear.
+
     """
     n = count = 0
-    for wanted in range(2):
+    for nonlinear in (False, True):
         for i in range(len(moving)):
-            matters = moving[i] and curvature[i * (i + 1) // 2 + i] > 0.0
-            if matters and (linear[i] == 0.0) == (wanted == 1):
+            takes_part = moving[i] and curvature[i * (i + 1) // 2 + i] > 0.0
+            if takes_part and (linear[i] == 0.0) == nonlinear:
                 order[n] = i
                 n += 1
-        if wanted == 0:
+        if not nonlinear:
             count = n
     return n, count
 
 
-@jitable
+@inlined
 def _fill(system: Floats, curvature: Floats, order: Integers, unit: Floats, ridge: float) -> None:
-    """Copy what the order lists of the curvature, scaled to a unit diagonal, with a ridge."""
+    """Copy the rows and columns in ``order``, scaled to a unit diagonal, with a ridge."""
     for i in range(len(order)):
         row = i * (i + 1) // 2
         for j in range(i + 1):

@@ -1,7 +1,7 @@
-"""The state of all searches as a few flat arrays, shared with compiled code.
+"""The state of all searches of a fit, as a few flat arrays that compiled code reads and writes.
 
-A search is one program with one start vector. Its numbers, counters and vectors stand in the rows
-and columns that the constants below name; few arrays, because each costs compile time.
+A search is one program with one start vector. The constants below name the rows and columns of its
+numbers, counters and vectors; there are few arrays, because each one costs compile time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from warpfit.fitting import REASONS, Reason
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-#: Values of the counter REASON: 0 while a search runs, then the wire code.
+#: Values of the counter REASON: 0 while a search runs, then the wire code of the reason.
 RUNNING: Final = 0
 GRADIENT: Final = REASONS.index(Reason.GRADIENT) + 1
 STEP: Final = REASONS.index(Reason.STEP) + 1
@@ -33,34 +33,34 @@ LOWER: Final = 2
 UPPER: Final = 3
 FREE: Final = 4  # 1 where a parameter may move, else 0
 SLOPE: Final = 5  # gradient of the sum of row losses at X
-SCALE: Final = 6  # Levenberg-Marquardt: what Marquardt's factor damps each parameter by
-DIRECTION: Final = 6  # BFGS: along which is searched
+SCALE: Final = 6  # Levenberg-Marquardt: scale of each parameter's damping
+DIRECTION: Final = 6  # BFGS: direction of the line search
 LINEAR: Final = 7  # Levenberg-Marquardt: 1 where the program is linear in the parameter, else 0
-BEST: Final = 7  # BFGS: best parameters along the direction that decrease the loss enough
+BEST: Final = 7  # BFGS: best parameters along the direction with a sufficient decrease
 BEST_SLOPE: Final = 8  # BFGS: gradient there
-WIDTH: Final = 9  # BFGS: length of a column of the Jacobian at the start, 0 if not known
+WIDTH: Final = 9  # BFGS: length of a column of the Jacobian at the start, 0 if unknown
 _VECTORS: Final = 10
 
 # Columns of ``Searches.numbers``.
 LOSS: Final = 0  # sum of row losses at X
 INITIAL: Final = 1  # sum of row losses at the start
-DAMPING: Final = 2  # Levenberg-Marquardt: Marquardt's factor
-GROWTH: Final = 3  # Levenberg-Marquardt: by how much the next rejected step raises it
-BEFORE: Final = 4  # Levenberg-Marquardt: LOSS before the step that is judged
-LENGTH: Final = 2  # BFGS: of the trial step in units of the direction
+DAMPING: Final = 2  # Levenberg-Marquardt: damping factor
+GROWTH: Final = 3  # Levenberg-Marquardt: factor on DAMPING at the next rejected step
+BEFORE: Final = 4  # Levenberg-Marquardt: LOSS before the step under judgement
+LENGTH: Final = 2  # BFGS: length of the trial step in units of the direction
 LOW: Final = 3  # BFGS: longest length known to be too short
 HIGH: Final = 4  # BFGS: shortest length known to be too long
 BEST_LOSS: Final = 5  # BFGS: sum of row losses at BEST, or infinity
-PREDICTED: Final = 6  # Levenberg-Marquardt: decrease that the step promised
-FIRST_STEEPNESS: Final = 6  # BFGS: greatest derivative at the start, in units of WIDTH
-STIFFNESS: Final = 7  # BFGS: second derivative of the row loss by its residual, about
+PREDICTED: Final = 6  # Levenberg-Marquardt: predicted decrease by the step
+FIRST_STEEPNESS: Final = 6  # BFGS: greatest derivative at the start, divided by WIDTH
+STIFFNESS: Final = 7  # BFGS: estimated second derivative of the row loss by its residual
 _NUMBERS: Final = 8
 
 # Columns of ``Searches.counters``.
 REASON: Final = 0
 ITERATIONS: Final = 1
 EVALUATIONS: Final = 2
-CORRECTING: Final = 3  # Levenberg-Marquardt: 1 where the trial corrects the one before it
+CORRECTING: Final = 3  # Levenberg-Marquardt: 1 if the trial corrects the previous one
 TRIALS: Final = 3  # BFGS: evaluations along this direction
 UPDATES: Final = 4  # BFGS: updates of the inverse since it was set up
 _COUNTERS: Final = 5
@@ -71,8 +71,8 @@ PAIRS: Final = 1
 SQUARES: Final = 2
 
 
-class Limits(NamedTuple):
-    """When to stop."""
+class SearchLimits(NamedTuple):
+    """Tolerances and iterations that end a search, see `FitSettings`."""
 
     gradient: float
     step: float
@@ -84,7 +84,7 @@ class Limits(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Searches:
-    """S searches with P parameters in all, T pairs of parameters, Q squares of their counts."""
+    """S searches with P parameters in total, T pairs of parameters and Q squares of counts."""
 
     edges: Integers
     """[S + 1, 3]: first parameter, pair and square of each search, and P, T, Q."""
@@ -135,7 +135,7 @@ class Searches:
 
     @property
     def counts(self) -> Integers:
-        """Parameters of each search, [S]."""
+        """Number of parameters of each search, [S]."""
         return np.diff(self.edges[:, PARAMETERS])
 
     @property
@@ -144,7 +144,7 @@ class Searches:
         return np.asarray(self.counters[:, REASON] == RUNNING)
 
     def interrupt(self) -> None:
-        """End what still runs; a better point that a line search has found is kept."""
+        """End the running searches; keep a better point that a line search has found."""
         running = self.running
         better = running & (self.numbers[:, BEST_LOSS] < self.numbers[:, LOSS])
         columns = np.repeat(better, self.counts)
@@ -153,11 +153,11 @@ class Searches:
         self.counters[running, REASON] = DEADLINE
 
     def make_room_for_inverse(self) -> None:
-        """Allocate what BFGS needs."""
+        """Allocate the inverse, which only BFGS needs."""
         self.inverse = np.zeros(int(self.edges[-1, SQUARES]))
 
     def only(self, mask: NDArray[np.bool_]) -> Searches:
-        """State of the searches where ``mask`` [S] is true."""
+        """Copy the state of the searches where ``mask`` [S] is true."""
         counts = self.counts
         squares = np.repeat(mask, counts * counts) if len(self.inverse) else slice(0)
         return Searches(
@@ -169,14 +169,23 @@ class Searches:
             inverse=self.inverse[squares],
         )
 
+    def store(self, places: Integers, searches: Searches) -> None:
+        """Overwrite the state of the searches at ``places``, ascending, but for the inverse."""
+        mask = np.zeros(len(self), dtype=bool)
+        mask[places] = True
+        self.vectors[:, np.repeat(mask, self.counts)] = searches.vectors
+        self.numbers[mask] = searches.numbers
+        self.counters[mask] = searches.counters
+        self.curvature[np.repeat(mask, pairs(self.counts))] = searches.curvature
+
 
 def pairs(counts: Integers) -> Integers:
-    """Numbers in the lower triangles of matrices of these sizes."""
+    """Return the sizes of the lower triangles of matrices with so many columns."""
     return counts * (counts + 1) // 2
 
 
 def diagonals(counts: Integers) -> Integers:
-    """Where the diagonals of lower triangles one after the other stand, [sum(counts)]."""
+    """Return the places of the diagonals in consecutive lower triangles, [sum(counts)]."""
     first = np.cumsum(pairs(counts)) - pairs(counts)
     starts = np.cumsum(counts) - counts
     index = np.arange(int(counts.sum())) - np.repeat(starts, counts)

@@ -1,10 +1,10 @@
-"""Which parameters a program is linear in, found from the operators' derivatives.
+"""Finds the parameters that a program is linear in, from the operators' derivatives.
 
-A program is linear in an operand if the derivative by it reads neither that operand nor the result:
-the table says ``b`` for the first operand of ``a * b``, and ``1 / b`` for that of ``a / b``. Where
-the derivative by one operand reads another one that holds parameters, too, as in ``p1 * p2``, the
-program is linear in one of them or in the other, and the one with more such parameters is taken.
-So a program is linear in all the parameters that are found together.
+An operator is linear in an operand if the derivative by it mentions neither that operand nor the
+result: the table says ``b`` for the first operand of ``a * b``, and ``1 / b`` for that of
+``a / b``. Where the derivative by one operand mentions another one with parameters, as in
+``p1 * p2``, the program is linear in either but not in both, and the operand with more linear
+parameters is chosen. So a program is linear in all marked parameters together.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.ops import FIRST_OPERATOR, OPERATORS, PARAMETER
-from warpfit_server.engine.fit.jit import jitable
+from warpfit_server.engine.native.intrinsics import inlined
 
 Floats = NDArray[np.float64]
-#: Columns of `operator_table`: number of operands, then for each operand what its derivative reads.
+#: Columns of `operator_table`: arity, then for each operand the operands that its derivative reads.
 _ARITY: Final = 0
 _READS: Final = 1
-#: Bit for each operand that a derivative reads; all of them if there is no linearity.
+#: A bit for each operand that a derivative reads; all bits if the operator is not linear in it.
 _EVERYTHING: Final = 7
-#: Columns of a node: tokens of its subtree; parameters below it that it is linear in, if it is in
-#: all the operands that were chosen; a bit for whether there are any parameters, then one for each
-#: operand that was chosen; whether the program is linear in the node; the operands' own nodes.
+#: Columns of a node: tokens of its subtree; parameters below that it is linear in; a bit that says
+#: whether there are any parameters below, then a bit for each chosen operand, in which it is taken
+#: for linear; whether the program is linear in the node; the nodes of the operands.
 _SIZE: Final = 0
 _LINEAR: Final = 1
 _CHOSEN: Final = 2
@@ -38,7 +38,7 @@ _COLUMNS: Final = 7
 
 @cache
 def operator_table() -> NDArray[np.int64]:
-    """Return arity and operands that each derivative reads, by operator code; [256, 4]."""
+    """Return the arity and the operands that each derivative reads, by operator code; [256, 4]."""
     table = np.zeros((256, _READS + 3), dtype=np.int64)
     for operator in OPERATORS.values():
         table[operator.code, _ARITY] = operator.arity
@@ -65,8 +65,8 @@ def mark_linear(
     """Set ``linear`` to 1 for the parameters that their programs are linear in, else to 0.
 
     Args:
-        codes: tokens of sound programs, [tokens].
-        values: index of the parameter where the token is one, [tokens].
+        codes: tokens of checked programs, [tokens].
+        values: index of the parameter if the token is one, [tokens].
         starts: first token of each program, and the end of the last one; [programs + 1].
         parameter_starts: first parameter of each program, and the end; [programs + 1].
         table: `operator_table`.
@@ -91,9 +91,9 @@ def mark_linear(
                 linear[parameter_starts[program] + np.int64(values[token])] = 0.0
 
 
-@jitable
+@inlined
 def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
-    """Count what a node can be linear in, and choose among its operands."""
+    """Choose the operands that a node is treated as linear in, and count their parameters."""
     node, code = nodes[token - first], codes[token]
     if code < FIRST_OPERATOR:
         node[_SIZE], node[_LINEAR] = 1, code == PARAMETER
@@ -126,9 +126,9 @@ def _count(codes: Any, first: int, token: int, table: Any, nodes: Any) -> None:
     node[_CHOSEN] = (parametric != 0) | chosen << 1
 
 
-@jitable
+@inlined
 def _pass_on(code: int, index: int, table: Any, nodes: Any) -> None:
-    """Tell the operands of a node whether the program is linear in them."""
+    """Mark the operands of a node that the program is linear in."""
     place = index - 1
     for operand in range(table[code, _ARITY] - 1, -1, -1):
         chosen = nodes[index, _CHOSEN] >> (1 + operand) & 1

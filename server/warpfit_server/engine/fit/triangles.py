@@ -10,16 +10,16 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.fit.jit import jitable
+from warpfit_server.engine.native.intrinsics import inlined
 
 Floats = NDArray[np.float64]
 
 
-@jitable
+@inlined
 def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
     """Replace columns of a symmetric matrix by those of its Cholesky factor.
 
-    What is left below and right of them is the Schur complement of the columns before ``stop``.
+    The rest, from column ``stop`` on, becomes the Schur complement of the columns before it.
 
     Args:
         a: [n (n + 1) / 2]; the columns before ``first`` have been replaced.
@@ -45,7 +45,7 @@ def factorise(a: Floats, first: int, stop: int, n: int) -> bool:
     return True
 
 
-@jitable
+@inlined
 def solve(factor: Floats, b: Floats) -> None:
     """Replace ``b`` by the solution of the system whose Cholesky factor is given."""
     n = len(b)
@@ -63,9 +63,9 @@ def solve(factor: Floats, b: Floats) -> None:
         b[i] = rest / factor[i * (i + 1) // 2 + i]
 
 
-@jitable
+@inlined
 def quadratic(a: Floats, h: Floats) -> float:
-    """Value of h^T A h."""
+    """Return h^T A h."""
     total = 0.0
     for i in range(len(h)):
         row = i * (i + 1) // 2
@@ -76,20 +76,20 @@ def quadratic(a: Floats, h: Floats) -> float:
     return total
 
 
-@jitable
+@inlined
 def all_finite(values: Floats) -> bool:
-    """Whether no element is NaN or infinite."""
+    """Return whether no element is NaN or infinite."""
     finite = True
     for i in range(len(values)):
         finite = finite and math.isfinite(values[i])
     return finite
 
 
-@jitable
+@inlined
 def are_usable(loss: float, gradient: Floats, curvature: Floats) -> bool:
-    """Tell whether all numbers are finite, and no square has vanished by underflow.
+    """Return whether all numbers are finite, and no square has vanished by underflow.
 
-    A column whose sum of squares is 0 has no gradient, unless the squares were too small for the
+    A column whose sum of squares is 0 has a gradient only if the squares were too small for the
     number format.
     """
     if not (math.isfinite(loss) and all_finite(gradient) and all_finite(curvature)):
@@ -100,24 +100,24 @@ def are_usable(loss: float, gradient: Floats, curvature: Floats) -> bool:
     return True
 
 
-@jitable
+@inlined
 def dot(a: Floats, b: Floats) -> float:
-    """Sum of products."""
+    """Return the sum of products."""
     total = 0.0
     for i in range(len(a)):
         total += a[i] * b[i]
     return total
 
 
-@jitable
+@inlined
 def difference(a: Floats, b: Floats, out: Floats) -> None:
     """Fill ``out`` with a - b."""
     for i in range(len(out)):
         out[i] = a[i] - b[i]
 
 
-@jitable
+@inlined
 def copy(source: Floats, target: Floats) -> None:
-    """Copy all numbers, without the memory that an assignment to a slice may need."""
+    """Copy all numbers, without the memory that an assignment to a slice may allocate."""
     for i in range(len(source)):
         target[i] = source[i]

@@ -20,7 +20,7 @@ from warpfit.fitting import Method
 from warpfit.ir import Batch
 from warpfit.losses import Loss, LossFunction, gaussian, huber, quantile
 from warpfit_server.engine.fit import compiled
-from warpfit_server.engine.fit.driver import one_vector_each
+from warpfit_server.engine.fit.batches import one_vector_each
 from warpfit_server.engine.fit.searches import BEST, BEST_LOSS, DEADLINE, LOSS, REASON, Searches
 from warpfit_server.engine.fit.searches import X as ROW_X
 from warpfit_server.engine.interface import Linearisation

@@ -1,0 +1,69 @@
+"""Batches of searches: each program of a request once for each of its starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.fitting import FitRequest
+from warpfit.ir import Batch
+from warpfit_server.engine.fit.searches import Floats, Integers, Searches
+
+
+def one_vector_each(batch: Batch) -> Batch:
+    """Repeat each program for each of its parameter vectors."""
+    if batch.vectors == 1:
+        return batch
+    programs = np.repeat(np.arange(len(batch)), batch.vectors)
+    lengths = batch.lengths[programs]
+    tokens = _ranges(batch.starts[programs], lengths)
+    return Batch(
+        codes=batch.codes[tokens],
+        values=batch.values[tokens],
+        lengths=lengths,
+        parameter_counts=batch.parameter_counts[programs],
+        parameters=batch.parameters,
+    )
+
+
+def only_programs(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
+    """Return a batch of the programs where ``mask`` is true; they have one vector each."""
+    tokens = np.repeat(mask, batch.lengths)
+    return Batch(
+        codes=batch.codes[tokens],
+        values=batch.values[tokens],
+        lengths=batch.lengths[mask],
+        parameter_counts=batch.parameter_counts[mask],
+        parameters=batch.parameters[np.repeat(mask, batch.parameter_counts)],
+    )
+
+
+def begin_searches(request: FitRequest, batch: Batch) -> Searches:
+    """Set the searches of a request up; ``batch`` has one program for each."""
+    settings, problem = request.settings, request.problem.batch
+    counts = batch.parameter_counts.astype(np.int64)
+    start = np.array(batch.parameters, dtype=np.float64)
+    programs = np.repeat(np.arange(len(problem)), problem.vectors)
+    one_vector = replace(problem, vectors=1, parameters=np.empty(0))
+    places = _ranges(one_vector.parameter_starts[programs], counts)
+
+    def for_each_start(given: NDArray[np.float64] | None, default: float) -> Floats:
+        return np.full(len(start), default) if given is None else given[places].astype(np.float64)
+
+    fixed = None if settings.fixed is None else settings.fixed.astype(np.float64)
+    return Searches.begin(
+        counts,
+        start,
+        for_each_start(settings.lower, -np.inf),
+        for_each_start(settings.upper, np.inf),
+        for_each_start(fixed, 0.0) == 0.0,
+    )
+
+
+def _ranges(starts: Integers, lengths: NDArray[np.integer]) -> Integers:
+    """Return the numbers of ranges, one range after the other."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.asarray(np.arange(total) + np.repeat(starts - (ends - lengths), lengths))

@@ -1,0 +1,69 @@
+"""What both methods do alike to a search; compiled where compiled code calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from warpfit_server.engine.fit.searches import (
+    FREE,
+    GRADIENT,
+    ITERATIONS,
+    ITERATIONS_USED,
+    LOWER,
+    PARAMETERS,
+    REASON,
+    RUNNING,
+    UPPER,
+    Floats,
+    Integers,
+    SearchLimits,
+)
+from warpfit_server.engine.native.intrinsics import inlined
+
+
+@inlined
+def parts_of(
+    s: int, edges: Integers, vectors: Floats, numbers: Floats, counters: Integers, gradients: Floats
+) -> Any:
+    """Return views of the vectors, numbers, counters and new gradient of search ``s``."""
+    begin, end = edges[s, PARAMETERS], edges[s + 1, PARAMETERS]
+    return vectors[:, begin:end], numbers[s], counters[s], gradients[begin:end]
+
+
+@inlined
+def find_moving(vector: Floats, point: int, slope: Floats, moving: Any) -> None:
+    """Find the parameters that take part in the next step: free, and not pushed out of a bound.
+
+    Args:
+        vector: `Searches.vectors` of one search, [:, n].
+        point: row of ``vector`` with the parameters that the step begins at.
+        slope: gradient there, [n].
+        moving: receives the answer, bool [n].
+
+    """
+    for i in range(vector.shape[1]):
+        x = vector[point, i]
+        below = x <= vector[LOWER, i] and slope[i] > 0.0
+        above = x >= vector[UPPER, i] and slope[i] < 0.0
+        moving[i] = vector[FREE, i] != 0.0 and not below and not above
+
+
+@inlined
+def within(vector: Floats, i: int, value: float, limits: SearchLimits) -> float:
+    """Round a value of parameter ``i`` as the engine does, and move it into the bounds."""
+    if limits.single:
+        value = float(np.float32(value))
+    inside: float = min(max(value, vector[LOWER, i]), vector[UPPER, i])
+    return inside
+
+
+@inlined
+def ends(counter: Integers, steepest: float, tolerance: float, limits: SearchLimits) -> bool:
+    """End a search at a point where the loss is flat, or whose iterations are used up."""
+    if steepest <= tolerance:
+        counter[REASON] = GRADIENT
+    elif counter[ITERATIONS] >= limits.iterations:
+        counter[REASON] = ITERATIONS_USED
+    return bool(counter[REASON] != RUNNING)
