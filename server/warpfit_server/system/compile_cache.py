@@ -20,8 +20,10 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +41,8 @@ _NOT_COPIED: Final = shutil.ignore_patterns("kernels", "cupy", ".*", "*.lock")
 _MAGIC: Final = b"warpfit.code.1\n"
 _DIGEST_BYTES: Final = 32
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+#: Share of its bound to which a directory shrinks, so that not every write removes files.
+_LOW_WATER: Final = 0.8
 
 
 # ------------------------------------------------------------------------------- the directory
@@ -276,3 +280,87 @@ def _log_once(reason: str) -> None:
 
 def _sealed(content: bytes) -> bytes:
     return _MAGIC + hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content
+
+
+# --------------------------------------------------------------------- a bounded directory
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Figures of a cache since it was made."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    damaged: int = 0
+    """Entries that were unreadable or altered, and were dropped."""
+
+
+@dataclass
+class DiskCache:
+    """Files named by key, shared by any number of processes, bounded in bytes.
+
+    A damaged file is removed and counted. Without a usable directory every look-up is a miss.
+    """
+
+    directory: Path
+    max_bytes: int = 1 << 30
+    counters: CacheCounters = field(default_factory=CacheCounters)
+    _bytes: int | None = None
+    """Bytes in the directory, as far as this process knows."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, key: str) -> bytes | None:
+        """Read an entry and make it the most recently used; None if there is none."""
+        path = self._path(key)
+        try:
+            content = read(path)
+        except OSError:
+            self._missed()
+            return None
+        except DamagedFileError:
+            with suppress(OSError):
+                path.unlink()
+            self._missed(damaged=1)
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        with self._lock:
+            self.counters.hits += 1
+        return content
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write an entry, and remove the least recently used ones if the directory is too large."""
+        written = write(self._path(key), content)
+        with self._lock:
+            known = self._bytes
+            self._bytes = None if known is None else known + written
+            if self._bytes is None or self._bytes > self.max_bytes:
+                self._bytes = self._shrink()
+
+    def _path(self, key: str) -> Path:
+        return self.directory / key[:2] / key
+
+    def _missed(self, damaged: int = 0) -> None:
+        with self._lock:
+            self.counters.misses += 1
+            self.counters.damaged += damaged
+
+    def _shrink(self) -> int:
+        """Remove the least recently used files if there is too much; return what remains."""
+        files = []
+        for path in self.directory.glob("*/*"):
+            with suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        if total <= self.max_bytes:
+            return total
+        for _, size, path in sorted(files):
+            if total <= self.max_bytes * _LOW_WATER:
+                break
+            with suppress(OSError):
+                path.unlink()
+            total -= size
+            self.counters.evictions += 1
+        return total

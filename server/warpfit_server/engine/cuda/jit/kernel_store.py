@@ -28,8 +28,9 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileQueue
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.module_cache import DiskCache, LeasedCache
+from warpfit_server.engine.cuda.runtime.module_cache import LeasedCache
 from warpfit_server.engine.cuda.runtime.modules import load_modules
+from warpfit_server.system.compile_cache import DiskCache
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 _ENTRY: Final = "evaluate"

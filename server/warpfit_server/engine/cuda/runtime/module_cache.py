@@ -1,34 +1,17 @@
-"""Caches of compiled kernels: loaded modules in memory, and machine code on disk."""
+"""A cache of loaded modules in memory; `warpfit_server.system.compile_cache` has those on disk."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from cachetools import LRUCache
 
-from warpfit_server.system import compile_cache
+from warpfit_server.system.compile_cache import CacheCounters
 
 Value = TypeVar("Value")
-
-#: Share of the limit to which the directory shrinks, so that not every write removes files.
-_LOW_WATER: Final = 0.8
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Figures of a cache since it was made."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    damaged: int = 0
-    """Entries that were unreadable or altered, and were dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,73 +134,3 @@ class LeasedCache(Generic[Value]):
     def _report(self, values: list[Value]) -> None:
         for value in values:
             self._evicted(value)
-
-
-@dataclass
-class DiskCache:
-    """Files named by key, shared by any number of processes, bounded in bytes.
-
-    Files are written and read by `compile_cache`; a damaged one is removed and counted. Without a
-    usable directory every look-up is a miss.
-    """
-
-    directory: Path
-    max_bytes: int = 1 << 30
-    counters: CacheCounters = field(default_factory=CacheCounters)
-    _bytes: int | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def get(self, key: str) -> bytes | None:
-        """Read an entry and make it the most recently used; None if there is none."""
-        path = self._path(key)
-        try:
-            content = compile_cache.read(path)
-        except OSError:
-            self._missed()
-            return None
-        except compile_cache.DamagedFileError:
-            with suppress(OSError):
-                path.unlink()
-            self._missed(damaged=1)
-            return None
-        with suppress(OSError):
-            os.utime(path)
-        with self._lock:
-            self.counters.hits += 1
-        return content
-
-    def put(self, key: str, content: bytes) -> None:
-        """Write an entry, and remove the least recently used ones if the directory is too large."""
-        written = compile_cache.write(self._path(key), content)
-        with self._lock:
-            known = self._bytes
-            self._bytes = None if known is None else known + written
-            if self._bytes is None or self._bytes > self.max_bytes:
-                self._bytes = self._shrink()
-
-    def _path(self, key: str) -> Path:
-        return self.directory / key[:2] / key
-
-    def _missed(self, damaged: int = 0) -> None:
-        with self._lock:
-            self.counters.misses += 1
-            self.counters.damaged += damaged
-
-    def _shrink(self) -> int:
-        """Remove the least recently used files if there is too much; return what remains."""
-        files = []
-        for path in self.directory.glob("*/*"):
-            with suppress(OSError):
-                status = path.stat()
-                files.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in files)
-        if total <= self.max_bytes:
-            return total
-        for _, size, path in sorted(files):
-            if total <= self.max_bytes * _LOW_WATER:
-                break
-            with suppress(OSError):
-                path.unlink()
-            total -= size
-            self.counters.evictions += 1
-        return total
