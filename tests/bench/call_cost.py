@@ -9,21 +9,17 @@ machine.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import SEED, save
 
 import warpfit
-from support.repository.results import write_result
 from support.servers.bare import bare_server, serve
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
@@ -38,7 +34,6 @@ from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine import validate
 from warpfit_server.limits import check_batch
 
-SEED = 20261121
 BATCHES = 40
 ROUNDS = 25
 OPTIONS = {"loss": "mse", "precision": "fast"}
@@ -165,10 +160,7 @@ def main() -> None:
         },
         "server_us": server_costs(data, messages),
     }
-    if sys.argv[1:] == ["print"]:
-        print(json.dumps(content, indent=2))
-    else:
-        print(write_result("call_cost", content).read_text())
+    save("call_cost", content)
 
 
 if __name__ == "__main__":

@@ -14,87 +14,51 @@ precisions to compare with: pyoperon has one precision, the engine two.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyoperon
+from harness import medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.repository.results import write_result
+from warpfit.bench.batches import Table
 from warpfit.bench.measure import AGREEMENT, agreement
+from warpfit.bench.peers import Job, PyoperonPeer
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import THESIS_OPERATORS, thesis_mix
-from warpfit.frontends.operon import to_operon_infix
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, OPERATORS
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import run_to_end
 
 VARIABLES = 10
 SECONDS_A_CASE = 1.5
 
 
-@dataclass
-class Case:
-    """One way of evaluating the mix: what to call, and where its values are."""
-
-    run: Callable[[], Any]
-    values: NDArray[np.float32] | None
-
-
-class Peer:
-    """pyoperon on one matrix; keeps the array alive, which `pyoperon.Dataset` does not."""
-
-    def __init__(self, matrix: NDArray[np.float32]) -> None:
-        self.array = np.asfortranarray(matrix)
-        self.dataset = pyoperon.Dataset(self.array)
-        self.names = {v.Name: v.Hash for v in self.dataset.Variables}
-
-    def case(self, programs: list[Program], parameters: list[Any], threads: int) -> Case:
-        trees = [
-            pyoperon.InfixParser.Parse(
-                to_operon_infix(program, list(self.names), vector), self.names
-            )
-            for program, vector in zip(programs, parameters, strict=True)
-        ]
-        rows = pyoperon.Range(0, len(self.array))
-        values = np.zeros((len(trees), len(self.array)), np.float32)
-        return Case(
-            lambda: pyoperon.EvaluateTrees(trees, self.dataset, rows, values, threads), values
-        )
-
-
-def engine_case(
+def engine_job(
     engine: CpuEngine, data: Dataset, batch: Batch, precision: Precision, *, losses: bool = False
-) -> Case:
-    loss = Loss.MSE if losses else None
+) -> Job:
+    """Evaluate the batch by the engine, into a preallocated matrix unless losses are wanted."""
     evaluation = Evaluation(
-        data.content_id, batch, precision=precision, loss=loss, values=not losses
+        data.content_id,
+        batch,
+        precision=precision,
+        loss=Loss.MSE if losses else None,
+        values=not losses,
     )
-    evaluation.check(data.layout)
-    shape = evaluation.shape(data.layout)
-    outputs = Outputs(
-        values=None if losses else np.zeros(shape, np.float32),
-        losses=np.zeros(shape[:2]) if losses else None,
-        cancelled=np.zeros(1, np.uint8),
-        ready=lambda ready: None,
-    )
-    values = None if outputs.values is None else outputs.values[:, 0]
+    matrix = None if losses else np.zeros(evaluation.shape(data.layout), np.float32)
+    outputs = outputs_of(evaluation, matrix)
 
-    def evaluate() -> object:
+    def run() -> object:
         engine._programs.clear()  # as if the programs were new, as those of genetic programming are
         return run_to_end(engine.evaluate(evaluation, outputs))
 
-    return Case(evaluate, values)
+    def values(rows: int) -> Any:
+        run()
+        return None if matrix is None else matrix[:, 0, :rows]
+
+    return Job(run, values)
 
 
 def operator_errors(engine: CpuEngine, peer_data: NDArray[np.float32]) -> dict[str, Any]:
@@ -108,32 +72,17 @@ def operator_errors(engine: CpuEngine, peer_data: NDArray[np.float32]) -> dict[s
     ]
     batch = Batch.of(programs)
     expected = reference.evaluate(programs, data.variables)
-    cases = {"pyoperon": Peer(peer_data).case(programs, [()] * len(programs), 1)}
+    table = Table(peer_data, peer_data[:, 0])
+    jobs = {"pyoperon": PyoperonPeer(table, 1).prepare(programs, [np.empty(0)] * len(programs))}
     for precision in Precision:
-        cases[precision.value] = engine_case(engine, data, batch, precision)
+        jobs[precision.value] = engine_job(engine, data, batch, precision)
     found: dict[str, Any] = {}
-    for who, case in cases.items():
-        case.run()
-        assert case.values is not None
+    for who, job in jobs.items():
         with np.errstate(all="ignore"):
             spacing = np.spacing(np.abs(expected.astype(np.float32))).astype(np.float64)
-            error = np.abs(case.values - expected) / spacing
+            error = np.abs(job.values(len(peer_data)) - expected) / spacing
         found[who] = {n: round(float(e), 2) for n, e in zip(names, error.max(axis=1), strict=True)}
     return found
-
-
-def measure(cases: dict[str, Case]) -> dict[str, float]:
-    """Median seconds of each case, their repetitions interleaved."""
-    for case in cases.values():
-        case.run()
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    end = time.perf_counter() + SECONDS_A_CASE * len(cases)
-    while time.perf_counter() < end or len(times[next(iter(times))]) < 5:
-        for name, case in cases.items():
-            start = time.perf_counter()
-            case.run()
-            times[name].append(time.perf_counter() - start)
-    return {name: float(np.median(series)) for name, series in times.items()}
 
 
 def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
@@ -145,13 +94,15 @@ def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
     batch = Batch.of(programs, parameters)
     engine = CpuEngine(threads)
     engine.load(data)
-    cases = {"pyoperon": Peer(matrix).case(programs, parameters, threads)}
+    peer = PyoperonPeer(Table(matrix, matrix[:, 0]), threads)
+    jobs = {"pyoperon": peer.prepare(programs, parameters)}
     for precision in Precision:
         name = f"warpfit {precision.value}"
-        cases[f"{name} values"] = engine_case(engine, data, batch, precision)
-        cases[f"{name} losses"] = engine_case(engine, data, batch, precision, losses=True)
-    shares = check(cases, programs, parameters, data)
-    seconds = measure(cases)
+        jobs[f"{name} values"] = engine_job(engine, data, batch, precision)
+        jobs[f"{name} losses"] = engine_job(engine, data, batch, precision, losses=True)
+    shares = check(jobs, programs, parameters, data)
+    runs = {name: job.run for name, job in jobs.items()}
+    seconds = medians_in_turn(runs, seconds=SECONDS_A_CASE * len(jobs))
     engine.close()
     rates = {name: tokens * rows / value / 1e9 for name, value in seconds.items()}
     ratios = {name: rate / rates["pyoperon"] for name, rate in rates.items() if name != "pyoperon"}
@@ -168,16 +119,13 @@ def compare(rows: int, threads: int, seed: int) -> dict[str, Any]:
 
 
 def check(
-    cases: dict[str, Case], programs: list[Program], parameters: list[Any], data: Dataset
+    jobs: dict[str, Job], programs: list[Program], parameters: list[Any], data: Dataset
 ) -> dict[str, float]:
-    """Run every case once and compare its values with the reference on the first rows."""
+    """Run every job once and compare its values with the reference on the first rows."""
     used = min(1000, data.layout.rows)
     expected = reference.evaluate(programs, data.variables[:, :used], parameters)
-    shares = {}
-    for name, case in cases.items():
-        case.run()
-        if case.values is not None:
-            shares[name] = round(agreement(case.values[:, :used], expected), 4)
+    values = {name: job.values(used) for name, job in jobs.items()}
+    shares = {n: round(agreement(v, expected), 4) for n, v in values.items() if v is not None}
     wrong = {name: share for name, share in shares.items() if share < AGREEMENT}
     if wrong:
         raise SystemExit(f"answers disagree with the reference: {wrong}")
@@ -199,7 +147,7 @@ def main() -> None:
         for rows in arguments.rows:
             cases.append(compare(rows, threads, arguments.seed))
             print(rows, threads, cases[-1]["times_pyoperon"], flush=True)
-    path = write_result(
+    save(
         "cpu_vs_pyoperon",
         {
             "workload": f"thesis_mix({arguments.seed}), float32, uniform on [0.1, 5)",
@@ -208,7 +156,6 @@ def main() -> None:
             "cases": cases,
         },
     )
-    print(path)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import RESULTS, save
 
 from support.load import faults
 from support.load.killed import is_clean, killed_uploads
-from support.repository.results import RESULTS, write_result
 
 #: Seconds in which a killed CPU engine has to answer again.
 BACK = 2.0
@@ -45,7 +43,7 @@ def main() -> int:
         busy = round(os.getloadavg()[0], 1)  # other programs of the machine slow everything down
         seen = provoke()
         results[name] = {"as_expected": expected(seen), "load_average_before": busy, **seen}
-    print(write_result("faults", {"faults": results}).read_text())
+    save("faults", {"faults": results})
     return 0 if all(results[name]["as_expected"] for name in chosen) else 1
 
 

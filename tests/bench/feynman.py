@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,9 @@ from typing import Any
 
 import numpy as np
 from gplearn.genetic import SymbolicRegressor as Gplearn
+from harness import RESULTS, save
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.repository.results import write_result
 from support.repository.symbolic import is_solution
 from warpfit import parse
 from warpfit.embedded import embedded_server
@@ -42,7 +39,7 @@ from warpfit.sklearn import SymbolicRegressor
 EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"
 #: Part of the target's variance below which an error is rounding.
 ACCURATE = 1e-16
-RESULT = Path(__file__).resolve().parent / "results" / "feynman.json"
+RESULT = RESULTS / "feynman.json"
 #: Part of gplearn's time that the search may use; the rest is for what comes before and after.
 SHARE = 0.95
 SIDES = ("gplearn", "warpfit")
@@ -170,7 +167,7 @@ def main() -> None:
             "seconds": seconds,
             "equations": cases,
         }
-        print(write_result("feynman", content))
+        save("feynman", content)
 
 
 if __name__ == "__main__":

@@ -16,23 +16,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyoperon
+from harness import medians_in_turn, outputs_of, save
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from support.engines.reference_losses import reference_loss
-from support.repository.results import write_result
 from warpfit.dataset import Dataset
 from warpfit.expressions import reference
 from warpfit.expressions.workload import random_program, thesis_mix
@@ -43,10 +38,9 @@ from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit.driver import FitContext, optimize
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import run_to_end
 
 VARIABLES = 10
-REPETITIONS = 5
 #: Relative difference below which two final losses count as equal.
 EQUAL = 1e-4
 Floats = NDArray[np.float64]
@@ -176,7 +170,9 @@ def compare(given: Problem, threads: int, iterations: int) -> dict[str, Any]:
     for precision in Precision:
         cases[f"warpfit {precision.value}"] = lambda p=precision: ours.fit(p, iterations)
     losses = {name: given.losses(run()) for name, run in cases.items()}
-    rates = {name: len(given.programs) / seconds for name, seconds in _medians(cases).items()}
+    rates = {
+        name: len(given.programs) / seconds for name, seconds in medians_in_turn(cases).items()
+    }
     ours.engine.close()
     return {
         "threads": threads,
@@ -214,18 +210,17 @@ def costs(rows: int, seed: int) -> dict[str, Any]:
         evaluation = Evaluation(
             data.content_id, Batch.of(programs, starts), precision=precision, loss=Loss.SSE
         )
-        flag = np.zeros(1, np.uint8)
-        outputs = Outputs(None, np.zeros((len(programs), 1)), flag, lambda ready: None)
+        outputs = outputs_of(evaluation)
         cases: dict[str, Callable[[], Any]] = {
             "loss": partial(engine.evaluate, evaluation, outputs),
             "loss and gradient": partial(
-                engine.linearise, evaluation, SQUARES, curvature=False, cancelled=flag
+                engine.linearise, evaluation, SQUARES, curvature=False, cancelled=outputs.cancelled
             ),
             "loss, gradient, normal matrix": partial(
-                engine.linearise, evaluation, SQUARES, curvature=True, cancelled=flag
+                engine.linearise, evaluation, SQUARES, curvature=True, cancelled=outputs.cancelled
             ),
         }
-        medians = _medians({name: partial(_whole, steps) for name, steps in cases.items()})
+        medians = medians_in_turn({name: partial(_whole, steps) for name, steps in cases.items()})
         ratios = {name: round(value / medians["loss"], 2) for name, value in medians.items()}
         found[precision.value] = {"loss_ms": round(medians["loss"] * 1e3, 2), "times_loss": ratios}
     engine.close()
@@ -234,18 +229,6 @@ def costs(rows: int, seed: int) -> dict[str, Any]:
 
 def _whole(steps: Callable[[], Any]) -> None:
     run_to_end(steps())
-
-
-def _medians(cases: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each case, repetitions interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for repetition in range(REPETITIONS + 1):
-        for name, run in cases.items():
-            start = time.perf_counter()
-            run()
-            if repetition:
-                times[name].append(time.perf_counter() - start)
-    return {name: float(np.median(series)) for name, series in times.items()}
 
 
 def main() -> None:
@@ -271,7 +254,7 @@ def main() -> None:
         "cases": cases,
         "cost_of_derivatives": [costs(n, arguments.seed) for n in (1000, 10_000, 100_000)],
     }
-    print(write_result("fit", content))
+    save("fit", content)
 
 
 if __name__ == "__main__":

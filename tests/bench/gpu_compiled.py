@@ -1,14 +1,13 @@
 """Benchmark of compiled kernels on a CUDA device: repeated batches with new parameters, losses.
 
-``python tests/bench/gpu_compiled.py [--sweep] [--out DIRECTORY]`` writes results/gpu_compiled.json.
+``python tests/bench/gpu_compiled.py [DIRECTORY]`` writes results/gpu_compiled.json.
 Times are medians of CUDA events around one launch of the batch's CUDA graph: parameters to the
 device, all kernels, sums to the host. ``compile`` is the time from 300 fresh expressions to loaded
-modules, nothing cached. ``--sweep`` prints how the layout of the work matters.
+modules, nothing cached.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -18,37 +17,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import (
+    CLOCK,
+    MEMORY,
+    MODES,
+    SPECIAL_PER_CLOCK,
+    outputs_of,
+    save,
+    special_functions,
+    uniform_data,
+)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.repository.results import write_result
-from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit.ops import OPERATORS
-from warpfit.request import Evaluation, Loss, Precision, Tier
-from warpfit_server.engine.cuda.jit.kernel_plan import CompiledTuning, GridLayout
+from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.shapes import shapes_of_batch
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, upload
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import run_to_end
 from warpfit_server.system.resources import available_cores
 
-MODES = {
-    "float32 fast": (np.float32, Precision.FAST),
-    "float32 precise": (np.float32, Precision.PRECISE),
-    "float64": (np.float64, Precision.PRECISE),
-}
 MIXES = {"thesis mix": None, "+ - *": ("add", "sub", "mul")}
 #: Threads that compile: one a core, as in a server for what somebody waits for.
 THREADS = available_cores()
-#: Results a clock of a multiprocessor (half as many in float64), and its clock on an H200 in GHz.
-SPECIAL_PER_CLOCK, ISSUED_PER_CLOCK, CLOCK = 16, 128, 1.98
-#: Special functions of each operator in fast mode.
-SPECIAL = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
+#: Instructions a clock of a multiprocessor; half as many in float64.
+ISSUED_PER_CLOCK = 128
 
 
 class Bench:
@@ -62,11 +58,7 @@ class Bench:
     def resident(self, rows: int, dtype: Any) -> ResidentDataset:
         if (rows, dtype) not in self._residents:
             self._residents.clear()
-            rng = np.random.default_rng(0)
-            dataset = Dataset.of(
-                rng.uniform(0.5, 2, (rows, 10)), rng.normal(size=rows), dtype=dtype
-            )
-            self._residents[rows, dtype] = upload(self.device, dataset)
+            self._residents[rows, dtype] = upload(self.device, uniform_data(rows, dtype))
         return self._residents[rows, dtype]
 
     def evaluation(self, resident: ResidentDataset, mix: str, mode: str, seed: int) -> Evaluation:
@@ -82,11 +74,9 @@ class Bench:
             tier=Tier.COMPILED,
         )
 
-    def seconds(
-        self, tuning: CompiledTuning | None, rows: int, mix: str, mode: str, repeats: int = 30
-    ) -> tuple[float, int]:
-        """Median device seconds of a repeated batch, and its tokens."""
-        tier = CompiledTier(self.device, self.kernels, tuning)
+    def seconds(self, rows: int, mix: str, mode: str, repeats: int = 30) -> tuple[float, int]:
+        """Return the median device seconds of a repeated batch, and its tokens."""
+        tier = CompiledTier(self.device, self.kernels)
         resident = self.resident(rows, MODES[mode][0])
         evaluation = self.evaluation(resident, mix, mode, 1)
         rng = np.random.default_rng(2)
@@ -94,13 +84,8 @@ class Bench:
         for _ in range(repeats):
             moved = evaluation.batch.parameters * rng.uniform(0.9, 1.1)
             turn = replace(evaluation, batch=replace(evaluation.batch, parameters=moved))
-            times.append(run_to_end(tier.evaluate(resident, turn, outputs(turn))).compute / 1e9)
+            times.append(run_to_end(tier.evaluate(resident, turn, outputs_of(turn))).compute / 1e9)
         return float(np.median(times[2:])), len(evaluation.batch.codes)
-
-
-def outputs(evaluation: Evaluation) -> Outputs:
-    losses = np.empty((len(evaluation.batch), 1))
-    return Outputs(None, losses, np.zeros(1, np.uint8), lambda _: None)
 
 
 def compile_seconds(bench: Bench, mode: str) -> float:
@@ -108,7 +93,7 @@ def compile_seconds(bench: Bench, mode: str) -> float:
     tier = CompiledTier(bench.device, bench.kernels)
     resident = bench.resident(1000, MODES[mode][0])
     first = bench.evaluation(resident, "thesis mix", mode, 7)
-    run_to_end(tier.evaluate(resident, first, outputs(first)))
+    run_to_end(tier.evaluate(resident, first, outputs_of(first)))
     times = []
     for seed in (8, 9, 10):
         fresh = bench.evaluation(resident, "thesis mix", mode, seed)
@@ -126,15 +111,14 @@ def bound(bench: Bench, batch: Batch, mode: str, rows: int, seconds: float) -> d
     expressions or hoisted out of the row loop; ``special_functions`` count for fast mode alone.
     """
     library_mode = Mode.of(np.dtype(MODES[mode][0]), MODES[mode][1])
-    counts = np.bincount(batch.codes, minlength=256)
-    special = sum(n * int(counts[OPERATORS[name].code]) for name, n in SPECIAL.items()) * rows
+    special = special_functions(batch) * rows
     instructions = bench.kernels.work(library_mode, shapes_of_batch(batch).shapes).sum() * rows
     word = library_mode.dtype.itemsize
-    clock = bench.device.multiprocessors * CLOCK * 1e9
+    clock = bench.device.multiprocessors * CLOCK
     least = {
         "special_us": special / (SPECIAL_PER_CLOCK * clock) * 1e6 if mode == "float32 fast" else 0,
         "issue_us": instructions / (ISSUED_PER_CLOCK * 4 / word * clock) * 1e6,
-        "memory_us": 11 * rows * word / 4.2e12 * 1e6,
+        "memory_us": 11 * rows * word / MEMORY * 1e6,
     }
     return {
         "special_functions": special,
@@ -145,29 +129,12 @@ def bound(bench: Bench, batch: Batch, mode: str, rows: int, seconds: float) -> d
     }
 
 
-def sweep(bench: Bench) -> None:
-    grids = product(MIXES, (10, 20), (512, 1024), (1, 2, 4), (100_000, 1_000_000))
-    for mix, group, threads, lanes, rows in grids:
-        cells = []
-        for blocks in (1, 2, 3, 4, 6, 12):
-            tuning = CompiledTuning(GridLayout(group, threads, blocks, lanes))
-            seconds, tokens = bench.seconds(tuning, rows, mix, "float32 fast", 12)
-            cells.append(f"{blocks}: {tokens * rows / seconds / 1e12:5.2f}")
-        print(f"{mix:10} group {group} threads {threads} rows a thread {lanes} {rows:>9,}", *cells)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(Path(directory))
-        if arguments.sweep:
-            sweep(bench)
         rows = []
         for mix, mode, count in product(MIXES, MODES, (10_000, 100_000, 1_000_000)):
-            seconds, tokens = bench.seconds(None, count, mix, mode)
+            seconds, tokens = bench.seconds(count, mix, mode)
             row: dict[str, Any] = {
                 "mix": mix,
                 "mode": mode,
@@ -188,8 +155,7 @@ def main() -> None:
             },
             "results": rows,
         }
-        directories = [arguments.out] if arguments.out else []
-        print(write_result("gpu_compiled", content, *directories))
+    save("gpu_compiled", content, Path(sys.argv[1]) if sys.argv[1:] else None)
 
 
 if __name__ == "__main__":

@@ -23,25 +23,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import SEED, ServerProcess, median_seconds, outputs_of, save
 
 import warpfit
-from support.repository.results import write_result
-from support.servers.server import ServerProcess
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.losses import SQUARES
 from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit_server.engine.cuda.engine import CudaEngine
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import run_to_end
 
-SEED = 20261121
 ITERATIONS = 50
 GENERATIONS = 100
 REPETITIONS = 15
@@ -75,14 +72,7 @@ class Bench:
             self.data.content_id, self.batch, loss=Loss.MSE, values=False, precision=precision,
             gradient=gradient, tier=tier,
         )  # fmt: skip
-        outputs = Outputs(
-            None,
-            np.empty((len(self.batch), 1)),
-            self.flag,
-            lambda ready: None,
-            gradients=np.empty(len(self.batch.parameters)) if gradient else None,
-        )
-        return run_to_end(self.engine.evaluate(evaluation, outputs)).compute
+        return run_to_end(self.engine.evaluate(evaluation, outputs_of(evaluation))).compute
 
     def linearise(self, precision: Precision) -> int:
         evaluation = Evaluation(self.data.content_id, self.batch, precision=precision)
@@ -127,17 +117,6 @@ def timed(call: Callable[[], int]) -> dict[str, float]:
     }
 
 
-def median_of(call: Callable[[], Any], repetitions: int = REPETITIONS) -> tuple[float, Any]:
-    """Median milliseconds of a call, after two that are not counted, and its last answer."""
-    walls = []
-    for turn in range(repetitions + 2):
-        started = time.perf_counter()
-        answer = call()
-        if turn >= 2:
-            walls.append(time.perf_counter() - started)
-    return round(statistics.median(walls) * 1e3, 3), answer
-
-
 def wire(client: warpfit.Client, data: Any, viable: Pool) -> dict[str, Any]:
     mix = thesis_mix(SEED)
     return {
@@ -155,28 +134,23 @@ def evaluations(
 ) -> dict[str, float]:
     programs, parameters = work
     common = {"parameters": parameters, "loss": "mse", "precision": precision}
-    loss, _ = median_of(lambda: client.run(data, programs, **common, tier="interpreter"))
-    gradient, _ = median_of(lambda: client.run(data, programs, **common, gradient=True))
-    return {
-        "loss_ms": loss,
-        "loss_and_gradient_ms": gradient,
-        "ratio": round(gradient / loss, 2),
-    }
+    asked = {"loss_ms": {"tier": "interpreter"}, "loss_and_gradient_ms": {"gradient": True}}
+    found = {}
+    for name, options in asked.items():
+        call = partial(client.run, data, programs, **common, **options)
+        found[name] = round(1e3 * median_seconds(call, REPETITIONS, warm_up=2), 3)
+    return {**found, "ratio": round(found["loss_and_gradient_ms"] / found["loss_ms"], 2)}
 
 
 def fits(client: warpfit.Client, data: Any, work: Work, precision: Precision) -> dict[str, Any]:
     programs, parameters = work
     figures = {}
     for name, tolerances in (("default_tolerances", {}), ("no_tolerances", EXACT)):
-        elapsed, fit = median_of(
-            lambda options=tolerances: client.optimize(
-                data, programs, parameters, max_iterations=ITERATIONS, precision=precision,
-                **options,
-            ),
-            5,
-        )  # fmt: skip
+        options = {"max_iterations": ITERATIONS, "precision": precision, **tolerances}
+        optimize = partial(client.optimize, data, programs, parameters, **options)
+        seconds, fit = median_seconds(optimize, 5, warm_up=2), optimize()
         figures[name] = {
-            "ms": elapsed,
+            "ms": round(1e3 * seconds, 3),
             "mean_iterations": round(float(fit.iterations.mean()), 1),
             "reasons": reasons(fit),
         }
@@ -247,9 +221,7 @@ def main() -> None:
         content["wire"] = wire(client, data, viable)
         content["run_mix"] = run(client, data, lambda turn: thesis_mix(SEED + 1 + turn))
         content["run_viable"] = run(client, data, viable.draw)
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    path = write_result("gpu_fit", content, *([directory] if directory else []))
-    print(path.read_text())
+    save("gpu_fit", content, Path(sys.argv[1]) if sys.argv[1:] else None)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,26 @@ whole call of ``engine.evaluate``, from arrays to losses, lowering and copies in
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import (
+    CLOCK,
+    MEMORY,
+    MODES,
+    SPECIAL_PER_CLOCK,
+    median_seconds,
+    outputs_of,
+    save,
+    special_functions,
+    uniform_data,
+)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.repository.results import write_result
-from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cuda.engine import CudaEngine
 from warpfit_server.engine.cuda.interpreter.chunks import (
     InterpreterChunk,
@@ -38,17 +43,7 @@ from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import upload
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
-from warpfit_server.engine.interface import Outputs, run_to_end
-
-MODES = {
-    "float32 fast": (np.float32, Precision.FAST),
-    "float32 precise": (np.float32, Precision.PRECISE),
-    "float64": (np.float64, Precision.PRECISE),
-}
-#: Results a clock of a multiprocessor's special-function unit, and its clock on an H200 in GHz.
-SPECIAL_PER_CLOCK, CLOCK = 16, 1.98
-#: Special functions of each operator in fast mode.
-SPECIAL = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
+from warpfit_server.engine.interface import run_to_end
 
 
 @dataclass(frozen=True)
@@ -84,13 +79,12 @@ def main() -> None:
         },
         "results": rows,
     }
-    print(write_result("gpu_interpreter", content))
+    save("gpu_interpreter", content)
 
 
 def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     dtype, precision = MODES[mode]
-    rng = np.random.default_rng(0)
-    dataset = Dataset.of(rng.uniform(0.5, 2, (rows, 10)), rng.normal(size=rows), dtype=dtype)
+    dataset = uniform_data(rows, dtype)
     evaluation = Evaluation(
         dataset.content_id, setup.batch, precision=precision, loss=Loss.MSE, values=False
     )
@@ -115,7 +109,10 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
         kernel_seconds = device_time(context, kernel, setup.repeats)
         whole_seconds = device_time(context, whole, setup.repeats)
     setup.engine.load(dataset)
-    host = host_time(setup, evaluation)
+    outputs = outputs_of(evaluation)
+    host = median_seconds(
+        lambda: run_to_end(setup.engine.evaluate(evaluation, outputs)), max(setup.repeats, 5)
+    )
     setup.engine.unload(dataset.content_id)
     tokens = len(setup.batch.codes) * rows
     return {
@@ -147,26 +144,12 @@ def device_time(context: StreamContext, work: Callable[[], None], repeats: int) 
     return float(np.median(times)) * 1e-9
 
 
-def host_time(setup: Setup, evaluation: Evaluation) -> float:
-    outputs = Outputs(None, np.empty((len(setup.batch), 1)), np.zeros(1, np.uint8), lambda _: None)
-    times = []
-    for _ in range(max(setup.repeats, 5)):
-        start = time.perf_counter()
-        run_to_end(setup.engine.evaluate(evaluation, outputs))
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
-
-
 def bound(setup: Setup, rows: int, itemsize: int, seconds: float) -> dict[str, Any]:
     """The least time that special functions and device memory allow, for fast mode's functions."""
-    from warpfit.ops import OPERATORS
-
-    counts = np.bincount(setup.batch.codes, minlength=256)
-    special = sum(n * int(counts[OPERATORS[name].code]) for name, n in SPECIAL.items())
-    multiprocessors = setup.engine.multiprocessors
-    special_seconds = special * rows / (SPECIAL_PER_CLOCK * multiprocessors * CLOCK * 1e9)
+    special = special_functions(setup.batch)
+    special_seconds = special * rows / (SPECIAL_PER_CLOCK * setup.engine.multiprocessors * CLOCK)
     traffic = 11 * rows * itemsize
-    memory_seconds = traffic / 4.2e12
+    memory_seconds = traffic / MEMORY
     least = max(special_seconds, memory_seconds)
     return {
         "special_functions": special * rows,

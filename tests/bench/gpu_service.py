@@ -12,23 +12,18 @@ import argparse
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import SEED, ServerProcess, percentiles, save, start_up_seconds
 
 import warpfit
-from support.repository.results import write_result
-from support.servers.server import ServerProcess
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 
-SEED = 20261121
 ROWS = 100_000
 VARIABLES = 10
 PROGRAMS = 300
@@ -59,11 +54,6 @@ class Pool:
         return programs, parameters, int(self.lengths[chosen].sum())
 
 
-def percentiles(nanoseconds: list[int]) -> dict[str, float]:
-    ordered = np.array(nanoseconds) / 1e6
-    return {f"p{q}_ms": round(float(np.percentile(ordered, q)), 3) for q in (50, 90, 99)}
-
-
 def fresh(
     client: warpfit.Client, data: Any, pool: Pool, calls: int, count: int = PROGRAMS, **options: Any
 ) -> dict[str, Any]:
@@ -74,9 +64,9 @@ def fresh(
         # Large batches are flat arrays from the beginning, as a vectorised search has them.
         is_large = count > PROGRAMS
         given = (Batch.of(programs, parameters),) if is_large else (programs, parameters)
-        started = time.perf_counter_ns()
+        started = time.perf_counter()
         answers.append(client.run(data, *given, loss="mse", precision="fast", **options))
-        walls.append(time.perf_counter_ns() - started)
+        walls.append(time.perf_counter() - started)
     skipped = max(1, calls // 15)
     return {"calls": calls, **percentiles(walls[skipped:]), **server_side(answers[skipped:])}
 
@@ -88,10 +78,10 @@ def repeated(client: warpfit.Client, data: Any, tier: str, calls: int = 500) -> 
     walls, answers = [], []
     for turn in range(calls + 1):
         moved = [vector * rng.uniform(0.9, 1.1, size=vector.shape) for vector in parameters]
-        started = time.perf_counter_ns()
+        started = time.perf_counter()
         answers.append(client.run(data, programs, moved, loss="mse", precision="fast", tier=tier))
         if turn:  # the first call compiles
-            walls.append(time.perf_counter_ns() - started)
+            walls.append(time.perf_counter() - started)
     skipped = max(1, calls // 15)
     return {**percentiles(walls[skipped:]), **server_side(answers[skipped:])}
 
@@ -115,9 +105,9 @@ def worker(address: str, number: int, seconds: float, barrier: Barrier, results:
         done, walls = 0, []
         while time.perf_counter() - started < seconds:
             programs, parameters, tokens = pool.draw()
-            before = time.perf_counter_ns()
+            before = time.perf_counter()
             client.evaluate(data, programs, parameters, loss="mse", precision="fast")
-            walls.append(time.perf_counter_ns() - before)
+            walls.append(time.perf_counter() - before)
             done += tokens
         results.put((done, walls, time.perf_counter() - started))
 
@@ -141,16 +131,6 @@ def sustained(address: str, count: int, seconds: float) -> dict[str, Any]:
         "token_rows_per_second": sum(ROWS * done / taken for done, _, taken in rows),
         **percentiles([wall for _, walls, _ in rows for wall in walls]),
     }
-
-
-def start_up(engine: str) -> float:
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        server = ServerProcess(engine=engine)
-        times.append(time.perf_counter() - started)
-        server.stop()
-    return statistics.median(times)
 
 
 def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
@@ -198,9 +178,8 @@ def main() -> None:
                 if count <= 4 * (os.cpu_count() or 1)
             ],
         }
-    content["start_up_seconds"] = start_up(options.engine)
-    path = write_result("gpu_service", content, *([options.directory] if options.directory else []))
-    print(path.read_text())
+    content["start_up_seconds"] = start_up_seconds(options.engine)
+    save("gpu_service", content, options.directory)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import SEED, ServerProcess, percentiles, save
 
 import warpfit
 from support.load.callers import (
@@ -40,16 +39,13 @@ from support.load.callers import (
     closed_loop,
     on_cores,
 )
-from support.repository.results import write_result
 from support.servers.secret_files import write_secret
-from support.servers.server import ServerProcess
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.fit_arguments import build_fit
 from warpfit.expressions.workload import thesis_mix
 from warpfit.transport.security import new_token
 
-SEED = 20261121
 VARIABLES = 10
 #: Calls a second that each tenant may make beside another: all share a few cores.
 RATE = 200
@@ -160,10 +156,7 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
         return {"calls": 0}
     return {
         "calls": len(seconds),
-        **{
-            f"p{quantile}_ms": round(1e3 * float(np.percentile(seconds, quantile)), 2)
-            for quantile in (50, 90, 99)
-        },
+        **percentiles(seconds, 2),
         "max_ms": round(1e3 * max(seconds), 2),
     }
 
@@ -404,7 +397,7 @@ def main() -> None:
         "ten_times_overload": too_much,
     }
     usual = "guard" if options.engine == "cpu" else f"guard_{options.engine}"
-    print(write_result(options.name or usual, content).read_text())
+    save(options.name or usual, content)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ import argparse
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import save
 
 from support.repository.install import required_packages
-from support.repository.results import write_result
 
 STATEMENTS = {
     "numpy": "import numpy",
@@ -62,8 +60,7 @@ def main() -> None:
         },
         "client_installs": sorted(required_packages("warpfit")),
     }
-    print(content)
-    print(write_result("import_time", content))
+    save("import_time", content)
 
 
 if __name__ == "__main__":

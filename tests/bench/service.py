@@ -10,47 +10,18 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import SEED, ServerProcess, median_seconds, save, start_up_seconds
 
 import warpfit
-from support.repository.results import write_result
 from support.servers.bare import NO_LIMIT, bare_server, serve
-from support.servers.server import ServerProcess
 from warpfit import codec
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit.v1 import evaluator_pb2 as pb
-
-SEED = 20261121
-ROUNDS = 5
-
-
-def median_seconds(action: Callable[[], object], rounds: int = ROUNDS) -> float:
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def start_up() -> float:
-    """Seconds from the command to the start-up line, with a filled compile cache."""
-
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        server = ServerProcess()
-        times.append(time.perf_counter() - started)
-        server.stop()
-    return statistics.median(times)
 
 
 def overhead(client: warpfit.Client, rounds: int = 200) -> dict[str, float]:
@@ -97,7 +68,7 @@ def transfers(client: warpfit.Client) -> dict[str, float]:
     matrix = rng.normal(size=(1_000_000, 100)).astype(np.float32)
     answer_bytes, upload_bytes = 300 * 100_000 * 4, matrix.nbytes
     engine = client.run(small, expressions).timings.compute / 1e9
-    answer = median_seconds(lambda: client.evaluate(small, expressions))
+    answer = median_seconds(lambda: client.evaluate(small, expressions), 5)
     uploads = []
     for turn in range(3):
         matrix[0, 0] = turn  # fresh content
@@ -170,9 +141,8 @@ def main() -> None:
             "evaluate_300_fresh_1000_rows_loss": overhead(client),
             "transfers": transfers(client),
         }
-    content["start_up_seconds"] = start_up()
-    path = write_result("service", content)
-    print(path.read_text())
+    content["start_up_seconds"] = start_up_seconds()
+    save("service", content)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import save
 
 from support.load.soak import soak
-from support.repository.results import write_result
 
 LEAK = 32 << 10
 
@@ -35,7 +33,7 @@ def main() -> int:
     control = soak(60 * options.control_minutes, leak=LEAK, **size)
     result = soak(60 * options.minutes, **size)
     content = {"minutes": options.minutes, **size, "soak": result, "control_with_a_leak": control}
-    print(write_result("soak", content).read_text())
+    save("soak", content)
     return 0 if result["passed"] and not control["passed"] else 1
 
 

@@ -14,12 +14,9 @@ import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import warpfit  # before gRPC, whose poller it chooses
 
@@ -27,31 +24,19 @@ import warpfit  # before gRPC, whose poller it chooses
 import grpc
 import numpy as np
 import psutil
+from harness import SEED, ServerProcess, save, seconds_of
 
 from support.load.faults import injected
-from support.repository.results import write_result
 from support.servers.bare import NO_LIMIT, bare_server, serve
-from support.servers.server import ServerProcess
 from warpfit.calls.progress import silent
 from warpfit.calls.retries import Deadline
 from warpfit.dataset import Dataset
 
-SEED = 20261121
 ROUNDS = 9
 ROWS, PROGRAMS = 100_000, 300
 UPLOAD_ROWS, UPLOAD_VARIABLES = 1_000_000, 100
 #: Size of the messages of a stream, as the client's and the server's.
 PIECE = 1 << 20
-
-
-def seconds_of(action: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-    """Wall time of each round."""
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return times
 
 
 def rates(size: int, seconds: list[float]) -> dict[str, float]:
@@ -69,7 +54,7 @@ def memory_bounds(size: int) -> dict[str, Any]:
     target = np.zeros(size, np.uint8)
     view = np.frombuffer(source, np.uint8)
     return {
-        "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view))),
+        "memory_copy": rates(size, seconds_of(lambda: np.copyto(target, view), ROUNDS)),
         "sha256": rates(size, seconds_of(lambda: hashlib.sha256(source).digest(), 3)),
     }
 
@@ -96,7 +81,7 @@ def stream_bounds(answer: int, upload: int) -> dict[str, Any]:
 
         take()
         return {
-            "bare_stream_answer": rates(answer, seconds_of(take)),
+            "bare_stream_answer": rates(answer, seconds_of(take, ROUNDS)),
             "bare_stream_upload": rates(upload, seconds_of(lambda: send(iter(messages)), 5)),
         }
 
@@ -122,8 +107,8 @@ def serve_bare(answer: int) -> None:
 
 
 @contextmanager
-def client_and_door(**environment: str) -> Iterator[tuple[warpfit.Client, psutil.Process]]:
-    """A client of a server with one door, and the door's process."""
+def client_and_front_end(**environment: str) -> Iterator[tuple[warpfit.Client, psutil.Process]]:
+    """A client of a server with one front end, and its process."""
     with (
         ServerProcess("--front-doors", "1", **environment) as server,
         warpfit.connect(server.address) as client,
@@ -131,12 +116,12 @@ def client_and_door(**environment: str) -> Iterator[tuple[warpfit.Client, psutil
         yield client, server.family()["front door"]
 
 
-def answers(client: warpfit.Client, door: psutil.Process, *, idle: bool) -> dict[str, Any]:
+def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) -> dict[str, Any]:
     """A value matrix, again and again.
 
     Args:
         client: that asks for it.
-        door: the server's front door.
+        front_end: the server's front-end process.
         idle: whether the engine computes nothing, so that moving is all that there is to do.
 
     """
@@ -150,10 +135,10 @@ def answers(client: warpfit.Client, door: psutil.Process, *, idle: bool) -> dict
     del first
     seconds, work, engine = [], [], []
     for _ in range(ROUNDS):
-        cpu, started = cpu_seconds(door), time.perf_counter()
+        cpu, started = cpu_seconds(front_end), time.perf_counter()
         answer = client.run(data, expressions)
         seconds.append(time.perf_counter() - started)
-        work.append(cpu_seconds(door) - cpu)
+        work.append(cpu_seconds(front_end) - cpu)
         engine.append(answer.timings.compute / 1e9)
         del answer
     size = expected.nbytes
@@ -164,7 +149,7 @@ def answers(client: warpfit.Client, door: psutil.Process, *, idle: bool) -> dict
     }
 
 
-def uploads(client: warpfit.Client, door: psutil.Process) -> dict[str, Any]:
+def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]:
     """Fresh content each time: making it ready (transposed, hashed), and sending."""
     X = np.random.default_rng(SEED).normal(size=(UPLOAD_ROWS, UPLOAD_VARIABLES)).astype(np.float32)
     ready, seconds, work = [], [], []
@@ -173,10 +158,10 @@ def uploads(client: warpfit.Client, door: psutil.Process) -> dict[str, Any]:
         started = time.perf_counter()
         dataset = Dataset.of(X)
         ready.append(time.perf_counter() - started)
-        cpu, started = cpu_seconds(door), time.perf_counter()
+        cpu, started = cpu_seconds(front_end), time.perf_counter()
         client._drive(client._operations._send(dataset, Deadline(None), silent))
         seconds.append(time.perf_counter() - started)
-        work.append(cpu_seconds(door) - cpu)
+        work.append(cpu_seconds(front_end) - cpu)
         client.release(warpfit.calls.dataset_handle.DatasetHandle(dataset))
     size = X.nbytes
     found = {"bytes": size, "ready": rates(size, ready), **described(size, seconds, work)}
@@ -186,28 +171,28 @@ def uploads(client: warpfit.Client, door: psutil.Process) -> dict[str, Any]:
 
 
 def described(size: int, seconds: list[float], work: list[float]) -> dict[str, float]:
-    """Rates, and processor time of client and front door for each GB."""
+    """Rates, and processor time of client and front end for each GB."""
     return {**rates(size, seconds), "cpu_seconds_a_gb": statistics.median(work) / size * 1e9}
 
 
-def cpu_seconds(door: psutil.Process) -> float:
-    """Processor time of this process and the server's front door."""
-    times = door.cpu_times()
+def cpu_seconds(front_end: psutil.Process) -> float:
+    """Processor time of this process and the server's front end."""
+    times = front_end.cpu_times()
     return time.process_time() + times.user + times.system
 
 
 def main() -> None:
     bounds = memory_bounds(ROWS * PROGRAMS * 4)
     bounds |= stream_bounds(ROWS * PROGRAMS * 4, UPLOAD_ROWS * UPLOAD_VARIABLES * 4)
-    with client_and_door(**injected("idle=1")) as (client, door):
-        moved = answers(client, door, idle=True)
-    with client_and_door() as (client, door):
+    with client_and_front_end(**injected("idle=1")) as (client, front_end):
+        moved = answers(client, front_end, idle=True)
+    with client_and_front_end() as (client, front_end):
         found = {
             "answer": moved,
-            "answer_with_cpu_engine": answers(client, door, idle=False),
-            "upload": uploads(client, door),
+            "answer_with_cpu_engine": answers(client, front_end, idle=False),
+            "upload": uploads(client, front_end),
         }
-    print(write_result("transport", {"seed": SEED, "bounds": bounds, **found}).read_text())
+    save("transport", {"seed": SEED, "bounds": bounds, **found})
 
 
 if __name__ == "__main__":

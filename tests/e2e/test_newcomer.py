@@ -1,7 +1,6 @@
 """What a newcomer pastes works where nothing is installed: install, start, evaluate.
 
 These are the snippets that install; ``test_readmes.py`` runs all others in the tests' environment.
-``tests/bench/newcomer.py`` measures how long they take.
 """
 
 from __future__ import annotations

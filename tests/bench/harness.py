@@ -1,0 +1,118 @@
+"""What the benchmark programs share: timing in turns, evaluations of an engine, and result files.
+
+Importing it makes ``support`` importable, so that each program runs as ``python tests/bench/X.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.repository.results import RESULTS, write_result
+from support.servers.server import ServerProcess
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch
+from warpfit.ops import OPERATORS
+from warpfit.request import Evaluation, Precision
+from warpfit_server.engine.interface import Outputs
+
+__all__ = ["RESULTS", "ServerProcess", "write_result"]
+
+#: Seed of programs and data, where a program has no flag for it.
+SEED = 20261121
+MODES = {
+    "float32 fast": (np.float32, Precision.FAST),
+    "float32 precise": (np.float32, Precision.PRECISE),
+    "float64": (np.float64, Precision.PRECISE),
+}
+#: Of an H200: special functions a clock of a multiprocessor, its clock, and bytes a second.
+SPECIAL_PER_CLOCK, CLOCK, MEMORY = 16, 1.98e9, 4.2e12
+#: Special functions of each operator in fast mode.
+_SPECIAL = {"div": 1, "pow": 2, "log": 1, "exp": 1, "sqrt": 1}
+
+
+def seconds_of(action: Callable[[], object], rounds: int, *, warm_up: int = 0) -> list[float]:
+    """Return the wall time of each round, without those that warm up."""
+    times = []
+    for _ in range(warm_up + rounds):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return times[warm_up:]
+
+
+def median_seconds(action: Callable[[], object], rounds: int, *, warm_up: int = 0) -> float:
+    """Return the median wall time of some rounds."""
+    return statistics.median(seconds_of(action, rounds, warm_up=warm_up))
+
+
+def medians_in_turn(
+    cases: Mapping[str, Callable[[], object]], *, rounds: int = 5, seconds: float = 0.0
+) -> dict[str, float]:
+    """Return the median wall time of each case, repetitions interleaved.
+
+    Other load on the machine so meets all of them alike. Each case warms up once, and runs for at
+    least ``rounds`` times and, with the others, for ``seconds``.
+    """
+    for run in cases.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or min(map(len, times.values())) < rounds:
+        for name, run in cases.items():
+            times[name] += seconds_of(run, 1)
+    return {name: statistics.median(series) for name, series in times.items()}
+
+
+def percentiles(seconds: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """Return median, 90th and 99th percentile in milliseconds."""
+    quantiles = (50, 90, 99)
+    found = np.percentile(np.array(seconds) * 1e3, quantiles).tolist()
+    return {f"p{q}_ms": round(ms, digits) for q, ms in zip(quantiles, found, strict=True)}
+
+
+def start_up_seconds(engine: str = "cpu") -> float:
+    """Return the median time from the command to the start-up line, with a filled compile cache."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        server = ServerProcess(engine=engine)
+        times.append(time.perf_counter() - started)
+        server.stop()
+    return statistics.median(times)
+
+
+def uniform_data(rows: int, dtype: Any, seed: int = 0) -> Dataset:
+    """Draw ten variables from [0.5, 2) and a normal target."""
+    rng = np.random.default_rng(seed)
+    return Dataset.of(rng.uniform(0.5, 2, (rows, 10)), rng.normal(size=rows), dtype=dtype)
+
+
+def outputs_of(evaluation: Evaluation, values: Any = None) -> Outputs:
+    """Make the outputs of an evaluation with losses, or of one into an array of values."""
+    return Outputs(
+        values,
+        np.empty((len(evaluation.batch), 1)) if evaluation.loss is not None else None,
+        np.zeros(1, np.uint8),
+        lambda _: None,
+        gradients=np.empty(len(evaluation.batch.parameters)) if evaluation.gradient else None,
+    )
+
+
+def special_functions(batch: Batch) -> int:
+    """Count the special functions of a batch in fast mode, for one row."""
+    counts = np.bincount(batch.codes, minlength=256)
+    return sum(n * int(counts[OPERATORS[name].code]) for name, n in _SPECIAL.items())
+
+
+def save(name: str, content: dict[str, Any], directory: Path | None = None) -> None:
+    """Write the result into ``directory``, by default among the results, and print it."""
+    print(write_result(name, content, directory or RESULTS).read_text())
