@@ -15,10 +15,10 @@ import pytest
 import warpfit
 from support.servers.health import check
 from support.servers.http2 import RawConnection, part_of_message
+from support.servers.long_calls import LONG, WIDE, long_request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, bearer
 from support.servers.server import ServerProcess
 from warpfit import codec
-from warpfit.calls.arguments import build_evaluation
 from warpfit.dataset import Dataset
 from warpfit.transport.security import new_token
 
@@ -35,7 +35,7 @@ def server(tmp_path_factory):
     path.chmod(0o600)
     flags = ("--token-file", str(path), "--threads", "1", "--front-doors", "2")
     flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
-    flags += ("--max-queue-seconds", "1", "--message-seconds", "4")
+    flags += ("--max-queue-seconds", "1", "--message-seconds", "1.5")
     with ServerProcess(*flags) as process:
         yield SimpleNamespace(
             process=process,
@@ -72,7 +72,7 @@ def works(client):
 def test_calls_without_a_message(server, modest, greedy, method):
     connections = [greedy() for _ in range(8)]
     streams = [(c, c.begin(SERVICE + method)) for c in connections for _ in range(40)]
-    time.sleep(0.5)
+    time.sleep(0.3)
     works(modest)
     for connection, stream in streams:
         assert connection.has_ended(stream, timeout=15), "refused, or ended after its time"
@@ -115,7 +115,7 @@ def test_unfinished_messages_are_accounted(server, modest, greedy):
     threads = [threading.Thread(target=send, args=(greedy(),)) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(1)
+    time.sleep(0.5)
     works(modest)
     for thread in threads:
         thread.join()
@@ -132,13 +132,13 @@ def test_what_a_header_announces_evicts_nothing(server, modest):
     def announcing():
         yield header if isinstance(header, bytes) else header.SerializeToString()
         begun.set()
-        time.sleep(3)
+        time.sleep(1)
 
     with grpc.insecure_channel(server.address) as channel:
         method = channel.stream_unary(SERVICE + "UploadVariables")
         call = method.future(announcing(), timeout=20, metadata=bearer(server.tokens["greedy"]))
         assert begun.wait(10)
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert not call.done(), "it is under way"
         caller = Caller(channel, bearer(server.tokens["modest"]))
         caller.call("GetVariables", kept.dataset)
@@ -147,25 +147,28 @@ def test_what_a_header_announces_evicts_nothing(server, modest):
 
 
 def test_a_call_of_many_hours_keeps_no_other_tenant_out(server, modest):
-    rows = np.random.default_rng(5).normal(size=(100_000, 1)).astype(np.float32)
-    programs = ["+".join(f"sin(x1*{k}.5)" for k in range(1, 300))] * 300
     token = server.tokens["greedy"]
     with (
-        warpfit.connect(server.address, token=token) as client,
+        warpfit.connect(server.address, token=token, retry=NO_RETRY) as impatient,
+        warpfit.connect(server.address, token=token) as patient,
         grpc.insecure_channel(server.address, OWN_CONNECTION) as channel,
     ):
-        data = client.upload(rows, rows[:, 0])
-        evaluation, _ = build_evaluation(data, programs, None, None, {"loss": "mse"})
-        request = codec.evaluation_to_message(evaluation).SerializeToString()
-        calls = [
-            channel.unary_stream(SERVICE + "Evaluate")(request, metadata=bearer(token))
-            for _ in range(3)
-        ]
-        time.sleep(1)
-        works(modest)
-        assert sum(not call.done() for call in calls) == 2, "one has half of its tenant's queue"
+        data = patient.upload(WIDE, WIDE[:, 0])
+        message = long_request(data)
+        # However long they are, each has half of its tenant's queue.
+        calls = [start(channel, message, metadata=bearer(token)) for _ in range(2)]
+        time.sleep(0.5)
+        for _ in range(3):
+            works(modest)
+        with pytest.raises(warpfit.ResourceExhaustedError) as caught:
+            impatient.evaluate(data, [LONG] * 100, loss="mse")
+        assert caught.value.reason == "QUEUE_FULL"
+        assert caught.value.retry_after > 0
+        assert "--max-queue-seconds" in caught.value.remedy
+        assert not any(call.done() for call in calls), "they are at work"
         for call in calls:
-            call.cancel()
+            threading.Timer(0.5, call.cancel).start()
+        assert patient.evaluate(data, [LONG], loss="mse").shape == (1,)
 
 
 def test_health_checks_that_say_nothing(server, modest):
@@ -192,11 +195,11 @@ def test_calls_that_are_taken_back_at_once(server, modest):
                     except OSError:
                         break
 
-    threads = [threading.Thread(target=reset) for _ in range(6)]
+    threads = [threading.Thread(target=reset) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:
-        for _ in range(5):
+        for _ in range(2):
             works(modest)
     finally:
         stop.set()

@@ -37,6 +37,14 @@ def own_server():
         yield process
 
 
+@pytest.fixture(scope="module")
+def lenient():
+    """A server of one front end that allows long losses."""
+    flags = ("--max-loss-tokens", "20000", "--threads", "1", "--health-port", "0")
+    with ServerProcess(*flags, "--front-doors", "1") as process:
+        yield process
+
+
 def test_a_long_loss_is_refused_and_nothing_else_is(own_server):
     with warpfit.connect(own_server.address, retry=NO_RETRY) as client:
         data = client.upload(X, X[:, 0])
@@ -51,16 +59,15 @@ def test_a_long_loss_is_refused_and_nothing_else_is(own_server):
             assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
 
 
-def test_a_server_that_allows_long_losses_computes_them():
-    flags = ("--max-loss-tokens", "20000", "--threads", "1", "--health-port", "0")
-    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
+def test_a_server_that_allows_long_losses_computes_them(lenient):
+    with warpfit.connect(lenient.address) as client:
         data = client.upload(X, X[:, 0])
         got = client.evaluate(data, ["x1 + 1"], loss=long_loss(15_001))
         np.testing.assert_allclose(got, [7501 * (X[:, 0] + 1).mean()], rtol=1e-5)
         fit = client.optimize(data, ["x1*p1"], [[0.5]], loss=long_loss(9_001), max_iterations=1)
         assert np.isfinite(fit.loss).all()
         assert client.evaluate(data, ["x1"], loss="mse")[0] == 0.0
-        assert health.check(server.facts["health"], "readiness") == "SERVING"
+        assert health.check(lenient.facts["health"], "readiness") == "SERVING"
 
 
 @pytest.mark.parametrize("count", [8_000, 20_000])
@@ -113,14 +120,13 @@ def test_a_connection_lost_to_a_live_engine_comes_back(own_server):
     health.wait_for(own_server.facts["health"], "SERVING")
 
 
-def test_a_new_engine_gets_any_number_of_data_sets():
+def test_a_new_engine_gets_any_number_of_data_sets(lenient):
     """The kernel passes no more than 253 descriptors with a message."""
-    flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
-    with ServerProcess(*flags) as server, warpfit.connect(server.address) as client:
+    with warpfit.connect(lenient.address) as client:
         sets = [client.upload(np.full((1, 1), float(n)), np.ones(1)) for n in range(300)]
-        server.kill_engine()
+        lenient.kill_engine()
         assert client.evaluate(sets[3], ["x1"], loss="mse", timeout=20)[0] == 4.0
-        health.wait_for(server.facts["health"], "SERVING")
+        health.wait_for(lenient.facts["health"], "SERVING")
 
 
 @contextmanager
@@ -136,17 +142,13 @@ def full(pid):
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_that_can_open_no_more_files_says_so_and_recovers():
-    flags = ("--threads", "1", "--front-doors", "1", "--health-port", "0")
+def test_a_process_that_can_open_no_more_files_says_so_and_recovers(lenient):
     wide = np.random.default_rng(1).normal(size=(100_000, 2))
-    with (
-        ServerProcess(*flags) as server,
-        warpfit.connect(server.address, retry=NO_RETRY) as client,
-    ):
+    with warpfit.connect(lenient.address, retry=NO_RETRY) as client:
         data = client.upload(wide, wide[:, 0])
         client.evaluate(data, ["x1"], loss="mse")
-        engine = server.engine().pid
-        for pid, count in ((server.process.pid, 40), (engine, 100)):
+        engine = lenient.engine().pid
+        for pid, count in ((lenient.process.pid, 40), (engine, 100)):
             with full(pid):
                 with pytest.raises(warpfit.ResourceExhaustedError) as caught:
                     client.upload(wide + pid, wide[:, 0])
@@ -157,26 +159,24 @@ def test_a_process_that_can_open_no_more_files_says_so_and_recovers():
             np.testing.assert_array_equal(
                 client.evaluate(data, ["x1"] * count)[:, 7], wide[:, 0].astype(np.float32)
             )
-        assert server.engine().pid == engine
-        health.wait_for(server.facts["health"], "SERVING")
+        assert lenient.engine().pid == engine
+        health.wait_for(lenient.facts["health"], "SERVING")
 
 
-def test_an_error_that_quotes_much_is_cut():
-    flags = ("--max-loss-tokens", "100000", "--threads", "1", "--front-doors", "1")
-    with ServerProcess(*flags) as server:
-        with warpfit.connect(server.address) as client:
-            data = client.upload(X, X[:, 0])
-            request = evaluate_request(data.content_id)
-        tokens = 20_001
-        request.ClearField("loss")
-        request.loss_function.codes = bytes([1] + [1, 16] * (tokens // 2))
-        values = np.zeros(tokens)
-        values[-2] = 5  # no such variable
-        request.loss_function.values = values.astype("<f8").tobytes()
-        with codec_channel(server.address) as channel, pytest.raises(Exception) as caught:
-            list(channel.unary_stream(SERVICE + "Evaluate")(request.SerializeToString()))
-        error = codec.error_from_status(
-            caught.value.code().name, caught.value.details(), caught.value.trailing_metadata()
-        )
-        assert (error.status, error.reason) == ("INVALID_ARGUMENT", "BAD_LOSS")
-        assert error.message.endswith("...")
+def test_an_error_that_quotes_much_is_cut(lenient):
+    with warpfit.connect(lenient.address) as client:
+        data = client.upload(X, X[:, 0])
+        request = evaluate_request(data.content_id)
+    tokens = 19_001
+    request.ClearField("loss")
+    request.loss_function.codes = bytes([1] + [1, 16] * (tokens // 2))
+    values = np.zeros(tokens)
+    values[-2] = 5  # no such variable
+    request.loss_function.values = values.astype("<f8").tobytes()
+    with codec_channel(lenient.address) as channel, pytest.raises(Exception) as caught:
+        list(channel.unary_stream(SERVICE + "Evaluate")(request.SerializeToString()))
+    error = codec.error_from_status(
+        caught.value.code().name, caught.value.details(), caught.value.trailing_metadata()
+    )
+    assert (error.status, error.reason) == ("INVALID_ARGUMENT", "BAD_LOSS")
+    assert error.message.endswith("...")

@@ -211,7 +211,7 @@ def test_programs_that_come_again_are_cut_for_what_is_asked(evaluate):
     """With as many parameter vectors, over as many rows and in blocks as wide as this time."""
     programs, _ = thesis_mix(12, 20)
     rng = np.random.default_rng(1)
-    for number in range(24):
+    for number in range(12):
         vectors, dtype = 1 + number % 3, ("float32", "float64")[number // 3 % 2]
         data = make_dataset((30_000, 700)[number // 6 % 2], dtype)
         parameters = [rng.uniform(0.5, 2, size=(vectors, p.parameters)) for p in programs]

@@ -475,11 +475,6 @@ def loading(monkeypatch, tmp_path):
     compiled._LOADED.clear()
 
 
-def test_steering_code_is_compiled_by_another_process(loading):
-    """Here it would keep all other calls from Python's lock for seconds."""
-    assert loading(Method.BFGS) == (Method.BFGS, ["bfgs.advance"])
-
-
 def test_steering_code_is_compiled_here_if_no_other_process_can(loading, monkeypatch, caplog):
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert loading(Method.LM) == (Method.LM, [])
