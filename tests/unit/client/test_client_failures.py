@@ -21,6 +21,7 @@ from warpfit.transport.settings import RetryPolicy, TransportConfig
     [
         ({"loss": "mape"}, "BAD_ENUM"),
         ({"loss": "mse"}, "TARGET_MISSING"),
+        ({"correlation": True}, "TARGET_MISSING"),
         ({"precision": "sloppy"}, "BAD_ENUM"),
         ({"tier": "gpu"}, "BAD_ENUM"),
         ({"rows": slice(0, 10, 2)}, "BAD_ROWS"),

@@ -170,12 +170,6 @@ def test_outputs_that_exclude_each_other(client, data, options, reason):
     assert caught.value.reason == reason
 
 
-def test_correlation_needs_a_target(client):
-    with pytest.raises(warpfit.InvalidArgumentError) as caught:
-        client.evaluate(client.upload(X), "x1", correlation=True)
-    assert caught.value.reason == "TARGET_MISSING"
-
-
 @pytest.mark.parametrize(
     ("dtype", "options", "expected"),
     [
@@ -200,26 +194,6 @@ def test_accuracy_chooses_the_defaults(dtype, options, expected):
 def test_an_unknown_accuracy_is_an_error(client, data):
     with pytest.raises(InvalidArgumentError, match="accuracy"):
         client.optimize(data, TEXTS, STARTS, accuracy="best")
-
-
-def test_a_final_fit_has_more_digits_than_one_for_screening(client):
-    x = np.linspace(0.1, 3.0, 40)[:, None]
-    data = client.upload(x, 2.0 * np.exp(-1.3 * x[:, 0]) + np.sin(9 * x[:, 0]), dtype="float64")
-    exact, final, quick = (
-        client.optimize(data, "p1*exp(-p2*x1)", [9.0, 0.1], **options).parameters[0]
-        for options in (
-            {
-                "max_iterations": 3000,
-                "gradient_tolerance": 0,
-                "step_tolerance": 0,
-                "loss_tolerance": 0,
-            },
-            {"accuracy": "final"},
-            {"accuracy": "screening", "loss_tolerance": 1e-4},
-        )
-    )
-    assert np.abs(final - exact).max() < 1e-10 * np.abs(exact).max()
-    assert np.abs(quick - exact).max() > np.abs(final - exact).max()
 
 
 def test_errors_name_parameters_from_p1(client, data):

@@ -95,14 +95,13 @@ def test_an_unknown_code_is_found_at_every_height_of_the_stack():
         assert not compiled(Batch(codes, np.zeros(height + 1), *numbers)), height
 
 
+def one_token(code, value):
+    lengths, counts = np.ones(1, np.uint32), np.zeros(1, np.uint32)
+    return Batch(np.array([code], np.uint8), np.array([value]), lengths, counts, np.empty(0))
+
+
 def test_a_negative_zero_is_an_index():
-    batch = Batch(
-        np.array([VARIABLE], np.uint8),
-        np.array([-0.0]),
-        np.ones(1, np.uint32),
-        np.zeros(1, np.uint32),
-        np.empty(0),
-    )
+    batch = one_token(VARIABLE, -0.0)
     assert not fast(batch)
     assert compiled(batch)
     batch.check(VARIABLES)
@@ -110,13 +109,7 @@ def test_a_negative_zero_is_an_index():
 
 @pytest.mark.parametrize("value", ODD)
 def test_constants_may_be_anything(value):
-    batch = Batch(
-        np.array([CONSTANT], np.uint8),
-        np.array([value]),
-        np.ones(1, np.uint32),
-        np.zeros(1, np.uint32),
-        np.empty(0),
-    )
+    batch = one_token(CONSTANT, value)
     assert fast(batch)
     assert compiled(batch)
 
