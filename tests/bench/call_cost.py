@@ -100,14 +100,14 @@ def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]
         request = codec.parse_message(pb.EvaluateRequest, messages[turn])
         check(codec.evaluation_from_message(request))
 
-    validate.is_sound(evaluations[0].batch, variables)  # compiles
+    validate.are_valid(evaluations[0].batch, variables)  # compiles
     return microseconds(
         {
             "parse": lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn]),
             "unpack": lambda turn: codec.evaluation_from_message(requests[turn]),
             "limits": lambda turn: check(evaluations[turn]),
             "door": door,
-            "tokens_compiled": lambda turn: validate.is_sound(evaluations[turn].batch, variables),
+            "tokens_compiled": lambda turn: validate.are_valid(evaluations[turn].batch, variables),
             "tokens_numpy": lambda turn: evaluations[turn].batch.check(variables),
         }
     )

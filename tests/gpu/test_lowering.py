@@ -14,7 +14,7 @@ from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering
-from warpfit_server.engine.validate import is_sound
+from warpfit_server.engine.validate import are_valid
 
 X = Program.variable(0)
 
@@ -86,7 +86,7 @@ def test_spoilt_tokens_are_found(device, seed):
     found = lower_on_device(device, spoilt, 10)
     starts = batch.starts
     expected = [
-        not is_sound(
+        not are_valid(
             Batch(
                 *(codes[start:stop], values[start:stop], batch.lengths[index : index + 1]),
                 parameter_counts=batch.parameter_counts[index : index + 1],

@@ -1,4 +1,7 @@
-"""Engines evaluate batches on resident data sets; they know nothing of gRPC or processes."""
+"""The engine process: loop, scheduler, fits, and the engines that evaluate batches.
+
+The engines (`cpu`, `cuda`) know nothing of sockets, messages, tenants or gRPC.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 def create_engine(
     name: str, *, threads: int | None = None, device: int = 0, cache_directory: Path | None = None
 ) -> Engine:
-    """Create an engine by name; ``auto`` takes CUDA when a device answers.
+    """Create an engine by name; ``auto`` takes CUDA if a device answers, else the CPU.
 
     Raises:
         WarpfitError: if the engine cannot run on this machine.

@@ -17,8 +17,8 @@ from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device
 
 Result = TypeVar("Result")
-#: Work of an engine, one step of a few milliseconds for each ``next``; it returns the result. It
-#: yields None when it can go on at once, or a future that it waits for meanwhile.
+#: Work of an engine: each ``next`` runs one step of a few milliseconds, and the result is returned
+#: at the end. It yields None if it can go on at once, or a future to wait for before the next step.
 Steps = Generator[Future[Any] | None, None, Result]
 
 
@@ -35,7 +35,7 @@ def run_to_end(steps: Steps[Result]) -> Result:
 
 
 def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
-    """Run steps; return the result and the nanoseconds that they took, without those in between."""
+    """Run steps; return the result and the nanoseconds inside of the steps, without pauses."""
     taken = 0
     try:
         while True:
@@ -55,30 +55,30 @@ class Outputs:
     """Preallocated arrays that an evaluation fills, in the memory order of the wire."""
 
     values: NDArray[Any] | None
-    """[programs, K, rows], C order, the data set's dtype; None if not wanted."""
+    """[programs, K, rows], C order, the data set's dtype; None if not requested."""
     losses: NDArray[np.float64] | None
-    """Sums of the row losses, [programs, K], C order; None if not wanted. The caller makes losses
-    of them (`finalize`)."""
+    """Sums of the row losses, [programs, K], C order; None if not requested. The caller turns them
+    into losses (`finalize`)."""
     cancelled: NDArray[np.uint8]
-    """[1]; another process sets it to 1 to stop the evaluation. Poll it between blocks."""
+    """[1]; another process sets it to 1 to cancel the evaluation; engines poll it."""
     ready: Callable[[int], None]
-    """Call with n when the values of programs 0 to n - 1 are final, so that they can be sent."""
+    """Engines call it with n when the values of programs 0 to n - 1 are final and can be sent."""
     gradients: NDArray[np.float64] | None = None
     """Derivatives of the sum of row losses by the parameters, laid out as `Batch.parameters`;
-    flat [K * sum(parameter_counts)]; None if not wanted."""
+    flat [K * sum(parameter_counts)]; None if not requested."""
     jacobian: NDArray[Any] | None = None
     """Derivatives of the values: row i is the derivative by number i of `Batch.parameters`,
-    [K * sum(parameter_counts), rows], the data set's dtype; None if not wanted."""
+    [K * sum(parameter_counts), rows], the data set's dtype; None if not requested."""
     variable_gradients: NDArray[np.float64] | None = None
     """Derivatives of the sum of row losses by a shift of each variable,
-    [programs, K, variables]; None if not wanted."""
+    [programs, K, variables]; None if not requested."""
     reductions: NDArray[np.float64] | None = None
     """Sum, mean, least, greatest and number of non-finite values, [programs, K, 5]; not weighted;
-    NaN in any row makes the first four NaN. None if not wanted."""
+    NaN in any row makes the first four NaN. None if not requested."""
     moments: NDArray[np.float64] | None = None
     """[programs, K, 7]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
-    w (y-my)^2 and w (f-mf)(y-my); what the best a + b f leaves of the sum of w (y-my)^2, added up
-    from residuals, so that it keeps its digits where it is small. None if not wanted."""
+    w (y-my)^2 and w (f-mf)(y-my); the sum of w (y - a - b f)^2 for the best a and b, added up from
+    residuals, so that it keeps its digits where it is small. None if not requested."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +91,11 @@ class Linearisation:
     """Derivatives of the sums, laid out as `Batch.parameters`; flat."""
     curvatures: NDArray[np.float64] | None
     """Sum over the rows of w (df/dp_i) (df/dp_j), accumulated in float64: for each program and
-    vector in turn its lower triangle, row by row, n (n + 1) / 2 numbers. None if not asked for."""
+    vector in turn its lower triangle, row by row, n (n + 1) / 2 numbers. None if not requested."""
 
 
-#: Names that `Engine.counters` may use. For each cache ("module": loaded kernels; "disk": machine
-#: code on disk) what it has seen since the engine started, and what is in it now.
+#: Names that `Engine.counters` may use: for each cache ("module": loaded kernels; "disk": machine
+#: code on disk) its events since the engine started, and its content now.
 CACHES: Final = ("module", "disk")
 CACHE_EVENTS: Final = ("hits", "misses", "evictions", "damaged")
 CACHE_SIZES: Final = ("bytes", "entries")
@@ -105,18 +105,18 @@ COUNTERS: Final = tuple(
 
 
 class EngineBrokenError(Exception):
-    """The engine's process can compute no more and must be replaced.
+    """The engine process can compute no more and must be replaced.
 
-    After an illegal memory access, for example, every call of a CUDA process fails.
+    After an illegal memory access, for example, every CUDA call of the process fails.
     """
 
 
 class Engine(Protocol):
-    """Evaluates batches on the data sets that it has been given.
+    """Evaluates batches on loaded data sets.
 
-    Several pieces of work may be under way; `steps_in_flight` of their steps gain from running at
-    the same time, each on a thread of its own, and one piece of work may go on in another thread
-    than it began in. ``load`` and ``unload`` may be called from one more thread.
+    Several evaluations may be under way. The caller runs up to `steps_in_flight` of their steps at
+    the same time, each on a thread of its own, and successive steps of an evaluation on different
+    threads. ``load`` and ``unload`` may be called from one more thread.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Engine(Protocol):
     steps_in_flight: int
     """Steps that gain from running at the same time."""
     step_size: int
-    """Token-rows of losses that take about as long as a step should."""
+    """Token-rows of losses that take as long as a step should, some milliseconds."""
 
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
@@ -141,24 +141,23 @@ class Engine(Protocol):
         """Forget a data set once the evaluations that use it have ended."""
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Tell whether an evaluation for losses may run in one step with others of its kind.
+        """Return whether an evaluation for losses gains from being merged with others.
 
-        An engine says no to a batch for which it has something that fits no other batch, such as
-        compiled kernels.
+        It does not if the engine has something for this very batch, such as compiled kernels.
         """
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``, step by step.
 
         The batch has passed `Batch.check_shapes`, the row range is inside the data set, and a loss
-        is asked for only when there is a target. An engine looks at the tokens itself, in compiled
-        code: in Python that would take a front end more time than all the rest.
+        is requested only if there is a target. The engine checks the tokens itself
+        (`warpfit_server.engine.validate`), which no front end does.
 
         Returns:
-            How long it took; ``queue`` is what it has waited in the engine.
+            How long the stages took; ``queue`` is the time that it has waited in the engine.
 
         Raises:
-            ProgramError: for the first bad token, see `warpfit_server.engine.validate`.
+            ProgramError: for the first bad token.
             CancelledError: if ``outputs.cancelled`` became 1; the outputs are then undefined.
             DatasetNotFoundError: if the data set is not loaded.
             ResourceExhaustedError: if memory is short.
@@ -174,17 +173,17 @@ class Engine(Protocol):
         curvature: bool,
         cancelled: NDArray[np.uint8],
     ) -> Steps[Linearisation]:
-        """Compute sums of a row loss, their gradients and, if asked for, curvatures in one pass.
+        """Compute sums of a row loss, their gradients and, if requested, curvatures in one pass.
 
-        The driver of fits calls it again and again with one vector for each program: the arrays of
-        tokens are the same objects until programs drop out, only the parameters are others.
+        The driver of fits calls it for every pass with one vector for each program: the arrays of
+        tokens are the same objects until programs drop out, only the parameters change.
 
         Args:
             evaluation: names a checked batch, data set, rows, precision and tier; its requested
                 outputs are ignored.
             row_loss: a program over prediction (0), target (1) and weight (2). If it does not
                 mention the weight, each row counts w times.
-            curvature: whether curvatures are wanted.
+            curvature: whether curvatures are requested.
             cancelled: as in `Outputs`.
 
         Raises:
@@ -193,7 +192,7 @@ class Engine(Protocol):
         """
 
     def counters(self) -> Mapping[str, float]:
-        """Return the engine's own figures for the metrics, by name; see `COUNTERS`."""
+        """Return figures for the metrics by name, see `COUNTERS`."""
 
     def close(self) -> None:
         """Stop threads and free memory."""

@@ -1,8 +1,8 @@
-"""What was made of the programs of a batch, for when they come again with other parameters.
+"""The lowering cache: what was made of the programs of batches that come again.
 
-With few rows, to lower programs takes longer than to run them. The driver of fits comes with the
-same arrays of programs at every pass; clients that search by themselves send the same programs
-again and again, each time in other memory.
+With few rows, lowering programs takes longer than running them. The driver of fits passes the same
+arrays of programs with other parameters; clients with a search of their own send the same programs
+again, each time in other memory.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from cachetools import LRUCache
 from warpfit.ir import Batch
 
 Made = TypeVar("Made")
-#: Tokens of all batches of which something is kept, some 30 MB with their derivatives ...
+#: Tokens of all cached batches, some 30 MB with their derivatives.
 _MOST_TOKENS: Final = 400_000
-#: ... of which each batch counts for these at least: small ones take memory, too.
+#: Tokens that a batch counts for at least, because small ones take memory, too.
 _LEAST_TOKENS: Final = 2_000
-#: Batches that are remembered, to keep something of those that come again.
+#: Batches that are remembered, to cache those that come again.
 _REMEMBERED: Final = 256
 
 
-class Recurring(Generic[Made]):
-    """Keeps what was made of batches, those used least recently go; safe to use from threads."""
+class LoweringCache(Generic[Made]):
+    """Keeps what was made of batches, most recently used ones longest; safe to use from threads."""
 
     def __init__(self) -> None:
         self._kept: LRUCache[Hashable, tuple[int, Made]] = LRUCache(_MOST_TOKENS, _size)
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
-        # Arrays may go, and `_forget` be called, whenever a thread that holds it allocates.
+        # Reentrant: allocating while a thread holds it may collect arrays, and so call `_forget`.
         self._lock = threading.RLock()
 
-    def of_arrays(
+    def by_arrays(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
     ) -> Made:
-        """Return what was made of the same arrays, or make it; kept as long as the arrays live.
+        """Return what was made of the same arrays, or make it; cached as long as the arrays live.
 
-        Of a batch that is larger than all that is kept otherwise it is kept, too, and alone: every
-        pass of a fit needs it, and the limit on the memory of fits has allowed for it.
+        A batch that exceeds the limit is cached, too, and alone: every pass of a fit needs it, and
+        the limit on the memory of fits allows for it.
 
         Args:
-            batch: whose arrays are its own; its parameters do not matter.
-            needs: what it depends on beside the programs.
+            batch: in memory of its own; its parameters do not matter.
+            needs: what the result depends on beside the programs.
             make: makes it.
 
         """
@@ -62,30 +62,36 @@ class Recurring(Generic[Made]):
                 weakref.finalize(array, self._forget, key).atexit = False
         return made
 
-    def of_programs(
+    def by_programs(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
     ) -> Made:
-        """Return what was made of the same programs, or make it; kept from the second time on.
+        """Return what was made of the same programs, or make it; cached from the second time on.
 
         Args:
-            batch: in memory that will be used again; its parameters do not matter.
-            needs: what it depends on beside the programs.
+            batch: in memory that will be reused; its parameters do not matter.
+            needs: what the result depends on beside the programs.
             make: makes it.
 
         """
-        key = (_text(batch), *needs)
+        key = (_content(batch), *needs)
         mark = hash(key)
         with self._lock:
             known, has_been_seen = self._kept.get(key), mark in self._seen
             self._seen[mark] = True
         if known is not None:
             return known[1]
-        return self._keep(key, batch.without_parameters(), make) if has_been_seen else make(batch)
+        if not has_been_seen:
+            return make(batch)
+        entry = len(batch.codes), make(batch.without_parameters())
+        if _size(entry) <= _MOST_TOKENS:
+            with self._lock:
+                self._kept[key] = entry
+        return entry[1]
 
-    def is_kept(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
-        """Tell whether something is kept that was made of the same programs."""
+    def has_programs(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
+        """Return whether something is cached that was made of the same programs."""
         with self._lock:
-            return (_text(batch), *needs) in self._kept
+            return (_content(batch), *needs) in self._kept
 
     def clear(self) -> None:
         """Forget everything."""
@@ -94,15 +100,8 @@ class Recurring(Generic[Made]):
             self._seen.clear()
 
     def __len__(self) -> int:
-        """Count what is kept."""
+        """Count the cached batches."""
         return len(self._kept)
-
-    def _keep(self, key: Hashable, batch: Batch, make: Callable[[Batch], Made]) -> Made:
-        entry = len(batch.codes), make(batch)
-        if _size(entry) <= _MOST_TOKENS:
-            with self._lock:
-                self._kept[key] = entry
-        return entry[1]
 
     def _forget(self, key: Hashable) -> None:
         with self._lock:
@@ -113,10 +112,10 @@ def _size(entry: tuple[int, object]) -> int:
     return max(_LEAST_TOKENS, entry[0])
 
 
-def _text(batch: Batch) -> tuple[int, bytes]:
-    """Tell programs apart, bit by bit: how many there are, and their arrays one after the other.
+def _content(batch: Batch) -> tuple[int, bytes]:
+    """Return the number of programs, and their arrays as bytes one after the other.
 
-    To compare arrays, NumPy would give Python's lock up, and wait for it behind other threads.
+    Bytes compare without giving Python's lock up; NumPy would wait for it behind other threads.
     """
     arrays = (batch.codes, batch.values, batch.lengths, batch.parameter_counts)
     return len(batch), b"".join([array.tobytes() for array in arrays])

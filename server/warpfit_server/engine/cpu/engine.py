@@ -56,9 +56,9 @@ from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.interface import Device, Linearisation, Outputs, Steps, timed
 from warpfit_server.engine.lowering.lowered import Lowered
-from warpfit_server.engine.lowering_cache import Recurring
+from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND
-from warpfit_server.engine.validate import check_sound
+from warpfit_server.engine.validate import check_tokens
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
 
@@ -91,8 +91,8 @@ class CpuEngine:
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, self._code.parallel)
-        self._programs: Recurring[_LoweredPrograms] = Recurring()
-        self._plans: Recurring[derivatives.DerivativePlan] = Recurring()
+        self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
+        self._plans: LoweringCache[derivatives.DerivativePlan] = LoweringCache()
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
@@ -122,7 +122,7 @@ class CpuEngine:
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
         """Programs that come again alone are not lowered again, unless they are merged."""
         dataset = self._dataset(evaluation)
-        return not self._programs.is_kept(evaluation.batch, (dataset.layout.variables,))
+        return not self._programs.has_programs(evaluation.batch, (dataset.layout.variables,))
 
     def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
         """Evaluate a batch into ``outputs``; see `interface.Engine`."""
@@ -150,7 +150,7 @@ class CpuEngine:
             code = yield from self._derivative_code()
             key = derivatives.plan_key(dataset, evaluation, requested)
             make = self._planner(code, dataset, evaluation, requested, cancelled)
-            plan = self._plans.of_arrays(batch, key, make)
+            plan = self._plans.by_arrays(batch, key, make)
             run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
             yield from self._run(run.work)
             run.finish()
@@ -222,7 +222,7 @@ class CpuEngine:
             return self._lower(programs, cancelled)
 
         def make(batch: Batch) -> derivatives.DerivativePlan:
-            check_sound(evaluation.batch, dataset.layout.variables)
+            check_tokens(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
             return derivatives.make_plan(differentiate, lower, dataset, problem, requested)
 
@@ -240,7 +240,7 @@ class CpuEngine:
         requested = requested_outputs(evaluation, outputs)
         key = derivatives.plan_key(dataset, evaluation, requested)
         make = self._planner(code, dataset, evaluation, requested, cancelled)
-        plan = self._plans.of_programs(evaluation.batch, key, make)
+        plan = self._plans.by_programs(evaluation.batch, key, make)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
         yield from self._run(run.work, outputs, evaluation.batch.vectors)
         run.finish()
@@ -249,10 +249,10 @@ class CpuEngine:
         layout, batch = dataset.layout, evaluation.batch
 
         def lower(programs: Batch) -> _LoweredPrograms:
-            check_sound(batch, layout.variables)
+            check_tokens(batch, layout.variables)
             return _LoweredPrograms(programs, self._lower(programs, outputs.cancelled))
 
-        programs = self._programs.of_programs(batch, (layout.variables,), lower)
+        programs = self._programs.by_programs(batch, (layout.variables,), lower)
         kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
         cut = programs.cut(batch.vectors, rows, block_rows(layout))

@@ -12,8 +12,8 @@ from warpfit.errors import ProgramError
 from warpfit.expressions.token_checks import are_well_formed, check_indices, check_structure
 from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, PARAMETER, VARIABLE
-from warpfit_server.engine.validate import check_sound
-from warpfit_server.engine.validate import is_sound as compiled_is_sound
+from warpfit_server.engine.validate import are_valid as compiled_are_valid
+from warpfit_server.engine.validate import check_tokens
 
 VARIABLES = 3
 SIGNALING_NAN = np.array([0x7FF0000000000001], dtype=np.uint64).view(np.float64)[0]
@@ -40,7 +40,7 @@ def fast(batch):
 
 
 def compiled(batch):
-    return compiled_is_sound(batch, VARIABLES)
+    return compiled_are_valid(batch, VARIABLES)
 
 
 def damaged(batch, place, code, value, lengths):
@@ -116,7 +116,7 @@ def test_constants_may_be_anything(value):
 
 def test_the_engine_names_the_error():
     batch = Batch.of([Program.variable(0), Program.variable(VARIABLES)])
-    check_sound(batch, VARIABLES + 1)
+    check_tokens(batch, VARIABLES + 1)
     with pytest.raises(ProgramError) as caught:
-        check_sound(batch, VARIABLES)
+        check_tokens(batch, VARIABLES)
     assert (caught.value.reason, caught.value.expression) == ("VARIABLE_OUT_OF_RANGE", 1)

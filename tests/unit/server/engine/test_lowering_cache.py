@@ -13,7 +13,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit_server.engine import lowering_cache
-from warpfit_server.engine.lowering_cache import Recurring
+from warpfit_server.engine.lowering_cache import LoweringCache
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def of(*texts, parameters=None):
 
 
 def test_programs_are_kept_from_the_second_time_on(made, make):
-    kept = Recurring()
+    kept = LoweringCache()
     for number in range(5):
         batch = of("x1 + p1", parameters=[[float(number)]])
-        assert kept.of_programs(batch, (), make) == make(batch)
+        assert kept.by_programs(batch, (), make) == make(batch)
     first, second = made[0], made[2]
     assert len(made) == 2 + 5
     assert len(first.parameters) == 1
@@ -50,11 +50,11 @@ def test_programs_are_kept_from_the_second_time_on(made, make):
 
 
 def test_what_is_kept_does_not_live_in_the_lanes_memory(make):
-    kept, memory = Recurring(), of("x1 * 2.0").copy()
+    kept, memory = LoweringCache(), of("x1 * 2.0").copy()
     results = []
     for constant in (2.0, 2.0, 3.0, 2.0, 3.0, 2.0):
         memory.values[memory.values > 1] = constant
-        results.append(kept.of_programs(memory, (), make)[1])
+        results.append(kept.by_programs(memory, (), make)[1])
     assert [np.frombuffer(one).max() for one in results] == [2.0, 2.0, 3.0, 2.0, 3.0, 2.0]
 
 
@@ -72,40 +72,40 @@ def test_what_is_kept_does_not_live_in_the_lanes_memory(make):
 )
 def test_other_programs_are_told_apart_also_with_the_same_hash(monkeypatch, make, other):
     monkeypatch.setattr(lowering_cache, "hash", lambda _: 7, raising=False)
-    kept, batch = Recurring(), of("x1 * 2.0", "x2")
+    kept, batch = LoweringCache(), of("x1 * 2.0", "x2")
     for _ in range(3):
         for one in (batch, other, of("x1 * 0.0", "x2")):
-            assert kept.of_programs(one, (), make) == make(one)
+            assert kept.by_programs(one, (), make) == make(one)
 
 
 def test_needs_tell_apart(made, make):
-    kept, batch = Recurring(), of("x1")
+    kept, batch = LoweringCache(), of("x1")
     for need in ("a", "b") * 3:
-        kept.of_programs(batch, (need,), make)
-        kept.of_arrays(batch, (need,), make)
+        kept.by_programs(batch, (need,), make)
+        kept.by_arrays(batch, (need,), make)
     assert len(made) == 4 + 2
 
 
 def test_the_same_arrays_are_found_at_once(made, make):
-    kept, batch = Recurring(), of("x1 + p1")
+    kept, batch = LoweringCache(), of("x1 + p1")
     for scale in (1.0, 2.0, 3.0):
-        kept.of_arrays(replace(batch, parameters=scale * batch.parameters), (), make)
+        kept.by_arrays(replace(batch, parameters=scale * batch.parameters), (), make)
     assert len(made) == 1
-    kept.of_arrays(of("x1 + p1"), (), make)
+    kept.by_arrays(of("x1 + p1"), (), make)
     assert len(made) == 2
 
 
 def test_what_is_kept_is_limited_by_its_tokens(monkeypatch, made, make):
     monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
     monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
-    kept = Recurring()
+    kept = LoweringCache()
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:
-        kept.of_arrays(batch, (), make)
+        kept.by_arrays(batch, (), make)
     assert 0 < sum(tokens for tokens, _ in kept._kept.values()) <= 1000
     large = Batch.of(*thesis_mix(1, 100))
     for _ in range(3):
-        assert kept.of_programs(large, (), make) == make(large)
+        assert kept.by_programs(large, (), make) == make(large)
     assert len(large.codes) not in [tokens for tokens, _ in kept._kept.values()]
 
 
@@ -113,28 +113,28 @@ def test_a_fit_of_any_size_is_prepared_once(monkeypatch, made, make):
     """Lowering a large batch anew for every pass takes longer than to run it."""
     monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
     monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
-    kept, large = Recurring(), Batch.of(*thesis_mix(1, 100))
+    kept, large = LoweringCache(), Batch.of(*thesis_mix(1, 100))
     assert len(large.codes) > 1000
     for scale in (1.0, 2.0, 3.0):
-        kept.of_arrays(replace(large, parameters=scale * large.parameters), (), make)
+        kept.by_arrays(replace(large, parameters=scale * large.parameters), (), make)
     assert len(made) == 1
-    kept.of_arrays(of("x1"), (), make)
+    kept.by_arrays(of("x1"), (), make)
     assert len(kept) == 1, "it takes all the room there is"
 
 
 def test_small_batches_count_for_more_than_their_tokens(make):
-    kept = Recurring()
+    kept = LoweringCache()
     batches = [of("x1") for _ in range(300)]
     for batch in batches:
-        kept.of_arrays(batch, (), make)
+        kept.by_arrays(batch, (), make)
     assert len(kept) == 200
 
 
 def test_what_was_made_of_arrays_goes_with_them():
     """A fit's batches never come again, and what an engine makes of them is large."""
-    kept, batch = Recurring(), of("x1 + p1")
+    kept, batch = LoweringCache(), of("x1 + p1")
     for need in "ab":
-        assert kept.of_arrays(batch, (need,), lambda one: len(one.codes)) == 3
+        assert kept.by_arrays(batch, (need,), lambda one: len(one.codes)) == 3
     assert len(kept) == 2
     parameters = replace(batch, parameters=2.0 * batch.parameters)
     del batch
@@ -145,11 +145,11 @@ def test_what_was_made_of_arrays_goes_with_them():
 
 
 def test_threads(make):
-    kept, batches = Recurring(), [Batch.of(*thesis_mix(seed, 5)) for seed in range(10)]
+    kept, batches = LoweringCache(), [Batch.of(*thesis_mix(seed, 5)) for seed in range(10)]
 
     def work(number):
         batch = batches[number % 10]
-        return kept.of_programs(batch, (), make) == make(batch)
+        return kept.by_programs(batch, (), make) == make(batch)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(500)))

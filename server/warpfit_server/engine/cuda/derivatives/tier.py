@@ -52,8 +52,8 @@ from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
 from warpfit_server.engine.interface import Linearisation, Outputs, Steps
-from warpfit_server.engine.lowering_cache import Recurring
-from warpfit_server.engine.validate import check_sound
+from warpfit_server.engine.lowering_cache import LoweringCache
+from warpfit_server.engine.validate import check_tokens
 
 _ALIGNMENT: Final = 256
 
@@ -70,7 +70,7 @@ class DerivativeTier:
     def __init__(self, device: CudaDevice, threads: int) -> None:
         self._device = device
         self._kernels: dict[tuple[Variant, bool], DerivativeKernels] = {}
-        self._plans: Recurring[LaunchPlan] = Recurring()
+        self._plans: LoweringCache[LaunchPlan] = LoweringCache()
         """Of passes of fits, whose code stays on the device."""
         self._lock = threading.Lock()
         self._lowering = DerivativeLowering(device.cache_directory, threads)
@@ -94,7 +94,7 @@ class DerivativeTier:
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
-        check_sound(evaluation.batch, resident.dataset.layout.variables)
+        check_tokens(evaluation.batch, resident.dataset.layout.variables)
         wanted = requested_outputs(evaluation, outputs)
         return (
             yield from self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
@@ -207,7 +207,7 @@ class DerivativeTier:
         outputs = (wanted.row_loss, wanted.curvatures is not None)
         place = (resident.dataset.layout, resident.address(0, 0))
         needs = (batch.vectors, evaluation.rows, evaluation.precision, *outputs, *place)
-        return self._plans.of_arrays(batch, needs, make) if keep else make(batch)
+        return self._plans.by_arrays(batch, needs, make) if keep else make(batch)
 
     def _lower(
         self, resident: ResidentDataset, batch: Batch, wanted: RequestedOutputs

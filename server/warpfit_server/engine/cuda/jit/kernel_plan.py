@@ -23,7 +23,7 @@ from warpfit_server.engine.cuda.jit.shapes import BatchShapes, Shape, shapes_of_
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.native import numba_cache
-from warpfit_server.engine.validate import check_sound
+from warpfit_server.engine.validate import check_tokens
 
 #: Most accumulators of a fused kernel, unless one expression alone needs more.
 _MAX_SUMS: Final = 24
@@ -211,7 +211,7 @@ class KernelPlanner:
 
     def _make_plan(self, resident: ResidentDataset, evaluation: Evaluation) -> KernelPlan:
         layout, batch = resident.dataset.layout, evaluation.batch
-        check_sound(batch, layout.variables)
+        check_tokens(batch, layout.variables)
         mode = Mode.of(layout.dtype, evaluation.precision)
         grid = self._tuning.layout or best_layout(mode, batch.codes, gradient=evaluation.gradient)
         output = Output(

@@ -97,7 +97,8 @@ def test_no_function_uses_numbas_own_cache():
 
 def test_processes_without_an_environment_keep_code_with_the_rest(tmp_path):
     code = (
-        "from warpfit_server.engine import validate; print(validate.sound_tokens._cache.cache_path)"
+        "from warpfit_server.engine.validate import tokens_are_valid as function; "
+        "print(function._cache.cache_path)"
     )
     environment = {**os.environ, "WARPFIT_CACHE_DIR": str(tmp_path)}
     environment.pop("NUMBA_CACHE_DIR", None)

@@ -37,7 +37,7 @@ from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier, derivative_cubin
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.lowering_cache import Recurring
+from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 4
@@ -203,7 +203,7 @@ def fake_tier(stream: FakeStream, lowering: DerivativeLowering) -> DerivativeTie
         stream=lambda: nullcontext(stream),
         allocate=lambda size: SimpleNamespace(ptr=1 << 40),
     )
-    tier._plans = Recurring()
+    tier._plans = LoweringCache()
     tier._prepare = lambda *_, **__: SimpleNamespace(evaluate_scalars=None)  # type: ignore[method-assign]
     return tier
 

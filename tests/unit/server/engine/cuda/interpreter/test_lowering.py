@@ -21,7 +21,7 @@ from warpfit.ir import Batch, Program
 from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import max_levels
-from warpfit_server.engine.validate import is_sound
+from warpfit_server.engine.validate import are_valid
 
 LEAVES = {VARIABLE, PARAMETER, CONSTANT}
 X = Program.variable(0)
@@ -169,7 +169,7 @@ def check_invalid(batch):
             parameter_counts=counts,
             parameters=np.zeros(int(counts[0])),
         )
-        expected.append(not is_sound(one, VARIABLES))
+        expected.append(not are_valid(one, VARIABLES))
         if expected[-1]:
             with pytest.raises(ProgramError) as told:
                 one.check(VARIABLES)
