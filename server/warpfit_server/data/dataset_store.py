@@ -28,7 +28,7 @@ _NAME_BYTES: Final = 64
 
 
 @dataclass(eq=False, slots=True)
-class ResidentDataset:
+class StoredDataset:
     """A data set that engines can use."""
 
     key: bytes
@@ -82,7 +82,7 @@ class DatasetStore:
         self._pool = pool
         self._on_removal = on_removal
         self._lock = threading.Lock()
-        self._resident: dict[bytes, ResidentDataset] = {}
+        self._resident: dict[bytes, StoredDataset] = {}
         self._held: Counter[str] = Counter()  # bytes of each tenant, resident and arrived
         self._announced: Counter[str] = Counter()  # bytes of each that have not arrived yet
         self._evictions = 0
@@ -92,7 +92,7 @@ class DatasetStore:
         with self._lock:
             return StoreUsage(len(self._resident), self._held.total(), self._evictions)
 
-    def leased(self) -> Iterator[ResidentDataset]:
+    def leased(self) -> Iterator[StoredDataset]:
         """Yield every resident data set, each with a lease while the caller has it."""
         with self._lock:
             keys = list(self._resident)
@@ -104,7 +104,7 @@ class DatasetStore:
                 continue  # removed since the list was made
 
     @contextmanager
-    def lease(self, key: bytes) -> Iterator[ResidentDataset]:
+    def lease(self, key: bytes) -> Iterator[StoredDataset]:
         """Keep a data set resident inside the ``with`` block.
 
         Raises:
@@ -198,7 +198,7 @@ class DatasetStore:
             self._held[upload.tenant] -= upload.reserved
             self._announced[upload.tenant] -= upload.cost - upload.reserved
 
-    def commit(self, upload: Upload) -> ResidentDataset:
+    def commit(self, upload: Upload) -> StoredDataset:
         """Make a finished upload resident; if its content already is, the older copy stays.
 
         Raises:
@@ -208,7 +208,7 @@ class DatasetStore:
         """
         upload.verify()
         self._reserve(upload, upload.cost - upload.reserved)
-        fresh = ResidentDataset(
+        fresh = StoredDataset(
             upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
         )
         with self._lock:
@@ -230,13 +230,13 @@ class DatasetStore:
 
     # ------------------------------------------------------------------- under self._lock
 
-    def _find(self, key: bytes) -> ResidentDataset:
+    def _find(self, key: bytes) -> StoredDataset:
         dataset = self._resident.get(key)
         if dataset is None or dataset.released:
             raise DatasetNotFoundError
         return dataset
 
-    def _remove(self, dataset: ResidentDataset) -> None:
+    def _remove(self, dataset: StoredDataset) -> None:
         del self._resident[dataset.key]
         self._held[dataset.tenant] -= self._cost(dataset.layout)
         dataset.segment.close()
@@ -246,7 +246,7 @@ class DatasetStore:
         names = sum(_NAME_BYTES + len(name) for name in layout.names)
         return max(layout.nbytes + names, self._limits.resident_bytes // _MOST_DATASETS)
 
-    def _victims(self, needed: int, tenant: str, own_budget: int) -> list[ResidentDataset]:
+    def _victims(self, needed: int, tenant: str, own_budget: int) -> list[StoredDataset]:
         """Choose what must be evicted for a tenant's next bytes.
 
         Raises:
@@ -267,8 +267,8 @@ class DatasetStore:
         return victims + self._first(candidates, over - freed, needed, tells_available=is_alone)
 
     def _first(
-        self, candidates: list[ResidentDataset], over: int, needed: int, *, tells_available: bool
-    ) -> list[ResidentDataset]:
+        self, candidates: list[StoredDataset], over: int, needed: int, *, tells_available: bool
+    ) -> list[StoredDataset]:
         """Choose the first candidates that free the bytes over a budget.
 
         Args:
@@ -282,7 +282,7 @@ class DatasetStore:
             ResourceExhaustedError: if all of them are not enough.
 
         """
-        chosen: list[ResidentDataset] = []
+        chosen: list[StoredDataset] = []
         for dataset in candidates:
             if over <= 0:
                 break
@@ -300,9 +300,7 @@ class DatasetStore:
             )
         return chosen
 
-    def _by_share(
-        self, idle: list[ResidentDataset], tenant: str, needed: int
-    ) -> list[ResidentDataset]:
+    def _by_share(self, idle: list[StoredDataset], tenant: str, needed: int) -> list[StoredDataset]:
         """Put data sets of tenants that hold more than an equal share first.
 
         Those of others are left out if the tenant itself holds more than its share.

@@ -16,40 +16,33 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from queue import SimpleQueue
-from types import MappingProxyType
-from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final
 
 from warpfit.dataset import Layout
-from warpfit.errors import CancelledError, UnavailableError, WarpfitError
-from warpfit.fitting import FitRequest, FitSettings
-from warpfit.request import Evaluation, Timings
+from warpfit.errors import WarpfitError
+from warpfit.fitting import FitRequest
+from warpfit.request import Evaluation
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, KnownSuspects, digest
+from warpfit_server.ipc.in_flight_request import LOST, InFlightRequest, unavailable
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, KnownSuspects
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
-from warpfit_server.ipc.segment_layout import ALONE, FIT_SETTING_ARRAYS, QUEUED, SegmentLayout
+from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS, SegmentLayout
 from warpfit_server.ipc.segments import Segment, SegmentPool
-from warpfit_server.observability.logs import logged_request_id
-from warpfit_server.system.shortages import TOO_MANY_FILES, shortage
+from warpfit_server.system.shortages import shortage
 from warpfit_server.tenancy.tenants import PROBE
 
 #: Seconds after which a front end that cannot send takes the engine for lost.
 _SEND_SECONDS: Final = 5.0
 #: A connection that lived for less is renewed after as many seconds, so that nothing spins.
 _SHORTEST_SECONDS: Final = 0.1
-#: What is put into a request's queue when its call has ended, and when the engine is gone.
-_ENDED, _LOST = object(), object()
 
 
 class EngineConnection:
-    """The way to the engine; `open` it whenever an engine starts, `shut` it when one is gone.
+    """Sends requests to the engine; `open` it when an engine starts, `shut` it when one is gone.
 
     Args:
-        pool: where segments come from.
+        pool: provides the segments.
         suspects: what may have crashed an engine.
 
     """
@@ -57,8 +50,8 @@ class EngineConnection:
     def __init__(self, pool: SegmentPool, suspects: KnownSuspects | None = None) -> None:
         self.pool = pool
         self.on_loss: Callable[[], None] = lambda: None
-        """Called by any thread when the connection is lost, which also happens while the engine
-        lives, and whenever `renew` finds that there is none."""
+        """Called by any thread when the connection is lost, which may happen while the engine
+        lives, and by `renew` if there is none."""
         self.report: Callable[[InterruptedBatch | ClearedSuspect], None] = lambda outcome: None
         """Called with what became of requests that were lost, and of suspects."""
         self._suspects = suspects or KnownSuspects()
@@ -75,9 +68,9 @@ class EngineConnection:
         """Use this socket from now on.
 
         Args:
-            end: of the connection.
-            engine: number of the engine at the other end; a connection to an earlier one than the
-                last is closed.
+            end: this process's end of the connection.
+            engine: number of the engine at the other end; a connection to an earlier engine than
+                the last one is closed.
 
         Raises:
             ResourceExhaustedError: if this process can open no more files; the socket is closed.
@@ -116,14 +109,15 @@ class EngineConnection:
             self.on_loss()
 
     def start(self, evaluation: Evaluation, layout: Layout, tenant: str = "") -> InFlightRequest:
-        """Send a checked evaluation; the caller must `InFlightRequest.close` it in the end.
+        """Send a checked evaluation.
 
-        The caller holds a lease on the data set. A probe, of the tenant `PROBE`, is never suspect.
+        The caller holds a lease on the data set, and must close the request that is returned. A
+        probe, which belongs to the tenant `PROBE`, is never a suspect.
 
         Args:
             evaluation: what to evaluate.
             layout: layout of its data set.
-            tenant: whose call it is.
+            tenant: owner of the call.
 
         Raises:
             UnavailableError: if there is no engine.
@@ -144,7 +138,7 @@ class EngineConnection:
             request: the fit.
             layout: layout of its data set.
             deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
-            tenant: whose call it is.
+            tenant: owner of the call.
 
         """
         settings = request.settings
@@ -224,7 +218,7 @@ class EngineConnection:
         if channel is not None:
             channel.shut()  # `_watch` closes it
         for request in lost.values():
-            request.notice(_LOST)
+            request.notice(LOST)
 
     def release(self, segment: Segment) -> None:
         """Take a segment back that the engine does not use any more; for `InFlightRequest`."""
@@ -241,168 +235,3 @@ class EngineConnection:
         """Send a segment's descriptor again next time; for `InFlightRequest`."""
         with self._lock:
             self._mapped.discard(segment.identifier)
-
-
-class InFlightRequest:
-    """A request in the engine. Used by one thread; `cancel` may come from any other.
-
-    Args:
-        connection: that it is sent over.
-        segment_layout: of its arrays.
-        evaluation: what to evaluate or to fit.
-        rows: half-open row range.
-        tenant: whose call it is.
-        arrays: arrays of a fit's settings by name.
-        fit_settings: settings of a fit without arrays; None for an evaluation.
-        deadline: when a fit must stop.
-
-    """
-
-    segment: Segment
-    replies: ReplyDispatcher | None = None
-    """Of the connection that it was sent over."""
-    number = -1
-    engine = 0
-    """Number of the engine that it was sent to."""
-    alone = 0.0
-    """Seconds for which nothing may run beside it, if it is a suspect."""
-    timings: Timings | None = None
-    """Of the engine, once it has finished without an error."""
-
-    def __init__(
-        self,
-        connection: EngineConnection,
-        segment_layout: SegmentLayout,
-        evaluation: Evaluation,
-        rows: tuple[int, int],
-        tenant: str,
-        arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
-        fit_settings: FitSettings | None = None,
-        deadline: float | None = None,
-    ) -> None:
-        self.segment_layout = segment_layout
-        self.evaluation = evaluation
-        self.tenant = tenant
-        self.queue: SimpleQueue[Any] = SimpleQueue()
-        """Where `EngineConnection` puts the engine's replies."""
-        self._connection = connection
-        self._rows = rows
-        self._arrays = arrays
-        self._fit_settings = fit_settings
-        self._deadline = deadline
-        self._submitted = time.monotonic_ns()
-        self._is_over = self._is_lost = self._is_cancelled = False
-        self._flag: NDArray[np.uint8] | None = None
-        self._lock = threading.Lock()
-
-    def digest(self) -> bytes:
-        """Return a hash of all that is requested."""
-        return digest(self.evaluation, self._arrays, self._fit_settings)
-
-    def write(self, segment: Segment) -> None:
-        """Copy all inputs into a segment, which is the request's from now on."""
-        self.segment = segment
-        self.segment_layout.write(segment, self.evaluation, self._arrays)
-        self._flag = self.segment_layout.cancelled(segment)
-
-    def message(self) -> messages.Submission:
-        """Make the message that submits the request."""
-        evaluation, custom = self.evaluation, self.evaluation.custom_loss
-        problem = messages.SubmitEvaluation(
-            request=self.number,
-            segment=self.segment.identifier,
-            size=self.segment.size,
-            segment_layout=self.segment_layout,
-            dataset_id=evaluation.dataset_id,
-            rows=self._rows,
-            precision=evaluation.precision.name,
-            loss=None if evaluation.loss is None else evaluation.loss.name,
-            tier=evaluation.tier.name,
-            submitted=self._submitted,
-            closing=None if custom is None else custom.closing.name,
-            outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
-            tenant=self.tenant,
-            request_id=logged_request_id(),
-            alone=self.alone,
-        )
-        if self._fit_settings is None:
-            return problem
-        return messages.SubmitFit(problem, self._fit_settings, self._deadline)
-
-    def array(self, name: str) -> NDArray[Any] | None:
-        """View of a result, final once `next_reply` has returned RequestFinished, or None."""
-        return self.segment_layout.array(name, self.segment)
-
-    def next_reply(self) -> messages.Reply:
-        """Wait for the engine.
-
-        Raises:
-            WarpfitError: if the request failed.
-            CancelledError: if it was cancelled; the engine may still be at work.
-
-        """
-        assert self.replies is not None  # it has been sent
-        reply = self.replies.next_reply(self.queue)
-        if reply is _ENDED:
-            raise CancelledError("the call has ended", "CANCELLED")
-        if reply is _LOST:
-            self._is_over = self._is_lost = True
-            self._report_loss()
-            raise unavailable()
-        if isinstance(reply, messages.RequestFinished):
-            self._finish(reply)
-        received: messages.Reply = reply
-        return received
-
-    def _finish(self, reply: messages.RequestFinished) -> None:
-        self._is_over = True
-        if self.alone and not self._is_cancelled:
-            dataset = self.evaluation.dataset_id
-            self._connection.report(ClearedSuspect(dataset, self.digest()))
-        if reply.error is not None:
-            if reply.error.reason == TOO_MANY_FILES:
-                self._connection.was_not_mapped(self.segment)
-            raise reply.error
-        self.timings = reply.timings
-
-    def cancel(self) -> None:
-        """Stop the work, because nobody waits for its result any more."""
-        with self._lock:
-            if self._flag is not None:
-                self._flag[0] = 1
-                self._is_cancelled = True
-                self.notice(_ENDED)
-
-    def notice(self, entry: object) -> None:
-        """Put something into the queue that the engine has not sent."""
-        self.queue.put(entry)
-        if self.replies is not None:
-            self.replies.wake(self.queue)
-
-    def close(self) -> None:
-        """Wait until the engine is done, then give the segment back."""
-        if not self._is_over:
-            self.cancel()
-        while not self._is_over:
-            with suppress(WarpfitError):
-                self.next_reply()
-        with self._lock:
-            self._flag = None  # the segment may soon be another call's
-        if self._is_lost:
-            self.segment.close()  # an engine that is being killed may still write to it
-        else:
-            self._connection.release(self.segment)
-
-    def _report_loss(self) -> None:
-        """Report the request if the engine had begun it when it was lost."""
-        state = int(self.segment_layout.state(self.segment)[0])
-        if state != QUEUED and self.tenant != PROBE:
-            batch, dataset = self.digest(), self.evaluation.dataset_id
-            self._connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
-
-
-def unavailable() -> UnavailableError:
-    """Return the error for calls that come while no engine is ready."""
-    return UnavailableError(
-        "the engine is restarting", "ENGINE_RESTARTING", "Repeat the call after a short wait"
-    )

@@ -29,11 +29,12 @@ from warpfit.errors import (
 )
 from warpfit.server_info import Device
 from warpfit_server.config import Config
-from warpfit_server.data.dataset_store import ResidentDataset
+from warpfit_server.data.dataset_store import StoredDataset
 from warpfit_server.engine.hang_detector import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
-from warpfit_server.ipc.engine_connection import EngineConnection, unavailable
+from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.system.compile_cache import engine_environment
@@ -87,13 +88,13 @@ class EngineSupervisor:
         self._loads_at_start: set[bytes] = set()
         self._started = threading.Event()
         self._stopping = threading.Event()
-        self._resident: Callable[[], Iterator[ResidentDataset]] = lambda: iter(())
+        self._resident: Callable[[], Iterator[StoredDataset]] = lambda: iter(())
         self._on_ready: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run_engines, name="supervisor", daemon=True)
 
     def start(
         self,
-        resident: Callable[[], Iterator[ResidentDataset]],
+        resident: Callable[[], Iterator[StoredDataset]],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the engine process and wait until it is ready.
@@ -175,7 +176,7 @@ class EngineSupervisor:
                     raise
             return self._number, ours
 
-    def load(self, dataset: ResidentDataset) -> Future[None]:
+    def load(self, dataset: StoredDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
 
         The future fails with ResourceExhaustedError if the device has no room, and with
@@ -216,7 +217,7 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------- under self._lock
 
-    def _load(self, channel: Channel, dataset: ResidentDataset) -> Future[None]:
+    def _load(self, channel: Channel, dataset: StoredDataset) -> Future[None]:
         future = self._loads.get(dataset.key)
         if future is not None:
             return future

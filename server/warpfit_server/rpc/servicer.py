@@ -31,9 +31,10 @@ from warpfit.fitting import FitRequest, FitResult
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit_server.data.dataset_store import DatasetStore, ResidentDataset
+from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.engine_connection import EngineConnection, InFlightRequest
+from warpfit_server.ipc.engine_connection import EngineConnection
+from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.limits import (
     check_batch,
@@ -71,7 +72,7 @@ class EngineHost(Protocol):
     def devices(self) -> tuple[Device, ...]:
         """Devices of the engine."""
 
-    def load(self, dataset: ResidentDataset) -> Future[None]:
+    def load(self, dataset: StoredDataset) -> Future[None]:
         """Have the engine load a data set, unless it has done so."""
 
 

@@ -1,0 +1,198 @@
+"""A request that a front end has sent to the engine, until it is finished."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import CancelledError, UnavailableError, WarpfitError
+from warpfit.fitting import FitSettings
+from warpfit.request import Evaluation, Timings
+from warpfit_server.ipc import messages
+from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, digest
+from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
+from warpfit_server.ipc.segment_layout import ALONE, QUEUED, SegmentLayout
+from warpfit_server.ipc.segments import Segment
+from warpfit_server.observability.logs import logged_request_id
+from warpfit_server.system.shortages import TOO_MANY_FILES
+from warpfit_server.tenancy.tenants import PROBE
+
+if TYPE_CHECKING:
+    from warpfit_server.ipc.engine_connection import EngineConnection
+
+#: What is put into a request's queue when its call has ended, and when the engine is gone.
+_ENDED: Final = object()
+LOST: Final = object()
+
+
+class InFlightRequest:
+    """A request in the engine. Used by one thread; `cancel` may come from any other.
+
+    Args:
+        connection: sends it.
+        segment_layout: where its arrays lie in its segment.
+        evaluation: what to evaluate or to fit.
+        rows: half-open row range.
+        tenant: owner of the call.
+        arrays: arrays of a fit's settings by name.
+        fit_settings: settings of a fit without arrays; None for an evaluation.
+        deadline: when a fit must stop.
+
+    """
+
+    segment: Segment
+    replies: ReplyDispatcher | None = None
+    """Of the connection that it was sent over."""
+    number = -1
+    engine = 0
+    """Number of the engine that it was sent to."""
+    alone = 0.0
+    """Seconds for which nothing may run beside it, if it is a suspect."""
+    timings: Timings | None = None
+    """Of the engine, once it has finished without an error."""
+
+    def __init__(
+        self,
+        connection: EngineConnection,
+        segment_layout: SegmentLayout,
+        evaluation: Evaluation,
+        rows: tuple[int, int],
+        tenant: str,
+        arrays: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+        fit_settings: FitSettings | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self.segment_layout = segment_layout
+        self.evaluation = evaluation
+        self.tenant = tenant
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        """Where `EngineConnection` puts the engine's replies."""
+        self._connection = connection
+        self._rows = rows
+        self._arrays = arrays
+        self._fit_settings = fit_settings
+        self._deadline = deadline
+        self._submitted = time.monotonic_ns()
+        self._is_over = self._is_lost = self._is_cancelled = False
+        self._flag: NDArray[np.uint8] | None = None
+        self._lock = threading.Lock()
+
+    def digest(self) -> bytes:
+        """Return a hash of all that is requested."""
+        return digest(self.evaluation, self._arrays, self._fit_settings)
+
+    def write(self, segment: Segment) -> None:
+        """Copy all inputs into a segment, which is the request's from now on."""
+        self.segment = segment
+        self.segment_layout.write(segment, self.evaluation, self._arrays)
+        self._flag = self.segment_layout.cancelled(segment)
+
+    def message(self) -> messages.Submission:
+        """Make the message that submits the request."""
+        evaluation, custom = self.evaluation, self.evaluation.custom_loss
+        problem = messages.SubmitEvaluation(
+            request=self.number,
+            segment=self.segment.identifier,
+            size=self.segment.size,
+            segment_layout=self.segment_layout,
+            dataset_id=evaluation.dataset_id,
+            rows=self._rows,
+            precision=evaluation.precision.name,
+            loss=None if evaluation.loss is None else evaluation.loss.name,
+            tier=evaluation.tier.name,
+            submitted=self._submitted,
+            closing=None if custom is None else custom.closing.name,
+            outputs=tuple([name for name in messages.OUTPUTS if getattr(evaluation, name)]),
+            tenant=self.tenant,
+            request_id=logged_request_id(),
+            alone=self.alone,
+        )
+        if self._fit_settings is None:
+            return problem
+        return messages.SubmitFit(problem, self._fit_settings, self._deadline)
+
+    def array(self, name: str) -> NDArray[Any] | None:
+        """View of a result, final once `next_reply` has returned RequestFinished, or None."""
+        return self.segment_layout.array(name, self.segment)
+
+    def next_reply(self) -> messages.Reply:
+        """Wait for the engine.
+
+        Raises:
+            WarpfitError: if the request failed.
+            CancelledError: if it was cancelled; the engine may still be at work.
+
+        """
+        assert self.replies is not None  # it has been sent
+        reply = self.replies.next_reply(self.queue)
+        if reply is _ENDED:
+            raise CancelledError("the call has ended", "CANCELLED")
+        if reply is LOST:
+            self._is_over = self._is_lost = True
+            self._report_loss()
+            raise unavailable()
+        if isinstance(reply, messages.RequestFinished):
+            self._finish(reply)
+        received: messages.Reply = reply
+        return received
+
+    def _finish(self, reply: messages.RequestFinished) -> None:
+        self._is_over = True
+        if self.alone and not self._is_cancelled:
+            dataset = self.evaluation.dataset_id
+            self._connection.report(ClearedSuspect(dataset, self.digest()))
+        if reply.error is not None:
+            if reply.error.reason == TOO_MANY_FILES:
+                self._connection.was_not_mapped(self.segment)
+            raise reply.error
+        self.timings = reply.timings
+
+    def cancel(self) -> None:
+        """Stop the work, because nobody waits for its result any more."""
+        with self._lock:
+            if self._flag is not None:
+                self._flag[0] = 1
+                self._is_cancelled = True
+                self.notice(_ENDED)
+
+    def notice(self, entry: object) -> None:
+        """Put something into the queue that the engine has not sent."""
+        self.queue.put(entry)
+        if self.replies is not None:
+            self.replies.wake(self.queue)
+
+    def close(self) -> None:
+        """Wait until the engine is done, then give the segment back."""
+        if not self._is_over:
+            self.cancel()
+        while not self._is_over:
+            with suppress(WarpfitError):
+                self.next_reply()
+        with self._lock:
+            self._flag = None  # the segment may soon be another call's
+        if self._is_lost:
+            self.segment.close()  # an engine that is being killed may still write to it
+        else:
+            self._connection.release(self.segment)
+
+    def _report_loss(self) -> None:
+        """Report the request if the engine had begun it when it was lost."""
+        state = int(self.segment_layout.state(self.segment)[0])
+        if state != QUEUED and self.tenant != PROBE:
+            batch, dataset = self.digest(), self.evaluation.dataset_id
+            self._connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
+
+
+def unavailable() -> UnavailableError:
+    """Return the error for calls that come while no engine is ready."""
+    return UnavailableError(
+        "the engine is restarting", "ENGINE_RESTARTING", "Repeat the call after a short wait"
+    )
