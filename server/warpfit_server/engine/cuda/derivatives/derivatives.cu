@@ -1,17 +1,17 @@
-// Interpreter of programs with derivatives. derivative_source.py completes the text as source.py
-// does for interpreter.cu.
+// The interpreter of programs with derivatives. source.py completes the text, as the interpreter's
+// source.py does for interpreter.cu.
 //
-// A block runs one job (a program with one parameter vector) over one span of rows, each of its
-// warps on tiles of 32 * ROWS rows of its own. An instruction reads up to three operands (the
-// result of the instruction before stays in registers) and may store its result in a level of
-// shared memory; a program that needs more levels than others leaves room for fewer warps. When a
-// tile's columns (derivatives of the values) are there, their products are added up:
+// A block runs one job (a program with one parameter vector) on one span of rows, and each of its
+// warps works on separate tiles of 32 * ROWS rows. An instruction reads up to three operands (the
+// result of the instruction before is in registers) and may store its result in a level of shared
+// memory; the more levels a program needs, the fewer warps take part. Once a tile's columns
+// (derivatives of the values) are computed, their products are summed:
 //
 //     loss += w l;  sums[k] += w s ck;  products[i, j] += w ci cj
 
-// Instruction: word 0 holds the case label, where each operand comes from, and whether to store;
-// then the indices of a and b, then the level to store to and the index of c, 16 bits each.
-// Mirrors derivative_code.py.
+// Instruction: word 0 holds the case label, the source of each operand, and whether to store; words
+// 1 and 2 the indices of a and b; word 3 the level to store to and the index of c, 16 bits each.
+// See encoding.py.
 #define LABEL_MASK 1023u
 #define SOURCE_A(word) ((word) >> 10 & 7u)
 #define SOURCE_B(word) ((word) >> 13 & 7u)
@@ -24,7 +24,7 @@
 #define SCALAR 3u
 #define BEFORE 4u  // the result of the instruction before
 
-// Mirrors derivative_code.py, field by field.
+// PROGRAM of encoding.py, field by field.
 struct Program {
   unsigned first;             // instructions for each row
   unsigned count;
@@ -59,7 +59,7 @@ struct Load {
   int parameter;  // -1: a constant
 };
 
-// Mirrors derivative_launch.py, field by field.
+// DERIVATIVE_ARGUMENTS of launch_plan.py, field by field.
 struct Arguments {
   const uint4* instructions;
   const Program* programs;
@@ -75,12 +75,12 @@ struct Arguments {
   real* values;               // null: not wanted; [jobs, tiles * TILE]
   real* jacobian;             // null: not wanted; [parameters of these jobs, tiles * TILE]
   double* partials;           // for each job [spans, sums]
-  unsigned char* far;         // memory of all warps, where shared memory is too small
+  unsigned char* far;         // memory of all warps, if shared memory is too small
   double* losses;             // [jobs of the batch]; null: not wanted, like what follows
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
   double* curvatures;         // triangles, row by row
-  long long first_parameter;  // of the first job's, in the Jacobian
+  long long first_parameter;  // of the first job, in the Jacobian
   unsigned stride;            // bytes between variables
   int first_row;              // rows of the first tile to leave out
   int end_row;                // end of the rows, counted from the first row of the first tile
@@ -91,19 +91,19 @@ struct Arguments {
   int vectors;
   int variable_count;
   int warp_bytes;             // memory of a warp in global memory
-  int shared_bytes;           // for the warps of a block, but for programs that need more
+  int shared_bytes;           // for the warps of a block, except for programs that need more
   int wants_loss;
   int wants_slopes;
   int wants_products;
-  int is_squares;             // the slope's place holds half of the slope of a square
+  int is_squares;             // the slope's place holds half the slope of a square
   int weighs_loss;            // each row loss counts w times
-  int deviation;              // the row loss: 0 is at its place, 1 is (f - y)^2, 2 is |f - y|
+  int deviation;              // the row loss: 0: the program computes it; 1: (f - y)^2; 2: |f - y|
   int target;                 // column of the target
 };
 
 @OPERATORS@
 
-// Levels lie in shared memory, or where it is too small in global memory.
+// Levels are in shared memory, or in global memory if that is too small.
 #if FAR
 typedef unsigned char* Place;
 __device__ __forceinline__ Place place_of(unsigned char* memory) { return memory; }
@@ -120,7 +120,7 @@ __device__ __forceinline__ void store_level(Place place, const Pack& v) {
 }
 #endif
 
-// What this lane knows of the tile that its warp works on.
+// The tile that a warp works on, as one of its lanes sees it.
 struct Tile {
   const char* variables;  // of the first variable, at this lane's first row
   const char* weights;
@@ -147,7 +147,7 @@ struct Tile {
     return (place & 7u) == LEVEL ? load_level(level(place >> 3) + g * GROUP_BYTES)
                                  : load(column(place >> 3) + g * GROUP_BYTES);
   }
-  // The same with 0 in rows that are left out.
+  // Likewise, with 0 in rows that are left out.
   __device__ __forceinline__ Pack used(unsigned place, int g) const {
     Pack pack = group(place, g);
     if (!full) {
@@ -173,8 +173,8 @@ __device__ __forceinline__ void fetch(real (&x)[ROWS], unsigned source, unsigned
   }
 }
 
-// Cheap operators: all rows unrolled. The others: a loop, since hot code must stay small enough for
-// the instruction cache; registers cannot be indexed, so the rows pass by in turn.
+// Cheap operators: all rows unrolled. Others: a loop, because hot code must fit in the instruction
+// cache; registers cannot be indexed, so the rows are rotated.
 #define CHEAP(label, EXPRESSION) \
   case label: FOR_EACH_ROW(t[i] = EXPRESSION) break;
 #define COSTLY(label, EXPRESSION)                                                   \
@@ -192,7 +192,7 @@ __device__ __forceinline__ void fetch(real (&x)[ROWS], unsigned source, unsigned
     }                                                                               \
     break;
 
-// Run the program on one tile; levels hold what it stores.
+// Runs the program on one tile; its results are stored in levels.
 __device__ __forceinline__ void run(const uint4* code, unsigned count, const Tile& tile) {
   real t[ROWS], u[ROWS], v[ROWS];
   FOR_EACH_ROW(t[i] = 0; u[i] = 0; v[i] = 0)
@@ -212,7 +212,7 @@ __device__ __forceinline__ void run(const uint4* code, unsigned count, const Til
       fetch(v, c, now.w >> 16, tile);
     }
     if (a != BEFORE) fetch(t, a, now.y, tile);
-    // jump_table.py finds the switch by this line.
+    // jump_table.py finds the switch by the comment in this instruction.
     unsigned label;
     asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
     switch (label) {
@@ -233,14 +233,14 @@ __device__ __forceinline__ void run(const uint4* code, unsigned count, const Til
   }
 }
 
-// In fast mode a thread multiplies its own rows' columns in float32; all else is float64.
+// In fast mode the products of a thread's own rows are float32; everything else is float64.
 #if FAST
 typedef float Term;
 #else
 typedef double Term;
 #endif
 
-// Add N values up over the warp; lane i * 32 / N then holds value i.
+// Sums N values over the warp; lane i * 32 / N then holds sum i.
 template <int N>
 __device__ __forceinline__ double warp_sums(double (&v)[N], int lane) {
   int step = 16;
@@ -262,7 +262,8 @@ __device__ __forceinline__ double warp_sums(double (&v)[N], int lane) {
 
 #define SIDE 4  // columns that are multiplied with each other at a time
 
-// Sums over a block of columns: of slope times column, and if wanted the lower triangle of products.
+// Sums over a block of columns: of slope times column, and if wanted the lower triangle of
+// products.
 template <bool PRODUCTS>
 __device__ __forceinline__ void add_diagonal(const Tile& tile, const unsigned* places, int first,
                                              int columns, unsigned slope, bool wants_slopes,
@@ -347,8 +348,8 @@ __device__ __forceinline__ void add_square(const Tile& tile, const unsigned* pla
   if (lane % 2 == 0 && i < columns) products[i * (i + 1) / 2 + j] += sum;
 }
 
-// Sum of the row losses of this thread's rows, in float64. Those of values and target alone are
-// computed from both, as the other interpreter does; the program has computed others.
+// Sum of the row losses of this thread's rows, in float64. Squared and absolute deviations are
+// computed from values and target, as in interpreter.cu; the program has computed other row losses.
 __device__ __forceinline__ double row_losses(const Tile& tile, const Arguments& arguments,
                                              const Program& program) {
   const bool weighs = arguments.weighs_loss && tile.weights;
@@ -380,7 +381,7 @@ __device__ __forceinline__ real factor_of(const Entry& entry, const real* scalar
   return entry.factor < 0 ? (real)1 : scalars[entry.factor];
 }
 
-// Store the derivatives of a tile's values by each parameter.
+// Stores the derivatives of a tile's values by each parameter.
 __device__ void store_jacobian(const Tile& tile, const Arguments& arguments, const Program& program,
                                real* place) {
   for (unsigned parameter = 0; parameter < program.parameters; ++parameter) {
@@ -443,7 +444,7 @@ linearise(const __grid_constant__ Arguments arguments) {
   const unsigned count = sum_count(arguments, program);
   const unsigned sum_bytes = (count * 8 + 15) / 16 * 16;
   const unsigned own_bytes = sum_bytes + program.levels * LEVEL_BYTES;
-  // The same whatever else the batch holds, so that sums do not depend on that either.
+  // Independent of the rest of the batch, so that sums are too.
   const unsigned workers = max(1u, min((unsigned)WARPS, arguments.shared_bytes / own_bytes));
 #if FAR
   const unsigned long long need = arguments.warp_bytes;
@@ -508,8 +509,8 @@ linearise(const __grid_constant__ Arguments arguments) {
   }
 }
 
-// Scalars of every job: parameters, constants, and what depends on them alone. A warp a job, since
-// jobs take different ways.
+// Computes the scalars of every job: parameters, constants, and what depends on them alone. A warp
+// a job, because jobs take different branches.
 extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments arguments) {
   const int job = __ldg(arguments.order + blockIdx.x);
   const int vector = job % arguments.vectors;
@@ -537,8 +538,8 @@ extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments ar
   }
 }
 
-// Losses, gradients and curvatures from the sums over the spans; a warp a job. Sums are added in an
-// order that never changes.
+// Computes losses, gradients and curvatures from the sums over the spans, which it adds in a fixed
+// order; a warp a job.
 extern "C" __global__ void combine(const __grid_constant__ Arguments arguments) {
   const int lane = threadIdx.x;
   const int job = __ldg(arguments.order + blockIdx.x);
@@ -603,7 +604,7 @@ extern "C" __global__ void combine(const __grid_constant__ Arguments arguments) 
   }
 }
 
-// Statistics of the values of one job, a block each. Sums are added in an order that never changes.
+// Computes statistics of the values of one job, with sums in a fixed order; a block a job.
 struct StatisticsArguments {
   const real* values;    // [jobs, pitch], at the first row
   const real* target;    // null: no moments
@@ -666,7 +667,7 @@ __device__ void reduce_values(const StatisticsArguments& arguments, const real* 
 
 __device__ void measure_moments(const StatisticsArguments& arguments, const real* f, double* shared,
                                 double* results) {
-  // Counted from the first row, so that a large mean costs no digits.
+  // Relative to the first row, so that a large mean costs no digits.
   const double first_f = (double)f[0], first_y = (double)arguments.target[0];
   double total = 0.0, sum_f = 0.0, sum_y = 0.0;
   for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {

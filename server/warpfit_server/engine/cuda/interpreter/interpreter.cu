@@ -1,15 +1,15 @@
-// Bytecode interpreter. source.py completes the text: the prelude and the types go in front, and
-// the three names between at signs become one function an operator and the two switches.
+// The bytecode interpreter. source.py completes the text: the types and the prelude precede it, and
+// the three names between at signs are replaced by the operators' functions and the two switches.
 //
-// One warp runs one program with one parameter vector (a job) over one tile of 32 * ROWS rows, so
-// every branch is uniform and decoding is shared by all rows. The top of the stack stays in
-// registers, the rest of the stack in shared memory. The warps of a block share a tile: its
-// variables are read from the second-level cache once and then hit the first level.
+// A warp runs a job (a program with one parameter vector) on one tile of 32 * ROWS rows, so every
+// branch is uniform and the rows share the decoding. The top of the stack is in registers, the rest
+// in shared memory. The warps of a block work on the same tile, whose variables are read from the
+// second-level cache once and then hit the first level.
 
 #define WARPS_AT_MOST 8
 
-// Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1
-// the index of the second operand. Mirrors bytecode.py.
+// Instruction: word 0 holds the case label, flags and the index of a leaf to load first; word 1 the
+// index of the second operand. See bytecode.py.
 #define LABEL_MASK 1023u
 #define LOAD_VARIABLE (1u << 10)
 #define LOAD_SLOT (1u << 11)
@@ -23,7 +23,7 @@ struct Program {
   unsigned traits; // number of slots, and more: see lowering.cu
 };
 
-// Mirrors interpreter.py, field by field.
+// INTERPRETER_ARGUMENTS of kernel_arguments.py, field by field.
 struct Arguments {
   const uint2* instructions;
   const Program* programs;
@@ -49,8 +49,8 @@ struct Arguments {
 
 @OPERATORS@
 
-// What a costly operator takes from the stack at a time. Precise functions have no branches, so
-// that those of a pack run side by side; fast code is smaller with one row after the other.
+// Rows that a costly operator reads from the stack at a time. Precise functions have no branches,
+// so those of a pack are interleaved; fast code is smaller with one row at a time.
 #if FAST
 #define STEP 1
 #define STEP_UNROLL "unroll 2"
@@ -87,7 +87,7 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   for (int g = 0; g < GROUPS; ++g) store_shared(top + g * GROUP_BYTES, t + g * LANES);
 }
 
-// The statement sees row i of this thread, and u, the same row of a packed operand.
+// STATEMENT uses row i of this thread, and u, the same row of a packed operand.
 #define FOR_EACH_ROW_OF(SOURCE, STATEMENT)              \
   _Pragma("unroll") for (int g = 0; g < GROUPS; ++g) {  \
     const Pack pack = SOURCE;                           \
@@ -116,8 +116,8 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
   case label + 4: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(t[i], u)) break; }            \
   case label + 5: { FROM_STACK FOR_EACH_ROW_OF(STACK, t[i] = f(u, t[i])) break; }
 
-// Longer operators: one body for each order of the operands, since hot code must stay small enough
-// for the instruction cache.
+// Longer operators: one body for each order of the operands, because hot code must fit in the
+// instruction cache.
 #define MERGED_BINARY(f, label)                                                           \
   case label + 0: case label + 1: case label + 2: case label + 3: case label + 4:         \
   case label + 5: {                                                                       \
@@ -131,7 +131,7 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     break;                                                                                \
   }
 
-// Costly operators: one body for all sources, a loop over the rows of the tile through the stack.
+// Costly operators: one body for all sources, which loops over the rows of the tile in the stack.
 // Addresses are those of this lane's packs; first_step is relative to them.
 #define THROUGH_STACK(OPERANDS, EXPRESSION)                                               \
   push(t, top);                                                                           \
@@ -174,8 +174,8 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     break;                                                                                \
   }
 
-// Two operands on the stack, one in t. Word 1 says where each one is, in levels above the lower
-// stack operand: 2 bits for a, then b, then c.
+// Two operands are on the stack and one is in t. Word 1 holds the place of each, in levels above
+// the lower stack operand: 2 bits each for a, b and c.
 #define TERNARY(f, label)                                                         \
   case label: {                                                                   \
     const unsigned lower = top - 2 * LEVEL_BYTES;                                 \
@@ -250,7 +250,7 @@ interpret(const __grid_constant__ Arguments arguments) {
 
   if (threadIdx.x == 0) *next_job = first;
   __syncthreads();
-  // Programs that need more levels than a warp's share come first, and have all of the block's.
+  // Programs that need more levels than a warp has come first, and use all levels of the block.
   const unsigned flags = __ldg(arguments.order + program_at(first));
   if ((flags & SKIPPED) || ((flags & DEEP) && threadIdx.x >= 32)) return;
   for (;;) {
@@ -286,7 +286,7 @@ interpret(const __grid_constant__ Arguments arguments) {
           FOR_EACH_ROW(t[i] = u)
         }
       }
-      // jump_table.py finds the switch by this line.
+      // jump_table.py finds the switch by the comment in this instruction.
       unsigned label;
       asm volatile("mov.b32 %0, %1; // dispatch" : "=r"(label) : "r"(now.x & LABEL_MASK));
       switch (label) {
@@ -319,8 +319,8 @@ interpret(const __grid_constant__ Arguments arguments) {
   }
 }
 
-// Row-invariant subtrees, once for each slot and parameter vector: a warp runs the postfix tokens
-// of one program's slots. With many vectors its lanes run the same slot.
+// Computes the row-invariant subtrees, the slots, for each parameter vector. A warp runs the
+// postfix tokens of one program's slots; with many vectors its lanes run the same slot.
 struct SlotArguments {
   const unsigned char* codes;   // [tokens]
   const double* values;         // [tokens]
@@ -363,7 +363,7 @@ extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments 
   }
 }
 
-// Sums of the loss terms of each job over its tiles, in an order that never changes.
+// Sums each job's loss terms over its tiles, in a fixed order.
 extern "C" __global__ void __launch_bounds__(128)
 sum_partials(const double* partials, double* sums, int tiles) {
   __shared__ double parts[4];

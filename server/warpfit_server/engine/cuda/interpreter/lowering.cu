@@ -1,33 +1,32 @@
-// Lowering of a batch from postfix to the interpreter's instructions. lowering.py puts the numbers
-// of bytecode.py and the table of the operators in front. The tests compile the same text for the
-// host, so it holds nothing that a C++ compiler does not know but CUDA's own words.
+// Lowering of a batch from postfix tokens to the interpreter's instructions. lowering.py prepends
+// the constants of bytecode.py and the operator table. The tests compile the same text for the
+// host, so it uses nothing but standard C++ and CUDA's keywords.
 //
-// A thread lowers a program in two passes over its tokens. The first goes forward: the size of a
-// subtree tells where its operands end, so that no stack is needed, and the stack levels that its
-// code needs follow from those of its operands (Sethi and Ullman 1970, "The generation of optimal
-// code for arithmetic expressions"). The second goes backward from the root and writes the last
-// instruction first. Of two operands the one that is evaluated last comes first then, so that only
-// the others have to be remembered, at most one for each stack level.
+// A thread lowers a program in two passes over its tokens. The first goes forward. The size of a
+// subtree determines where its operands end, so that no stack is needed, and the stack levels that
+// its code needs follow from those of its operands (Sethi and Ullman 1970, "The generation of
+// optimal code for arithmetic expressions"). The second goes backward from the root and writes the
+// last instruction first. It follows the operand that is evaluated last, and keeps a list of the
+// others, at most one for each stack level.
 //
-// An atom (a variable, or a row-invariant subtree, which has no variable inside) costs no
-// instruction of its own: it is an operand of the operator above it. A maximal row-invariant
-// subtree is a slot, which another kernel computes once for each parameter vector.
+// An atom (a variable, or a row-invariant subtree, which contains no variable) needs no instruction
+// of its own: it is an operand of the operator above it. A maximal row-invariant subtree is a slot,
+// which another kernel computes once for each parameter vector.
 
-// What pass one knows of a subtree, beside its size. Of a variable, which has size 1, the index
-// takes the size's place.
+// A subtree in pass one. A variable, which has size 1, has its index in place of the size.
 struct __align__(8) Node {
   unsigned size;
   unsigned traits;  // its last token's row of the table, KINDS
 };
 
-// Kinds of subtrees: stack levels that its code needs below the top; or an atom.
+// Kinds of subtrees: the stack levels that the code needs below the top, or a flag for an atom.
 #define KIND_SHIFT 16
 #define VARIABLE_KIND 0x40u
 #define INVARIANT_KIND 0x80u  // with the stack height of the kernel that computes it
 #define ATOM_KIND (VARIABLE_KIND | INVARIANT_KIND)
 #define HEIGHT_MASK 0x1fu
 
-// Of a program. An unsound one has no instructions and no slots.
+// A lowered program. An invalid (unsound) one has no instructions and no slots.
 struct __align__(16) Program {
   unsigned first;   // index of the first instruction
   unsigned count;   // number of instructions, without the one that ends the program
@@ -35,7 +34,7 @@ struct __align__(16) Program {
   unsigned traits;  // number of slots, NEED_SHIFT, UNSOUND
 };
 
-// Mirrors lowering.py, field by field.
+// LOWERING_ARGUMENTS and ORDER_ARGUMENTS of lowering.py, field by field.
 struct LowerArguments {
   const unsigned char* codes;         // [tokens]
   const double* values;               // [tokens]
@@ -55,14 +54,14 @@ struct LowerArguments {
 struct OrderArguments {
   const Program* programs;  // [programs]
   unsigned* order;          // [programs]
-  unsigned* unsound;        // first unsound program of each group, NONE; [groups]
+  unsigned* unsound;        // first invalid program of each group, or NONE; [groups]
   int count;                // programs
   int group;                // programs of a group
   int levels;               // stack levels that a warp has
 };
 
-// First of the slots that a program may fill: there is room for two of three tokens, the leaves if
-// every operator had three operands.
+// First of the slots reserved for a program: two for three tokens, as many as there would be leaves
+// if every operator had three operands.
 __device__ __forceinline__ unsigned first_slot(unsigned start, unsigned program) {
   return (unsigned)((2ull * start + program) / 3);
 }
@@ -75,7 +74,7 @@ __device__ __forceinline__ unsigned size_of(const Node& node) {
 
 __device__ __forceinline__ unsigned maximum(unsigned a, unsigned b) { return a > b ? a : b; }
 
-// Looks tokens up in the operator table; those whose index is none keep no row.
+// Looks tokens up in the operator table; leaves with an invalid index get no row.
 __device__ __forceinline__ void read_tokens(const LowerArguments& arguments, Node* nodes,
                                             unsigned first, unsigned end) {
 #pragma unroll 4
@@ -93,7 +92,7 @@ __device__ __forceinline__ void read_tokens(const LowerArguments& arguments, Nod
   }
 }
 
-// Kind of an operator with two operands.
+// Kind of a subtree whose root has two operands.
 __device__ __forceinline__ unsigned join_two(unsigned left, unsigned right) {
   if (left & right & INVARIANT_KIND) {
     const unsigned height = maximum(left & HEIGHT_MASK, (right & HEIGHT_MASK) + 1);
@@ -104,7 +103,7 @@ __device__ __forceinline__ unsigned join_two(unsigned left, unsigned right) {
   return left == right ? left + 1 : maximum(left, right);
 }
 
-// Kind of an operator with three, which are all evaluated, the neediest first.
+// Likewise with three operands, which are evaluated in falling order of the levels they need.
 __device__ __forceinline__ unsigned join_three(unsigned a, unsigned b, unsigned c) {
   if (a & b & c & INVARIANT_KIND) {
     const unsigned height = maximum(a & HEIGHT_MASK, maximum((b & HEIGHT_MASK) + 1,
@@ -117,7 +116,7 @@ __device__ __forceinline__ unsigned join_three(unsigned a, unsigned b, unsigned 
   return maximum(most, maximum(x + y + z - most - least + 1, least + 2));
 }
 
-// Pass one: sizes and kinds. Returns whether the tokens are a program of so many parameters.
+// Pass one: sizes and kinds. Returns whether the tokens are a program with so many parameters.
 __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned parameters) {
   Node last = {0, 0};  // the node before
   unsigned needed = 0;
@@ -130,7 +129,7 @@ __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned pa
       if (!(row & IS_VARIABLE)) node.size = 1;
       node.traits |= (row & IS_VARIABLE ? VARIABLE_KIND : INVARIANT_KIND | 1) << KIND_SHIFT;
     } else {
-      // A subtree of so many tokens ends before this token; each operand must leave room for more.
+      // The last operand ends before this token; each operand must leave tokens for the next.
       unsigned kind = kind_of(last), size = place == 0 ? place : size_of(last);
       if (place == 0) return false;
       if (arity >= 2) {
@@ -157,7 +156,7 @@ __device__ __forceinline__ bool measure(Node* nodes, unsigned count, unsigned pa
   return count > 0 && size_of(last) == count && needed == parameters;
 }
 
-// Where a program's code goes, and what of it is there.
+// Where a program's code is written, and how much of it has been.
 struct Writer {
   uint2* place;      // the instruction that was written last, the first one of the code so far
   uint4* slots;      // the program's
@@ -170,7 +169,7 @@ __device__ __forceinline__ void write(Writer& writer, unsigned head, unsigned wo
   *--writer.place = make_uint2(head, word);
 }
 
-// Index of a variable, or of a slot that is made of the row-invariant subtree which ends there.
+// Returns the index of a variable, or of a new slot for the row-invariant subtree that ends there.
 __device__ __forceinline__ unsigned leaf(Writer& writer, const Node& node, unsigned place) {
   if (kind_of(node) & VARIABLE_KIND) return node.size;
   const unsigned end = writer.token + place + 1;
@@ -184,7 +183,7 @@ __device__ __forceinline__ unsigned load_of(Writer& writer, const Node& node, un
   return source | leaf(writer, node, place) << INDEX_SHIFT;
 }
 
-// When an operand of a ternary is evaluated: the neediest first, atoms last, else from the left.
+// Order of evaluation of a ternary's operands: most levels first, atoms last, then from the left.
 __device__ __forceinline__ int rank_of(const Node& node) {
   const unsigned kind = kind_of(node);
   return kind & ATOM_KIND ? -1 : (int)kind;
@@ -192,14 +191,14 @@ __device__ __forceinline__ int rank_of(const Node& node) {
 
 // Pass two: writes the code backward.
 __device__ __forceinline__ void write_code(Node* nodes, unsigned count, Writer& writer) {
-  unsigned pending[MOST_PENDING];  // last tokens of operands whose code goes in front
+  unsigned pending[MOST_PENDING];  // last tokens of operands whose code is still to be written
   int height = 0;
   unsigned place = count - 1;
   write(writer, END_LABEL, 0);
   for (;;) {
     const Node node = nodes[place];
     const unsigned label = node.traits & LABEL_MASK, arity = node.traits >> ARITY_SHIFT & 3;
-    // The code of an operand begins with a load. All but the first one find a value on the top.
+    // The code of an operand begins with a load. For all but the first, the top holds a value.
     const unsigned push = height > 0 ? PUSH : 0;
     bool begins = true;
     if (kind_of(node) & ATOM_KIND) {
@@ -215,7 +214,7 @@ __device__ __forceinline__ void write_code(Node* nodes, unsigned count, Writer& 
       const Node left = nodes[left_place];
       const unsigned left_atom = kind_of(left) & ATOM_KIND, right_atom = kind_of(right) & ATOM_KIND;
       if (left_atom || right_atom) {
-        // Of two atoms a variable is loaded and a slot is the other operand, not the reverse.
+        // Of a variable and a slot, the variable is loaded and the slot is the other operand.
         const bool left_is_other =
             left_atom && (!right_atom || (left_atom & INVARIANT_KIND) != 0);
         const Node other = {left_is_other ? left.size : right.size,
@@ -285,7 +284,7 @@ __device__ __forceinline__ void lower_share(const LowerArguments& arguments, Nod
   if (program < end) lower_program(arguments, nodes + (arguments.starts[program] - start), program);
 }
 
-// A block lowers neighbouring programs, whose tokens it keeps in shared memory if they fit.
+// A block lowers consecutive programs, with their tokens in shared memory if they fit.
 extern "C" __global__ void __launch_bounds__(LOWER_THREADS)
 lower_programs(const __grid_constant__ LowerArguments arguments) {
   extern __shared__ Node shared_nodes[];
@@ -299,8 +298,8 @@ lower_programs(const __grid_constant__ LowerArguments arguments) {
   }
 }
 
-// Buckets of programs by what goes first: those that need more levels than a warp has, then by
-// falling number of instructions, exactly up to EXACT and in steps of 1/32 beyond.
+// Buckets of programs in the order in which they run: first those that need more levels than a warp
+// has, then by falling number of instructions, exactly up to EXACT and in steps of 1/32 beyond.
 #define EXACT 512u
 #define BUCKETS 1024u
 
@@ -321,9 +320,9 @@ __device__ __forceinline__ unsigned bucket_of(const Program& program, int levels
   return is_deep(program, levels) ? 0 : BUCKETS - 1 - weight_of(program.count);
 }
 
-// Sorts the programs of each group, the longest first, so that short ones fill the gaps in the
-// end; a block for each. It marks those that are too deep for a warp's share of shared memory, and
-// says which program is unsound; nothing of such a group will be run. Shared memory: ORDER_BYTES.
+// Sorts the programs of each group, the longest first so that short ones fill the gaps at the end;
+// a block a group. Marks programs that need more levels than a warp has, and reports the first
+// invalid program; of a group with one, no program will be run. Shared memory: ORDER_BYTES.
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
 order_programs(const __grid_constant__ OrderArguments arguments) {
   extern __shared__ Node shared_nodes[];
@@ -341,7 +340,7 @@ order_programs(const __grid_constant__ OrderArguments arguments) {
     if (record.traits & UNSOUND) atomicMin(unsound, program);
   }
   __syncthreads();
-  // Where each bucket ends: sums over twice as many buckets in each round.
+  // Ends of the buckets: prefix sums, over twice as many buckets in each round.
   for (unsigned reach = 1; reach < BUCKETS; reach *= 2) {
     for (unsigned bucket = threadIdx.x; bucket < BUCKETS; bucket += blockDim.x)
       sums[bucket] = counts[bucket] + (bucket >= reach ? counts[bucket - reach] : 0);

@@ -1,5 +1,5 @@
-// What the interpreters share: a warp works on a tile of 32 * ROWS rows, in groups of 32 packs. A
-// thread reads a pack at once, 16 bytes of neighbouring rows.
+// Functions that the interpreters share. A warp works on a tile of 32 * ROWS rows, in groups of 32
+// packs; a thread reads a pack, 16 bytes of neighbouring rows, at once.
 
 #define LANES (16 / (int)sizeof(real))
 #define GROUPS (ROWS / LANES)
@@ -12,7 +12,7 @@ struct alignas(16) Pack {
   real lane[LANES];
 };
 
-// Addresses in shared memory are 32-bit offsets, in registers half as dear as pointers.
+// Addresses in shared memory are 32-bit offsets, which take half the registers of pointers.
 #if REAL_BYTES == 4
 __device__ __forceinline__ Pack load(const void* place) {
   const float4 v = __ldg((const float4*)place);
@@ -53,8 +53,8 @@ __device__ __forceinline__ double warp_sum(double sum) {
   return sum;
 }
 
-// Value minus target, from which built-in losses are made: in float64, but in fast mode rounded to
-// float32 once, a relative error of 2^-24.
+// Value minus target, for the built-in losses: in float64, but in fast mode rounded to float32
+// once, a relative error of 2^-24.
 __device__ __forceinline__ double difference(real f, real y) {
 #if FAST
   return (double)(f - y);

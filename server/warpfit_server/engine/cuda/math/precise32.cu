@@ -1,7 +1,7 @@
-// Elementary functions of precise mode in float32, shorter than those of CUDA's library because
-// they have no branches and no calls: a special operand costs what any other costs, and the
-// assembler can interleave neighbouring operators. Subnormals, signed zeros, infinities and NaN
-// give what IEEE 754 and C99 say. Polynomials are minimax (Remez). precise.py states the bounds.
+// Elementary functions of precise mode in float32. They have no branches and no calls, unlike those
+// of CUDA's library: special operands cost no more than others, and the assembler can interleave
+// neighbouring operators. Subnormals, signed zeros, infinities and NaN give what IEEE 754 and C99
+// say. Polynomials are minimax (Remez). precise.py states the error bounds.
 
 #define SMALLEST_NORMAL 1.17549435e-38f
 #define INFINITY_32 __int_as_float(0x7f800000)
@@ -19,11 +19,11 @@ __device__ __forceinline__ float near_reciprocal_root(float a) {
   return r;
 }
 
-// Both are scaled to where the reciprocal and the remainder are normal; a scaled operand that
-// overflows belongs to a quotient that overflows, or is 0. One correction by the exact remainder
-// (Markstein 1990). The quotient is first rounded towards zero, or one next to the largest number
-// could become infinite. What is then 0 or NaN is a quotient with a 0, an infinity or a NaN in it,
-// which the approximate reciprocal gives with the right sign.
+// Both operands are scaled so that the reciprocal and the remainder are normal; where a scaled
+// operand overflows, the quotient overflows or is 0. One correction by the exact remainder follows
+// (Markstein 1990). The first quotient is rounded towards zero, because one next to the largest
+// number could become infinite. If the result is then 0 or NaN, an operand was 0, infinite or NaN,
+// and the approximate reciprocal gives the quotient with the right sign.
 __device__ __forceinline__ float quotient(float a, float b) {
   float scale = fminf(fabsf(a), fabsf(b)) < 1.05879118e-22f ? 2.81474977e14f : 0.25f;
   a *= scale;
@@ -34,8 +34,8 @@ __device__ __forceinline__ float quotient(float a, float b) {
   return fabsf(second) > 0.0f ? second : a * near;
 }
 
-// Only the first estimate of a normal number's root is finite. For the root of 0, an infinity, NaN,
-// a negative number or a subnormal, the approximate one will do.
+// The first estimate is finite only for normal positive numbers. For 0, infinity, NaN, negative and
+// subnormal numbers, the approximate root is used.
 __device__ __forceinline__ float root(float a) {
   float near = near_reciprocal_root(a);
   float first = a * near;
@@ -43,27 +43,28 @@ __device__ __forceinline__ float root(float a) {
   return first < INFINITY_32 ? second : fast_sqrt(a * 1.84467441e19f) * 2.32830644e-10f;
 }
 
-// What NumPy's float64 gives, in which the product of two float32 numbers is exact.
+// As NumPy does it in float64, where the product of two float32 numbers is exact.
 __device__ __forceinline__ float product_sum(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
 
 __device__ __forceinline__ float exponential(float a) { return expf(a); }
 
-// a = 2^exponent * significand, the significand between a bound given by its bits and twice it.
+// a = 2^exponent * significand; the significand is between ``bound``, given by its bits, and twice
+// that.
 struct Parts {
   float exponent;  // times 2^23
   float significand;
 };
 
-// ``shift`` goes to the exponent; times 2^23, too.
+// ``shift``, times 2^23 too, is added to the exponent.
 __device__ __forceinline__ Parts parts_of(float a, int bound, int shift) {
   int whole = (__float_as_int(a) - bound) & 0xff800000;
   return {(float)(whole + shift), __int_as_float(__float_as_int(a) - whole)};
 }
 
-// ln(1 + f) = f + f^2 P(f) for f in [-1/3, 1/3]. Far from 1 the approximate logarithm is as good,
-// and it gives what there is for 0, infinities, NaN and negative numbers.
+// ln(1 + f) = f + f^2 P(f) for f in [-1/3, 1/3]. For 0, subnormals, infinities, NaN and negative
+// numbers, the approximate logarithm is used.
 __device__ __forceinline__ float logarithm(float a) {
   Parts x = parts_of(a, 0x3f2aaaab, 0);
   float f = x.significand - 1.0f;
@@ -79,8 +80,8 @@ __device__ __forceinline__ float logarithm(float a) {
   return (a >= SMALLEST_NORMAL) & (a < INFINITY_32) ? normal : other;
 }
 
-// The exponent of the power of two is held where that power is normal; what lies beyond stays in
-// the remainder, whose exponential then overflows or underflows as it should.
+// The exponent is clamped to where the power of two is normal; the rest stays in the remainder,
+// whose exponential then overflows or underflows as it should.
 struct Power2 {
   float exponent;
   float value;
@@ -93,10 +94,10 @@ __device__ __forceinline__ Power2 power_near(float t) {
   return {shifted - 12583039.0f, __int_as_float(__float_as_int(shifted) << 23)};
 }
 
-// log2 |a| as high + low, good to 2^-31: with s = f / (2 + f), log2(1 + f) is 2 / ln 2 times
-// s + s^3 / 3 + s^5 / 5 + ..., and the remainder of the division makes up for the rounding of s.
-// A part of the sum behind s goes to the factor of s, so that the rest is half as large, and its
-// rounding errors are. Logarithms are held times 2^23, as the bits of ``a`` give the exponent.
+// log2 |a| as high + low, accurate to 2^-31: with s = f / (2 + f), log2(1 + f) is 2 / ln 2 times s
+// + s^3 / 3 + s^5 / 5 + ..., and the remainder of the division corrects the rounding of s. Part of
+// the terms after s is moved to the factor of s, which halves the rest and its rounding errors.
+// Logarithms are kept times 2^23, as the bits of ``a`` give the exponent.
 __device__ __forceinline__ float power(float a, float b) {
   const float unit = 1.1920929e-7f;
   const float scale = 2.89959002f / unit, scale_rest = -0.014199934f / unit;

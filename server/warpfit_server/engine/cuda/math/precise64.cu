@@ -1,10 +1,11 @@
-// The same in float64. Coefficients and logarithms lie in memory: as operands from the constant
-// bank they cost half of what literals do. precise.py completes the table.
+// Elementary functions of precise mode in float64. Coefficients and logarithms are in memory,
+// because operands from the constant bank cost half of what literals do. precise.py fills in the
+// table.
 
 #define INFINITY_64 __hiloint2double(0x7ff00000, 0)
 #define NEGATIVE_INFINITY_64 __hiloint2double(0xfff00000, 0)
 #define NAN_64 __hiloint2double(0x7ff80000, 0)
-// Adding it rounds to a whole number, which is then in the low word.
+// Adding it rounds to a whole number, which the low word then holds.
 #define ROUNDER 6755399441055744.0
 #define FIRST_LOGARITHM @FIRST_LOGARITHM@
 
@@ -14,7 +15,7 @@ __constant__ double wf_exponential[10] = {
   1.9841269506639162e-04, 1.3888888943631914e-03, 8.333333333494421e-03, 4.166666666653015e-02,
   0.16666666666666413, 0.5000000000000011,
 };
-// (ln(1 + z) - z + z^2 / 2) / z^3 for |z| <= 2^-7, likewise: for the logarithm, and for the power.
+// (ln(1 + z) - z + z^2 / 2) / z^3 for |z| <= 2^-7, for the logarithm and for the power.
 __constant__ double wf_logarithm[5] = {
   0.14287171443591695, -0.16667848404532887, 0.1999999994239302, -0.2499999997404814,
   0.3333333333333396,
@@ -28,8 +29,7 @@ __constant__ double wf_power[6] = {
 __constant__ double wf_natural[5] = {
   1.4426950408889634, -0.6931471805599453, -2.3190468138462996e-17, @LN2@,
 };
-// -ln c rounded to 42 places, and what the rounding left, for c in steps of 2^-6 (above 1) and
-// 2^-7 (below).
+// -ln c rounded to 42 places, and the remainder, for c in steps of 2^-6 (above 1) and 2^-7 (below).
 __device__ const double wf_logarithms[2][@COUNT@] = {{@HIGH@}, {@LOW@}};
 
 __device__ __forceinline__ double near_reciprocal(double a) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ double near_reciprocal_root(double a) {
   return r;
 }
 
-// High words order like floats, but for those of numbers above 2^1017, which are NaN.
+// High words compare like floats, except those of numbers above 2^1017, which are NaN.
 __device__ __forceinline__ float high_word(double a) {
   return __int_as_float(__double2hiint(a));
 }
@@ -102,7 +102,7 @@ __device__ __forceinline__ double power_of_two(int exponent) {
   return __hiloint2double((exponent << 20) + 0x3ff00000, 0);
 }
 
-// The power of two is applied in two steps, so that the result may be subnormal or overflow.
+// The power of two is multiplied in two steps, so that the result may be subnormal or overflow.
 __device__ __forceinline__ double exponential_of(Reduced x) {
   double p = wf_exponential[0];
 #pragma unroll
@@ -112,7 +112,7 @@ __device__ __forceinline__ double exponential_of(Reduced x) {
   return p * power_of_two(half) * power_of_two(x.exponent - half);
 }
 
-// Where the result is 0 or infinite in any case: a number between 746 and 747 of the same sign.
+// If ``large``, where the result is 0 or infinite anyway, a number in [746, 747] with a's sign.
 __device__ __forceinline__ double bounded(double a, bool large) {
   int high = __double2hiint(a);
   return with_high_word(a, large ? (high & 0x80000000) | 0x40875000 : high);
@@ -161,8 +161,8 @@ __device__ __forceinline__ double logarithm(double a) {
   return is_positive(x.scaled) ? r : special;
 }
 
-// ln |a| as a sum of two numbers, good to 2^-64; the exponential of the larger one's multiple as
-// above, that of the smaller one's added to its remainder.
+// ln |a| as a sum of two numbers, accurate to 2^-64. The exponential of b times the larger one is
+// computed as above; b times the smaller one is added to its remainder.
 __device__ __forceinline__ double power(double a, double b) {
   int bits = __double2hiint(a);
   Parts64 x = parts_of(with_high_word(a, bits & 0x7fffffff));
