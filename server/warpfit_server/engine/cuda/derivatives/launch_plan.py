@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from warpfit.errors import ResourceExhaustedError
 from warpfit.ir import Batch
 from warpfit.losses import mentions_weight
-from warpfit.request import Evaluation, Precision
+from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import ProgramRecords
 from warpfit_server.engine.cuda.derivatives.source import BLOCKS, WARPS
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import tile_count
 from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
 
@@ -161,17 +162,11 @@ def plan_launches(
     )
 
 
-def _variant(resident: ResidentDataset, evaluation: Evaluation) -> Variant:
-    dtype = resident.dataset.layout.dtype
-    fast = evaluation.precision is Precision.FAST and dtype == np.float32
-    precision = Precision.FAST if fast else Precision.PRECISE
-    return Variant(dtype, precision, ROW_BYTES // dtype.itemsize)
-
-
 def _geometry(
     device: CudaDevice, resident: ResidentDataset, evaluation: Evaluation, code: DeviceCode
 ) -> DerivativeGeometry:
-    variant = _variant(resident, evaluation)
+    mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
+    variant = Variant.of(mode, ROW_BYTES)
     start, stop = evaluation.row_range(resident.dataset.layout)
     aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
     levels = code.code.programs["levels"].astype(np.int64)

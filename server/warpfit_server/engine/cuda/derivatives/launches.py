@@ -13,7 +13,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import CancelledError
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
     STATISTICS_ARGUMENTS,
@@ -24,7 +23,7 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
 )
 from warpfit_server.engine.cuda.derivatives.source import WARPS
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.finalize import MOMENTS
 from warpfit_server.engine.interface import Steps
@@ -100,12 +99,6 @@ def run_chunks(
     _copy_large_results(context, launch, chunks[-1], ready)
     copy_small_results(small, launch.wanted)
     return context.nanoseconds("start", "computed")
-
-
-def check_cancelled(cancelled: NDArray[np.uint8]) -> None:
-    """Raise CancelledError if the caller has cancelled the evaluation."""
-    if cancelled[0]:
-        raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
 def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from warpfit.ir import Batch, Program
 from warpfit.losses import DIFFERENCE
-from warpfit.request import Evaluation, Precision, Tier, Timings
+from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
@@ -38,7 +38,6 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     DerivativeKernels,
     DerivativeLaunch,
     allocate_small_results,
-    check_cancelled,
     copy_small_results,
     download_small_results,
     launch_chunk,
@@ -48,8 +47,9 @@ from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
 from warpfit_server.engine.cuda.interpreter.compile import compile_switch, load_switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
 from warpfit_server.engine.interface import Linearisation, Outputs, Steps
 from warpfit_server.engine.lowering_cache import LoweringCache
@@ -77,14 +77,7 @@ class DerivativeTier:
 
     def prepare_all(self) -> None:
         """Load every variant but those that spill; the first start on a machine compiles them."""
-        variants = [
-            Variant(np.dtype(dtype), precision, ROW_BYTES // np.dtype(dtype).itemsize)
-            for dtype, precision in (
-                (np.float32, Precision.FAST),
-                (np.float32, Precision.PRECISE),
-                (np.float64, Precision.PRECISE),
-            )
-        ]
+        variants = [Variant.of(mode, ROW_BYTES) for mode in Mode]
         with ThreadPoolExecutor(len(variants), "derivatives") as threads:
             list(threads.map(lambda variant: self._load(variant, spills=False), variants))
         for variant in variants:

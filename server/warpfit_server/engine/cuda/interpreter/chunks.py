@@ -100,14 +100,6 @@ def lower_batch(
 ) -> LoweredBatch:
     """Upload a batch and launch its lowering.
 
-    Args:
-        context: the stream.
-        kernels: of the variant.
-        geometry: of the rows.
-        batch: to lower.
-        variables: of the data set.
-        max_jobs: most jobs of a launch of the interpreter.
-
     Raises:
         ResourceExhaustedError: if a program is too long, or the device has no room.
 

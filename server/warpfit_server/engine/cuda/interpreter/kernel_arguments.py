@@ -227,17 +227,7 @@ def fill_slot_arguments(
     programs: int,
     vectors: int,
 ) -> tuple[int, int]:
-    """Fill in the arguments of ``evaluate_slots``; return its grid.
-
-    Args:
-        arguments: to fill; `SLOT_ARGUMENTS` [1].
-        addresses: of the evaluation.
-        layout: of the batch.
-        bounds: of the batch.
-        programs: number of programs.
-        vectors: parameter vectors.
-
-    """
+    """Fill in `SLOT_ARGUMENTS` [1] for ``evaluate_slots``; return its grid."""
     one = arguments[0]
     one.codes = addresses.batch + layout.codes
     one.values = addresses.batch + layout.values
@@ -262,20 +252,9 @@ def fill_interpreter_arguments(
     vectors: int,
     jobs: tuple[int, int],
 ) -> tuple[int, int]:
-    """Fill in the arguments of ``interpret``; return groups of jobs and bytes of shared memory.
+    """Fill in `INTERPRETER_ARGUMENTS` [1]; return groups of jobs and bytes of shared memory.
 
-    A block runs one group of jobs on one tile.
-
-    Args:
-        arguments: to fill; `INTERPRETER_ARGUMENTS` [1].
-        geometry: of the rows.
-        addresses: of the evaluation.
-        layout: of the batch.
-        bounds: of the batch.
-        config: of the batch's launches.
-        vectors: parameter vectors.
-        jobs: the first one and their number.
-
+    A block runs one group of jobs on one tile. ``jobs`` are the first job and their number.
     """
     warps, levels = config.warps, config.levels
     rounds = max(1, jobs[1] * geometry.tiles // geometry.resident_warps)

@@ -187,18 +187,10 @@ def fill_lowering_arguments(
     longest: int,
     blocks: int,
 ) -> tuple[int, int]:
-    """Fill in the arguments of ``lower_programs``; return its blocks and bytes of shared memory.
+    """Fill in `LOWERING_ARGUMENTS` [1]; return the kernel's blocks and bytes of shared memory.
 
-    Args:
-        arguments: to fill; `LOWERING_ARGUMENTS` [1].
-        batch: device address of the batch.
-        layout: of the batch.
-        programs: number of programs.
-        vectors: parameter vectors.
-        variables: of the data set.
-        longest: tokens of the longest program.
-        blocks: among which a small batch is divided.
-
+    ``batch`` is the batch's device address, ``longest`` are the tokens of its longest program, and
+    ``blocks`` the blocks among which a small batch is divided.
     """
     share = min(LOWER_THREADS, -(-programs // blocks))
     room = min(MAX_SHARED_TOKENS, share * longest)
@@ -229,17 +221,10 @@ def fill_order_arguments(
     levels: int,
     first_invalid: int,
 ) -> int:
-    """Fill in the arguments of ``order_programs``; return its blocks, one for each group.
+    """Fill in `ORDER_ARGUMENTS` [1]; return the kernel's blocks, one for each group of programs.
 
-    Args:
-        arguments: to fill; `ORDER_ARGUMENTS` [1].
-        batch: device address of the batch.
-        layout: of the batch.
-        programs: number of programs.
-        group: programs that are sorted together.
-        levels: stack levels that each warp of the interpreter has.
-        first_invalid: address of page-locked host memory; uint32 [groups].
-
+    ``levels`` are the stack levels that each warp of the interpreter has, and ``first_invalid`` is
+    the address of page-locked host memory, uint32 [groups].
     """
     one = arguments[0]
     one.programs = batch + layout.programs
@@ -268,16 +253,9 @@ def launch_lowering(
     variables: int,
     blocks: int,
 ) -> None:
-    """Launch the lowering of a batch that has been uploaded.
+    """Launch the lowering of a batch that has been uploaded to ``address`` in its `BatchLayout`.
 
-    Args:
-        context: the stream.
-        kernels: of the device.
-        batch: to lower.
-        address: of the batch on the device, in its `BatchLayout`.
-        variables: of the data set.
-        blocks: among which a small batch is divided.
-
+    A small batch is divided among ``blocks`` blocks.
     """
     arguments = np.zeros(1, dtype=LOWERING_ARGUMENTS)
     sizes = (len(batch), batch.vectors, variables, int(batch.lengths.max()))

@@ -20,6 +20,7 @@ from warpfit_server.engine.cuda.interpreter.bytecode import (
     SLOTS_MASK,
     labels,
 )
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.math.prelude import (
     REAL_NAMES,
     compiler_options,
@@ -59,6 +60,11 @@ class Variant:
     precision: Precision
     rows: int
     """Rows a thread: a multiple of 4 (float32) or 2 (float64)."""
+
+    @classmethod
+    def of(cls, mode: Mode, row_bytes: int) -> Variant:
+        """Return the variant in which a thread works on so many bytes of rows at a time."""
+        return cls(mode.dtype, mode.precision, row_bytes // mode.dtype.itemsize)
 
     @property
     def fast(self) -> bool:

@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from warpfit.errors import CancelledError
-from warpfit.request import Evaluation, Precision, Tier, Timings
+from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
     InterpreterChunk,
@@ -36,14 +35,14 @@ from warpfit_server.engine.cuda.interpreter.source import (
     interpreter_source,
     operator_flags,
 )
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.interface import Outputs, Steps
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
-_MOST_BYTES: Final = 32
-_MOST_BYTES_FAST: Final = 64
+_MOST_BYTES: Final = {Mode.FAST: 64, Mode.PRECISE: 32, Mode.DOUBLE: 32}
 #: Threads that fill a multiprocessor.
 _FULL_THREADS: Final = 32 * 32
 #: Most jobs of one launch.
@@ -86,7 +85,7 @@ class InterpreterTier:
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         started = time.perf_counter_ns()
-        _check_cancelled(outputs)
+        check_cancelled(outputs.cancelled)
         variant = self.variant(resident, evaluation)
         chunks = list(self._chunks(resident, evaluation, variant))
         if len(chunks) == 1 and not evaluation.values and outputs.losses is not None:
@@ -100,25 +99,20 @@ class InterpreterTier:
 
     def variant(self, resident: ResidentDataset, evaluation: Evaluation) -> Variant:
         """Choose the variant of the kernels for an evaluation."""
-        layout = resident.dataset.layout
-        fast = evaluation.precision is Precision.FAST and layout.dtype == np.float32
-        precision = Precision.FAST if fast else Precision.PRECISE
-        programs, vectors, _ = evaluation.shape(layout)
-        least = _LEAST_BYTES // layout.dtype.itemsize
-        most = (_MOST_BYTES_FAST if fast else _MOST_BYTES) // layout.dtype.itemsize
-        is_much = programs * vectors >= self._jobs_to_fill_device(resident, evaluation, most)
-        return Variant(layout.dtype, precision, self._tuning.rows or (most if is_much else least))
+        mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
+        most = Variant.of(mode, _MOST_BYTES[mode])
+        if self._tuning.rows:
+            return replace(most, rows=self._tuning.rows)
+        programs, vectors, _ = evaluation.shape(resident.dataset.layout)
+        is_much = programs * vectors >= self._jobs_to_fill_device(resident, evaluation, most.rows)
+        return most if is_much else Variant.of(mode, _LEAST_BYTES)
 
     def prepare_all(self) -> None:
         """Load every variant that `variant` chooses; the first start on a machine compiles them."""
         variants = [
-            Variant(np.dtype(dtype), precision, size // np.dtype(dtype).itemsize)
-            for dtype, precision, sizes in (
-                (np.float32, Precision.FAST, (_LEAST_BYTES, _MOST_BYTES_FAST)),
-                (np.float32, Precision.PRECISE, (_LEAST_BYTES, _MOST_BYTES)),
-                (np.float64, Precision.PRECISE, (_LEAST_BYTES, _MOST_BYTES)),
-            )
-            for size in sizes
+            Variant.of(mode, row_bytes)
+            for mode, most in _MOST_BYTES.items()
+            for row_bytes in (_LEAST_BYTES, most)
         ]
         with ThreadPoolExecutor(len(variants) + 1, "interpreter") as threads:
             lowering = threads.submit(load_lowering, self._device)
@@ -233,7 +227,7 @@ class InterpreterTier:
             launched = time.perf_counter_ns()
             pending: PendingChunk | None = None
             for number, chunk in enumerate(chunks):
-                _check_cancelled(outputs)
+                check_cancelled(outputs.cancelled)
                 geometry = self.geometry(resident, evaluation, chunk)
                 latest = launch_chunk(context, lowered, geometry, evaluation, chunk, number % 2)
                 if pending is not None:
@@ -252,11 +246,6 @@ class InterpreterTier:
             copy_out=max(0, time.perf_counter_ns() - launched - computed),
             tier=Tier.INTERPRETER,
         )
-
-
-def _check_cancelled(outputs: Outputs) -> None:
-    if outputs.cancelled[0]:
-        raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
 def interpreter_cubin(variant: Variant, architecture: int) -> bytes:

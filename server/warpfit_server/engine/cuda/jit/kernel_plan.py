@@ -176,11 +176,7 @@ class KernelPlanner:
     ) -> KernelPlan | None:
         """Find the plan of an equal evaluation; parameters and rows may differ.
 
-        Args:
-            resident: the data set.
-            evaluation: what is wanted.
-            token_hash: `fingerprint` of its batch.
-
+        ``token_hash`` is the `fingerprint` of its batch.
         """
         with self._lock:
             found = self._plans.get(_plan_key(resident, evaluation, token_hash))
@@ -194,11 +190,6 @@ class KernelPlanner:
         The few expressions of a small batch get a kernel each, which other batches share. For many
         expressions, single kernels never pay: capturing their graph (2 ms for 300) costs more than
         interpreting, and fused kernels are 2 to 5 times faster once a batch repeats.
-
-        Args:
-            resident: the data set.
-            evaluation: what is wanted.
-            token_hash: `fingerprint` of its batch.
 
         Raises:
             ProgramError: for the first bad token.
@@ -308,12 +299,7 @@ def _hash_tokens(codes: NDArray[np.uint8], words: NDArray[np.uint64]) -> np.uint
 
     The first constant is that of Steele et al. 2014, "Fast splittable pseudorandom number
     generators". No step waits for the one before, so 10,000 tokens take 3 microseconds: too short
-    to release Python's lock.
-
-    Args:
-        codes: of all tokens.
-        words: the bits of their values.
-
+    to release Python's lock. ``words`` are the bits of the tokens' values.
     """
     total = np.uint64(0)
     for index in range(len(codes)):

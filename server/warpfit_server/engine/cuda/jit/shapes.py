@@ -95,13 +95,7 @@ class BatchShapes:
         return self.sources.programs[wanted], batch.values[tokens].astype(np.int64)
 
     def fill(self, batch: Batch, inputs: NDArray[Any]) -> None:
-        """Fill inputs with their values for each parameter vector.
-
-        Args:
-            batch: the batch of these shapes, or one with other numbers.
-            inputs: to fill; float32 or float64 [K, inputs].
-
-        """
+        """Fill inputs, [K, inputs], with the numbers of this batch or one of the same shapes."""
         tokens = TokenArrays.of(batch)
         fill_inputs(tokens.values, tokens.parameter_counts, tokens.parameters, self.sources, inputs)
 
@@ -114,16 +108,7 @@ def fill_inputs(
     sources: InputSources,
     inputs: NDArray[Any],
 ) -> None:
-    """Fill inputs from constants and parameters.
-
-    Args:
-        values: of the batch's tokens.
-        parameter_counts: of its programs.
-        parameters: of all programs and vectors.
-        sources: where the values come from.
-        inputs: to fill; float32 or float64 [K, inputs].
-
-    """
+    """Fill inputs, float32 or float64 [K, inputs], from constants and parameters."""
     vectors = len(inputs)
     program, start = 0, 0  # first parameter value of the program
     for number in range(len(sources.tokens)):

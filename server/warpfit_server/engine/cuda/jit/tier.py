@@ -11,7 +11,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from warpfit.errors import CancelledError, ResourceExhaustedError
+from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda.jit.graph import (
     CapturedGraph,
@@ -30,7 +30,11 @@ from warpfit_server.engine.cuda.jit.kernel_plan import (
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey, KernelStore
 from warpfit_server.engine.cuda.math.modes import max_token_rows
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import (
+    ROW_MULTIPLE,
+    ResidentDataset,
+    check_cancelled,
+)
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, Steps
 
@@ -84,11 +88,7 @@ class CompiledTier:
     ) -> KernelPlan | None:
         """Return the plan of an evaluation if all its kernels are loaded, else None.
 
-        Args:
-            resident: the data set.
-            evaluation: what is wanted.
-            token_hash: `fingerprint` of its batch.
-
+        ``token_hash`` is the `fingerprint` of its batch.
         """
         plan = self._planner.find(resident, evaluation, token_hash)
         if plan is None:
@@ -126,7 +126,7 @@ class CompiledTier:
 
         """
         started = time.perf_counter_ns()
-        _check_cancelled(outputs)
+        check_cancelled(outputs.cancelled)
         if plan is None:
             self._check_supported(evaluation)
             plan = self.plan(resident, evaluation)
@@ -293,7 +293,7 @@ class CompiledTier:
         launched, computed = time.perf_counter_ns(), 0
         with self._device.stream() as context:
             for first in range(start, stop, chunk):
-                _check_cancelled(outputs)
+                check_cancelled(outputs.cancelled)
                 last = min(first + chunk, stop)
                 arguments = row_arguments(resident, first, last)
                 pitch = _pitch(first, last, plan.mode.dtype.itemsize)
@@ -344,11 +344,6 @@ class CompiledTier:
         most = max(1, (stop - start) // _MIN_ROWS)
         rows = -(-(stop - start) // min(max(1, launches), most)) + ROW_MULTIPLE - 1
         return min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
-
-
-def _check_cancelled(outputs: Outputs) -> None:
-    if outputs.cancelled[0]:
-        raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
 def _is_one_command_list(resident: ResidentDataset, evaluation: Evaluation) -> bool:

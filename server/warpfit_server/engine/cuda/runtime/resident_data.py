@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import ResourceExhaustedError
+from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.runtime.device import CudaDevice, device_array
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -64,6 +65,12 @@ class EvaluationTier(Protocol):
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
+
+
+def check_cancelled(cancelled: NDArray[np.uint8]) -> None:
+    """Raise CancelledError if the caller has cancelled the evaluation."""
+    if cancelled[0]:
+        raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
 def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
