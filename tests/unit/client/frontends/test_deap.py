@@ -11,7 +11,7 @@ import pytest
 
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions import reference
-from warpfit.frontends import as_program, as_programs
+from warpfit.frontends import as_program
 from warpfit.frontends.deap import from_deap
 
 gp = pytest.importorskip("deap.gp")
@@ -75,7 +75,7 @@ def data():
     return columns
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(50))
 def test_random_scalar_trees_agree_with_deap(seed):
     pset = scalar_set()
     original = tree(pset, seed)
@@ -85,7 +85,7 @@ def test_random_scalar_trees_agree_with_deap(seed):
     np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(50))
 def test_random_array_trees_agree_with_deap(seed):
     pset = array_set()
     original = tree(pset, seed)
@@ -178,15 +178,6 @@ def test_an_incomplete_tree_is_refused():
         original = tree(scalar_set(), 2)
     with pytest.raises(ProgramError):
         from_deap(gp.PrimitiveTree(original[:1]), scalar_set())
-
-
-def test_individuals_and_lists():
-    class Individual(gp.PrimitiveTree):
-        pass
-
-    pset = scalar_set()
-    individual = Individual.from_string("neg(ARG1)", pset)
-    assert [str(p) for p in as_programs([individual, "x1"])] == ["-x2", "x1"]
 
 
 def test_a_deep_tree():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.errors import InvalidArgumentError
 from warpfit.frontends import as_program, as_programs
 from warpfit.ir import Program
 
@@ -48,13 +48,6 @@ def test_one_expression_is_no_list(thing):
     with pytest.raises(InvalidArgumentError) as caught:
         as_programs(thing)
     assert caught.value.reason == "NOT_A_LIST"
-
-
-def test_repeated_errors_keep_their_own_index():
-    for index in (0, 1):
-        with pytest.raises(ParseError) as caught:
-            as_programs([*["x1"] * index, "x1 +"])
-        assert caught.value.expression == index
 
 
 def test_imports_stay_light():

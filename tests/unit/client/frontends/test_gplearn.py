@@ -7,7 +7,6 @@ from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions import reference
 from warpfit.frontends import as_program
 from warpfit.frontends.gplearn import from_gplearn
-from warpfit.ir import Program
 
 functions = pytest.importorskip("gplearn.functions")
 _Program = pytest.importorskip("gplearn._program")._Program
@@ -43,7 +42,7 @@ def data():
     return rows
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(60))
 def test_random_programs_agree_with_gplearn(seed):
     """To the bit; only gplearn's sigmoid is written with another formula here."""
     sigmoid = seed % 3 == 0
@@ -64,13 +63,6 @@ def test_every_function_agrees_with_gplearn(function):
     np.testing.assert_array_max_ulp(
         reference.evaluate_program(as_program(original), data().T), wanted, maxulp=2
     )
-
-
-@pytest.mark.parametrize(
-    ("nodes", "wanted"), [([2.5], Program.constant(2.5)), ([3], Program.variable(3))]
-)
-def test_single_nodes(nodes, wanted):
-    assert as_program(program(nodes)) == wanted
 
 
 def test_a_function_of_the_user():

@@ -68,7 +68,7 @@ def assert_close(got, wanted):
         assert np.median(error) < 1e-3
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(60))
 def test_random_trees_agree_with_operon(seed):
     tree = random_tree(random.Random(seed), EVERYWHERE if seed % 3 == 0 else SMOOTH, depth=3)
     program, parameters = from_operon(tree, DATASET)
@@ -76,7 +76,7 @@ def test_random_trees_agree_with_operon(seed):
     assert_close(reference.evaluate_program(program, COLUMNS, parameters), values(tree))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_trees_come_back(seed):
     tree = random_tree(random.Random(1000 + seed), SMOOTH, depth=3)
     program, parameters = from_operon(tree, DATASET)
@@ -100,14 +100,20 @@ def test_every_type_of_node(kind):
     assert (again, len(parameters)) == (program, 0)
 
 
-@pytest.mark.parametrize("text", ["-x1", "inv(x2)", "x1 - (x2 - x3)", "x1 / x2 / x3", "2.5"])
+@pytest.mark.parametrize(
+    "text",
+    [*("-x1", "inv(x2)", "x1 - (x2 - x3)", "x1 / x2 / x3", "2.5"), "square(x1)", "cbrt(x1)"],
+)
 def test_forms_that_operon_writes_in_another_way(text):
     program = warpfit.parse(text)
     tree = to_operon(program, DATASET)
     assert from_operon(tree, DATASET)[0] == program
-    np.testing.assert_allclose(
-        values(tree), reference.evaluate_program(program, COLUMNS), rtol=1e-5
-    )
+    hashes = {v.Name: v.Hash for v in DATASET.Variables}
+    parsed = pyoperon.InfixParser.Parse(to_operon_infix(program, NAMES), hashes)
+    for made in (tree, parsed):
+        np.testing.assert_allclose(
+            values(made), reference.evaluate_program(program, COLUMNS), rtol=1e-5
+        )
 
 
 def test_parameters_are_the_coefficients_that_operon_optimises():
@@ -123,7 +129,7 @@ def test_parameters_are_the_coefficients_that_operon_optimises():
     np.testing.assert_array_equal(from_operon(tree, DATASET)[1], parameters * 2)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_infix_both_ways(seed):
     rng = random.Random(seed)
     kinds = [*("Add", "Sub", "Mul", "Div", "Pow"), *("Sin", "Cos", "Exp", "Abs", "Sqrt", "Tanh")]
@@ -134,16 +140,6 @@ def test_infix_both_ways(seed):
     text = to_operon_infix(program, NAMES, parameters)
     parsed = pyoperon.InfixParser.Parse(text, {v.Name: v.Hash for v in DATASET.Variables})
     assert_close(reference.evaluate_program(program, COLUMNS, parameters), values(parsed))
-
-
-@pytest.mark.parametrize("text", ["-x1", "inv(x2)", "square(x1)", "cbrt(x1)", "floor(x3)"])
-def test_infix_of_other_functions(text):
-    program = warpfit.parse(text)
-    written = to_operon_infix(program, NAMES)
-    parsed = pyoperon.InfixParser.Parse(written, {v.Name: v.Hash for v in DATASET.Variables})
-    np.testing.assert_allclose(
-        values(parsed), reference.evaluate_program(program, COLUMNS), rtol=1e-5
-    )
 
 
 def test_what_operon_has_not():

