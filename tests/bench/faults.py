@@ -25,13 +25,16 @@ BACK = 2.0
 def main() -> int:
     rows: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], bool]]] = {
         "engine_sigkill": (lambda: faults.engine_sigkill(20), _back_in_time),
-        "engine_sigkill_two_doors": (lambda: faults.engine_sigkill(20, doors=2), _back_in_time),
+        "engine_sigkill_two_doors": (
+            lambda: faults.engine_sigkill(20, front_ends=2),
+            _back_in_time,
+        ),
         "engine_sigstop": (lambda: faults.engine_sigstop(10), _noticed),
         "endless_work_that_ignores_its_end": (lambda: faults.endless_work("deaf"), bool),
         "endless_work_that_freezes_the_engine": (lambda: faults.endless_work("frozen"), bool),
         "server_sigkill": (lambda: faults.supervisor_sigkill(5), _unharmed),
         "sigterm": (lambda: faults.sigterm(5), _drained),
-        "sigterm_two_doors": (lambda: faults.sigterm(5, doors=2), _drained),
+        "sigterm_two_doors": (lambda: faults.sigterm(5, front_ends=2), _drained),
         "bad_network": (lambda: faults.bad_network(5), _shielded),
         "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
     }

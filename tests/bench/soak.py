@@ -27,7 +27,7 @@ def main() -> int:
     options = parser.parse_args()
     size = {
         "clients": options.clients,
-        "doors": options.front_doors,
+        "front_ends": options.front_doors,
         "engine": options.engine,
     }
     control = soak(60 * options.control_minutes, leak=LEAK, **size)

@@ -130,7 +130,7 @@ def test_renewed_certificates_serve_new_connections(server, authority, files):
         assert _serial(server, authority, pair) == before, "half a pair was used"
         (files / "server.crt").write_bytes((files / "spare.crt").read_bytes())
         time.sleep(0.2)
-        for _ in range(2 * CONNECTIONS):  # whichever door takes them
+        for _ in range(2 * CONNECTIONS):  # whichever front end takes them
             renewed = _serial(server, authority, pair)
         assert renewed not in (before, None)
         assert key != (files / "server.key").read_bytes()

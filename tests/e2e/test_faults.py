@@ -16,7 +16,7 @@ def assert_unharmed(seen: dict) -> None:
 
 
 def test_sigkill_of_the_engine():
-    assert_unharmed(faults.engine_sigkill(1, clients=4, doors=2))
+    assert_unharmed(faults.engine_sigkill(1, clients=4, front_ends=2))
 
 
 def test_sigstop_of_the_engine():
@@ -30,11 +30,11 @@ def test_work_that_does_not_stop(kind):
 
 
 def test_sigkill_of_the_server():
-    assert_unharmed(faults.supervisor_sigkill(1, clients=2, doors=2))
+    assert_unharmed(faults.supervisor_sigkill(1, clients=2, front_ends=2))
 
 
 def test_sigterm_of_the_server():
-    seen = faults.sigterm(1, clients=4, doors=2)
+    seen = faults.sigterm(1, clients=4, front_ends=2)
     assert_unharmed(seen)
     assert seen["answers_while_unready"]
 
@@ -52,10 +52,10 @@ def test_clients_that_are_killed_in_the_middle_of_an_upload():
 
 
 def test_a_server_does_not_grow():
-    seen = soak(2, clients=2, doors=1)
+    seen = soak(2, clients=2, front_ends=1)
     assert seen["passed"], seen
     assert seen["in_flight_at_the_end"] == seen["engine_restarts"] == seen["internal_errors"] == 0
 
 
 def test_a_planted_leak_is_found():
-    assert not soak(1.5, clients=2, doors=1, leak=16 << 20)["passed"]
+    assert not soak(1.5, clients=2, front_ends=1, leak=16 << 20)["passed"]

@@ -60,7 +60,7 @@ def greedy(server):
 
 
 def works(client):
-    """Make calls that go to either door; an error fails the test."""
+    """Make calls that go to either front end; an error fails the test."""
     X = np.arange(6.0)[:, None]
     data = client.upload(X, X[:, 0])
     assert client.evaluate(data, ["x1 + x1"], loss="mse", timeout=20).shape == (1,)
@@ -100,11 +100,11 @@ def test_an_upload_that_stops(server, modest):
 
 def test_unfinished_messages_are_accounted(server, modest, greedy):
     """As many as fit what may be in flight are received, of one tenant three quarters of it."""
-    doors = [psutil.Process(server.process.process.pid), *server.process.doors()]
+    front_ends = [psutil.Process(server.process.process.pid), *server.process.front_ends()]
     most = PENDING // 8
 
     def resident():
-        return sum(door.memory_info().rss for door in doors)
+        return sum(process.memory_info().rss for process in front_ends)
 
     def send(connection):
         for _ in range(10):

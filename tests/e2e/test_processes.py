@@ -49,7 +49,7 @@ def processes_with_connections(server: ServerProcess) -> set[int]:
     port = int(server.address.rpartition(":")[2])
     return {
         process.pid
-        for process in [psutil.Process(server.process.pid), *server.doors()]
+        for process in [psutil.Process(server.process.pid), *server.front_ends()]
         for connection in process.net_connections("tcp")
         if connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
     }
@@ -75,7 +75,7 @@ def test_data_and_errors_pass_through_every_process(server, clients):
             client.evaluate(data, ["x1 + x9"])
         assert caught.value.reason == "VARIABLE_OUT_OF_RANGE"
         assert caught.value.expression == 0
-    assert len(server.doors()) == FRONT_ENDS - 1
+    assert len(server.front_ends()) == FRONT_ENDS - 1
 
 
 def test_every_process_sees_a_release_and_its_memory_comes_back(server, clients):
@@ -112,11 +112,11 @@ def test_a_new_engine_serves_every_process(server, clients):
 
 def test_a_front_end_that_dies_is_replaced(server, clients):
     data = clients[0].upload(X, dtype="float64")
-    old = {process.pid for process in server.doors()}
+    old = {process.pid for process in server.front_ends()}
     os.kill(min(old), signal.SIGKILL)
     for number, client in enumerate(clients):
         assert_right(client, data, float(number))
-    eventually(lambda: {process.pid for process in server.doors()} - old)
+    eventually(lambda: {process.pid for process in server.front_ends()} - old)
 
 
 def test_a_port_in_use_is_not_shared(server):

@@ -42,10 +42,10 @@ def figures(load: Load) -> dict[str, Any]:
     }
 
 
-def engine_sigkill(kills: int, clients: int = 8, doors: int = 1) -> dict[str, Any]:
+def engine_sigkill(kills: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
     """Kill the engine again and again; how long no client has an answer, and how busy it was."""
     gaps, busy = [], []
-    with ServerProcess("--front-doors", str(doors)) as server:
+    with ServerProcess("--front-doors", str(front_ends)) as server:
         with Load(server.address, clients) as load:
             for _ in range(kills):
                 load.wait_for_answers(3)
@@ -86,12 +86,12 @@ def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
         }
 
 
-def endless_work(kind: str, doors: int = 1) -> dict[str, Any]:
+def endless_work(kind: str, front_ends: int = 1) -> dict[str, Any]:
     """Give the engine work that does not stop: ``deaf`` to its cancellation, or ``frozen``."""
     with tempfile.TemporaryDirectory() as directory:
         switch = Path(directory) / "endless"
         switch.touch()
-        flags = (*EAGER, "--threads", "1", "--front-doors", str(doors))
+        flags = (*EAGER, "--threads", "1", "--front-doors", str(front_ends))
         with (
             ServerProcess(*flags, **injected(f"{kind}={switch}")) as server,
             warpfit.connect(server.address) as client,
@@ -116,9 +116,9 @@ def endless_work(kind: str, doors: int = 1) -> dict[str, Any]:
     }
 
 
-def supervisor_sigkill(kills: int, clients: int = 4, doors: int = 1) -> dict[str, Any]:
-    """Kill the front door, start another server on the port: the clients upload by themselves."""
-    flags = ("--port", str(free_port()), "--front-doors", str(doors))
+def supervisor_sigkill(kills: int, clients: int = 4, front_ends: int = 1) -> dict[str, Any]:
+    """Kill the server, start another one on the port: the clients upload by themselves."""
+    flags = ("--port", str(free_port()), "--front-doors", str(front_ends))
     gaps = []
     server = ServerProcess(*flags)
     try:
@@ -136,10 +136,19 @@ def supervisor_sigkill(kills: int, clients: int = 4, doors: int = 1) -> dict[str
     return {"kills": kills, **figures(load), **_spread("seconds_without_answers", gaps)}
 
 
-def sigterm(stops: int, clients: int = 8, doors: int = 1) -> dict[str, Any]:
+def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
     """Stop the server in an orderly way under load, start another: no call fails."""
     port = str(free_port())
-    flags = ("--port", port, "--front-doors", str(doors), "--health-port", "0", "--notice", "0.3")
+    flags = (
+        "--port",
+        port,
+        "--front-doors",
+        str(front_ends),
+        "--health-port",
+        "0",
+        "--notice",
+        "0.3",
+    )
     seconds, unready_first = [], True
     server = ServerProcess(*flags)
     try:
@@ -200,7 +209,7 @@ def free_port() -> int:
 
 
 def _connections(server: ServerProcess) -> int:
-    """Open connections of the front door, on any port."""
+    """Open connections of the main process, on any port."""
     connections = server.family()["front door"].net_connections("tcp")
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
 

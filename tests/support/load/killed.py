@@ -70,7 +70,7 @@ def is_clean(seen: dict[str, Any]) -> bool:
 
 
 def held(server: ServerProcess) -> dict[str, int]:
-    """What the front door holds: shared memory, descriptors, memory of its own."""
+    """What the main process holds: shared memory, descriptors, private memory."""
     memory = psutil.Process(server.process.pid).memory_info()
     return {
         "shared_bytes": server.shared_memory(),

@@ -24,15 +24,15 @@ _WARM_UP, _WINDOW = 0.25, 0.1
 
 
 def soak(
-    seconds: float, clients: int = 4, doors: int = 2, leak: int = 0, engine: str = "cpu"
+    seconds: float, clients: int = 4, front_ends: int = 2, leak: int = 0, engine: str = "cpu"
 ) -> dict[str, Any]:
     """Run the load and watch the server.
 
     Args:
         seconds: how long.
         clients: threads, each with a connection of its own.
-        doors: processes that take calls.
-        leak: bytes that the front doors keep of each answered call: a planted leak.
+        front_ends: processes that take calls.
+        leak: bytes that the front ends keep of each answered call: a planted leak.
         engine: of the server.
 
     Returns:
@@ -40,7 +40,14 @@ def soak(
 
     """
     environment = injected(f"leak={leak}") if leak else {}
-    flags = ("--front-doors", str(doors), "--metrics-port", "0", "--max-resident-bytes", "32MiB")
+    flags = (
+        "--front-doors",
+        str(front_ends),
+        "--metrics-port",
+        "0",
+        "--max-resident-bytes",
+        "32MiB",
+    )
     stop = threading.Event()
     counts: dict[str, int] = {}
     batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
@@ -55,7 +62,7 @@ def soak(
         stop.set()
         for thread in threads:
             thread.join()
-        time.sleep(1.0)  # further doors send their figures twice a second
+        time.sleep(1.0)  # further front ends send their figures twice a second
         page = scrape(server.facts["metrics"])
     return {**_judged(samples), "calls": dict(sorted(counts.items())), **_balance(page)}
 

@@ -17,7 +17,7 @@ from warpfit.v1 import evaluator_pb2 as pb
 SERVICE = "/warpfit.v1.Evaluator/"
 X = np.random.default_rng(3).normal(size=(50, 2))
 DATA = Dataset.of(X, X[:, 0], dtype="float64")
-#: A connection of its own: several doors then get some of them.
+#: A connection of its own: several front ends then get some of them.
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 

@@ -51,8 +51,8 @@ class ServerProcess:
             time.sleep(0.01)
         raise TimeoutError("no engine process")
 
-    def doors(self) -> list[psutil.Process]:
-        """The further front-door processes."""
+    def front_ends(self) -> list[psutil.Process]:
+        """The front-end processes beside the main one, which is a front end itself."""
         children = psutil.Process(self.process.pid).children()
         return [child for child in children if runs(child, "warpfit_server.processes.front_end")]
 
@@ -61,21 +61,21 @@ class ServerProcess:
         self.engine().send_signal(signal.SIGKILL)
 
     def family(self) -> dict[str, psutil.Process]:
-        """Every process of the server by role."""
-        doors = {f"door {number}": door for number, door in enumerate(self.doors(), 1)}
-        front_door = psutil.Process(self.process.pid)
-        return {"front door": front_door, **doors, "engine": self.engine()}
+        """Every process of the server, by its name in the metrics."""
+        further = {f"door {number}": one for number, one in enumerate(self.front_ends(), 1)}
+        main = psutil.Process(self.process.pid)
+        return {"front door": main, **further, "engine": self.engine()}
 
     def kill(self) -> None:
-        """SIGKILL the front door, and wait until the others have noticed."""
+        """SIGKILL the main process, and wait until the others have ended by themselves."""
         others = psutil.Process(self.process.pid).children()
         self.process.kill()
         self.process.wait()
         _, alive = psutil.wait_procs(others, 10)
-        assert not alive, "processes outlive the front door"
+        assert not alive, "processes outlive the main one"
 
     def shared_memory(self) -> int:
-        """Bytes of memory files that the front door holds open or mapped."""
+        """Bytes of memory files that the main process has mapped."""
         inodes = {}
         for maps in psutil.Process(self.process.pid).memory_maps(grouped=False):
             if "memfd:warpfit" in maps.path:
@@ -83,7 +83,7 @@ class ServerProcess:
         return sum(inodes.values())
 
     def descriptors(self) -> int:
-        """Open file descriptors of the front door."""
+        """Open file descriptors of the main process."""
         return psutil.Process(self.process.pid).num_fds()
 
     def stop(self) -> int:

@@ -4,7 +4,7 @@
 ``frozen=FILE``  while it exists, such an evaluation lets no other thread of the engine run;
 ``compiling=FILE``  processes that compile wait while the file exists;
 ``idle=1``       evaluations of many programs compute nothing, their values are those before;
-``leak=BYTES``   each answered call of the front door keeps that many bytes for ever;
+``leak=BYTES``   each answered call of a front end keeps that many bytes for ever;
 ``kill=NUMBER``  the engine dies of batches with that constant, and of data sets of 13 variables;
 ``cut=NUMBER``   an evaluation with that constant loses its connection, and the engine lives.
 """

@@ -1,44 +1,71 @@
-"""The semaphore of tenants, with threads interleaved in hundreds of orders."""
+"""The semaphore of tenants, under threads that switch as often as Python allows."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections import Counter
 
-from support.load.schedules import Primitives, Schedule
+import pytest
+
 from warpfit_server.tenancy import tenant_semaphore
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 
 TENANTS = ("greedy", "greedy", "modest", "third")
 
 
-def run_threads(monkeypatch, seed):
-    """Run threads that acquire and release; return the most that each tenant had inside."""
-    schedule = Schedule(seed, changes=4, steps=150)
-    monkeypatch.setattr(tenant_semaphore, "threading", Primitives(schedule, seed))
+@pytest.fixture
+def many_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_every_thread_gets_in_and_never_too_many_at_once(many_switches):
     semaphore, inside, most = TenantSemaphore(), Counter(), Counter()
+    counting = threading.Lock()
 
-    def caller(number):
-        tenant = TENANTS[number % len(TENANTS)]
-
-        def call():
-            for _ in range(3):
-                semaphore.acquire(tenant)
+    def call(tenant):
+        for _ in range(50):
+            semaphore.acquire(tenant)
+            with counting:
                 inside[tenant] += 1
                 most[tenant] = max(most[tenant], inside[tenant])
-                schedule.step()
+            time.sleep(0)
+            with counting:
                 inside[tenant] -= 1
-                semaphore.release(tenant)
+            semaphore.release(tenant)
 
-        return call
-
-    schedule.run(*(caller(number) for number in range(7)))
+    threads = [threading.Thread(target=call, args=(TENANTS[n % 4],)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert most["greedy"] <= tenant_semaphore._MOST
     assert (semaphore._inside, semaphore._waiting) == (Counter(), {})
-    assert max(most.values()) <= tenant_semaphore._MOST
-    return most
 
 
-def test_every_thread_gets_in_and_never_too_many_at_once(monkeypatch):
-    most = Counter()
-    for seed in range(700):
-        most |= run_threads(monkeypatch, seed)
-    assert most["greedy"] == tenant_semaphore._MOST
+def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
+    semaphore, order = TenantSemaphore(), []
+    for _ in range(tenant_semaphore._MOST):
+        semaphore.acquire("greedy")
+    semaphore.acquire("modest")  # waits for nobody
+
+    def call(number):
+        semaphore.acquire("greedy")
+        order.append(number)
+        semaphore.release("greedy")
+
+    threads = []
+    for number in range(4):
+        threads.append(threading.Thread(target=call, args=(number,)))
+        threads[-1].start()
+        while len(semaphore._waiting.get("greedy", ())) < number + 1:
+            time.sleep(0.001)
+    semaphore.release("greedy")
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3]
