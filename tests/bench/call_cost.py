@@ -23,12 +23,10 @@ import warpfit
 from support.servers.bare import bare_server, serve
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
-from warpfit.calls.batches import BatchCache
 from warpfit.calls.dataset_handle import DatasetHandle
-from warpfit.calls.results import Answer
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Timings
 from warpfit.server_info import Limits
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.engine import validate
@@ -53,62 +51,30 @@ def microseconds(actions: dict[str, Callable[[int], object]]) -> dict[str, float
 
 
 def answer_bytes(data: DatasetHandle) -> bytes:
-    """An answer with 300 losses, in one message."""
+    """Return an answer with 300 losses, in one message."""
     timings = Timings(decode=1_000_000, queue=10_000, compute=130_000, copy_out=10_000)
     losses = np.random.default_rng(SEED).uniform(size=(300, 1))
     return codec.result_start(data.layout, (300, 1, 100_000)) + codec.result_end(losses, timings)
 
 
-def stage_costs(data: DatasetHandle, batches: list[Any], answer: bytes) -> dict[str, float]:
-    """Stages of one call: programs that were never sent, or the same with new parameters."""
-    built: dict[int, Evaluation] = {}
-    recent = BatchCache()
-
-    def build(turn: int) -> None:
-        built[turn] = build_evaluation(data, *batches[turn], None, OPTIONS, recent)[0]
-
-    def rebuild(turn: int) -> None:
-        build_evaluation(data, *batches[0], None, OPTIONS, recent)
-
-    def decode(turn: int) -> None:
-        assembler = codec.ResultAssembler(built[turn])
-        assembler.add(codec.answer_from_bytes(answer))
-        Answer.of(assembler.result(), built[turn].batch, leading_axis=False)
-
-    return microseconds(
-        {
-            "build_fresh": build,
-            "build_repeated": rebuild,
-            "encode": lambda turn: codec.evaluation_to_bytes(built[turn]),
-            "decode_answer": decode,
-        }
-    )
-
-
 def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
-    """Stages of a door's decoder, ``door`` for all of them, and the check of the tokens."""
+    """Return the time of a front end's decoder, ``door``, and of the check of the tokens."""
     requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
     evaluations = [codec.evaluation_from_message(request) for request in requests]
     limits, variables = Limits(), data.layout.variables
 
-    def check(evaluation: Evaluation) -> None:
+    def decode(turn: int) -> None:
+        request = codec.parse_message(pb.EvaluateRequest, messages[turn])
+        evaluation = codec.evaluation_from_message(request)
         check_batch(evaluation.batch, limits)
         evaluation.check_options(data.layout)
         evaluation.batch.check_shapes()
 
-    def door(turn: int) -> None:
-        request = codec.parse_message(pb.EvaluateRequest, messages[turn])
-        check(codec.evaluation_from_message(request))
-
     validate.are_valid(evaluations[0].batch, variables)  # compiles
     return microseconds(
         {
-            "parse": lambda turn: codec.parse_message(pb.EvaluateRequest, messages[turn]),
-            "unpack": lambda turn: codec.evaluation_from_message(requests[turn]),
-            "limits": lambda turn: check(evaluations[turn]),
-            "door": door,
+            "door": decode,
             "tokens_compiled": lambda turn: validate.are_valid(evaluations[turn].batch, variables),
-            "tokens_numpy": lambda turn: evaluations[turn].batch.check(variables),
         }
     )
 
@@ -154,10 +120,7 @@ def main() -> None:
     content = {
         "seed": SEED,
         "request_bytes": round(statistics.mean(map(len, messages))),
-        "client_us": {
-            **call_costs(data, batches, messages),
-            **stage_costs(data, batches, answer_bytes(data)),
-        },
+        "client_us": call_costs(data, batches, messages),
         "server_us": server_costs(data, messages),
     }
     save("call_cost", content)

@@ -1,7 +1,6 @@
 """How many of 20 Feynman equations does `SymbolicRegressor` find in gplearn's time?
 
     python tests/bench/feynman.py [--rows 1000] [--seed 1] [--equations I.6.2a ...]
-    python tests/bench/feynman.py --judge      # the stored formulas again, without searching
 
 The equations are the first 20 of the database, in its order (`tests/data/feynman`). Each is drawn
 without noise, on 1,000 rows for training and as many for testing. gplearn runs first, with its
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from gplearn.genetic import SymbolicRegressor as Gplearn
-from harness import RESULTS, save
+from harness import save
 from numpy.typing import NDArray
 
 from support.repository.symbolic import is_solution
@@ -39,7 +38,6 @@ from warpfit.sklearn import SymbolicRegressor
 EQUATIONS = Path(__file__).resolve().parents[1] / "data" / "feynman" / "equations.json"
 #: Part of the target's variance below which an error is rounding.
 ACCURATE = 1e-16
-RESULT = RESULTS / "feynman.json"
 #: Part of gplearn's time that the search may use; the rest is for what comes before and after.
 SHARE = 0.95
 SIDES = ("gplearn", "warpfit")
@@ -106,25 +104,13 @@ def compare(equation: dict[str, Any], address: str, rows: int, seed: int) -> dic
 
 
 def judged(case: dict[str, Any], equation: dict[str, Any]) -> dict[str, Any]:
-    """Tell for each side whether its formula is the equation."""
+    """Note for each side whether its formula is the equation."""
     names = tuple(equation["ranges"])
     for side in SIDES:
         found = case[side].pop("expression")
         case[side]["recovered"] = is_solution(found, equation["formula"], names)
         case[side]["expression"] = found
     return case
-
-
-def judge_again(equations: list[dict[str, Any]]) -> None:
-    """Judge the formulas of the stored result."""
-    content = json.loads(RESULT.read_text())
-    by_name = {equation["name"]: equation for equation in equations}
-    for case in content["equations"]:
-        judged(case, by_name[case["name"]])
-        print(case["name"], {side: case[side]["recovered"] for side in SIDES}, flush=True)
-    content["recovered"] = total(content["equations"], "recovered")
-    RESULT.write_text(json.dumps(content, indent=2) + "\n")
-    print(content["recovered"])
 
 
 def total(cases: list[dict[str, Any]], what: str) -> dict[str, Any]:
@@ -138,12 +124,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--equations", nargs="*", help="names (default: all)")
-    parser.add_argument("--judge", action="store_true", help="judge the stored formulas again")
     options = parser.parse_args()
     equations = json.loads(EQUATIONS.read_text())
-    if options.judge:
-        judge_again(equations)
-        return
     wanted = options.equations or [equation["name"] for equation in equations]
     started = time.perf_counter()
     with embedded_server(["--engine", "cpu", "--threads", "1"]) as address:

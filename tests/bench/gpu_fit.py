@@ -122,7 +122,6 @@ def wire(client: warpfit.Client, data: Any, viable: Pool) -> dict[str, Any]:
     return {
         precision.value: {
             **evaluations(client, data, mix, precision),
-            "optimize_mix": fits(client, data, mix, precision),
             "optimize_viable": fits(client, data, viable.draw(0), precision),
         }
         for precision in Precision
@@ -182,9 +181,9 @@ class Pool:
         return [program for program, _ in chosen], starts
 
 
-def run(client: warpfit.Client, data: Any, draw: Callable[[int], Work]) -> dict[str, Any]:
+def run(client: warpfit.Client, data: Any, viable: Pool) -> dict[str, Any]:
     """Make a whole run: the expressions are drawn beforehand, everything else counts."""
-    work = [draw(turn) for turn in range(GENERATIONS)]
+    work = [viable.draw(turn) for turn in range(GENERATIONS)]
     improved, walls = 0, []
     started = time.perf_counter()
     for programs, parameters in work:
@@ -219,8 +218,7 @@ def main() -> None:
         viable = Pool(client, data)
         content["viable_expressions"] = len(viable.members)
         content["wire"] = wire(client, data, viable)
-        content["run_mix"] = run(client, data, lambda turn: thesis_mix(SEED + 1 + turn))
-        content["run_viable"] = run(client, data, viable.draw)
+        content["run_viable"] = run(client, data, viable)
     save("gpu_fit", content, Path(sys.argv[1]) if sys.argv[1:] else None)
 
 

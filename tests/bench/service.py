@@ -17,10 +17,7 @@ from harness import SEED, ServerProcess, median_seconds, save, start_up_seconds
 
 import warpfit
 from support.servers.bare import NO_LIMIT, bare_server, serve
-from warpfit import codec
 from warpfit.expressions.workload import thesis_mix
-from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss
 from warpfit.v1 import evaluator_pb2 as pb
 
 
@@ -42,22 +39,6 @@ def overhead(client: warpfit.Client, rounds: int = 200) -> dict[str, float]:
         "overhead_p50_ms": extra[len(extra) // 2],
         "overhead_p99_ms": extra[int(len(extra) * 0.99)],
     }
-
-
-def decoding(rounds: int = 200) -> float:
-    """Milliseconds to decode and validate 300 programs, median."""
-    programs, parameters = thesis_mix(SEED)
-    data = warpfit.dataset.Dataset.of(np.ones((1000, 10)), np.ones(1000))
-    evaluation = Evaluation(
-        data.content_id, Batch.of(programs, parameters), loss=Loss.MSE, values=False
-    )
-    message = codec.evaluation_to_message(evaluation).SerializeToString()
-
-    def decode() -> None:
-        request = codec.parse_message(pb.EvaluateRequest, message)
-        codec.evaluation_from_message(request).check(data.layout)
-
-    return median_seconds(decode, rounds) * 1e3
 
 
 def transfers(client: warpfit.Client) -> dict[str, float]:
@@ -137,7 +118,6 @@ def main() -> None:
     with ServerProcess() as server, warpfit.connect(server.address) as client:
         content = {
             "seed": SEED,
-            "decode_and_validate_300_programs_ms": decoding(),
             "evaluate_300_fresh_1000_rows_loss": overhead(client),
             "transfers": transfers(client),
         }
