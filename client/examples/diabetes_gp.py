@@ -141,7 +141,7 @@ class Island:
         self.score()
 
     def replace_worst(self, migrants: list[Any]) -> None:
-        """Take trees of another island in."""
+        """Accept trees of another island."""
         self.population = tools.selBest(self.population, len(self.population) - len(migrants))
         self.population += migrants
 

@@ -81,7 +81,7 @@ def size(tree: Tree) -> int:
 
 
 def places(tree: Tree, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Paths to all nodes."""
+    """Return the paths to all nodes."""
     yield path
     if not isinstance(tree, str):
         for index, part in enumerate(tree[1:], start=1):
@@ -89,14 +89,14 @@ def places(tree: Tree, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
 
 
 def at(tree: Tree, path: tuple[int, ...]) -> Tree:
-    """Node at a path."""
+    """Return the node at a path."""
     for index in path:
         tree = tree[index]
     return tree
 
 
 def replaced(tree: Tree, path: tuple[int, ...], part: Tree) -> Tree:
-    """Copy of a formula with another node at a path."""
+    """Return a copy of a formula with another node at a path."""
     if not path:
         return part
     first, *rest = path

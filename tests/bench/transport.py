@@ -159,7 +159,7 @@ def uploads(client: warpfit.Client, front_end: psutil.Process) -> dict[str, Any]
         dataset = Dataset.of(X)
         ready.append(time.perf_counter() - started)
         cpu, started = cpu_seconds(front_end), time.perf_counter()
-        client._drive(client._operations._send(dataset, Deadline(None), silent))
+        client._run(client._operations._send(dataset, Deadline(None), silent))
         seconds.append(time.perf_counter() - started)
         work.append(cpu_seconds(front_end) - cpu)
         client.release(warpfit.calls.dataset_handle.DatasetHandle(dataset))
