@@ -44,11 +44,11 @@ class Monitoring:
         self._front_ends = front_ends
         self._tracer = make_tracer(config.tracing)
         self.observer = Observer(recorder, self._tracer)
-        self.health = Health(SERVICE_NAME, front_ends.tell_readiness)
+        self.health = Health(SERVICE_NAME, front_ends.announce_readiness)
         self._probe = Probe(supervisor.connection, front_ends.seed)
         self._probe.make_resident(datasets, supervisor)
         self.watchdog = Watchdog(
-            *(config, supervisor, self._probe, self.health, front_ends.answer, self._tick)
+            *(config, supervisor, self._probe, self.health, front_ends.all_answer, self._tick)
         )
         supervisor.on_loss = self.watchdog.engine_lost
         self._collector = ServerCollector(

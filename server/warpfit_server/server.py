@@ -53,7 +53,11 @@ class Server:
         self._front_ends = FrontEndSupervisor(config, supervisor, lease, self.quotas, recorder)
         interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
-            datasets, supervisor, interceptor.admission, config.chunk_bytes, self._front_ends.forget
+            datasets,
+            supervisor,
+            interceptor.admission,
+            config.chunk_bytes,
+            self._front_ends.announce_release,
         )
         self._monitoring = Monitoring(config, supervisor, datasets, self._front_ends, recorder)
         check_free(config.host, config.port)

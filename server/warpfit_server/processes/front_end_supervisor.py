@@ -107,11 +107,10 @@ class FrontEndSupervisor:
         """
         self._started = [threading.Event() for _ in range(count)]
         self._threads = [
-            threading.Thread(target=self._keep, args=(port, main_address, number, event))
-            for number, event in enumerate(self._started, 1)
+            threading.Thread(target=self._keep, args=(port, main_address, *numbered), daemon=True)
+            for numbered in enumerate(self._started, 1)
         ]
         for thread in self._threads:
-            thread.daemon = True
             thread.start()
 
     def open(self) -> None:
@@ -137,12 +136,12 @@ class FrontEndSupervisor:
             front_end.answered = time.monotonic()
             self._connect(front_end)
 
-    def tell_readiness(self, ready: bool) -> None:
+    def announce_readiness(self, ready: bool) -> None:
         """Tell every process whether calls can be answered."""
         self._ready = ready
         self._tell_all(messages.SetReadiness(ready))
 
-    def answer(self) -> bool:
+    def all_answer(self) -> bool:
         """Return whether the last probe of every process was answered, not too long ago."""
         limit = time.monotonic() - self._config.probe_seconds - self._config.probe_timeout
         return all(front.answers and front.probed >= limit for front in self._serving())
@@ -165,7 +164,7 @@ class FrontEndSupervisor:
         """Return the process ids by role."""
         return {f"door {n}": front.process.pid for n, front in enumerate(self._serving(), 1)}
 
-    def forget(self, content_id: bytes) -> None:
+    def announce_release(self, content_id: bytes) -> None:
         """Tell every process that a data set was released; return when no new call uses it."""
         told = []
         for front_end in self._serving():

@@ -35,11 +35,11 @@ def supervisor(front_end):
 
 
 def test_a_front_end_answers_while_its_last_right_probe_is_recent(supervisor, front_end):
-    assert not supervisor.answer()
+    assert not supervisor.all_answer()
     front_end.answers, front_end.probed = True, time.monotonic()
-    assert supervisor.answer()
+    assert supervisor.all_answer()
     front_end.probed -= 6.0
-    assert not supervisor.answer()
+    assert not supervisor.all_answer()
 
 
 def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, front_end, killed):
