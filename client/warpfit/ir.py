@@ -240,7 +240,7 @@ def lift(
     return np.where(codes == CONSTANT, np.uint8(PARAMETER), codes), operands
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Batch:
     """A batch of programs with their parameter vectors, as flat arrays.
 

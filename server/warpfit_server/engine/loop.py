@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -275,8 +274,7 @@ class Loop:
         answers: dict[FrontEndConnection, list[messages.RequestFinished]] = {}
         for request in requests:
             request.connection.requests.discard(request)
-            own = replace(timings, queue=request.waited + timings.queue)
-            answer = messages.RequestFinished.of(request.number, own)
+            answer = messages.RequestFinished.of(request.number, timings, request.waited)
             answers.setdefault(request.connection, []).append(answer)
         for connection, found in answers.items():
             connection.send(*found)

@@ -31,6 +31,8 @@ class LoweringCache(Generic[Made]):
     def __init__(self) -> None:
         self._kept: LRUCache[Hashable, tuple[int, Made]] = LRUCache(_MOST_TOKENS, _size)
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
+        self._contents: weakref.WeakKeyDictionary[Batch, Hashable] = weakref.WeakKeyDictionary()
+        """Contents of batches that are being served; each is copied and hashed once."""
         # Reentrant: allocating while a thread holds it may collect arrays, and so call `_forget`.
         self._lock = threading.RLock()
 
@@ -68,12 +70,12 @@ class LoweringCache(Generic[Made]):
         """Return what was made of the same programs, or make it; cached from the second time on.
 
         Args:
-            batch: in memory that will be reused; its parameters do not matter.
+            batch: in memory that other batches will use later; its parameters do not matter.
             needs: what the result depends on beside the programs.
             make: makes it.
 
         """
-        key = (_content(batch), *needs)
+        key = (self._content(batch), *needs)
         mark = hash(key)
         with self._lock:
             known, has_been_seen = self._kept.get(key), mark in self._seen
@@ -90,8 +92,9 @@ class LoweringCache(Generic[Made]):
 
     def has_programs(self, batch: Batch, needs: tuple[Hashable, ...]) -> bool:
         """Return whether something is cached that was made of the same programs."""
+        key = (self._content(batch), *needs)
         with self._lock:
-            return (_content(batch), *needs) in self._kept
+            return key in self._kept
 
     def clear(self) -> None:
         """Forget everything."""
@@ -102,6 +105,12 @@ class LoweringCache(Generic[Made]):
     def __len__(self) -> int:
         """Count the cached batches."""
         return len(self._kept)
+
+    def _content(self, batch: Batch) -> Hashable:
+        content = self._contents.get(batch)
+        if content is None:
+            content = self._contents[batch] = _content(batch)
+        return content
 
     def _forget(self, key: Hashable) -> None:
         with self._lock:

@@ -182,10 +182,17 @@ class RequestFinished(NamedTuple):
     cache_hits: int = 0
 
     @classmethod
-    def of(cls, request: int, timings: Timings) -> RequestFinished:
-        """Make the message for a request that has succeeded."""
+    def of(cls, request: int, timings: Timings, waited: int) -> RequestFinished:
+        """Make the message for a request that has succeeded.
+
+        Args:
+            request: its number.
+            timings: of the step that finished it.
+            waited: nanoseconds from the front end to its first step.
+
+        """
         t = timings
-        stages = (t.decode, t.queue, t.copy_in, t.compute, t.copy_out)
+        stages = (t.decode, waited + t.queue, t.copy_in, t.compute, t.copy_out)
         return cls(request, None, stages, t.tier.name, t.cache_hits)
 
     @property

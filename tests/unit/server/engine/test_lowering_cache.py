@@ -1,4 +1,4 @@
-"""What is kept of batches that come again."""
+"""Which batches the lowering cache keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def of(*texts, parameters=None):
     return Batch.of(programs, vectors)
 
 
-def test_programs_are_kept_from_the_second_time_on(made, make):
-    kept = LoweringCache()
+def test_programs_are_cached_from_the_second_time_on(made, make):
+    cache = LoweringCache()
     for number in range(5):
         batch = of("x1 + p1", parameters=[[float(number)]])
-        assert kept.by_programs(batch, (), make) == make(batch)
+        assert cache.by_programs(batch, (), make) == make(batch)
     first, second = made[0], made[2]
     assert len(made) == 2 + 5
     assert len(first.parameters) == 1
-    assert len(second.parameters) == 0, "in memory of its own"
-    assert len(kept) == 1
+    assert len(second.parameters) == 0, "a copy without parameters"
+    assert len(cache) == 1
 
 
-def test_what_is_kept_does_not_live_in_the_lanes_memory(make):
-    kept, memory = LoweringCache(), of("x1 * 2.0").copy()
+def test_cached_programs_do_not_change_with_the_memory_that_they_arrived_in(make):
+    cache, memory = LoweringCache(), of("x1 * 2.0").copy()
     results = []
     for constant in (2.0, 2.0, 3.0, 2.0, 3.0, 2.0):
         memory.values[memory.values > 1] = constant
-        results.append(kept.by_programs(memory, (), make)[1])
+        results.append(cache.by_programs(replace(memory), (), make)[1])
     assert [np.frombuffer(one).max() for one in results] == [2.0, 2.0, 3.0, 2.0, 3.0, 2.0]
 
 
@@ -70,86 +70,104 @@ def test_what_is_kept_does_not_live_in_the_lanes_memory(make):
         of("x1 * -0.0", "x2"),
     ],
 )
-def test_other_programs_are_told_apart_also_with_the_same_hash(monkeypatch, make, other):
+def test_programs_with_the_same_hash_are_not_mixed_up(monkeypatch, make, other):
     monkeypatch.setattr(lowering_cache, "hash", lambda _: 7, raising=False)
-    kept, batch = LoweringCache(), of("x1 * 2.0", "x2")
+    cache, batch = LoweringCache(), of("x1 * 2.0", "x2")
     for _ in range(3):
         for one in (batch, other, of("x1 * 0.0", "x2")):
-            assert kept.by_programs(one, (), make) == make(one)
+            assert cache.by_programs(one, (), make) == make(one)
 
 
-def test_needs_tell_apart(made, make):
-    kept, batch = LoweringCache(), of("x1")
+def test_results_for_other_needs_are_cached_separately(made, make):
+    cache, batch = LoweringCache(), of("x1")
     for need in ("a", "b") * 3:
-        kept.by_programs(batch, (need,), make)
-        kept.by_arrays(batch, (need,), make)
+        cache.by_programs(batch, (need,), make)
+        cache.by_arrays(batch, (need,), make)
     assert len(made) == 4 + 2
 
 
-def test_the_same_arrays_are_found_at_once(made, make):
-    kept, batch = LoweringCache(), of("x1 + p1")
+def test_the_same_arrays_are_cached_from_the_first_time_on(made, make):
+    cache, batch = LoweringCache(), of("x1 + p1")
     for scale in (1.0, 2.0, 3.0):
-        kept.by_arrays(replace(batch, parameters=scale * batch.parameters), (), make)
+        cache.by_arrays(replace(batch, parameters=scale * batch.parameters), (), make)
     assert len(made) == 1
-    kept.by_arrays(of("x1 + p1"), (), make)
+    cache.by_arrays(of("x1 + p1"), (), make)
     assert len(made) == 2
 
 
-def test_what_is_kept_is_limited_by_its_tokens(monkeypatch, made, make):
+def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch, made, make):
     monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
     monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
-    kept = LoweringCache()
+    cache = LoweringCache()
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:
-        kept.by_arrays(batch, (), make)
-    assert 0 < sum(tokens for tokens, _ in kept._kept.values()) <= 1000
+        cache.by_arrays(batch, (), make)
+    assert 0 < sum(tokens for tokens, _ in cache._kept.values()) <= 1000
     large = Batch.of(*thesis_mix(1, 100))
     for _ in range(3):
-        assert kept.by_programs(large, (), make) == make(large)
-    assert len(large.codes) not in [tokens for tokens, _ in kept._kept.values()]
+        assert cache.by_programs(large, (), make) == make(large)
+    assert len(large.codes) not in [tokens for tokens, _ in cache._kept.values()]
 
 
-def test_a_fit_of_any_size_is_prepared_once(monkeypatch, made, make):
+def test_a_fit_of_any_size_is_lowered_once(monkeypatch, made, make):
     """Lowering a large batch anew for every pass takes longer than to run it."""
     monkeypatch.setattr(lowering_cache, "_MOST_TOKENS", 1000)
     monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
-    kept, large = LoweringCache(), Batch.of(*thesis_mix(1, 100))
+    cache, large = LoweringCache(), Batch.of(*thesis_mix(1, 100))
     assert len(large.codes) > 1000
     for scale in (1.0, 2.0, 3.0):
-        kept.by_arrays(replace(large, parameters=scale * large.parameters), (), make)
+        cache.by_arrays(replace(large, parameters=scale * large.parameters), (), make)
     assert len(made) == 1
-    kept.by_arrays(of("x1"), (), make)
-    assert len(kept) == 1, "it takes all the room there is"
+    cache.by_arrays(of("x1"), (), make)
+    assert len(cache) == 1, "it takes all the room there is"
 
 
 def test_small_batches_count_for_more_than_their_tokens(make):
-    kept = LoweringCache()
+    cache = LoweringCache()
     batches = [of("x1") for _ in range(300)]
     for batch in batches:
-        kept.by_arrays(batch, (), make)
-    assert len(kept) == 200
+        cache.by_arrays(batch, (), make)
+    assert len(cache) == 200
 
 
-def test_what_was_made_of_arrays_goes_with_them():
+def test_what_was_made_of_arrays_is_forgotten_with_them():
     """A fit's batches never come again, and what an engine makes of them is large."""
-    kept, batch = LoweringCache(), of("x1 + p1")
+    cache, batch = LoweringCache(), of("x1 + p1")
     for need in "ab":
-        assert kept.by_arrays(batch, (need,), lambda one: len(one.codes)) == 3
-    assert len(kept) == 2
+        assert cache.by_arrays(batch, (need,), lambda one: len(one.codes)) == 3
+    assert len(cache) == 2
     parameters = replace(batch, parameters=2.0 * batch.parameters)
     del batch
-    assert len(kept) == 2, "its arrays live in another batch"
+    assert len(cache) == 2, "its arrays live in another batch"
     del parameters
     gc.collect()
-    assert len(kept) == 0
+    assert len(cache) == 0
 
 
-def test_threads(make):
-    kept, batches = LoweringCache(), [Batch.of(*thesis_mix(seed, 5)) for seed in range(10)]
+def test_threads_share_the_cache(make):
+    cache, batches = LoweringCache(), [Batch.of(*thesis_mix(seed, 5)) for seed in range(10)]
 
     def work(number):
         batch = batches[number % 10]
-        return kept.by_programs(batch, (), make) == make(batch)
+        return cache.by_programs(batch, (), make) == make(batch)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(500)))
+
+
+def test_the_content_of_a_batch_is_copied_and_hashed_once(monkeypatch):
+    counted = []
+
+    def content(batch):
+        counted.append(batch)
+        return len(batch)
+
+    monkeypatch.setattr(lowering_cache, "_content", content)
+    cache, batch = LoweringCache(), of("x1")
+    assert not cache.has_programs(batch, ())
+    cache.by_programs(batch, (), len)
+    assert len(counted) == 1
+    del batch
+    counted.clear()
+    gc.collect()
+    assert len(cache._contents) == 0
