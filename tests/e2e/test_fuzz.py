@@ -6,10 +6,8 @@ import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
-
 from support.load.fuzz import FLAGS, Fuzzer, Sender, is_fine
-from support.servers.server import ServerProcess
+from support.servers.server import ServerProcess, private_bytes
 
 REQUESTS = 1200
 THREADS = 4
@@ -19,7 +17,7 @@ GROWTH_BYTES = 32 << 20
 def test_wrong_requests_get_answers_that_say_why():
     flags = ("--threads", "2", "--front-doors", "1", *FLAGS)
     with ServerProcess(*flags) as server:
-        family = [psutil.Process(server.process.pid), server.engine()]
+        family = [server.process.pid, server.engine().pid]
 
         def send(seed, count):
             sender = Sender(server.address)
@@ -29,7 +27,7 @@ def test_wrong_requests_get_answers_that_say_why():
             return outcomes
 
         send(0, 200)  # imports and compiles what is used later
-        before = _private(family)
+        before = sum(map(private_bytes, family))
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(send, range(1, THREADS + 1), [REQUESTS // THREADS] * THREADS)
             outcomes = [outcome for part in parts for outcome in part]
@@ -39,15 +37,10 @@ def test_wrong_requests_get_answers_that_say_why():
         assert statuses["OK"] > REQUESTS / 10, "some of them are right"
         assert statuses["INVALID_ARGUMENT"] > REQUESTS / 4, "many are not"
         assert server.process.poll() is None
-        assert server.engine().pid == family[1].pid
-        assert _private(family) - before < GROWTH_BYTES
+        assert server.engine().pid == family[1]
+        assert sum(map(private_bytes, family)) - before < GROWTH_BYTES
 
 
 def test_the_same_seed_makes_the_same_requests():
     one, other = (list(itertools.islice(Fuzzer(7).requests(), 200)) for _ in range(2))
     assert one == other
-
-
-def _private(family) -> int:
-    """Bytes of the processes' own; what the fits' compiler takes at first use is among them."""
-    return sum(m.rss - m.shared for m in (process.memory_info() for process in family))

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import warpfit
+from support.servers.calls import token_file
 from support.servers.health import check
 from support.servers.http2 import RawConnection, part_of_message
 from support.servers.long_calls import LONG, WIDE, long_request, start
@@ -20,7 +21,6 @@ from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, bearer
 from support.servers.server import ServerProcess
 from warpfit import codec
 from warpfit.dataset import Dataset
-from warpfit.transport.security import new_token
 
 NO_RETRY = warpfit.RetryPolicy(total_seconds=0)
 PENDING, RESIDENT = 64 << 20, 32 << 20
@@ -29,19 +29,12 @@ CHECK = "/grpc.health.v1.Health/Check"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    tokens = {name: new_token(name) for name in ("greedy", "modest")}
-    path = tmp_path_factory.mktemp("tokens") / "tokens"
-    path.write_text("\n".join(line for _, line in tokens.values()))
-    path.chmod(0o600)
-    flags = ("--token-file", str(path), "--threads", "1", "--front-doors", "2")
+    path, tokens = token_file(tmp_path_factory.mktemp("tokens"), "greedy", "modest")
+    flags = ("--token-file", path, "--threads", "1", "--front-doors", "2")
     flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
     flags += ("--max-queue-seconds", "1", "--message-seconds", "1.5")
     with ServerProcess(*flags) as process:
-        yield SimpleNamespace(
-            process=process,
-            address=process.address,
-            tokens={name: token for name, (token, _) in tokens.items()},
-        )
+        yield SimpleNamespace(process=process, address=process.address, tokens=tokens)
 
 
 @pytest.fixture

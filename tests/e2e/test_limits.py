@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 import warpfit
 from support.servers.long_calls import LONG, WIDE, long_request, start
 from support.servers.rpcs import OWN_CONNECTION, SERVICE, Caller, X, evaluate_request
-from support.servers.server import ServerProcess
+from support.servers.server import ServerProcess, eventually, private_bytes
 from warpfit import codec
 from warpfit.cli.prometheus_reader import scrape
 from warpfit.dataset import Dataset
@@ -47,13 +47,6 @@ def detail_of(error, kind):
             detail.Unpack(message)
             return message
     return None
-
-
-def eventually(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class TestRatesAndLeases:
@@ -237,7 +230,7 @@ class TestMemory:
             assert (caught.value.needed, caught.value.available) == (self.ROWS + 1, self.ROWS)
             data = client.upload(X)
             with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-                client.evaluate(data, [LONG] * 500)
+                client.evaluate(data, [LONG] * 1000)
             assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
     def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(self, server):
@@ -273,11 +266,12 @@ def test_errors_have_google_rpc_details(server):
 def test_uploads_that_end_in_the_middle_leave_nothing(server):
     dataset = Dataset.of(np.ones((50_000, 4), np.float32))
     _end_uploads(server, dataset, 50)  # allocators keep some memory afterwards
-    base = server.shared_memory(), server.descriptors(), _private(server)
+    pid = server.process.pid
+    base = server.shared_memory(), server.descriptors(), private_bytes(pid)
     _end_uploads(server, dataset, 200)
     eventually(lambda: server.shared_memory() <= base[0])
     eventually(lambda: server.descriptors() <= base[1])
-    assert _private(server) - base[2] < 8 << 20
+    assert private_bytes(pid) - base[2] < 8 << 20
 
 
 def _end_uploads(server, dataset, count):
@@ -302,11 +296,6 @@ def _end_uploads(server, dataset, count):
 def _stalling(messages, gone):
     yield from messages
     gone.wait(5)
-
-
-def _private(server):
-    memory = psutil.Process(server.process.pid).memory_info()
-    return memory.rss - memory.shared
 
 
 def test_an_upload_takes_no_more_memory_than_its_data_and_the_messages_on_their_way(server, client):

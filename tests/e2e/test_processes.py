@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import warpfit
 from support.load.load import OwnConnection
 from support.servers.long_calls import request
 from support.servers.rpcs import SERVICE
-from support.servers.server import ServerProcess
+from support.servers.server import ServerProcess, eventually
 
 FRONT_ENDS = 3
 CLIENTS = 12
@@ -58,13 +57,6 @@ def processes_with_connections(server: ServerProcess) -> set[int]:
 def assert_right(client: warpfit.Client, data: warpfit.Data, factor: float) -> None:
     got = client.evaluate(data, ["p1*x1 + x2"], parameters=[[factor]])
     np.testing.assert_array_equal(got[:, 0], factor * X[:, 0] + X[:, 1])
-
-
-def eventually(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_data_and_errors_pass_through_every_process(server, clients):

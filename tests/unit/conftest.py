@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import warpfit
-from support.load.client_work import QUICK
+from support.servers.client_examples import QUICK
 from support.servers.loopback import serve
 from warpfit import testing
 

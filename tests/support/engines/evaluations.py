@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
 from warpfit.ir import Batch, Program
@@ -59,16 +58,3 @@ class Evaluate:
         for content_id in self._loaded:
             self.engine.unload(content_id)
         self._loaded.clear()
-
-
-def ulps(got: NDArray[Any], expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Distance in units of the last place of the expected number in ``got``'s type.
-
-    0 where both are NaN or the same infinity, infinite where only one is.
-    """
-    with np.errstate(all="ignore"):
-        rounded = expected.astype(got.dtype)
-        spacing = np.spacing(np.abs(rounded)).astype(np.float64)
-        distance = np.abs(got.astype(np.float64) - expected) / spacing
-        same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
-        return np.where(same, 0.0, np.where(np.isfinite(distance), distance, np.inf))

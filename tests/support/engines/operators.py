@@ -1,10 +1,10 @@
-"""How CUDA results are compared with the reference, operator by operator."""
+"""Comparison of a CUDA engine's results with the reference, operator by operator."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from support.engines.evaluations import ulps
+from support.engines.accuracy import ulps
 from support.engines.strategies import edge_values
 from warpfit.expressions.error_bounds import BOUNDS
 from warpfit.ir import Program

@@ -13,11 +13,10 @@ from typing import Any
 
 import grpc
 import numpy as np
-import psutil
 
 import warpfit
 from support.servers.rpcs import OWN_CONNECTION, SERVICE
-from support.servers.server import ServerProcess
+from support.servers.server import ServerProcess, private_bytes
 from warpfit import codec
 from warpfit.dataset import Dataset
 
@@ -71,11 +70,10 @@ def is_clean(seen: dict[str, Any]) -> bool:
 
 def held(server: ServerProcess) -> dict[str, int]:
     """What the main process holds: shared memory, descriptors, private memory."""
-    memory = psutil.Process(server.process.pid).memory_info()
     return {
         "shared_bytes": server.shared_memory(),
         "descriptors": server.descriptors(),
-        "private_bytes": memory.rss - memory.shared,
+        "private_bytes": private_bytes(server.process.pid),
     }
 
 

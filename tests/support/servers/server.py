@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -96,6 +97,20 @@ class ServerProcess:
         if self._log:
             self._log.close()
         return status
+
+
+def private_bytes(pid: int) -> int:
+    """Memory of a process that it shares with no other."""
+    memory = psutil.Process(pid).memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until a condition holds; fail if it does not in so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition does not come true"
+        time.sleep(0.02)
 
 
 def runs(process: psutil.Process, module: str) -> bool:

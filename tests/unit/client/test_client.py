@@ -10,7 +10,7 @@ import pytest
 
 import warpfit
 from support.engines.reference_losses import reference_loss
-from support.load.client_work import EXPRESSIONS, PARAMETERS, WEIGHTS, X, Y, expected_values
+from support.servers.client_examples import EXPRESSIONS, PARAMETERS, WEIGHTS, X, Y, expected_values
 from support.servers.loopback import serve
 from warpfit.transport.settings import TransportConfig
 

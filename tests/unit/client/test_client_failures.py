@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import warpfit
-from support.load.client_work import X
+from support.servers.client_examples import X
 from support.servers.loopback import serve
 from warpfit import Program, testing
 from warpfit.transport.settings import RetryPolicy, TransportConfig

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warpfit
-from support.load.client_work import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
+from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
 from warpfit import testing
 from warpfit.transport.settings import RetryPolicy
 
