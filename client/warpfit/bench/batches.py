@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from warpfit.expressions.workload import THESIS_OPERATORS, WEIGHTS, thesis_mix
 from warpfit.ir import Program
-from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, VARIABLE, Operator
+from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 
 VARIABLES: Final = 10
 #: Name of the random expressions: 10 to 50 tokens over all variables.
@@ -121,14 +121,15 @@ def redrawn(programs: Sequence[Program], rng: np.random.Generator) -> list[Progr
 
 
 def operations(programs: Sequence[Program]) -> tuple[int, int, int]:
-    """Count tokens, operators, and those operators that compiled code executes at a row.
+    """Count tokens, operators that depend on a variable, and how many of these are different.
 
-    The last number counts different operations that depend on a variable: compiled code computes
-    a value that occurs again once, and what is the same for all rows before the rows. Constants
-    and parameters are each expression's own, because compiled code reads them at run time. It is a
-    lower bound, because a kernel holds a part of a large batch.
+    An interpreter executes the operators that depend on a variable for each row, because what is
+    the same for all rows is computed once before. Compiled code computes a value that occurs again
+    once, too; constants and parameters are each expression's own there, because it reads them at
+    run time. The last number is a lower bound: a kernel holds a part of a large batch.
     """
     known: dict[tuple[object, ...], tuple[int, bool]] = {}
+    varying: list[bool] = []
     for number, program in enumerate(programs):
 
         def leaf(code: int, value: float, number: int = number) -> tuple[int, bool]:
@@ -136,11 +137,10 @@ def operations(programs: Sequence[Program]) -> tuple[int, int, int]:
             return known.setdefault((code, value, owner), (len(known), code == VARIABLE))
 
         def operator(op: Operator, operands: list[tuple[int, bool]]) -> tuple[int, bool]:
-            varies = any(varying for _, varying in operands)
-            return known.setdefault((op.code, *operands), (len(known), varies))
+            varying.append(any(varies for _, varies in operands))
+            return known.setdefault((op.code, *operands), (len(known), varying[-1]))
 
         program.fold(leaf, operator)
     # The second entry of an operation's key is an operand, that of a leaf's key a number.
-    executed = sum(varies for key, (_, varies) in known.items() if isinstance(key[1], tuple))
-    codes = np.concatenate([program.codes for program in programs]).tolist()
-    return len(codes), sum(code in BY_CODE for code in codes), executed
+    different = sum(varies for key, (_, varies) in known.items() if isinstance(key[1], tuple))
+    return sum(map(len, programs)), sum(varying), different

@@ -38,12 +38,12 @@ the client sees. Peers are checked against the float64 reference before they are
 turns with warpfit on the same batch; peers that leave values in memory are not charged for reducing
 them to losses, warpfit is, and for the wire too."""
 _WORKLOADS: Final = """
-Bred programs are shorter or share more than random ones, so the recorded populations of DEAP and
+Bred programs differ from random ones in length and in what they share, so populations of DEAP and
 pyoperon (same operators and variables, samples of 1,000 expressions) stand beside the thesis mix.
-Operators a token are what an interpreter executes. Executed a token are the different operations
-that depend on a row: what compiled code executes at least, because it computes a value that occurs
-again once, and what is the same for all rows before the rows. Gop/s counts operators for an
-interpreter and executed operations for compiled code, by kernel time."""
+What is the same for all rows is computed once, before them: operators a token are those that depend
+on a row, which an interpreter executes. Different a token are those among them that compiled code
+executes at least, because it computes a value that occurs again once. Gop/s counts the first for an
+interpreter and the second for compiled code, by kernel time."""
 
 
 def write_report(paths: Sequence[Path], directory: Path) -> list[Path]:
@@ -122,7 +122,7 @@ def _figure(title: str, picture: bytes) -> str:
 
 _WORKLOAD_TITLES: Final = (
     *("expressions", "machine", "tier", "rows", "mean tokens", "operators a token"),
-    *("executed a token", "kernels", "Gtok/s", "Gop/s"),
+    *("different a token", "kernels", "Gtok/s", "Gop/s"),
 )
 
 
