@@ -77,8 +77,8 @@ class EngineProcess:
                 case messages.LoadDataset():
                     self._load(message, descriptors)
                 case messages.UnloadDataset():
-                    self._engine.unload(message.content_id)
-                    self._datasets.pop(message.content_id, None)
+                    self._engine.unload(message.key)
+                    self._datasets.pop(message.key, None)
                 case messages.RequestCounters():
                     self._channel.send(messages.EngineCounters(self._engine.counters()))
                 case _:
@@ -91,7 +91,7 @@ class EngineProcess:
             layout = message.layout
             matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
             segment.close()  # the matrix keeps the mapping
-            dataset = Dataset.resident(layout, matrix, message.content_id)
+            dataset = Dataset.resident(layout, matrix, message.key)
             self._engine.load(dataset)
             self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
@@ -100,7 +100,7 @@ class EngineProcess:
             error = shortage(failed)
             if error is None:
                 raise
-        self._channel.send(messages.DatasetLoaded(message.content_id, error))
+        self._channel.send(messages.DatasetLoaded(message.key, error))
 
 
 def _load_fits(cache_directory: Path | None) -> None:

@@ -28,6 +28,13 @@ OUTPUTS: Final = (
     *("reductions", "linear_scaling", "correlation"),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class _AboutDataset:
+    key: bytes
+    """See `warpfit_server.tenancy.tenants.key_of`, as in all messages."""
+
+
 # ------------------------------------------------------------------------ supervisor -> engine
 
 
@@ -35,25 +42,20 @@ OUTPUTS: Final = (
 class LoadDataset:
     """Make the data set in a segment usable; answered by DatasetLoaded."""
 
-    content_id: bytes
+    key: bytes
     layout: Layout
     segment: int
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnloadDataset:
+class UnloadDataset(_AboutDataset):
     """Forget a data set."""
 
-    content_id: bytes
 
-
-@dataclass(frozen=True, slots=True)
 class ConnectFrontEnd:
     """Serve the front end whose socket comes along, once all earlier messages are dealt with."""
 
 
-@dataclass(frozen=True, slots=True)
 class RequestCounters:
     """Answer with EngineCounters."""
 
@@ -73,7 +75,7 @@ class EngineReady:
 class DatasetLoaded:
     """Outcome of LoadDataset."""
 
-    content_id: bytes
+    key: bytes
     error: WarpfitError | None
 
 
@@ -204,33 +206,22 @@ class RequestFinished(NamedTuple):
 # ------------------------------------------------------ front-end process -> main process
 
 
-@dataclass(frozen=True, slots=True)
 class FrontEndReady:
     """The front end has opened the port."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseDataset:
+class LeaseDataset(_AboutDataset):
     """Lease a data set to the front end; answered by DatasetLease."""
 
-    content_id: bytes
 
-
-@dataclass(frozen=True, slots=True)
-class ReturnLease:
+class ReturnLease(_AboutDataset):
     """The front end gives a lease back."""
 
-    content_id: bytes
 
-
-@dataclass(frozen=True, slots=True)
-class ReleaseNoticed:
+class ReleaseNoticed(_AboutDataset):
     """Answer to DatasetReleased: no new call uses the data set."""
 
-    content_id: bytes
 
-
-@dataclass(frozen=True, slots=True)
 class RequestConnection:
     """Answer with ConnectEngine if there is an engine: the front end has lost its connection."""
 
@@ -272,17 +263,14 @@ class ConnectEngine:
 class DatasetLease:
     """The data set is leased to the front end until ReturnLease, or cannot be."""
 
-    content_id: bytes
+    key: bytes
     layout: Layout | None = None
     error: WarpfitError | None = None
     """Set if there is no lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetReleased:
+class DatasetReleased(_AboutDataset):
     """The data set was released by a caller; answered by ReleaseNoticed."""
-
-    content_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +280,6 @@ class SetReadiness:
     ready: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Stop:
     """End the process; a front end lets calls in flight finish within the grace period first.
 

@@ -191,11 +191,11 @@ class EngineSupervisor:
                 return _settled()
             return self._load(self._channel, dataset)
 
-    def unload(self, content_id: bytes) -> None:
+    def unload(self, key: bytes) -> None:
         """Make the engine forget a data set."""
         with self._lock:
-            if self._loads.pop(content_id, None) is not None:
-                self._tell(messages.UnloadDataset(content_id))
+            if self._loads.pop(key, None) is not None:
+                self._tell(messages.UnloadDataset(key))
 
     def stop(self) -> None:
         """End the engine process; requests in flight fail."""
@@ -339,15 +339,15 @@ class EngineSupervisor:
 
     def _settle_load(self, message: messages.DatasetLoaded) -> None:
         with self._lock:
-            future = self._loads.get(message.content_id)
+            future = self._loads.get(message.key)
             if message.error is not None:
-                self._loads.pop(message.content_id, None)
+                self._loads.pop(message.key, None)
         if future is None:
             return
         if message.error is None:
             future.set_result(None)
         else:
-            _LOG.warning("data set %s: %s", message.content_id.hex()[:16], message.error)
+            _LOG.warning("data set %s: %s", message.key.hex()[:16], message.error)
             future.set_exception(message.error)
 
     def _lose_engine(self) -> bytes | None:

@@ -81,13 +81,13 @@ class BorrowedLeases:
         self._lock = threading.Lock()
 
     @contextmanager
-    def lease(self, content_id: bytes) -> Iterator[Layout]:
+    def lease(self, key: bytes) -> Iterator[Layout]:
         """Lease a data set, from the main process unless this process has a lease."""
         with self._lock:
-            dataset = self._leased.get(content_id)
+            dataset = self._leased.get(key)
             if dataset is None:
-                dataset = self._leased[content_id] = _LeasedDataset(Future())
-                self._send(messages.LeaseDataset(content_id))
+                dataset = self._leased[key] = _LeasedDataset(Future())
+                self._send(messages.LeaseDataset(key))
             dataset.uses += 1
         try:
             yield dataset.layout.result()
@@ -96,47 +96,47 @@ class BorrowedLeases:
                 dataset.uses -= 1
                 dataset.idle_since = time.monotonic()
                 if dataset.is_returned and not dataset.uses:
-                    self._send(messages.ReturnLease(content_id))
+                    self._send(messages.ReturnLease(key))
 
     def answered(self, lease: messages.DatasetLease) -> None:
         """Take the main process's answer; after a refusal the next call asks again."""
         with self._lock:
             if lease.layout is None:
                 error = lease.error or UnavailableError("the data set cannot be leased")
-                self._leased.pop(lease.content_id).layout.set_exception(error)
+                self._leased.pop(lease.key).layout.set_exception(error)
                 return
-            dataset = self._leased[lease.content_id]
+            dataset = self._leased[lease.key]
             dataset.layout.set_result(lease.layout)
             if dataset.is_released:
-                self._return(lease.content_id)
+                self._return(lease.key)
 
-    def released(self, content_id: bytes) -> None:
+    def released(self, key: bytes) -> None:
         """Let no new call use a data set that a caller has released."""
         with self._lock:
-            dataset = self._leased.get(content_id)
+            dataset = self._leased.get(key)
             if dataset is not None and dataset.layout.done():
-                self._return(content_id)
+                self._return(key)
             elif dataset is not None:
                 dataset.is_released = True  # it is returned once the main process has answered
-            self._send(messages.ReleaseNoticed(content_id))
+            self._send(messages.ReleaseNoticed(key))
 
     def return_idle(self) -> None:
         """Return leases that no call has used for a while."""
         limit = time.monotonic() - _IDLE_SECONDS
         with self._lock:
             idle = [
-                content_id
-                for content_id, dataset in self._leased.items()
+                key
+                for key, dataset in self._leased.items()
                 if not dataset.uses and dataset.layout.done() and dataset.idle_since < limit
             ]
-            for content_id in idle:
-                self._return(content_id)
+            for key in idle:
+                self._return(key)
 
-    def _return(self, content_id: bytes) -> None:
-        dataset = self._leased.pop(content_id)
+    def _return(self, key: bytes) -> None:
+        dataset = self._leased.pop(key)
         dataset.is_returned = True
         if not dataset.uses:
-            self._send(messages.ReturnLease(content_id))
+            self._send(messages.ReturnLease(key))
 
 
 def forwarding_handlers(address: str) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class FrontEndProcess:
                 case messages.DatasetLease():
                     self._leases.answered(message)
                 case messages.DatasetReleased():
-                    self._leases.released(message.content_id)
+                    self._leases.released(message.key)
                 case SuspectList():
                     self._suspects.update(message)
                 case messages.SetReadiness():

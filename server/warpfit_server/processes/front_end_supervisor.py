@@ -50,12 +50,12 @@ class _FrontEnd:
     releases: dict[bytes, threading.Event] = field(default_factory=dict)
     """Released data sets; each event is set once the process has taken notice."""
 
-    def end_lease(self, content_id: bytes) -> None:
+    def end_lease(self, key: bytes) -> None:
         """End one lease on a data set."""
-        leases = self.leases[content_id]
+        leases = self.leases[key]
         leases.pop().close()
         if not leases:
-            del self.leases[content_id]
+            del self.leases[key]
 
 
 class FrontEndSupervisor:
@@ -164,13 +164,13 @@ class FrontEndSupervisor:
         """Return the process ids by role."""
         return {f"door {n}": front.process.pid for n, front in enumerate(self._serving(), 1)}
 
-    def announce_release(self, content_id: bytes) -> None:
+    def announce_release(self, key: bytes) -> None:
         """Tell every process that a data set was released; return when no new call uses it."""
         told = []
         for front_end in self._serving():
-            event = front_end.releases.setdefault(content_id, threading.Event())
+            event = front_end.releases.setdefault(key, threading.Event())
             try:
-                front_end.control.send(messages.DatasetReleased(content_id))
+                front_end.control.send(messages.DatasetReleased(key))
             except ChannelClosedError:
                 continue
             told.append((front_end, event))
@@ -258,24 +258,24 @@ class FrontEndSupervisor:
             case InterruptedBatch() | ClearedSuspect():
                 self._engine.quarantine.report(message)
             case messages.LeaseDataset():
-                front_end.control.send(self._lease(front_end, message.content_id))
+                front_end.control.send(self._lease(front_end, message.key))
             case messages.ReturnLease():
-                front_end.end_lease(message.content_id)
+                front_end.end_lease(message.key)
             case messages.ReleaseNoticed():
-                event = front_end.releases.pop(message.content_id, None)
+                event = front_end.releases.pop(message.key, None)
                 if event is not None:
                     event.set()
             case _:
                 _LOG.error("unexpected message %s", message)
 
-    def _lease(self, front_end: _FrontEnd, content_id: bytes) -> messages.DatasetLease:
+    def _lease(self, front_end: _FrontEnd, key: bytes) -> messages.DatasetLease:
         lease = ExitStack()
         try:
-            layout = lease.enter_context(self._lease_dataset(content_id))
+            layout = lease.enter_context(self._lease_dataset(key))
         except WarpfitError as error:
-            return messages.DatasetLease(content_id, error=error)
-        front_end.leases.setdefault(content_id, []).append(lease)
-        return messages.DatasetLease(content_id, replace(layout, names=()))  # names may be long
+            return messages.DatasetLease(key, error=error)
+        front_end.leases.setdefault(key, []).append(lease)
+        return messages.DatasetLease(key, replace(layout, names=()))  # names may be long
 
     def _connect(self, front_end: _FrontEnd) -> None:
         try:

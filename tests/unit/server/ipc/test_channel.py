@@ -41,7 +41,7 @@ def test_messages_arrive_whole_and_in_order(ends):
     thread.start()
     for size in sizes:
         message, descriptors = theirs.receive()
-        assert (len(message.content_id), message.error.reason) == (size, "REASON")
+        assert (len(message.key), message.error.reason) == (size, "REASON")
         assert descriptors == []
     thread.join()
 
@@ -57,7 +57,7 @@ def test_descriptors_belong_to_their_messages(ends, tmp_path):
     for number in range(6):
         assert theirs.receive()[1] == []
         message, (descriptor,) = theirs.receive()
-        assert len(message.content_id) == 100 + number
+        assert len(message.key) == 100 + number
         assert os.pread(descriptor, 10, 0) == str(number).encode()
         os.close(descriptor)
     for file in files:
@@ -72,7 +72,7 @@ def test_a_message_that_is_too_long_fails_alone(ends):
     with pytest.raises(InternalError, match="too long"):
         ours.send(note(1), [0] * 17)
     ours.send(note(2))
-    assert len(theirs.receive()[0].content_id) == 2
+    assert len(theirs.receive()[0].key) == 2
 
 
 def test_messages_that_have_arrived_are_received_without_waiting(ends):
@@ -81,7 +81,7 @@ def test_messages_that_have_arrived_are_received_without_waiting(ends):
     for size in range(5):
         ours.send(note(size), [0] * (size % 2))
     found = theirs.receive_waiting()
-    assert [(len(m.content_id), len(fds)) for m, fds in found] == [(n, n % 2) for n in range(5)]
+    assert [(len(m.key), len(fds)) for m, fds in found] == [(n, n % 2) for n in range(5)]
     for _, descriptors in found:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -118,10 +118,10 @@ def test_descriptors_are_left_out_while_no_more_files_can_be_opened(ends):
                 with pytest.raises(ResourceExhaustedError) as caught:
                     function()
                 assert caught.value.reason == "TOO_MANY_FILES"
-        assert [(len(m.content_id), found) for m, found in lost] == [(0, []), (1, []), (2, [])]
+        assert [(len(m.key), found) for m, found in lost] == [(0, []), (1, []), (2, [])]
         ours.send(note(3), [null.fileno()])
     message, found = theirs.receive()
-    assert (len(message.content_id), len(found)) == (3, 1)
+    assert (len(message.key), len(found)) == (3, 1)
     os.close(found[0])
 
 
