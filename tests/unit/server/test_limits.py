@@ -1,13 +1,21 @@
-"""Size limits of requests."""
+"""Size limits of requests, and when a partial fit stops."""
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 
 from support.servers.requests import DATA, an_evaluation
 from warpfit.errors import ResourceExhaustedError
+from warpfit.expressions.workload import thesis_mix
+from warpfit.fitting import FitRequest, FitSettings
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
 from warpfit.server_info import Limits
 from warpfit_server import limits as module
+from warpfit_server.rpc.servicer import _stop_time
 
 #: The batch has 7 programs with 196 tokens, the longest with 45; its answer has values and losses.
 RESULT_BYTES = 7 * 10 * 4 + 7 * 8
@@ -48,3 +56,46 @@ def test_a_request_over_a_limit_is_refused_and_the_flag_named(check, limit, most
     assert caught.value.reason == reason
     assert f"--max-{limit.replace('_', '-')}" in str(caught.value)
     assert (caught.value.needed, caught.value.available) == (most, most - 1)
+
+
+PROGRAMS, PARAMETERS = thesis_mix(3, 7, variables=DATA.layout.variables)
+BATCH = Batch.of(PROGRAMS, [np.stack([p, p]) for p in PARAMETERS])
+TOTAL = sum(map(len, PARAMETERS))
+
+
+def _evaluation(**changes):
+    return Evaluation(DATA.content_id, BATCH, loss=Loss.MSE, values=False, **changes)
+
+
+def _fit(**settings):
+    return FitRequest(_evaluation(), FitSettings(**settings))
+
+
+def test_the_size_of_a_result_counts_every_output():
+    needed = {
+        "gradient": 8 * 2 * TOTAL,
+        "jacobian": 4 * 2 * TOTAL * DATA.layout.rows,
+        "variable_gradient": 8 * 14 * DATA.layout.variables,
+        "reductions": 8 * 14 * 5,
+    }
+    base = 8 * 14
+    for output, size in needed.items():
+        wanted = _evaluation(**{output: True})
+        module.check_result(wanted, DATA.layout, Limits(result_bytes=base + size))
+        with pytest.raises(ResourceExhaustedError, match="--max-result-bytes"):
+            module.check_result(wanted, DATA.layout, Limits(result_bytes=base + size - 1))
+
+
+def test_the_memory_of_searches_is_limited():
+    size = module.fit_memory(_fit(), DATA.layout)
+    assert size > 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
+    module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size))
+    with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
+        module.check_fit(_fit(), DATA.layout, Limits(result_bytes=size - 1))
+
+
+def test_only_a_partial_fit_stops_before_its_deadline():
+    assert _stop_time(_fit(), 10.0) is None
+    assert _stop_time(_fit(partial=True), None) is None
+    stop = _stop_time(_fit(partial=True), 10.0)
+    assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5

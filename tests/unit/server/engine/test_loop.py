@@ -1,4 +1,4 @@
-"""The engine's loop with an engine that computes next to nothing, over real connections."""
+"""The engine loop over real connections, with an engine that computes next to nothing."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList, digest
 from warpfit_server.ipc.segment_layout import ALONE, BEGUN
 from warpfit_server.ipc.segments import SegmentPool
 
-#: Constants in programs that the engine below takes notice of.
+#: Constants in programs that make the engine below misbehave.
 BAD, BUG, LACKS_MEMORY, BROKEN, SLOW, WAITS = 601.0, 602.0, 603.0, 604.0, 605.0, 606.0
 STEPS = 400
 
 
 def results(batch):
-    """What the engine computes: the sum of the parameters of each program, [programs, K]."""
+    """Return what the engine computes: the sums of the parameters of programs, [programs, K]."""
     return np.array([batch.program_parameters(n).sum(axis=1) for n in range(len(batch))])
 
 
 class FakeEngine:
-    """An engine that notes what it evaluates; the first evaluation can be made to wait."""
+    """An engine that records the sizes of its batches; evaluations wait for ``go``."""
 
     name = "fake"
     step_size = 1 << 20
@@ -119,7 +119,7 @@ class Front:
 
 
 def an_evaluation(*parameters, constant=1.0, **changes):
-    """Evaluate a program for each of some parameters."""
+    """Return an evaluation of one program for each parameter."""
     program = parse(f"p1*x1 + {constant}")
     fields = {"loss": Loss.SSE, "values": False, **changes}
     batch = Batch.of([program] * len(parameters), [[[one]] for one in parameters])
@@ -169,13 +169,13 @@ def held(run_loop):
 
 
 class TestAnswers:
-    def test_losses_come_back_to_those_who_asked(self, run_loop):
+    def test_each_request_gets_its_own_losses(self, run_loop):
         _, one, two = run_loop(2, front_ends=2)
         runs = [(f, n, f.start(*range(n + 1))) for n in range(30) for f in (one, two)]
         for front, n, run in runs:
             assert front.answer(run) == list(range(n + 1))
 
-    def test_values_are_announced_as_they_become_final(self, run_loop):
+    def test_progress_is_sent_when_values_are_final(self, run_loop):
         _, front = run_loop()
         run = front.start(*range(2_000), values=True, loss=None)
         event = run.next_reply()
@@ -186,7 +186,7 @@ class TestAnswers:
         assert run.timings.compute == 5
         run.close()
 
-    def test_segments_are_used_again_and_those_that_are_not_are_unmapped(self, run_loop):
+    def test_segments_are_reused_and_released_ones_are_unmapped(self, run_loop):
         _, front = run_loop()
         for _ in range(5):
             front.answer(front.start(1.0))
@@ -230,7 +230,7 @@ class TestMerging:
             (LACKS_MEMORY, ResourceExhaustedError, "MEMORY"),
         ],
     )
-    def test_one_that_fails_fails_alone(self, held, constant, kind, reason):
+    def test_a_request_that_fails_fails_alone(self, held, constant, kind, reason):
         engine, busy, front = held()
         runs = [front.start(n, constant=constant if n == 3 else 1.0) for n in range(6)]
         engine.go.set()
@@ -241,7 +241,7 @@ class TestMerging:
         assert 6 in engine.batches
         front.answer(busy)
 
-    def test_those_that_are_cancelled_are_left_out(self, held):
+    def test_cancelled_requests_are_left_out(self, held):
         engine, busy, front = held()
         runs = [front.start(n, n) for n in range(4)]
         for run in runs[1:3]:
@@ -253,7 +253,7 @@ class TestMerging:
         assert engine.batches == [1, 4]
         front.answer(busy)
 
-    def test_if_all_are_cancelled_nothing_is_evaluated(self, held):
+    def test_nothing_is_evaluated_if_all_are_cancelled(self, held):
         engine, busy, front = held()
         runs = [front.start(n) for n in range(4)]
         for run in runs:
@@ -265,7 +265,7 @@ class TestMerging:
 
 
 class TestCancellation:
-    def test_before_it_begins(self, held):
+    def test_before_the_first_step(self, held):
         engine, busy, front = held()
         run = front.start(5.0, values=True)
         run.cancel()
@@ -296,7 +296,7 @@ class TestSharing:
         assert front.answer(long) == [1.0]
         assert engine.steps == STEPS
 
-    def test_a_request_that_waits_for_something_lets_others_go_on(self, run_loop):
+    def test_others_run_while_a_request_waits_for_a_future(self, run_loop):
         engine, front = run_loop()
         waiting = front.start(1.0, constant=WAITS, values=True)
         for n in range(5):
@@ -359,7 +359,7 @@ class TestFailures:
 
 
 class TestSuspects:
-    def test_one_runs_alone_and_is_not_merged(self, run_loop):
+    def test_a_suspect_runs_alone_and_is_not_merged(self, run_loop):
         suspects = KnownSuspects()
         engine, front = run_loop(2, suspects=suspects)
         names = {digest(an_evaluation(9.0)): 5.0}
@@ -371,15 +371,15 @@ class TestSuspects:
         others = [front.start(n) for n in range(3)]
         began = time.process_time()
         time.sleep(0.2)
-        assert len(engine.batches) == 1  # it waits for what runs, and others for it
-        assert time.process_time() - began < 0.1  # which takes no computing
+        assert len(engine.batches) == 1  # it waits for the running step, and others for it
+        assert time.process_time() - began < 0.1  # without polling
         engine.go.set()
         assert front.answer(busy) == [1.0]
         assert front.answer(suspect) == [9.0]
         assert [front.answer(run) for run in others] == [[0.0], [1.0], [2.0]]
         assert engine.batches[:2] == [1, 1]
 
-    def test_the_front_end_sees_that_it_was_alone(self, run_loop):
+    def test_the_state_of_a_suspect_says_whether_it_runs_alone(self, run_loop):
         suspects = KnownSuspects()
         engine, front = run_loop(2, suspects=suspects)
         suspects.update(SuspectList(1, {digest(an_evaluation(9.0)): 0.3}))

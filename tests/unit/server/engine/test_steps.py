@@ -1,4 +1,4 @@
-"""Steps of work: what counts as their time, which admission learns from."""
+"""The time of steps, which admission learns from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_fit_does_not_count_the_time_between_its_steps(method):
     assert 0 < result.timings.compute < (time.perf_counter() - began - paused) * 1e9
 
 
-def test_steps_that_are_given_up_are_closed():
+def test_abandoned_steps_are_closed():
     ended = []
 
     def steps():

@@ -110,7 +110,7 @@ def test_every_loss_gets_better(loss):
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 @pytest.mark.parametrize("loss", [Loss.MSE, Loss.MAE, LossFunction.parse("abs(d)^1.5")])
-def test_units_do_not_decide_when_a_search_has_converged(scale, loss):
+def test_convergence_does_not_depend_on_the_unit_of_the_target(scale, loss):
     scaled = Dataset.of(X, scale * NOISY, dtype="float64")
     losses = [
         fit(data, [LINE], [[0.0] * 3], loss=loss, max_iterations=200).loss[0]
@@ -120,7 +120,7 @@ def test_units_do_not_decide_when_a_search_has_converged(scale, loss):
     np.testing.assert_allclose(losses[1] / scale**power, losses[0], rtol=0.02)
 
 
-def test_row_ranges():
+def test_a_row_range_is_fitted_alone():
     found = fit(DATA, [LINE], [[0.0] * 3], rows=(10, 40), **TIGHT)
     expected, *_ = np.linalg.lstsq(design()[10:40], NOISY[10:40], rcond=None)
     np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
@@ -181,17 +181,17 @@ def test_a_start_that_is_not_finite_is_never_the_best():
     assert np.isfinite(found.loss[0])
 
 
-class Careless(NumpyEngine):
-    """Forgets a derivative."""
+class ForgetfulEngine(NumpyEngine):
+    """Returns one derivative too few."""
 
     def linearise(self, *arguments, **options):
         full = yield from super().linearise(*arguments, **options)
         return Linearisation(full.losses, full.gradients[:-1], full.curvatures)
 
 
-def test_an_engine_that_returns_too_little_is_found_out():
+def test_arrays_of_the_wrong_size_are_an_internal_error():
     with pytest.raises(InternalError, match="the engine returned"):
-        fit(DATA, [MODEL], [START], engine=Careless(DATA))
+        fit(DATA, [MODEL], [START], engine=ForgetfulEngine(DATA))
 
 
 def test_a_batch_repeats_each_program_for_its_starts():
@@ -212,7 +212,7 @@ def test_a_batch_repeats_each_program_for_its_starts():
 @pytest.mark.parametrize(
     ("text", "start"), [("log(-p1)", [1.0]), ("p1/(x1 - x1)", [1.0]), ("sqrt(p1)", [0.0])]
 )
-def test_a_start_that_is_not_finite_fails_alone(method, text, start):
+def test_a_start_without_a_finite_loss_fails_alone(method, text, start):
     found = fit(EXACT, [text, MODEL], [start, START], method=method, max_iterations=100)
     assert found.reason.tolist()[0] is Reason.NOT_FINITE
     assert found.parameters[0].tolist() == start
@@ -221,7 +221,7 @@ def test_a_start_that_is_not_finite_fails_alone(method, text, start):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_to_fit(method):
+def test_programs_without_free_parameters_end_at_once(method):
     found = fit(EXACT, ["x1", "p1*x1"], [[], [2.0]], method=method, fixed=[[], [True]])
     assert found.reason.tolist() == [Reason.GRADIENT] * 2
     assert found.evaluations.tolist() == [1, 1]
@@ -229,7 +229,7 @@ def test_nothing_to_fit(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_parameters_that_do_not_matter_keep_their_start(method):
+def test_parameters_without_effect_keep_their_start(method):
     found = fit(EXACT, ["p1*x1 + 0*p2"], [[1.0, 7.0]], method=method, max_iterations=100)
     assert found.parameters[0][1] == 7.0
     assert found.success[0]
@@ -280,7 +280,7 @@ def test_a_deadline_that_has_passed_returns_what_there_is(method):
 
 
 class StuckEngine(NumpyEngine):
-    """Its passes take for ever once there have been so many, unless they are cancelled."""
+    """Hangs after some passes until it is cancelled."""
 
     def __init__(self, dataset, passes):
         super().__init__(dataset)
@@ -302,7 +302,7 @@ class StuckEngine(NumpyEngine):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("passes", [1, 4])
-def test_a_pass_that_would_end_after_the_deadline_is_cut_off(method, passes):
+def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
     started = time.monotonic()
     found = fit(
         EXACT,
@@ -322,7 +322,7 @@ def test_a_pass_that_would_end_after_the_deadline_is_cut_off(method, passes):
     assert np.isfinite(found.covariance[0]).all(), "computed in spite of what was cut off"
 
 
-def test_what_is_cancelled_while_a_deadline_runs_is_cancelled():
+def test_a_fit_with_a_deadline_can_be_cancelled():
     class Cancelling(NumpyEngine):
         def linearise(self, evaluation, row_loss, *, curvature, cancelled):
             cancelled[0] = len(self.sizes) > 1
@@ -393,7 +393,7 @@ def test_rows_of_weight_0_give_no_degrees_of_freedom():
     np.testing.assert_allclose(found.standard_errors[0], expected.standard_errors[0], rtol=1e-9)
 
 
-def test_a_linear_model_takes_one_pass_from_any_start():
+def test_a_linear_model_takes_one_iteration_from_any_start():
     found = fit(DATA, [LINE], [[1e3, -1e4, 1e2]], max_iterations=1)
     expected, *_ = np.linalg.lstsq(design(), NOISY, rcond=None)
     np.testing.assert_allclose(found.parameters[0], expected, rtol=1e-6)
@@ -403,7 +403,7 @@ def test_a_linear_model_takes_one_pass_from_any_start():
 # --------------------------------------------------------------------------- batches
 
 
-def test_searches_that_have_ended_drop_out():
+def test_searches_that_have_ended_drop_out_of_the_batch():
     engine = NumpyEngine(DATA)
     fit(DATA, ["x1"] * 30 + [MODEL, LINE], [[]] * 30 + [START, [0.0] * 3], engine=engine)
     assert engine.sizes[0] == 32
@@ -412,7 +412,7 @@ def test_searches_that_have_ended_drop_out():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_search_does_not_depend_on_its_company_and_repeats_exactly(method):
+def test_a_search_repeats_exactly_alone_and_in_any_batch(method):
     drawn, parameters = thesis_mix(4, 24, variables=2)
     texts = [to_text(program) for program in drawn]
     options = {"method": method, "max_iterations": 20}
@@ -457,12 +457,12 @@ def test_progress_is_reported():
     assert seen[-1].active == 1
 
 
-# --------------------------------------------------------------------------- steering code
+# --------------------------------------------------------------------------- compiled code
 
 
 @pytest.fixture
 def loading(monkeypatch, tmp_path):
-    """Loads steering code from an empty directory; lists what was there when it was to be used."""
+    """Load a method's code from an empty directory; list its files when they are to be read."""
     compiled._LOADED.clear()
     found = []
 
@@ -475,7 +475,7 @@ def loading(monkeypatch, tmp_path):
     compiled._LOADED.clear()
 
 
-def test_steering_code_is_compiled_here_if_no_other_process_can(loading, monkeypatch, caplog):
+def test_the_code_is_compiled_here_if_no_other_process_can(loading, monkeypatch, caplog):
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert loading(Method.LM) == (Method.LM, [])
     assert "a process that compiled lm ended with 1" in caplog.text

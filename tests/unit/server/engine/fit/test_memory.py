@@ -1,4 +1,4 @@
-"""A fit takes the memory that it is counted for, and gives it back."""
+"""A fit takes as much memory as `fit_memory` says, and releases it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from warpfit.fitting import Method
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.fit import compiled
 
-#: Fits in a process of its own, and prints what was counted, the most that was resident beyond what
-#: was before, and what is still resident afterwards; in MiB.
+#: Fits in a process of its own; prints `fit_memory`, and how much more memory than before was
+#: resident at most, and afterwards; in MiB.
 _PROGRAM = """
 import sys, threading, time
 import numpy as np
@@ -70,7 +70,7 @@ print(counted, max(seen) - before, resident() - before)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_code():
-    """On disk, so that the processes below load it."""
+    """Compile to disk, so that the processes below load it."""
     CpuEngine(threads=1).close()
     for method in (Method.LM, Method.BFGS):
         compiled.load(method)
@@ -78,7 +78,7 @@ def compiled_code():
 
 @pytest.mark.parametrize("method", ["lm", "bfgs"])
 @pytest.mark.parametrize("kind", ["starts", "parameters"])
-def test_a_fits_memory_is_counted_and_given_back(method, kind):
+def test_the_memory_of_a_fit_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     counted, most, left = map(float, ended.stdout.split())

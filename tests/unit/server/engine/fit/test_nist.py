@@ -21,7 +21,7 @@ CASES = [(name, start) for name in PROBLEMS for start in (1, 2)]
 
 @pytest.fixture(scope="module", params=["numpy", "cpu"])
 def engine(request):
-    """The small engine of the tests and the CPU engine, with all problems loaded."""
+    """The NumPy engine of the tests and the CPU engine, with all problems loaded."""
     datasets = [problem.dataset for problem in PROBLEMS.values()]
     if request.param == "numpy":
         yield NumpyEngine(*datasets)
@@ -73,7 +73,7 @@ def test_six_certified_digits(outcomes, name, start):
     assert errors.min() >= (2 if name in nist.ROUNDED_AWAY else 6), errors
 
 
-def test_no_start_needs_many_iterations(outcomes):
+def test_iterations_are_few_from_every_start(outcomes):
     """MINPACK needs 295 for MGH10 and 763 for Bennett5, and does not find BoxBOD from its first."""
     assert max(iterations for _, _, iterations, _ in outcomes.values()) <= 300
     assert outcomes["Bennett5", 1][2] <= 100
@@ -81,7 +81,7 @@ def test_no_start_needs_many_iterations(outcomes):
 
 
 @pytest.mark.parametrize(("name", "start"), CASES)
-def test_final_accuracy_is_enough(engine, name, start):
+def test_final_accuracy_reaches_six_certified_digits(engine, name, start):
     problem, final = PROBLEMS[name], Tolerances.of(np.dtype("float64"), Accuracy.FINAL)
     found = fit(
         problem.dataset,

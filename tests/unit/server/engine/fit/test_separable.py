@@ -1,4 +1,4 @@
-"""Which parameters a program is linear in."""
+"""The parameters that a program is linear in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpfit_server.engine.fit.separable import mark_linear, operator_table
 
 
 def linear(*drawn):
-    """Marks of each program's parameters."""
+    """Return the marks of each program's parameters."""
     batch = Batch.of(drawn, [np.zeros(program.parameters) for program in drawn])
     starts = batch.parameter_starts
     marks = np.full(int(starts[-1]), np.nan)
@@ -46,14 +46,14 @@ def test_formulas(text, expected):
     assert linear(parse(text)) == [expected]
 
 
-def test_programs_do_not_mix():
+def test_each_program_of_a_batch_has_its_own_marks():
     texts = ["p1*x1", "exp(p1) + p2", "sin(p1)*p2 + p3", "x1 + x2"]
     assert linear(*map(parse, texts)) == [[1], [0, 1], [0, 1, 1], []]
 
 
 @settings(max_examples=300, deadline=None)
 @given(programs(parameters=3), st.integers(0, 2**32 - 1))
-def test_a_program_is_affine_in_what_is_marked(program, seed):
+def test_a_program_is_affine_in_the_marked_parameters(program, seed):
     """Half way between two vectors of the marked parameters is half way between the values."""
     (marks,) = linear(program)
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""The units of data and parameters decide nothing: neither whether a fit goes on nor where it ends.
+"""Fits do not depend on the units of data and parameters.
 
 A problem whose target, variables and parameters are multiplied by powers of two is the same
 problem bit by bit, as long as no square leaves the range of float64; by other factors it is nearly
@@ -94,7 +94,7 @@ def test_other_factors_change_rounding_errors_only(method, loss, y, x1, x2):
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=8, deadline=None)
 @given(*[st.integers(-25, 25)] * 3)
-def test_float32_has_the_same_within_its_range(cpu, method, y, x1, x2):
+def test_powers_of_two_change_no_bit_in_float32(cpu, method, y, x1, x2):
     first, parameters = outcome(method, "mse", dtype="float32", engine=cpu)
     second, scaled = outcome(method, "mse", 2.0**y, 2.0**x1, 2.0**x2, dtype="float32", engine=cpu)
     assert_same(first, second)
@@ -128,7 +128,7 @@ def test_plancks_constant_from_the_photoelectric_effect(cpu, method, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_has_no_squares_in_float64_does_not_converge(method):
+def test_a_target_whose_squares_vanish_in_float64_does_not_converge(method):
     found, _ = outcome(method, "mse", 1e-200)
     assert found.reason[0] is Reason.NOT_FINITE
     np.testing.assert_array_equal(found.parameters[0], START * units(1e-200, 1.0, 1.0))
@@ -144,7 +144,7 @@ def test_a_column_that_is_zero_at_the_start_takes_part_later(method):
         np.testing.assert_allclose(found.parameters[0], [2.0 * scale, 0.3], rtol=1e-3)
 
 
-def test_fast_mode_is_given_up_where_float32_has_no_squares():
+def test_fast_mode_is_given_up_where_squares_vanish_in_float32():
     """On a GPU fast mode multiplies in float32."""
     seen = []
 

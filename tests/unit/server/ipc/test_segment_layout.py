@@ -1,27 +1,21 @@
-"""Segment layouts, messages and limits of fits and derivatives."""
+"""Segment layouts and messages of fits and derivatives."""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
 
 from warpfit.dataset import Dataset
-from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.workload import thesis_mix
 from warpfit.fitting import FitProgress, FitRequest, FitSettings, Method
 from warpfit.ir import Batch
 from warpfit.losses import Closing, huber
 from warpfit.request import Evaluation, Loss
-from warpfit.server_info import Limits
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.messages import SubmitEvaluation, SubmitFit
 from warpfit_server.ipc.segment_layout import FIT_RESULT_ARRAYS, SegmentLayout
 from warpfit_server.ipc.segments import Segment
-from warpfit_server.limits import check_fit, check_result, fit_memory
-from warpfit_server.rpc.servicer import _stop_time
 
 rng = np.random.default_rng(0)
 DATA = Dataset.of(rng.normal(size=(40, 4)), rng.normal(size=40), rng.uniform(0.1, 1, size=40))
@@ -109,33 +103,3 @@ def test_requests_and_progress_of_fits_cross_the_channel():
     progressed = messages.FitProgressed(3, FitProgress(2, 3, 4))
     theirs.send(progressed)
     assert ours.receive()[0] == progressed
-
-
-def test_limits_count_everything_that_is_answered():
-    needed = {
-        "gradient": 8 * 2 * TOTAL,
-        "jacobian": 4 * 2 * TOTAL * 40,
-        "variable_gradient": 8 * 14 * 4,
-        "reductions": 8 * 14 * 5,
-    }
-    base = 8 * 14
-    for wish, size in needed.items():
-        wanted = evaluation(loss=Loss.MSE, values=False, **{wish: True})
-        check_result(wanted, DATA.layout, Limits(result_bytes=base + size))
-        with pytest.raises(ResourceExhaustedError, match="--max-result-bytes"):
-            check_result(wanted, DATA.layout, Limits(result_bytes=base + size - 1))
-
-
-def test_searches_are_limited():
-    size = fit_memory(fit(), DATA.layout)
-    assert size > 2 * (9 * len(BATCH.codes) + 8 * sum(len(p) ** 2 for p in PARAMETERS) + 80 * TOTAL)
-    check_fit(fit(), DATA.layout, Limits(result_bytes=size))
-    with pytest.raises(ResourceExhaustedError, match="bytes of searches"):
-        check_fit(fit(), DATA.layout, Limits(result_bytes=size - 1))
-
-
-def test_only_a_partial_fit_stops_before_its_deadline():
-    assert _stop_time(fit(), 10.0) is None
-    assert _stop_time(fit(partial=True), None) is None
-    stop = _stop_time(fit(partial=True), 10.0)
-    assert time.monotonic() + 8.0 < stop < time.monotonic() + 9.5
