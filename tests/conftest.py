@@ -39,10 +39,10 @@ def pytest_sessionstart() -> None:
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    from warpfit_server.engine.cpu.codegen import kernel_cache
+    from warpfit_server.engine.cpu.codegen import loader
     from warpfit_server.engine.fit import compiled
     from warpfit_server.system.resources import available_cores
 
     directory = default_cache_directory()
-    kernel_cache.precompile(directory, available_cores())
+    loader.precompile(directory, available_cores())
     compiled.precompile(directory)

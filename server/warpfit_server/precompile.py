@@ -39,11 +39,11 @@ def main(arguments: Sequence[str]) -> int:
     make_private_directory(directory)
     check_private(directory)
     os.environ.update(engine_environment(directory))  # before Numba is imported
-    from warpfit_server.engine.cpu.codegen import kernel_cache
+    from warpfit_server.engine.cpu.codegen import loader
     from warpfit_server.engine.fit import compiled
 
     started = time.perf_counter()
-    kernel_cache.precompile(directory, available_cores())
+    loader.precompile(directory, available_cores())
     engine_ready = time.perf_counter()
     print(f"the CPU engine: {engine_ready - started:.1f} s", flush=True)
     compiled.precompile(directory)

@@ -1,1 +1,1 @@
-"""Programs together with their derivatives, for both engines."""
+"""Differentiation of programs as they are lowered, for both engines."""

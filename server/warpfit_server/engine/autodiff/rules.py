@@ -1,16 +1,18 @@
-"""Rules of differentiation, read from the operator table: which kernel gives which factor.
+"""Derivative rules of the operators, read from the operator table.
 
-The chain rule multiplies the derivative of what comes after (the *slope*) by the derivative of the
-operator by one operand (the *partial*). For each operator and operand the table's text is
+The chain rule multiplies the derivative of the result by a node, its *adjoint*, by the derivative
+of the operator by one operand, the *partial* derivative. For each operator and operand the text of
+the table is one of
 
-* ``0``: nothing passes;
-* ``1`` or ``-1``: the slope passes, or its negative;
-* the name of one operand or of the result: the partial is there already, one product is needed;
-* anything else: a kernel of its own, alone or, where it reads at most two operands, together with
-  the product.
+* ``0``: the derivative is 0 everywhere;
+* ``1`` or ``-1``: the adjoint passes, or its negative;
+* the name of an operand, or ``r`` for the result: the partial derivative is there already, and one
+  product is needed;
+* anything else: a kernel computes the partial derivative, alone or, if it reads at most two
+  operands, together with the product.
 
-In every product a factor of 0 makes 0 of the other factor, be it infinite or NaN: what does not
-pass must not be seen.
+In every product a factor of 0 makes 0 of the other one, be it infinite or NaN: a branch that was
+not taken must not show in derivatives.
 """
 
 from __future__ import annotations
@@ -26,18 +28,10 @@ from numpy.typing import NDArray
 from warpfit.ops import ARITIES, OPERATORS
 
 #: Kinds of rule.
-NOTHING: Final = 0
-PASSES: Final = 1
-NEGATES: Final = 2
-OPERAND_IS_PARTIAL: Final = 3
-COMPUTES: Final = 4
-#: Columns of a rule: kind; code of the kernel of the partial alone and of its product with the
-#: slope (0 if there is none); how many operands the partial reads, and which (3 is the result).
-KIND: Final = 0
-ALONE: Final = 1
-SCALED: Final = 2
-READS: Final = 3
-FIRST_READ: Final = 4
+NOTHING, PASSES, NEGATES, OPERAND_IS_PARTIAL, COMPUTES = range(5)
+#: Columns of a rule: kind; code of the kernel of the partial derivative alone and of its product
+#: with the adjoint (0 if there is none); how many operands it reads, and which (3 is the result).
+KIND, ALONE, SCALED, READS, FIRST_READ = range(5)
 RULE_COLUMNS: Final = 7
 #: Operands that an instruction can have.
 _MOST: Final = 3
@@ -59,7 +53,7 @@ class PartialKernel:
     arity: int
     """Operands of ``source``."""
     scaled: bool
-    """Whether a slope comes before the operands, to multiply the result by."""
+    """Whether an adjoint comes before the operands, to multiply the result by."""
 
     @property
     def name(self) -> str:
@@ -69,7 +63,7 @@ class PartialKernel:
 
 @cache
 def partial_kernels() -> tuple[PartialKernel, ...]:
-    """All kernels that the rules of the table need."""
+    """Return all kernels that the rules need."""
     kernels = []
     for row in OPERATORS.values():
         for index, text in enumerate(row.derivative):
@@ -85,7 +79,7 @@ def partial_kernels() -> tuple[PartialKernel, ...]:
 
 
 def rules() -> NDArray[np.int64]:
-    """Rule of each operator and operand, [256 * 3, RULE_COLUMNS]; row is 3 * code + operand."""
+    """Return the rule of operand k of an operator in row 3 * code + k, [256 * 3, RULE_COLUMNS]."""
     table = np.zeros((256 * _MOST, RULE_COLUMNS), dtype=np.int64)
     for row in OPERATORS.values():
         for index, text in enumerate(row.derivative):
@@ -102,7 +96,7 @@ def rules() -> NDArray[np.int64]:
 
 
 def arities() -> NDArray[np.int8]:
-    """Operands of every instruction by code, int8 [CODES]."""
+    """Return the number of operands of every instruction by code, int8 [CODES]."""
     table = np.zeros(CODES, dtype=np.int8)
     table[: len(ARITIES)] = ARITIES
     for kernel in partial_kernels():
@@ -117,7 +111,7 @@ def _kind(text: str) -> int:
 
 
 def _reads(text: str) -> list[str]:
-    """Operands that a derivative reads, and r if it reads the result."""
+    """Return the operands that a derivative reads, and r if it reads the result."""
     names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     found = [name for name in _NAMES if name in names]
     if len(found) > _MOST:
@@ -126,7 +120,7 @@ def _reads(text: str) -> list[str]:
 
 
 def _renamed(text: str, reads: list[str]) -> str:
-    """Call what is read a, b, c."""
+    """Rename the operands that are read to a, b, c."""
     tree = ast.parse(text, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in reads:

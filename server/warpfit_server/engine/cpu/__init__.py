@@ -1,1 +1,1 @@
-"""The CPU engine: a vector interpreter in native code, a parallel loop over pieces."""
+"""The CPU engine: interpreters in compiled code, on threads that share chunks of work."""

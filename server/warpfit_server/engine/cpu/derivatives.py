@@ -14,11 +14,7 @@ from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.backward_pass import LOSS
-from warpfit_server.engine.autodiff.differentiate import (
-    RowLossTokens,
-    no_row_loss,
-    row_loss_tokens,
-)
+from warpfit_server.engine.autodiff.differentiate import no_row_loss, row_loss_tokens
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cpu.chunked_work import (
     ChunkedWork,
@@ -26,12 +22,14 @@ from warpfit_server.engine.cpu.chunked_work import (
     block_rows,
     cut_instances,
     cut_rows,
+    differentiation_work,
+    lowering_work,
     new_context,
     span_rows,
     sum_spans,
 )
-from warpfit_server.engine.cpu.codegen.kernel_cache import CompiledDerivatives
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
+from warpfit_server.engine.cpu.codegen.loader import CompiledDerivatives
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
@@ -39,9 +37,6 @@ from warpfit_server.engine.interface import Outputs
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import FAILED
 
-#: Lowers a batch with a row loss, for the bits requested; and lowers a batch alone.
-Differentiate = Callable[[Batch, RowLossTokens, int], Lowered]
-Lower = Callable[[Batch], Lowered]
 #: What row losses are computed with.
 _WIDE: Final = Flavour(single=False, fast=False)
 #: Sums of all spans together above which fewer spans are cut: 256 MiB.
@@ -71,20 +66,37 @@ class DerivativePlan:
 
 
 def make_plan(
-    differentiate: Differentiate,
-    lower: Lower,
+    code: CompiledDerivatives,
+    run: Callable[[ChunkedWork], None],
     dataset: Dataset,
     evaluation: Evaluation,
     requested: RequestedOutputs,
+    cancelled: NDArray[np.uint8],
 ) -> DerivativePlan:
-    """Lower a batch with its derivatives and cut the work."""
+    """Lower a batch with its derivatives and cut the work.
+
+    Args:
+        code: compiled code.
+        run: runs all chunks of the lowering.
+        dataset: that the evaluation names.
+        evaluation: whose programs have been checked.
+        requested: what there is to fill.
+        cancelled: see `ChunkedWork`.
+
+    """
     batch, layout, loss = evaluation.batch, dataset.layout, requested.row_loss
     tokens = no_row_loss()
     if loss is not None and requested.needs_loss_derivative:
         program = DIFFERENCE if requested.is_squares else loss
         tokens = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
     # The losses themselves are computed apart, in float64.
-    lowered = differentiate(batch, tokens, requested.lowering_flags & ~LOSS)
+    flags = requested.lowering_flags & ~LOSS
+    work, lowered = differentiation_work(code.differentiate, batch, tokens, flags, cancelled)
+    run(work)
+    row_loss = allocate(0, 0, 0)
+    if loss is not None and not requested.deviation:
+        work, row_loss = lowering_work(code.lower, Batch.of([loss]), cancelled)
+        run(work)
     headers, rows = lowered.headers, evaluation.row_range(layout)
     columns = headers["columns"]
     products = columns * columns * (requested.curvatures is not None)
@@ -94,7 +106,7 @@ def make_plan(
     instructions = headers["end"] - headers["start"]
     return DerivativePlan(
         lowered,
-        allocate(0, 0, 0) if loss is None or requested.deviation else lower(Batch.of([loss])),
+        row_loss,
         cut_instances(instructions, headers["scalars"], batch.vectors, rows, spans),
         sizes,
         weighs_loss=loss is not None and not mentions_weight(loss),

@@ -9,7 +9,7 @@ The simple form:
 
 `lower` turns the tokens of a batch into instructions. `interpreter` runs them in blocks, calling
 the loops that `kernels` makes of the operator table with the functions of `elementary_functions`.
-Compiled code is kept on disk (`parts`, `kernel_cache`). `chunked_work` cuts the work into chunks,
+Compiled code is kept on disk (`parts`, `loader`). `chunked_work` cuts the work into chunks,
 and a step is a parallel loop over some of them (`parallel_loop`). What asks for derivatives, custom
 losses or statistics is done by `derivatives` and `derivative_interpreter` instead.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,7 +32,6 @@ from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
-from warpfit_server.engine.autodiff.differentiate import RowLossTokens
 from warpfit_server.engine.autodiff.requested_outputs import (
     RequestedOutputs,
     linearisation_outputs,
@@ -45,12 +44,11 @@ from warpfit_server.engine.cpu.chunked_work import (
     block_rows,
     cut_instances,
     cut_rows,
-    differentiation_work,
     lowering_work,
     new_context,
     sum_spans,
 )
-from warpfit_server.engine.cpu.codegen import kernel_cache
+from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.threads import ParallelLoop
@@ -86,7 +84,7 @@ class CpuEngine:
         self.threads = threads or available_cores()
         self.step_size = _STEP_SIZE * self.threads
         directory = cache_directory or default_cache_directory()
-        self._code = kernel_cache.load(directory, processes=self.threads)
+        self._code = loader.load(directory, processes=self.threads)
         self._directory = directory
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
@@ -120,7 +118,7 @@ class CpuEngine:
         self._plans.clear()
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
-        """Programs that come again alone are not lowered again, unless they are merged."""
+        """Return False for programs that are kept lowered: merged, they would be lowered again."""
         dataset = self._dataset(evaluation)
         return not self._programs.has_programs(evaluation.batch, (dataset.layout.variables,))
 
@@ -128,7 +126,8 @@ class CpuEngine:
         """Evaluate a batch into ``outputs``; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
         if derivatives.needs_derivatives(evaluation, outputs):
-            steps = self._evaluate_with_derivatives(dataset, evaluation, outputs)
+            requested = requested_outputs(evaluation, outputs)
+            steps = self._differentiate(dataset, evaluation, requested, outputs.cancelled, outputs)
         else:
             steps = self._evaluate(dataset, evaluation, outputs)
         with _memory_errors():
@@ -144,16 +143,10 @@ class CpuEngine:
         cancelled: NDArray[np.uint8],
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
-        dataset, batch = self._dataset(evaluation), evaluation.batch
-        found, requested = linearisation_outputs(batch, row_loss, curvature=curvature)
+        dataset = self._dataset(evaluation)
+        found, requested = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
         with _memory_errors():
-            code = yield from self._derivative_code()
-            key = derivatives.plan_key(dataset, evaluation, requested)
-            make = self._planner(code, dataset, evaluation, requested, cancelled)
-            plan = self._plans.by_arrays(batch, key, make)
-            run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
-            yield from self._run(run.work)
-            run.finish()
+            yield from self._differentiate(dataset, evaluation, requested, cancelled)
         return found
 
     def _dataset(self, evaluation: Evaluation) -> Dataset:
@@ -162,87 +155,67 @@ class CpuEngine:
             raise DatasetNotFoundError
         return dataset
 
-    def _run(
-        self, work: ChunkedWork, outputs: Outputs | None = None, vectors: int = 1
+    def _run_in_steps(
+        self, work: ChunkedWork, outputs: Outputs | None, vectors: int
     ) -> Steps[None]:
-        """Run all chunks of the work, and tell which values are final after each step."""
+        """Run all chunks, and announce the values that are final after each step."""
         has_values = outputs is not None and (
             outputs.values is not None or outputs.jacobian is not None
         )
         size = max(1, work.chunks * self.step_size // max(1, work.cut.cost))
-        reported = 0
+        announced = 0
         for first in range(0, work.chunks, size):
             if first:
                 yield None
             stop = min(first + size, work.chunks)
-            self._run_chunks(work, first, stop)
+            self._run(work, first, stop)
             finished = work.instances_finished(stop) // vectors
-            if outputs is not None and has_values and finished > reported:
-                reported = finished
-                outputs.ready(reported)
+            if outputs is not None and has_values and finished > announced:
+                announced = finished
+                outputs.ready(finished)
 
-    def _run_chunks(self, work: ChunkedWork, first: int, stop: int) -> None:
-        """Run chunks in one step."""
-        self._loop.run(work, first, stop)
+    def _run(self, work: ChunkedWork, first: int = 0, stop: int | None = None) -> None:
+        """Run a range of chunks, or all, in one step."""
+        self._loop.run(work, first, work.chunks if stop is None else stop)
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
-    def _derivative_code(self) -> Steps[kernel_cache.CompiledDerivatives]:
-        """Wait for the code of derivatives, which is loaded after the engine has begun to serve."""
+    def _derivative_code(self) -> Steps[loader.CompiledDerivatives]:
+        """Return the code of derivatives, which is loaded after the engine has begun to serve."""
         loading = self._derivatives
-        if loading.done() and loading.exception() is not None:  # what was lacking may be there now
+        if loading.done() and loading.exception() is not None:  # memory may have been short
             loading = self._derivatives = self._load_derivatives()
         if not loading.done():
             yield loading
         return loading.result()
 
-    def _load_derivatives(self) -> Future[kernel_cache.CompiledDerivatives]:
-        return BACKGROUND.submit(
-            kernel_cache.load_derivatives, self._directory, self._code, self.threads
-        )
+    def _load_derivatives(self) -> Future[loader.CompiledDerivatives]:
+        return BACKGROUND.submit(loader.load_derivatives, self._directory, self._code, self.threads)
 
-    def _planner(
+    def _differentiate(
         self,
-        code: kernel_cache.CompiledDerivatives,
         dataset: Dataset,
         evaluation: Evaluation,
         requested: RequestedOutputs,
         cancelled: NDArray[np.uint8],
-    ) -> Callable[[Batch], derivatives.DerivativePlan]:
-        """Return what makes a plan of programs."""
+        outputs: Outputs | None = None,
+    ) -> Steps[None]:
+        """Evaluate with derivatives, custom losses or statistics.
 
-        def differentiate(programs: Batch, row_loss: RowLossTokens, flags: int) -> Lowered:
-            work, lowered = differentiation_work(
-                code.differentiate, programs, row_loss, flags, cancelled
-            )
-            self._run_chunks(work, 0, work.chunks)
-            return lowered
+        Passes of fits, which have no ``outputs``, come with the same arrays of programs again.
+        """
+        code = yield from self._derivative_code()
 
-        def lower(programs: Batch) -> Lowered:
-            return self._lower(programs, cancelled)
-
-        def make(batch: Batch) -> derivatives.DerivativePlan:
+        def make_plan(batch: Batch) -> derivatives.DerivativePlan:
             check_tokens(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
-            return derivatives.make_plan(differentiate, lower, dataset, problem, requested)
+            return derivatives.make_plan(code, self._run, dataset, problem, requested, cancelled)
 
-        return make
-
-    def _lower(self, programs: Batch, cancelled: NDArray[np.uint8]) -> Lowered:
-        work, lowered = lowering_work(self._code.lower, programs, cancelled)
-        self._run_chunks(work, 0, work.chunks)
-        return lowered
-
-    def _evaluate_with_derivatives(
-        self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs
-    ) -> Steps[None]:
-        code, cancelled = (yield from self._derivative_code()), outputs.cancelled
-        requested = requested_outputs(evaluation, outputs)
+        find = self._plans.by_arrays if outputs is None else self._plans.by_programs
         key = derivatives.plan_key(dataset, evaluation, requested)
-        make = self._planner(code, dataset, evaluation, requested, cancelled)
-        plan = self._plans.by_programs(evaluation.batch, key, make)
+        plan = find(evaluation.batch, key, make_plan)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
-        yield from self._run(run.work, outputs, evaluation.batch.vectors)
+        yield from self._run_in_steps(run.work, outputs, evaluation.batch.vectors)
         run.finish()
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
@@ -250,7 +223,9 @@ class CpuEngine:
 
         def lower(programs: Batch) -> _LoweredPrograms:
             check_tokens(batch, layout.variables)
-            return _LoweredPrograms(programs, self._lower(programs, outputs.cancelled))
+            work, lowered = lowering_work(self._code.lower, programs, outputs.cancelled)
+            self._run(work)
+            return _LoweredPrograms(programs, lowered)
 
         programs = self._programs.by_programs(batch, (layout.variables,), lower)
         kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
@@ -264,13 +239,13 @@ class CpuEngine:
         inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
         arrays = (*inputs.arrays(), sums)
         work = ChunkedWork(self._code.interpret, arrays, cut, outputs.cancelled)
-        yield from self._run(work, outputs, batch.vectors)
+        yield from self._run_in_steps(work, outputs, batch.vectors)
         if outputs.losses is not None and evaluation.loss is not None:
             outputs.losses.reshape(-1)[:] = sum_spans(sums)
 
 
 class _LoweredPrograms:
-    """Lowered programs, and how their work was cut last: it mostly comes again the same."""
+    """Lowered programs, and the last cut of their work, which is mostly the next one, too."""
 
     def __init__(self, programs: Batch, lowered: Lowered) -> None:
         self.lowered = lowered
@@ -299,7 +274,7 @@ def _memory_errors() -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Model of the CPU as Linux names it, else the architecture."""
+    """Return the CPU's model as Linux names it, else the architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

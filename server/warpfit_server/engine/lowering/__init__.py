@@ -1,1 +1,1 @@
-"""The host's lowering: from postfix tokens to instructions and their places."""
+"""Lowering on the host: from postfix tokens to scheduled instructions."""

@@ -1,1 +1,1 @@
-"""Native code on the host: how Numba's functions are compiled, kept on disk and called."""
+"""Compiled code on the host: how Numba's functions are compiled, cached on disk and called."""

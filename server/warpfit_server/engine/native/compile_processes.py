@@ -1,9 +1,9 @@
-"""Compilation in processes of their own, once for all engines that share a directory.
+"""Compilation in other processes, once for all engines that share a cache directory.
 
 Numba and LLVM compile on one core, whatever the number of threads, and keep some 200 MiB of memory
 afterwards. So several processes compile parts of the code into one directory, from which the engine
-loads it. What a process fails to compile is left to whoever loads it, and so is everything where
-nothing can be kept.
+loads it. A part that a process fails to compile is compiled when it is loaded, and so is all code
+where there is no directory to write to.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 #: Priority of threads that compute. Threads that take and answer calls need a core for a moment
 #: only and go before them; at the same priority Linux may let those wait for 3 ms.
 NICE: Final = 10
-#: Cores of which one may load, or wait for, what is compiled after the engine serves.
+#: Of so many cores, one may load code while the engine serves.
 _CORES_A_THREAD: Final = 4
-#: What nobody waits for yet, in the order in which it is first needed.
+#: Loads code that nobody waits for yet, in the order in which it is first needed.
 BACKGROUND: Final = ThreadPoolExecutor(max(1, available_cores() // _CORES_A_THREAD), "compile")
 
 
 def compile_once(
     place: Path, group: str, module: str, shares: Sequence[Sequence[str]], *, urgent: bool = True
 ) -> None:
-    """Let each of several processes run ``python -m module place share...``, unless it is done.
+    """Compile a group of parts in several processes, unless that has been done.
 
-    One engine at a time does so, and others wait for it, also when it has ended before its
-    processes.
+    One engine at a time does so, and others wait until all of its processes have ended, even if it
+    has ended itself.
 
     Args:
-        place: a directory, which need not be there yet.
-        group: name of what is compiled together.
-        module: which calls `run_parts`.
+        place: a directory, which need not exist.
+        group: name of the parts that are compiled together.
+        module: is run by ``python -m`` and calls `run_parts`.
         shares: names of the parts that each process compiles.
-        urgent: whether somebody waits; if not, evaluations go before.
+        urgent: whether a caller waits; if not, evaluations have priority.
 
     """
     done = place / f"{group}.complete"
@@ -65,7 +65,7 @@ def compile_once(
 
 
 def share_out(seconds: Mapping[str, float], count: int) -> list[list[str]]:
-    """Share parts out to processes, the next longest one to who has least to do."""
+    """Share parts out to processes: the longest one first, to the process with least to do."""
     found: list[list[str]] = [[] for _ in range(min(count, len(seconds)))]
     for name in sorted(seconds, key=lambda name: -seconds[name]):
         min(found, key=lambda names: sum(seconds[other] for other in names)).append(name)
@@ -93,7 +93,7 @@ def _start(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int | None]:
-    """Lock a file; give None if there can be none, as on a disk that is full or read-only."""
+    """Lock a file; yield None if it cannot be made, as on a disk that is full or read-only."""
     try:
         compile_cache.make_private_directory(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""Functions compiled by Numba and kept in files with checksums.
+"""Numba's functions, compiled once and cached on disk in files with checksums.
 
 Numba's own cache reads its pickles without a check: a file that is cut off ends the process, a full
 disk does too, and what anybody may have written is executed. Here the same pickles are in files of
@@ -39,7 +39,7 @@ _LOCK: Final = threading.Lock()
 
 
 def njit(signature: Any = None, **options: Any) -> Any:
-    """Decorate a function for compilation without Python's objects; keep the code on disk.
+    """Return a decorator that compiles a function and caches its code on disk.
 
     Args:
         signature: compile at once for these types, and for no others; None compiles at calls.
@@ -61,7 +61,7 @@ def njit(signature: Any = None, **options: Any) -> Any:
 
 
 class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
-    """Names the directory of a function's code, which need not be there.
+    """Tells Numba the directory of a function's code, which need not exist.
 
     It depends on the function's module, and not on where and when that was installed.
     """
@@ -72,16 +72,16 @@ class _Locator(caching.UserProvidedCacheLocator):  # type: ignore[misc]
         self._cache_path = str(place / function.__module__)
 
     def get_source_stamp(self) -> str:
-        """Return the same for all: the directory is one for exactly these sources."""
+        """Return nothing: each version of the sources has a directory of its own."""
         return ""
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: str) -> _Locator:
-        """Take any function."""
+        """Serve any function."""
         return cls(py_func, py_file)
 
     def ensure_cache_path(self) -> None:
-        """Do nothing: the directory is made when something is written."""
+        """Do nothing: the directory is made when a file is written."""
 
 
 class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
@@ -104,7 +104,7 @@ class _SealedFiles(caching.IndexDataCacheFile):  # type: ignore[misc]
     def _load_data(self, name: str) -> Any:
         content = compile_cache.find(Path(self._data_path(name)))
         if content is None:
-            raise FileNotFoundError(name)  # the caller takes it for a miss
+            raise FileNotFoundError(name)  # which Numba takes for a miss
         return pickle.loads(content)
 
     def _save_data(self, name: str, data: Any) -> None:
@@ -128,7 +128,7 @@ class _SealedCache(caching.FunctionCache):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def cached_in(directory: Path) -> Iterator[Callable[..., Any]]:
-    """Give a compiler ``jit(signature, function, **options)`` that keeps code in a directory."""
+    """Yield a compiler ``jit(signature, function, **options)`` that caches code in a directory."""
 
     def jit(signature: Any, function: Any, **options: Any) -> Any:
         options = {"nogil": True, "error_model": "numpy", **options}
@@ -144,7 +144,7 @@ def cached_in(directory: Path) -> Iterator[Callable[..., Any]]:
 
 
 def fingerprint(modules: Iterable[ModuleType], *files: str) -> str:
-    """Hash what shapes compiled code: sources, compilers, and this very processor."""
+    """Return a hash of what shapes compiled code: sources, compilers, and this very processor."""
     digest = hashlib.sha256()
     for file in (*(str(module.__file__) for module in modules), __file__, *files):
         digest.update(Path(file).read_bytes())
@@ -155,12 +155,12 @@ def fingerprint(modules: Iterable[ModuleType], *files: str) -> str:
 
 
 def default_directory() -> Path:
-    """Return where the code is kept of functions that are decorated outside of `cached_in`."""
+    """Return where code is cached of functions that are compiled outside of `cached_in`."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     return Path(named) if named else _own_directory()
 
 
 @functools.cache
 def _own_directory() -> Path:
-    """For processes that `compile_cache.engine_environment` has told nothing."""
+    """Return the directory for processes without `compile_cache.engine_environment`."""
     return numba_directory(default_cache_directory())

@@ -1,1 +1,1 @@
-"""The CPU engine's vector code: kernels and functions, made by LLVM for this very processor."""
+"""Code generation for the CPU: kernels and elementary functions, compiled by LLVM."""

@@ -1,7 +1,7 @@
 """Reduction of large numbers by pi / 2, exactly, with integers (Payne and Hanek 1983).
 
 With x = m 2^e, m a whole number of 53 bits, only 192 bits of 2 / pi matter for x 2 / pi modulo 4:
-those before stand for multiples of 4, those behind for less than 2^-137. No float64 is closer than
+those before give multiples of 4, those behind less than 2^-137. No float64 is closer than
 2^-62 quarter turns to a multiple of one (J.-M. Muller, Elementary Functions, 3rd edition, chapter
 11), so the remainder has at least 75 right bits.
 """
@@ -28,14 +28,14 @@ _HALF_PI: Final = (1.5707963267948966, 6.123233995736766e-17)
 
 @cache
 def _two_over_pi() -> tuple[int, ...]:
-    """Words of 2 / pi, the most significant first, behind `_LEADING` zeros."""
+    """Return the words of 2 / pi, the most significant first, behind `_LEADING` zeros."""
     with localcontext(prec=_BITS // 3):
         bits = int(2 / _pi() * 2 ** (_BITS - _LEADING))
     return tuple(bits >> shift & (1 << 64) - 1 for shift in range(_BITS - 64, -1, -64))
 
 
 def _pi() -> Decimal:
-    """Pi to the precision of the context: 16 arctan(1/5) - 4 arctan(1/239) (Machin 1706)."""
+    """Return pi to the precision of the context: 16 arctan(1/5) - 4 arctan(1/239) (Machin 1706)."""
 
     def arctan_of_inverse(n: int) -> Decimal:
         power = total = 1 / Decimal(n)
@@ -50,7 +50,7 @@ def _pi() -> Decimal:
 
 
 def reduction(module: ir.Module) -> ir.Function:
-    """Give the function ``void (double x, double *r, double *tail, int64 *count)`` of a module.
+    """Return the function ``void (double x, double *r, double *tail, int64 *count)`` of a module.
 
     x = (4 n + count) pi / 2 + r + tail for some whole n, with |r| at most pi / 4 and the tail below
     half an ulp of r; x is finite, and |x| at least 2^-11.
@@ -87,7 +87,7 @@ def _build(b: ir.IRBuilder, x: Any, r: Any, tail: Any, count: Any) -> None:
 
 
 def _window(b: ir.IRBuilder, exponent: Any) -> Any:
-    """192 bits of 2 / pi, of which the first has weight 2 in the product with 2^exponent."""
+    """Load 192 bits of 2 / pi; the first has weight 2 in the product with 2^exponent."""
     words = _two_over_pi()
     kind = ir.ArrayType(_I64, len(words))
     table = b.module.globals.get(_NAME + "_table")
@@ -105,7 +105,7 @@ def _window(b: ir.IRBuilder, exponent: Any) -> Any:
 
 
 def _quarter_turns(b: ir.IRBuilder, magnitude: Any) -> tuple[Any, Any]:
-    """Write a fraction, its bits with the point before them, as the sum of two doubles."""
+    """Return a fraction, given as the bits behind the point, as the sum of two doubles."""
     first = b.trunc(b.lshr(magnitude, _WINDOW(128)), _I64)
     zeros = b.ctlz(first, ir.IntType(1)(0))
     shifted = b.shl(magnitude, b.zext(zeros, _WINDOW))

@@ -28,7 +28,7 @@ from warpfit_server.engine.cpu.codegen.kernels import (
     POINTER,
     WIDTH,
     Flavour,
-    Loop,
+    RowLoop,
     integer,
     sum_lanes,
     symbol,
@@ -64,7 +64,7 @@ def dots_kernel(module: ir.Module, shape: DotShape, flavour: Flavour) -> None:
     function = ir.Function(module, kind, symbol(shape.name))
     sums, pitch, left, right, weight, rows = function.args
     operands = shape.height + shape.width + shape.weighted
-    loop = Loop(function, flavour, operands, result=False)
+    loop = RowLoop(function, flavour, operands, has_result=False)
     builder = loop.builder
     wide = ir.VectorType(DOUBLE, loop.lanes)
     totals = [builder.alloca(wide) for _ in range(shape.height * shape.width)]

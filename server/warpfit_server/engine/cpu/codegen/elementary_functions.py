@@ -1,4 +1,4 @@
-"""Elementary functions on vectors: what the kernel language may call on a CPU.
+"""Elementary functions on vectors: what kernels of the operator table may call on a CPU.
 
 A C library computes one number a call, which is 5 to 20 times slower than the arithmetic around it,
 so the functions that matter are written here with the textbook method and no branch:
@@ -86,7 +86,7 @@ _LOG2: Final = {
 
 
 def functions(trace: Trace, *, fast: bool) -> Functions:
-    """Give each function of the kernel language for vectors of the trace's data type."""
+    """Return the functions of the kernel language for vectors of the trace's data type."""
     wide = _double_functions()
     if not trace.is_single:
         return wide
@@ -99,22 +99,17 @@ def functions(trace: Trace, *, fast: bool) -> Functions:
 
 
 def wide_functions() -> Functions:
-    """Float64 functions of float32 accuracy, for kernels of several steps on float32 data."""
+    """Return float64 functions of float32 accuracy, for kernels of several steps on float32."""
     return _double_functions() | {"pow": _power_for_single, "hypot": _hypotenuse_for_single}
 
 
 def lifted(known: Functions) -> dict[str, Function]:
-    """The same functions, for operands of which some are numbers."""
+    """Return the same functions for operands of which some are numbers."""
 
     def lift(function: Function) -> Function:
         def call(*operands: Vector | float) -> Vector:
             model = next(v for v in operands if isinstance(v, Vector))
-            return function(
-                *(
-                    v if isinstance(v, Vector) else model.trace.constant(v, model.element)
-                    for v in operands
-                )
-            )
+            return function(*map(model.like, operands))
 
         return call
 
@@ -172,8 +167,8 @@ def cube_root(x: Vector) -> Vector:
 def _clamp(x: Vector, low: float, high: float) -> Vector:
     """Limit x; NaN stays NaN."""
     select = x.trace.select
-    x = select(x > high, x.trace.constant(high, x.element), x)
-    return select(x < low, x.trace.constant(low, x.element), x)
+    x = select(x > high, x.like(high), x)
+    return select(x < low, x.like(low), x)
 
 
 def _power_of_two(exponent: Vector) -> Vector:
@@ -195,7 +190,7 @@ def exponential(x: Vector) -> Vector:
 
 
 def _reduced(x: Vector) -> tuple[Vector, Vector, Vector]:
-    """Give r, what its rounding has lost, and k with x = k ln 2 + r."""
+    """Return r, what its rounding has lost, and k with x = k ln 2 + r."""
     high, low = _LN2[x.size]
     k, exponent = nearest(x * _LOG2_E)
     near = k.fma(-high, x)
@@ -204,12 +199,12 @@ def _reduced(x: Vector) -> tuple[Vector, Vector, Vector]:
 
 
 def _split(x: Vector) -> tuple[Vector, Vector]:
-    """Give m - 1 and e (as float) with x = 2^e m, m in [sqrt(1/2), sqrt(2)); x positive, finite."""
+    """Return m - 1 and e, a float: x = 2^e m, m in [sqrt(1/2), sqrt(2)); x positive, finite."""
     trace, size = x.trace, x.size
     mantissa = MANTISSA[size]
     tiny = x < 2.0 ** (1 - BIAS[size])
     x = trace.select(tiny, x * 2.0 ** (mantissa + 2), x)
-    low = trace.constant(0.5**0.5, x.element).bits()
+    low = x.like(0.5**0.5).bits()
     offset = x.bits() - low
     exponent = (offset >> mantissa).to_real()
     exponent = trace.select(tiny, exponent - (mantissa + 2.0), exponent)
@@ -217,9 +212,9 @@ def _split(x: Vector) -> tuple[Vector, Vector]:
 
 
 def _logarithm_domain(x: Vector, result: Vector) -> Vector:
-    """Put in the values of a logarithm at 0, below, at infinity and NaN."""
+    """Replace a logarithm where x is 0, negative, infinite or NaN."""
     select = x.trace.select
-    outside = select(x == 0, x.trace.constant(-_INFINITY, x.element), _NAN)
+    outside = select(x == 0, x.like(-_INFINITY), _NAN)
     return select(x > 0, select(x < _INFINITY, result, x), outside)
 
 
@@ -258,16 +253,16 @@ def _power_for_single(a: Vector, b: Vector) -> Vector:
 def _split_normal(x: Vector) -> tuple[Vector, Vector]:
     """`_split` without care for subnormals, of which there are none among widened float32."""
     mantissa = MANTISSA[x.size]
-    low = x.trace.constant(0.5**0.5, x.element).bits()
+    low = x.like(0.5**0.5).bits()
     offset = x.bits() - low
     remainder = ((offset & ((1 << mantissa) - 1)) + low).real() - 1.0
     return remainder, (offset >> mantissa).to_real()
 
 
 def _power_log2(magnitude: Vector, result: Vector) -> Vector:
-    """Put in log2 at 0 (-inf), infinity and NaN for a number without sign."""
+    """Replace log2 where a number without sign is 0 (by -inf), infinite or NaN."""
     select = magnitude.trace.select
-    zero = select(magnitude == 0, magnitude.trace.constant(-_INFINITY, magnitude.element), result)
+    zero = select(magnitude == 0, magnitude.like(-_INFINITY), result)
     return select(magnitude < _INFINITY, zero, magnitude)
 
 
@@ -302,7 +297,7 @@ def _power_signs(a: Vector, b: Vector, magnitude: Vector) -> Vector:
     undefined = (a < 0) & (a > -_INFINITY) & (floor(b) != b) & (b == b)
     result = select(undefined, _NAN, result)
     minus_one = (a == -1) & (absolute(b) == _INFINITY)
-    return select((a == 1) | (b == 0) | minus_one, trace.constant(1.0, a.element), result)
+    return select((a == 1) | (b == 0) | minus_one, a.like(1.0), result)
 
 
 def hyperbolic_tangent(x: Vector) -> Vector:
@@ -319,7 +314,7 @@ def hyperbolic_tangent(x: Vector) -> Vector:
     d_low = power.fma(p_low, power.fma(p, power - 1.0 - d))
     divisor = d + 2.0
     divisor_low = d - (divisor - 2.0) + d_low
-    inverse = x.trace.constant(1.0, x.element) / divisor
+    inverse = x.like(1.0) / divisor
     quotient = d * inverse
     left = quotient.fma(-divisor, d) + (d_low - quotient * divisor_low)
     return x.trace.intrinsic("copysign", left.fma(inverse, quotient), x)

@@ -1,4 +1,4 @@
-"""Machine code for every operator of the table: one loop an operator, generated from its row.
+"""Kernels of the CPU engine: a loop over rows for each operator, generated from its row.
 
 The simple form of a kernel, for ``n`` rows, is
 
@@ -17,7 +17,7 @@ A loss kernel returns the sum of its term over n rows as a double:
 
     double loss(const void *f, const void *y, const void *w, int64 n)
 
-`build` makes code of it for this very CPU, for one `Flavour`; `kernel_cache` keeps it on disk.
+`build` compiles all kernels of a `Flavour` for this very CPU; `parts` keeps them on disk.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _Step = Callable[[list[Vector], Any], Vector | None]
 Body = Callable[[Trace, Sequence[Vector]], Vector]
 #: Name of the kernel that copies its operand.
 COPY: Final = "copy"
-#: Term of each loss kernel: of f, y and, for the weighted form, w. The last one adds up row losses
-#: that are there already.
+#: Terms that loss kernels add up, times w in the weighted form. The last one is for row losses that
+#: have been computed before.
 _TERMS: Final[dict[str, Callable[[Vector, Vector], Vector]]] = {
     "squared": lambda f, y: (f - y) * (f - y),
     "absolute": lambda f, y: absolute(f - y),
@@ -57,7 +57,7 @@ LOSS_KERNELS: Final = tuple(f"{kind}{w}" for kind in _TERMS for w in ("", "_weig
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """What distinguishes one set of kernels from another."""
+    """Type and precision that a set of kernels is compiled for."""
 
     single: bool
     """float32 data; otherwise float64."""
@@ -84,99 +84,81 @@ def symbol(name: str) -> str:
     return f"warpfit_{name}"
 
 
-class Loop:
-    """A loop over n rows in steps of WIDTH bytes, the last of which goes through padded copies."""
+class RowLoop:
+    """A loop over n rows in steps of WIDTH bytes; what is left goes through padded copies."""
 
     def __init__(
-        self, function: ir.Function, flavour: Flavour, operands: int, result: bool
+        self, function: ir.Function, flavour: Flavour, operands: int, *, has_result: bool
     ) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.real = ir.FloatType() if flavour.single else DOUBLE
-        self.itemsize = 4 if flavour.single else 8
-        self.lanes = WIDTH // self.itemsize
-        self.kind = ir.VectorType(self.real, self.lanes)
-        self.trace = Trace(self.builder, self.real, self.lanes, contract=flavour.fast)
-        self.operands = operands
-        self.result = result
+        real = ir.FloatType() if flavour.single else DOUBLE
+        self._itemsize = 4 if flavour.single else 8
+        self.lanes = WIDTH // self._itemsize
+        self._kind = ir.VectorType(real, self.lanes)
+        self.trace = Trace(self.builder, real, self.lanes, contract=flavour.fast)
+        self._operands = operands
+        self._has_result = has_result
 
-    def run(
-        self,
-        pointers: Sequence[Any],
-        steps: Sequence[Any],
-        rows: Any,
-        body: _Step,
-    ) -> None:
+    def run(self, pointers: Sequence[Any], steps: Sequence[Any], rows: Any, body: _Step) -> None:
         """Emit the loop.
 
         Args:
-            pointers: of the operands and, last, of the result if there is one.
+            pointers: to the operands and, last, to the result if there is one.
             steps: bytes by which each of them advances in one step.
             rows: n.
-            body: from the operands' vectors and the rows that are left to the result.
+            body: returns the result, of the operands' vectors and the rows that are left.
 
         """
         b = self.builder
-        cells = [self._variable(pointer) for pointer in pointers]
+        cursors = [self._variable(pointer) for pointer in pointers]
         left = self._variable(rows)
-        pads = [self._variable(ir.Constant(self.kind, None)) for _ in pointers]
-        loop, part, pad, last = (b.append_basic_block() for _ in range(4))
+        copies = [self._variable(ir.Constant(self._kind, None)) for _ in pointers]
+        step, after_whole_steps, pad, finish = (b.append_basic_block() for _ in range(4))
         tail = b.and_(rows, integer(self.lanes - 1))
         whole = b.sub(rows, tail)
-        size = b.mul(tail, integer(self.itemsize))
+        tail_bytes = b.mul(tail, integer(self._itemsize))
         remaining = self._variable(whole)
         end = self._variable(pointers[-1])
-        padded = self._variable(ir.Constant(ir.IntType(1), 0))
-        b.cbranch(b.icmp_signed(">", whole, integer(0)), loop, part)
+        is_padded = self._variable(ir.Constant(ir.IntType(1), 0))
+        b.cbranch(b.icmp_signed(">", whole, integer(0)), step, after_whole_steps)
 
-        b.position_at_end(loop)
-        self._step(cells, left, body)
-        for cell, advance in zip(cells, steps, strict=True):
-            b.store(self.offset(self._load(cell), advance), cell)
-        b.store(b.sub(self._load(left), integer(self.lanes)), left)
-        following = b.sub(self._load(remaining), integer(self.lanes))
-        b.store(following, remaining)
-        b.cbranch(b.icmp_signed(">", following, integer(0)), loop, part)
-
-        b.position_at_end(part)
-        is_last = b.or_(self._load(padded), b.icmp_signed("==", tail, integer(0)))
-        b.cbranch(is_last, last, pad)
-
-        b.position_at_end(pad)
-        b.store(self._load(cells[-1]), end)
-        for place, cell in zip(pads[: self.operands], cells, strict=False):
-            self._copy(place, self._load(cell), size)
-        for place, cell in zip(pads, cells, strict=True):
-            b.store(place, cell)
-        b.store(ir.Constant(ir.IntType(1), 1), padded)
-        b.branch(loop)
-
-        b.position_at_end(last)
-        if self.result:
-            with b.if_then(self._load(padded)):
-                self._copy(self._load(end), pads[-1], size)
-
-    def offset(self, pointer: Any, advance: Any) -> Any:
-        """Move a pointer by bytes."""
-        return self.builder.gep(pointer, [advance], source_etype=ir.IntType(8))
-
-    def _step(self, cells: list[Any], left: Any, body: _Step) -> None:
+        b.position_at_end(step)
         operands = [
-            self.trace.vector(self._load(self._load(cell), self.kind))
-            for cell in cells[: self.operands]
+            self.trace.vector(b.load(b.load(cursor), align=self._itemsize, typ=self._kind))
+            for cursor in cursors[: self._operands]
         ]
-        result = body(operands, self._load(left))
+        result = body(operands, b.load(left))
         if result is not None:
-            self.builder.store(result.value, self._load(cells[-1]), align=self.itemsize)
+            b.store(result.value, b.load(cursors[-1]), align=self._itemsize)
+        for cursor, advance in zip(cursors, steps, strict=True):
+            b.store(b.gep(b.load(cursor), [advance], source_etype=ir.IntType(8)), cursor)
+        b.store(b.sub(b.load(left), integer(self.lanes)), left)
+        following = b.sub(b.load(remaining), integer(self.lanes))
+        b.store(following, remaining)
+        b.cbranch(b.icmp_signed(">", following, integer(0)), step, after_whole_steps)
+
+        b.position_at_end(after_whole_steps)
+        is_last = b.or_(b.load(is_padded), b.icmp_signed("==", tail, integer(0)))
+        b.cbranch(is_last, finish, pad)
+
+        b.position_at_end(pad)  # one more step runs on copies, which are WIDTH bytes long
+        b.store(b.load(cursors[-1]), end)
+        for copy, cursor in zip(copies[: self._operands], cursors, strict=False):
+            self._copy(copy, b.load(cursor), tail_bytes)
+        for copy, cursor in zip(copies, cursors, strict=True):
+            b.store(copy, cursor)
+        b.store(ir.Constant(ir.IntType(1), 1), is_padded)
+        b.branch(step)
+
+        b.position_at_end(finish)
+        if self._has_result:
+            with b.if_then(b.load(is_padded)):
+                self._copy(b.load(end), copies[-1], tail_bytes)
 
     def _variable(self, initial: Any) -> Any:
         place = self.builder.alloca(initial.type)
         self.builder.store(initial, place)
         return place
-
-    def _load(self, place: Any, kind: Any = None) -> Any:
-        if kind is None:
-            return self.builder.load(place)
-        return self.builder.load(place, align=self.itemsize, typ=kind)
 
     def _copy(self, target: Any, source: Any, size: Any) -> None:
         memcpy = self.builder.module.declare_intrinsic(
@@ -193,22 +175,15 @@ def operator_kernel(module: ir.Module, name: str, arity: int, flavour: Flavour, 
     kind = ir.FunctionType(ir.VoidType(), [POINTER] * 4 + [I64] * 2)
     function = ir.Function(module, kind, symbol(name))
     result, *operands, broadcast, rows = function.args
-    loop = Loop(function, flavour, arity, result=True)
+    loop = RowLoop(function, flavour, arity, has_result=True)
     builder = loop.builder
+    is_scalar = (builder.lshr(broadcast, integer(k)) for k in range(arity))
     steps = [
-        builder.select(
-            builder.trunc(builder.lshr(broadcast, integer(k)), ir.IntType(1)),
-            integer(0),
-            integer(WIDTH),
-        )
-        for k in range(arity)
+        builder.select(builder.trunc(bit, ir.IntType(1)), integer(0), integer(WIDTH))
+        for bit in is_scalar
     ]
-    loop.run(
-        [*operands[:arity], result],
-        [*steps, integer(WIDTH)],
-        rows,
-        lambda vectors, _: body(loop.trace, vectors),
-    )
+    pointers = [*operands[:arity], result]
+    loop.run(pointers, [*steps, integer(WIDTH)], rows, lambda vectors, _: body(loop.trace, vectors))
     builder.ret_void()
 
 
@@ -218,7 +193,7 @@ def loss_kernel(module: ir.Module, name: str, flavour: Flavour) -> None:
     kind = ir.FunctionType(DOUBLE, [POINTER] * 3 + [I64])
     function = ir.Function(module, kind, symbol(name))
     arity = 3 if weighted else 2
-    loop = Loop(function, flavour, arity, result=False)
+    loop = RowLoop(function, flavour, arity, has_result=False)
     builder = loop.builder
     wide = ir.VectorType(DOUBLE, loop.lanes)
     total = builder.alloca(wide)
@@ -241,25 +216,19 @@ def sum_lanes(builder: ir.IRBuilder, vector: Any, lanes: int) -> Any:
     """Add the lanes pairwise, half of the vector at a time."""
     while lanes > 1:
         lanes //= 2
-        halves = [
-            builder.shuffle_vector(
-                vector,
-                vector,
-                ir.Constant(
-                    ir.VectorType(ir.IntType(32), lanes), list(range(start, start + lanes))
-                ),
-            )
-            for start in (0, lanes)
-        ]
-        vector = builder.fadd(*halves)
+        halves = (range(lanes), range(lanes, 2 * lanes))
+        vector = builder.fadd(*(_shuffle(builder, vector, half) for half in halves))
     return builder.extract_element(vector, integer(0))
 
 
 def _splat(builder: ir.IRBuilder, scalar: Any, lanes: int) -> Any:
-    kind = ir.VectorType(scalar.type, lanes)
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, integer(0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-    return builder.shuffle_vector(single, single, zeros)
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    return _shuffle(builder, builder.insert_element(undefined, scalar, integer(0)), [0] * lanes)
+
+
+def _shuffle(builder: ir.IRBuilder, vector: Any, order: Sequence[int]) -> Any:
+    kind = ir.VectorType(ir.IntType(32), len(order))
+    return builder.shuffle_vector(vector, vector, ir.Constant(kind, list(order)))
 
 
 def compile_kernel(source: str, flavour: Flavour, *, widens: bool = True) -> Body:

@@ -1,4 +1,4 @@
-"""Parts of the CPU engine's compiled code: what each is made of, and how it is kept on disk.
+"""Parts of the CPU engine's compiled code, each compiled by itself and cached on disk.
 
 `GROUPS` says what is needed when. At the first start several processes compile the parts of a group
 into one directory (`compile_processes`)::
@@ -157,15 +157,15 @@ def compile_group(place: Path, group: str, processes: int, *, urgent: bool = Tru
     """Compile a group of parts into ``place`` by other processes, unless that has been done.
 
     Args:
-        place: a directory, which need not be there yet.
+        place: a directory, which need not exist.
         group: of `GROUPS`.
         processes: so many at most.
-        urgent: whether somebody waits.
+        urgent: whether a caller waits.
 
     """
     seconds = {name: PARTS[name].seconds for name in GROUPS[group]}
     shares = compile_processes.share_out(seconds, min(processes, _MOST_PROCESSES))
-    # `check` is kept apart, with whatever else Numba compiles of exactly these sources.
+    # `check` is in Numba's own directory, which changes with other sources, too.
     name = f"{group}-{numba_cache.default_directory().name}"
     compile_processes.compile_once(place, name, __name__, shares, urgent=urgent)
 

@@ -1,7 +1,7 @@
 """Sine, cosine and tangent on vectors of float64: x = k pi/2 + r, and a polynomial in r.
 
-Numbers up to `_LIMIT` are reduced with three parts of pi/2, larger ones by `argument_reduction`,
-which costs seven times as much.
+Numbers up to `_LIMIT` are reduced with pi/2 in three parts, larger ones by `argument_reduction`,
+which takes seven times as long.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _sine(x: Vector, quarter: int) -> Vector:
 
 
 def _reduced_by_half_pi(x: Vector) -> Vectors:
-    """Give r, what its rounding has lost, and k with x = k pi/2 + r, in float64.
+    """Return r, what its rounding has lost, and k with x = k pi/2 + r, in float64.
 
     The reduction is that of Cody and Waite. ``near`` is exact: a multiple of 2^-53 below 1. The
     product of k, below 2^16, and the second part of pi / 2 is exact, too, because that part has 33
@@ -87,17 +87,17 @@ def _large_reduced_by_half_pi(x: Vector) -> Vectors:
     trace = x.trace
     large = trace.select(_is_large(x) & (absolute(x) < _INFINITY), x, 1.0)
     function = reduction(trace.builder.module)
-    r, tail, count = trace.each_lane(function, large, (x.element, x.element, INTEGER[64]))
+    r, tail, count = trace.call_for_results(function, large, (x.element, x.element, INTEGER[64]))
     return trace.select(absolute(x) < _INFINITY, r, _NAN), tail, count
 
 
 def tangent(x: Vector) -> Vector:
-    """The C library's tangent; of large numbers after a reduction of our own.
+    """Tangent: the C library's; large numbers are reduced before by `argument_reduction`.
 
     A C library may lose digits there: glibc's is 14 ulp off where x is closest to a multiple.
     """
     trace, large = x.trace, _is_large(x)
-    zero = trace.constant(0.0, x.element)
+    zero = x.like(0.0)
     reduced = (x, zero, zero.bits())
     r, tail, count = trace.repair(reduced, large, lambda: _large_reduced_by_half_pi(x))
     tangent = trace.call("tan", r)

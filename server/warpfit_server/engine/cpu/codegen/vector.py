@@ -24,6 +24,7 @@ Vectors = tuple["Vector", ...]
 MANTISSA: Final = {32: 23, 64: 52}
 BIAS: Final = {32: 127, 64: 1023}
 INTEGER: Final = {32: ir.IntType(32), 64: ir.IntType(64)}
+REAL: Final = {32: ir.FloatType(), 64: ir.DoubleType()}
 
 
 class Trace:
@@ -41,18 +42,17 @@ class Trace:
     @property
     def is_single(self) -> bool:
         """Whether the data is float32."""
-        return bool(self.real == ir.FloatType())
+        return bool(self.real == REAL[32])
 
     def vector(self, value: Any) -> Vector:
         """Wrap an LLVM vector value."""
         return Vector(self, value)
 
-    def constant(self, number: Number, element: ir.Type | None = None) -> Vector:
-        """Make a vector with the same number in every lane, of the data's type by default."""
-        kind = self.real if element is None else element
-        cast = int if isinstance(kind, ir.IntType) else float
-        vector = ir.VectorType(kind, self.lanes)
-        return self.vector(ir.Constant(vector, [cast(number)] * self.lanes))
+    def constant(self, number: Number, element: ir.Type) -> Vector:
+        """Make a vector with the same number in every lane."""
+        cast = int if isinstance(element, ir.IntType) else float
+        kind = ir.VectorType(element, self.lanes)
+        return self.vector(ir.Constant(kind, [cast(number)] * self.lanes))
 
     def select(self, mask: Vector, x: Vector | Number, y: Vector | Number) -> Vector:
         """Take x where the mask holds, else y; two numbers give the mask's operands' type."""
@@ -63,33 +63,23 @@ class Trace:
 
     def intrinsic(self, name: str, *operands: Vector) -> Vector:
         """Call the LLVM intrinsic ``llvm.name`` lane by lane."""
-        kind = operands[0].value.type
-        size = "f32" if operands[0].element == ir.FloatType() else "f64"
+        kind, size = operands[0].value.type, operands[0].size
         function = self._declare(
-            f"llvm.{name}.v{self.lanes}{size}", ir.FunctionType(kind, [kind] * len(operands))
+            f"llvm.{name}.v{self.lanes}f{size}", ir.FunctionType(kind, [kind] * len(operands))
         )
         return self.vector(self.builder.call(function, [v.value for v in operands]))
 
     def call(self, name: str, *operands: Vector) -> Vector:
         """Call a C library function on doubles for one lane after the other."""
-        double = ir.DoubleType()
+        double, builder = REAL[64], self.builder
         function = self._declare(name, ir.FunctionType(double, [double] * len(operands)))
-        kind = operands[0].value.type
-        places = [self._stack(kind) for _ in (*operands, None)]
-        for place, operand in zip(places, operands, strict=False):
-            self.builder.store(operand.value, place)
 
-        arrays = [self.builder.bitcast(place, double.as_pointer()) for place in places]
+        def lane(sources: Sequence[Any], results: Sequence[Any]) -> None:
+            builder.store(builder.call(function, [builder.load(s) for s in sources]), results[0])
 
-        def lane(index: Any) -> None:
-            cells = [self.builder.gep(array, [index]) for array in arrays]
-            scalars = [self.builder.load(cell) for cell in cells[:-1]]
-            self.builder.store(self.builder.call(function, scalars), cells[-1])
+        return self._each_lane(lane, operands, [double])[0]
 
-        self._lanes(lane)
-        return self.vector(self.builder.load(places[-1]))
-
-    def each_lane(
+    def call_for_results(
         self, function: ir.Function, operand: Vector, kinds: Sequence[ir.Type]
     ) -> Vectors:
         """Call ``void (double, pointers to results)`` for one lane after the other.
@@ -100,21 +90,11 @@ class Trace:
             kinds: element type of each result.
 
         """
-        double, builder = ir.DoubleType(), self.builder
-        source = self._stack(operand.value.type)
-        builder.store(operand.value, source)
-        places = [self._stack(ir.VectorType(kind, self.lanes)) for kind in kinds]
-        arrays = [
-            builder.bitcast(place, kind.as_pointer())
-            for place, kind in zip((source, *places), (double, *kinds), strict=True)
-        ]
 
-        def lane(index: Any) -> None:
-            cells = [builder.gep(array, [index]) for array in arrays]
-            builder.call(function, [builder.load(cells[0]), *cells[1:]])
+        def lane(sources: Sequence[Any], results: Sequence[Any]) -> None:
+            self.builder.call(function, [self.builder.load(sources[0]), *results])
 
-        self._lanes(lane)
-        return tuple(self.vector(builder.load(place)) for place in places)
+        return self._each_lane(lane, [operand], kinds)
 
     def repair(self, results: Vectors, bad: Vector, correct: Callable[[], Vectors]) -> Vectors:
         """Replace results in bad lanes by the correct ones; a branch skips it if none is bad."""
@@ -142,18 +122,69 @@ class Trace:
         place.align = 64
         return place
 
-    def _lanes(self, body: Callable[[Any], None]) -> None:
-        builder = self.builder
+    def _each_lane(
+        self,
+        body: Callable[[Sequence[Any], Sequence[Any]], None],
+        operands: Sequence[Vector],
+        kinds: Sequence[ir.Type],
+    ) -> Vectors:
+        """Emit a loop over lanes, whose body gets pointers to its operands and results."""
+        builder, count = self.builder, len(operands)
+        elements = [*(operand.element for operand in operands), *kinds]
+        places = [self._stack(ir.VectorType(element, self.lanes)) for element in elements]
+        for place, operand in zip(places, operands, strict=False):
+            builder.store(operand.value, place)
+        arrays = [
+            builder.bitcast(place, element.as_pointer())
+            for place, element in zip(places, elements, strict=True)
+        ]
         before, loop, after = builder.block, *(builder.append_basic_block() for _ in range(2))
         builder.branch(loop)
         builder.position_at_end(loop)
         index = builder.phi(INTEGER[64])
-        index.add_incoming(_index(0), before)
-        body(index)
-        following = builder.add(index, _index(1))
+        index.add_incoming(INTEGER[64](0), before)
+        pointers = [builder.gep(array, [index]) for array in arrays]
+        body(pointers[:count], pointers[count:])
+        following = builder.add(index, INTEGER[64](1))
         index.add_incoming(following, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, _index(self.lanes)), loop, after)
+        builder.cbranch(builder.icmp_signed("<", following, INTEGER[64](self.lanes)), loop, after)
         builder.position_at_end(after)
+        return tuple(self.vector(builder.load(place)) for place in places[count:])
+
+
+Operator = Callable[["Vector", "Vector | Number"], "Vector"]
+
+
+def _arithmetic(name: str, *, swapped: bool = False) -> Operator:
+    def operate(vector: Vector, other: Vector | Number) -> Vector:
+        trace, pair = vector.trace, (vector.value, vector.like(other).value)
+        left, right = pair[::-1] if swapped else pair
+        if isinstance(vector.element, ir.IntType):
+            return trace.vector(getattr(trace.builder, name)(left, right))
+        return trace.vector(getattr(trace.builder, "f" + name)(left, right, flags=trace.flags))
+
+    return operate
+
+
+def _bitwise(name: str) -> Operator:
+    def operate(vector: Vector, other: Vector | Number) -> Vector:
+        emit = getattr(vector.trace.builder, name)
+        return Vector(vector.trace, emit(vector.value, vector.like(other).value), vector.compared)
+
+    return operate
+
+
+def _comparison(symbol: str) -> Operator:
+    def compare(vector: Vector, other: Vector | Number) -> Vector:
+        builder = vector.trace.builder
+        if isinstance(vector.element, ir.IntType):
+            emit = builder.icmp_signed
+        else:
+            emit = builder.fcmp_unordered if symbol == "!=" else builder.fcmp_ordered
+        mask = emit(symbol, vector.value, vector.like(other).value)
+        return Vector(vector.trace, mask, vector.element)
+
+    return compare
 
 
 class Vector:
@@ -168,6 +199,20 @@ class Vector:
         self.value = value
         self.compared = compared
 
+    __add__ = __radd__ = _arithmetic("add")
+    __sub__, __rsub__ = _arithmetic("sub"), _arithmetic("sub", swapped=True)
+    __mul__ = __rmul__ = _arithmetic("mul")
+    __truediv__, __rtruediv__ = _arithmetic("div"), _arithmetic("div", swapped=True)
+    __lshift__, __rshift__ = _bitwise("shl"), _bitwise("ashr")
+    __and__, __or__, __xor__ = _bitwise("and_"), _bitwise("or_"), _bitwise("xor")
+    __lt__, __le__ = _comparison("<"), _comparison("<=")
+    __gt__, __ge__ = _comparison(">"), _comparison(">=")
+    __eq__ = _comparison("==")  # type: ignore[assignment]
+    __ne__ = _comparison("!=")  # type: ignore[assignment]
+
+    def __neg__(self) -> Vector:
+        return self.trace.vector(self.trace.builder.fneg(self.value))
+
     @property
     def element(self) -> ir.Type:
         """Type of one lane."""
@@ -176,130 +221,41 @@ class Vector:
     @property
     def size(self) -> int:
         """Bits of one lane."""
-        widths = {ir.FloatType(): 32, ir.DoubleType(): 64}
+        widths = {REAL[32]: 32, REAL[64]: 64}
         return int(widths.get(self.element) or self.element.width)
 
-    def _operand(self, other: Vector | Number) -> Any:
-        if isinstance(other, Vector):
-            return other.value
-        return self.trace.constant(other, self.element).value
-
-    def _combine(self, name: str, other: Vector | Number, *, swap: bool = False) -> Vector:
-        pair = (self.value, self._operand(other))
-        left, right = pair[::-1] if swap else pair
-        builder = self.trace.builder
-        if isinstance(self.element, ir.IntType):
-            return self.trace.vector(getattr(builder, name)(left, right))
-        return self.trace.vector(getattr(builder, "f" + name)(left, right, flags=self.trace.flags))
-
-    def __add__(self, other: Vector | Number) -> Vector:
-        return self._combine("add", other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Vector | Number) -> Vector:
-        return self._combine("sub", other)
-
-    def __rsub__(self, other: Number) -> Vector:
-        return self._combine("sub", other, swap=True)
-
-    def __mul__(self, other: Vector | Number) -> Vector:
-        return self._combine("mul", other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Vector | Number) -> Vector:
-        return self._combine("div", other)
-
-    def __rtruediv__(self, other: Number) -> Vector:
-        return self._combine("div", other, swap=True)
-
-    def __neg__(self) -> Vector:
-        return self.trace.vector(self.trace.builder.fneg(self.value))
-
-    def __lshift__(self, bits: int) -> Vector:
-        return self._bitwise("shl", bits)
-
-    def __rshift__(self, bits: int) -> Vector:
-        return self._bitwise("ashr", bits)
-
-    def __and__(self, other: Vector | int) -> Vector:
-        return self._bitwise("and_", other)
-
-    def __or__(self, other: Vector | int) -> Vector:
-        return self._bitwise("or_", other)
-
-    def __xor__(self, other: Vector | int) -> Vector:
-        return self._bitwise("xor", other)
-
-    def _bitwise(self, name: str, other: Vector | int) -> Vector:
-        result = getattr(self.trace.builder, name)(self.value, self._operand(other))
-        return Vector(self.trace, result, self.compared)
-
-    def _compare(self, symbol: str, other: Vector | Number) -> Vector:
-        builder, right = self.trace.builder, self._operand(other)
-        if isinstance(self.element, ir.IntType):
-            return Vector(self.trace, builder.icmp_signed(symbol, self.value, right), self.element)
-        compare = builder.fcmp_unordered if symbol == "!=" else builder.fcmp_ordered
-        return Vector(self.trace, compare(symbol, self.value, right), self.element)
-
-    def __lt__(self, other: Vector | Number) -> Vector:
-        return self._compare("<", other)
-
-    def __le__(self, other: Vector | Number) -> Vector:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Vector | Number) -> Vector:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Vector | Number) -> Vector:
-        return self._compare(">=", other)
-
-    def __eq__(self, other: object) -> Vector:  # type: ignore[override]
-        return self._compare("==", other)  # type: ignore[arg-type]
-
-    def __ne__(self, other: object) -> Vector:  # type: ignore[override]
-        return self._compare("!=", other)  # type: ignore[arg-type]
+    def like(self, other: Vector | Number) -> Vector:
+        """Return a vector as it is, and a number as a vector of this one's type."""
+        return other if isinstance(other, Vector) else self.trace.constant(other, self.element)
 
     def fma(self, factor: Vector | Number, addend: Vector | Number) -> Vector:
         """``self * factor + addend``, rounded once."""
-        operands = [
-            v if isinstance(v, Vector) else self.trace.constant(v, self.element)
-            for v in (factor, addend)
-        ]
-        return self.trace.intrinsic("fma", self, *operands)
+        return self.trace.intrinsic("fma", self, self.like(factor), self.like(addend))
 
     def bits(self) -> Vector:
         """The same bits as integers."""
-        return self._cast(INTEGER[self.size])
+        return self._convert("bitcast", INTEGER[self.size])
 
     def real(self) -> Vector:
         """The bits of integers as floats of the same size."""
-        return self._cast(ir.FloatType() if self.size == 32 else ir.DoubleType())
-
-    def _cast(self, element: ir.Type) -> Vector:
-        kind = ir.VectorType(element, self.trace.lanes)
-        return self.trace.vector(self.trace.builder.bitcast(self.value, kind))
+        return self._convert("bitcast", REAL[self.size])
 
     def to_real(self) -> Vector:
         """Convert integers to floats of the same size."""
-        element = ir.FloatType() if self.size == 32 else ir.DoubleType()
-        kind = ir.VectorType(element, self.trace.lanes)
-        return self.trace.vector(self.trace.builder.sitofp(self.value, kind))
+        return self._convert("sitofp", REAL[self.size])
 
     def widen(self) -> Vector:
         """Convert float32 to float64; float64 stays."""
-        if self.size == 64:
-            return self
-        kind = ir.VectorType(ir.DoubleType(), self.trace.lanes)
-        return self.trace.vector(self.trace.builder.fpext(self.value, kind))
+        return self if self.size == 64 else self._convert("fpext", REAL[64])
 
     def narrow(self) -> Vector:
         """Round float64 to the data's type."""
-        if self.element == self.trace.real:
-            return self
-        kind = ir.VectorType(self.trace.real, self.trace.lanes)
-        return self.trace.vector(self.trace.builder.fptrunc(self.value, kind))
+        real = self.trace.real
+        return self if self.element == real else self._convert("fptrunc", real)
+
+    def _convert(self, instruction: str, element: ir.Type) -> Vector:
+        kind = ir.VectorType(element, self.trace.lanes)
+        return self.trace.vector(getattr(self.trace.builder, instruction)(self.value, kind))
 
 
 def absolute(x: Vector) -> Vector:
@@ -319,13 +275,8 @@ def nearest(x: Vector) -> tuple[Vector, Vector]:
 
 def polynomial(x: Vector, coefficients: Sequence[float]) -> Vector:
     """Evaluate ``c0 + c1 x + c2 x^2 + ...`` by Horner's rule with fused multiply-add."""
-    result: Vector | float = coefficients[-1]
-    for coefficient in reversed(coefficients[:-1]):
+    *rest, last = coefficients
+    result = x.like(last)
+    for coefficient in reversed(rest):
         result = x.fma(result, coefficient)
-    if not isinstance(result, Vector):
-        raise ValueError("a polynomial needs two coefficients")
     return result
-
-
-def _index(value: int) -> ir.Constant:
-    return ir.Constant(INTEGER[64], value)

@@ -123,7 +123,7 @@ def test_a_kept_plan_is_used_again(engine, monkeypatch):
         lowered.append(1)
         return differentiation_work(*given, **more)
 
-    monkeypatch.setattr("warpfit_server.engine.cpu.engine.differentiation_work", count)
+    monkeypatch.setattr("warpfit_server.engine.cpu.derivatives.differentiation_work", count)
     for scale in (1.0, 0.5, 0.2):
         scaled = replace(batch, parameters=scale * batch.parameters)
         problem = Evaluation(data.content_id, scaled)

@@ -1,13 +1,11 @@
-"""The CPU engine as a whole: batches, rows, losses, threads, cancellation, code on disk."""
+"""The CPU engine as a whole: batches, rows, losses, threads, cancellation, memory."""
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -26,23 +24,11 @@ from warpfit.errors import (
 from warpfit.expressions import reference
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
-from warpfit.losses import DIFFERENCE
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE
-from warpfit.request import Evaluation, Loss, Precision
-from warpfit_server.engine.autodiff.backward_pass import (
-    BY_PARAMETERS,
-    BY_VARIABLES,
-    LOSS,
-    LOSS_DERIVATIVE,
-)
-from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
+from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu import chunked_work
-from warpfit_server.engine.cpu.codegen import kernel_cache, parts
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.interface import Outputs, run_to_end
-from warpfit_server.engine.lowering.lowered import Lowered
-from warpfit_server.system.compile_cache import default_cache_directory
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
 RNG_SEED = 5
@@ -62,31 +48,6 @@ def make_dataset(rows: int, dtype: str = "float64", *, weights: bool = False) ->
     columns = rng.uniform(0.1, 3, size=(rows, 10))
     y = rng.normal(size=rows)
     return Dataset.of(columns, y, rng.uniform(size=rows) if weights else None, dtype=dtype)
-
-
-def lowered(*programs: Program):
-    return lowered_batch(Batch.of(programs, [[1.0] * 9] * len(programs)), 1)
-
-
-@cache
-def compiled() -> kernel_cache.CompiledCode:
-    return kernel_cache.load(default_cache_directory())
-
-
-@cache
-def derivatives() -> kernel_cache.CompiledDerivatives:
-    return kernel_cache.load_derivatives(default_cache_directory(), compiled())
-
-
-def lowered_batch(batch: Batch, cores: int):
-    return done(*chunked_work.lowering_work(compiled().lower, batch, np.zeros(1, np.uint8)), cores)
-
-
-def done(work: chunked_work.ChunkedWork, result, cores: int):
-    loop = ParallelLoop(cores, compiled().parallel)
-    loop.run(work, 0, work.chunks)
-    loop.close()
-    return result
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 15, 16, 17, 31, 511, 512, 513, 1023, 1024, 1025, 20011])
@@ -183,7 +144,7 @@ def test_evaluations_at_the_same_time(evaluate):
 
 
 @pytest.mark.parametrize("derivatives", [False, True])
-def test_programs_that_are_known_are_checked_against_other_data_sets(derivatives):
+def test_programs_that_are_kept_lowered_are_checked_for_each_data_set(derivatives):
     """Programs that were valid for one data set may not be for another one."""
     wide = make_dataset(100)
     narrow = Dataset.of(np.ones((100, 1)), np.ones(100))
@@ -207,8 +168,8 @@ def test_programs_that_are_known_are_checked_against_other_data_sets(derivatives
     engine.close()
 
 
-def test_programs_that_come_again_are_cut_for_what_is_asked(evaluate):
-    """With as many parameter vectors, over as many rows and in blocks as wide as this time."""
+def test_programs_that_are_kept_lowered_are_cut_anew(evaluate):
+    """For other numbers of parameter vectors and of rows, and for data of another type."""
     programs, _ = thesis_mix(12, 20)
     rng = np.random.default_rng(1)
     for number in range(12):
@@ -223,30 +184,22 @@ def test_programs_that_come_again_are_cut_for_what_is_asked(evaluate):
         np.testing.assert_array_equal(got.losses, expected.losses)
 
 
-def test_ready_is_announced_in_order_and_completely():
+def test_values_are_announced_in_order_and_final(evaluate):
     data = make_dataset(100_000, "float32")
-    programs, parameters = thesis_mix(10, 100)
-    engine = CpuEngine(threads=1)
-    evaluate = Evaluate(engine)
-    evaluate(data, programs, parameters)
-    engine.close()
-    assert evaluate.announced[-1] == 100
-    assert evaluate.announced == sorted(set(evaluate.announced))
-    assert len(evaluate.announced) > 3
-
-
-def test_values_are_final_when_announced(evaluate):
-    data = make_dataset(20_000, "float32")
     programs, parameters = thesis_mix(11, 100)
     expected = evaluate(data, programs, parameters).values
-    values = np.full_like(expected, POISON)
+    values, announced = np.full_like(expected, POISON), []
 
     def check(ready: int) -> None:
         np.testing.assert_array_equal(values[:ready], expected[:ready])
+        announced.append(ready)
 
     outputs = Outputs(values, None, np.zeros(1, np.uint8), check)
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
     run_to_end(evaluate.engine.evaluate(evaluation, outputs))
+    assert announced[-1] == 100
+    assert announced == sorted(set(announced))
+    assert len(announced) > 3
 
 
 def test_cancelled_before_and_in_the_middle(evaluate):
@@ -281,9 +234,7 @@ def test_an_error_of_the_receiver_stops_the_threads(evaluate):
     evaluation = Evaluation(data.content_id, Batch.of(programs, parameters))
     values = np.empty(evaluation.shape(data.layout), np.float32)
     outputs = Outputs(values, None, np.zeros(1, np.uint8), lambda _: None)
-    run_to_end(
-        evaluate.engine.evaluate(evaluation, outputs)
-    )  # with as many threads as it will ever have
+    run_to_end(evaluate.engine.evaluate(evaluation, outputs))  # which starts all threads
     threads = threading.active_count()
     with pytest.raises(ConnectionError):
         run_to_end(evaluate.engine.evaluate(evaluation, replace(outputs, ready=fail)))
@@ -338,127 +289,10 @@ def test_special_constants(evaluate):
     assert np.signbit(got).tolist()[3:] == [True, False]
 
 
-def test_common_subexpressions_and_scalars_are_computed_once():
-    shared = Program.apply("exp", Program.apply("mul", X1, X2))
-    scalar = Program.apply("sqrt", Program.apply("add", P1, Program.constant(2.0)))
-    program = Program.apply("add", Program.apply("mul", shared, scalar), shared)
-    header = lowered(program).headers[0]
-    assert header["prologue_end"] == 2
-    assert header["end"] - header["prologue_end"] == 4
-
-
-def test_the_deeper_operand_goes_first():
-    deep = Program.apply("exp", X1)
-    for _ in range(30):
-        deep = Program.apply("mul", Program.apply("exp", X2), Program.apply("log", deep))
-    assert lowered(deep).headers["slots"][0] <= 2
-
-
-def test_fast_and_precise_differ_only_slightly(evaluate):
-    data = make_dataset(1000, "float32")
-    program = Program.apply("pow", X1, X2)
-    fast = evaluate(data, [program], precision=Precision.FAST).values
-    precise = evaluate(data, [program]).values
-    np.testing.assert_allclose(fast, precise, rtol=1e-5)
-
-
 def test_read_only_data_is_used_in_place(evaluate):
     data = make_dataset(64)
     data.matrix.setflags(write=False)
     np.testing.assert_array_equal(evaluate(data, [X1]).values[0, 0], data.variables[0])
-
-
-@pytest.fixture
-def copied(tmp_path):
-    """A copy of all that the engine has compiled."""
-    derivatives()
-    kept = parts.directory_of(default_cache_directory())
-    shutil.copytree(kept, tmp_path / kept.name)
-    return tmp_path
-
-
-def test_compiled_code_survives_damage_and_is_stored(copied):
-    objects = sorted(copied.glob("cpu-*/*.o"))
-    assert len(objects) == 3 + 3  # of values and of derivatives
-    whole = [path.read_bytes() for path in objects[:2]]
-    for path in objects[:2]:
-        path.write_bytes(path.read_bytes()[:-7] + b"garbage")
-    damaged = CpuEngine(1, copied)
-    data = make_dataset(10)
-    assert np.isfinite(Evaluate(damaged)(data, [X1]).values).all()
-    damaged._derivatives.result()
-    damaged.close()
-    assert [path.read_bytes() for path in objects[:2]] == whole
-    assert sorted(copied.glob("cpu-*/*.o")) == objects
-
-
-def test_only_derivatives_wait_for_their_code(copied, monkeypatch):
-    """At a first start it is compiled when the engine serves already."""
-    compiled_at_last = threading.Event()
-
-    def compile_group(place, group, processes, *, urgent=True):
-        assert group == "values" or compiled_at_last.wait(60)
-
-    monkeypatch.setattr(parts, "compile_group", compile_group)
-    engine = CpuEngine(1, copied)
-    data = make_dataset(100)
-    engine.load(data)
-    batch = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
-    evaluation = Evaluation(data.content_id, batch, loss=Loss.MSE, values=False, gradient=True)
-    losses, gradients = np.empty((1, 1)), np.empty(1)
-    flag = np.zeros(1, np.uint8)
-    with_gradients = Outputs(None, losses, flag, lambda _: None, gradients=gradients)
-    steps = engine.evaluate(evaluation, with_gradients)
-    waits_for = next(steps)
-    assert not waits_for.done()
-    alone = np.empty((1, 1))
-    plain = replace(evaluation, gradient=False)
-    run_to_end(engine.evaluate(plain, Outputs(None, alone, flag, lambda _: None)))
-    compiled_at_last.set()
-    waits_for.result(60)
-    run_to_end(steps)
-    x, y = data.variables[0], data.target
-    np.testing.assert_allclose(losses, alone, rtol=1e-12)
-    np.testing.assert_allclose(gradients, [np.sum(2 * (2 * x - y) * x)], rtol=1e-12)
-    engine.close()
-
-
-def test_code_of_derivatives_that_failed_to_load_is_loaded_again(copied, monkeypatch):
-    """A lack of memory that passes does not end all gradients of the engine."""
-    load, failures = kernel_cache.load_derivatives, [MemoryError()]
-    somebody_waits = threading.Event()
-
-    def fails_once(*arguments):
-        if failures:
-            assert somebody_waits.wait(30)
-            raise failures.pop()
-        return load(*arguments)
-
-    monkeypatch.setattr(kernel_cache, "load_derivatives", fails_once)
-    engine = CpuEngine(1, copied)
-    waiting = engine._derivative_code()
-    next(waiting)
-    somebody_waits.set()
-    with pytest.raises(MemoryError):
-        run_to_end(waiting)
-    assert run_to_end(engine._derivative_code()).kernels
-    engine.close()
-
-
-def test_directory_that_cannot_be_written(tmp_path, caplog, monkeypatch):
-    CpuEngine(1).close()  # its compiled code is copied, which takes less than to compile again
-
-    def copy(place, group, processes, *, urgent=True):
-        shutil.copytree(default_cache_directory() / place.name, place, dirs_exist_ok=True)
-
-    monkeypatch.setattr(parts, "compile_group", copy)
-    occupied = tmp_path / "file"
-    occupied.write_text("not a directory")
-    engine = CpuEngine(2, occupied / "cache")
-    assert "compiled code is kept in a temporary directory" in caplog.text
-    data = make_dataset(10)
-    assert np.isfinite(Evaluate(engine)(data, [X1]).values).all()
-    engine.close()
 
 
 def test_working_memory_lives_as_long_as_it_is_used(evaluate):
@@ -483,43 +317,3 @@ def test_what_compiled_code_finds_no_memory_for_is_refused(monkeypatch):
     monkeypatch.undo()
     Evaluate(engine)(data, programs, parameters)
     engine.close()
-
-
-def differentiated_batch(batch: Batch, cores: int) -> Lowered:
-    requested = BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE
-    row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
-    given = (derivatives().differentiate, batch, row_loss, requested, np.zeros(1, np.uint8))
-    return done(*chunked_work.differentiation_work(*given), cores)
-
-
-def part_of(found: Lowered, program: int, *, derivatives: bool) -> list[object]:
-    """Return what was made of one program, as if there were no others."""
-    header = found.headers[program]
-    ranges = [(found.loads, "first_load", "loads")]
-    names = ["scalars", "slots", "loads"]
-    if derivatives:
-        ranges.append((found.columns, "first_column", "columns"))
-        ranges.append((found.entries, "first_entry", "entries"))
-        names += ["columns", "entries", "loss", "loss_derivative"]
-    parts = [array[header[first] :][: header[count]] for array, first, count in ranges]
-    instructions = found.instructions[header["start"] : header["end"]]
-    prologue = header["prologue_end"] - header["start"]
-    return [instructions, prologue, *parts, *(header[name] for name in names)]
-
-
-@pytest.mark.parametrize("derivatives", [False, True])
-def test_threads_lower_ranges_of_programs(derivatives):
-    lower = differentiated_batch if derivatives else lowered_batch
-    programs, parameters = thesis_mix(RNG_SEED, 400)
-    together = lower(Batch.of(programs, parameters), 4)
-    for number, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
-        alone = lower(Batch.of([program], [vector]), 1)
-        ours, own = (
-            part_of(found, index, derivatives=derivatives)
-            for found, index in ((together, number), (alone, 0))
-        )
-        for one, other in zip(ours, own, strict=True):
-            np.testing.assert_array_equal(one, other)
-    if derivatives:
-        used = np.sort(together.headers[["start", "end"]])
-        assert used["start"].tolist() == [0, *used["end"][:-1]], "nothing lies between them"

@@ -30,6 +30,8 @@ from warpfit.request import Precision
 from warpfit_server.engine.cpu.engine import CpuEngine
 
 DTYPES = ("float32", "float64")
+#: Operators whose zeros have NumPy's sign.
+SIGNED_ZEROS = ("add", "mul", "div", "pow", "abs", "neg", "sqrt", "sign", "tanh")
 FLAVOURS = [
     ("float64", Precision.PRECISE),
     ("float32", Precision.PRECISE),
@@ -81,18 +83,11 @@ def test_precise_within_two_ulp(evaluate, name, dtype):
         error[rounded_threshold(list(columns), dtype)] = 0
     worst = int(error.argmax())
     assert error[worst] <= 2, (columns[:, worst], got[worst])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["add", "mul", "div", "pow", "abs", "neg", "sqrt", "sign", "tanh"])
-def test_signs_of_zero(evaluate, name, dtype):
-    op = OPERATORS[name]
-    columns = operand_matrix(op.arity, dtype)
-    got = evaluate(dataset(columns), [apply(name)]).values[0, 0]
-    with np.errstate(all="ignore"):
-        expected = op.numpy(*columns.astype(np.float64)).astype(dtype)
-    zero = (expected == 0) & (got == 0)
-    assert np.array_equal(np.signbit(got[zero]), np.signbit(expected[zero]))
+    if name in SIGNED_ZEROS:
+        with np.errstate(all="ignore"):
+            expected = op.numpy(*columns.astype(np.float64)).astype(dtype)
+        zero = (expected == 0) & (got == 0)
+        np.testing.assert_array_equal(np.signbit(got[zero]), np.signbit(expected[zero]))
 
 
 @pytest.mark.parametrize(("dtype", "precision"), FLAVOURS)

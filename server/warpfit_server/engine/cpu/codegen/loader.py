@@ -1,4 +1,4 @@
-"""The CPU engine's compiled code, loaded from disk so that only the very first start compiles."""
+"""Loads the CPU engine's compiled code from disk; only the very first start compiles."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class CompiledCode:
 class CompiledDerivatives:
     """The compiled code that derivatives need besides `CompiledCode`."""
 
+    lower: int
+    """Address of a function that runs a chunk, see `arguments`; so are the next."""
     differentiate: int
-    """Address of a function that runs a chunk, see `arguments`; so is the next."""
     linearise: int
     combine: Any
     """`derivative_interpreter.combine_chunk`, for Python."""
@@ -67,7 +68,7 @@ class CompiledDerivatives:
 
 
 def load(directory: Path, processes: int = 1) -> CompiledCode:
-    """Load the engine's code from ``directory``, or compile it and try to store it there.
+    """Load the engine's code from ``directory``, or compile it and try to cache it there.
 
     Args:
         directory: where compiled code is kept.
@@ -106,11 +107,11 @@ def load_derivatives(
     }
     _LOG.info("derivatives ready after %.2f s", time.perf_counter() - start)
     differentiate, linearise = (_address_of(function) for function in functions)
-    return CompiledDerivatives(differentiate, linearise, combine, kernels, functions)
+    return CompiledDerivatives(code.lower, differentiate, linearise, combine, kernels, functions)
 
 
 def precompile(directory: Path, processes: int) -> None:
-    """Compile everything that `load` and `load_derivatives` would, and load nothing."""
+    """Compile what `load` and `load_derivatives` load, without loading it."""
     for group in parts.GROUPS:
         parts.compile_group(parts.directory_of(directory), group, processes)
 

@@ -1,4 +1,4 @@
-"""The parallel loop: each chunk runs once, whoever takes it, whatever other callers do."""
+"""The parallel loop: each chunk runs once, on any thread, whatever other callers do."""
 
 from __future__ import annotations
 
@@ -50,19 +50,12 @@ def work_of(run_chunk, count, cost=10**9):
     return ChunkedWork(address, (), cut, np.zeros(1, np.uint8)), function
 
 
-def test_every_chunk_runs_once(loop):
-    for count in (1, 2, 3, 50, 200):
-        seen = Counter()
-        work, _keep = work_of(lambda chunk, seen=seen: (seen.update([chunk]), FINISHED)[1], count)
-        loop.run(work, 0, count)
-        assert seen == Counter(range(count))
-
-
-def test_a_range_of_chunks_runs(loop):
+@pytest.mark.parametrize(("first", "stop"), [(0, 1), (0, 2), (0, 3), (7, 19), (0, 50), (0, 200)])
+def test_every_chunk_of_a_range_runs_once(loop, first, stop):
     seen = Counter()
-    work, _keep = work_of(lambda chunk: (seen.update([chunk]), FINISHED)[1], 30)
-    loop.run(work, 7, 19)
-    assert seen == Counter(range(7, 19))
+    work, _keep = work_of(lambda chunk: (seen.update([chunk]), FINISHED)[1], stop + first)
+    loop.run(work, first, stop)
+    assert seen == Counter(range(first, stop))
 
 
 def test_callers_at_the_same_time_have_their_own_chunks(loop):
@@ -81,7 +74,7 @@ def test_callers_at_the_same_time_have_their_own_chunks(loop):
 
 
 @pytest.mark.parametrize("ended", [CANCELLED, FAILED])
-def test_work_that_ends_early_gives_no_more_chunks_out(loop, ended):
+def test_no_more_chunks_run_after_one_was_cancelled_or_failed(loop, ended):
     seen = []
 
     def chunk(number):
@@ -95,11 +88,11 @@ def test_work_that_ends_early_gives_no_more_chunks_out(loop, ended):
     else:
         loop.run(work, 0, 1_000)
     assert len(seen) < 30
-    loop.run(work, 10, 12)  # the slot is as good as new
+    loop.run(work, 10, 12)  # the slot can be used again
     assert seen[-2:] in ([10, 11], [11, 10])
 
 
-def test_helpers_take_chunks_of_whoever_has_some(code):
+def test_helpers_run_chunks_of_a_caller(code):
     loop = ParallelLoop(3, code)
     threads = set()
     together = threading.Barrier(3, timeout=20)
@@ -115,7 +108,7 @@ def test_helpers_take_chunks_of_whoever_has_some(code):
     loop.close()
 
 
-def test_work_that_is_not_worth_a_thread_stays_on_the_callers(code):
+def test_small_work_starts_no_helpers(code):
     loop = ParallelLoop(4, code)
     work, _keep = work_of(lambda chunk: FINISHED, 10, cost=1_000)
     loop.run(work, 0, 10)

@@ -1,0 +1,116 @@
+"""The CPU engine's compiled code on disk: damage, read-only directories, loading in background."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.engines.evaluations import Evaluate
+from warpfit.dataset import Dataset
+from warpfit.ir import Batch, Program
+from warpfit.request import Evaluation, Loss
+from warpfit_server.engine.cpu.codegen import loader, parts
+from warpfit_server.engine.cpu.engine import CpuEngine
+from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.system.compile_cache import default_cache_directory
+
+X1, P1 = Program.variable(0), Program.parameter(0)
+DATA = Dataset.of(np.linspace(0.1, 3, 100)[:, None], np.ones(100), dtype="float64")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A copy of all that the engine has compiled."""
+    directory = default_cache_directory()
+    loader.load_derivatives(directory, loader.load(directory))
+    kept = parts.directory_of(directory)
+    shutil.copytree(kept, tmp_path / kept.name)
+    return tmp_path
+
+
+def check(engine: CpuEngine) -> None:
+    np.testing.assert_array_equal(Evaluate(engine)(DATA, [X1]).values[0, 0], DATA.variables[0])
+
+
+def test_damaged_object_files_are_made_again(cache):
+    objects = sorted(cache.glob("cpu-*/*.o"))
+    assert len(objects) == 3 + 3  # of values and of derivatives
+    whole = [path.read_bytes() for path in objects[:2]]
+    for path in objects[:2]:
+        path.write_bytes(path.read_bytes()[:-7] + b"garbage")
+    engine = CpuEngine(1, cache)
+    check(engine)
+    engine._derivatives.result()
+    engine.close()
+    assert [path.read_bytes() for path in objects[:2]] == whole
+    assert sorted(cache.glob("cpu-*/*.o")) == objects
+
+
+def test_values_do_not_wait_for_the_code_of_derivatives(cache, monkeypatch):
+    """At a first start it is compiled when the engine serves already."""
+    is_compiled = threading.Event()
+
+    def compile_group(place, group, processes, *, urgent=True):
+        assert group == "values" or is_compiled.wait(60)
+
+    monkeypatch.setattr(parts, "compile_group", compile_group)
+    engine = CpuEngine(1, cache)
+    engine.load(DATA)
+    batch = Batch.of([Program.apply("mul", X1, P1)], [np.array([2.0])])
+    evaluation = Evaluation(DATA.content_id, batch, loss=Loss.MSE, values=False, gradient=True)
+    outputs = Outputs(
+        None, np.empty((1, 1)), np.zeros(1, np.uint8), lambda _: None, gradients=np.empty(1)
+    )
+    steps = engine.evaluate(evaluation, outputs)
+    waits_for = next(steps)
+    assert not waits_for.done()
+    plain = replace(outputs, losses=np.empty((1, 1)), gradients=None)
+    run_to_end(engine.evaluate(replace(evaluation, gradient=False), plain))
+    is_compiled.set()
+    waits_for.result(60)
+    run_to_end(steps)
+    np.testing.assert_allclose(outputs.losses, plain.losses, rtol=1e-12)
+    x = DATA.variables[0]
+    np.testing.assert_allclose(outputs.gradients, [np.sum(2 * (2 * x - 1) * x)], rtol=1e-12)
+    engine.close()
+
+
+def test_code_of_derivatives_that_failed_to_load_is_loaded_again(cache, monkeypatch):
+    """A short lack of memory does not end all gradients of the engine."""
+    load, failures = loader.load_derivatives, [MemoryError()]
+    somebody_waits = threading.Event()
+
+    def fails_once(*arguments):
+        if failures:
+            assert somebody_waits.wait(30)
+            raise failures.pop()
+        return load(*arguments)
+
+    monkeypatch.setattr(loader, "load_derivatives", fails_once)
+    engine = CpuEngine(1, cache)
+    waiting = engine._derivative_code()
+    next(waiting)
+    somebody_waits.set()
+    with pytest.raises(MemoryError):
+        run_to_end(waiting)
+    assert run_to_end(engine._derivative_code()).kernels
+    engine.close()
+
+
+def test_an_engine_starts_without_a_directory_that_can_be_written(
+    cache, tmp_path, caplog, monkeypatch
+):
+    def copy(place, group, processes, *, urgent=True):
+        shutil.copytree(cache / place.name, place, dirs_exist_ok=True)
+
+    monkeypatch.setattr(parts, "compile_group", copy)
+    occupied = tmp_path / "file"
+    occupied.write_text("not a directory")
+    engine = CpuEngine(2, occupied / "cache")
+    assert "compiled code is kept in a temporary directory" in caplog.text
+    check(engine)
+    engine.close()

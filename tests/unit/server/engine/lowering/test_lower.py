@@ -1,0 +1,95 @@
+"""Lowering of programs, alone and with derivatives: what is computed once, slots, threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch, Program
+from warpfit.losses import DIFFERENCE
+from warpfit_server.engine.autodiff.backward_pass import (
+    BY_PARAMETERS,
+    BY_VARIABLES,
+    LOSS,
+    LOSS_DERIVATIVE,
+)
+from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
+from warpfit_server.engine.cpu.chunked_work import differentiation_work, lowering_work
+from warpfit_server.engine.cpu.codegen import loader
+from warpfit_server.engine.cpu.threads import ParallelLoop
+from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.system.compile_cache import default_cache_directory
+
+X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
+
+
+@pytest.fixture(scope="module")
+def lower():
+    """Lower a batch, with derivatives or without, on so many threads."""
+    code = loader.load(default_cache_directory())
+    derivatives = loader.load_derivatives(default_cache_directory(), code)
+    row_loss = row_loss_tokens(DIFFERENCE, 10, weighted=False)
+    requested = BY_PARAMETERS | BY_VARIABLES | LOSS | LOSS_DERIVATIVE
+
+    def run(batch: Batch, *, differentiated: bool = False, threads: int = 1) -> Lowered:
+        flag = np.zeros(1, np.uint8)
+        if differentiated:
+            given = (derivatives.differentiate, batch, row_loss, requested, flag)
+            work, lowered = differentiation_work(*given)
+        else:
+            work, lowered = lowering_work(code.lower, batch, flag)
+        loop = ParallelLoop(threads, code.parallel)
+        loop.run(work, 0, work.chunks)
+        loop.close()
+        return lowered
+
+    return run
+
+
+def test_common_subexpressions_and_scalars_are_computed_once(lower):
+    shared = Program.apply("exp", Program.apply("mul", X1, X2))
+    scalar = Program.apply("sqrt", Program.apply("add", P1, Program.constant(2.0)))
+    program = Program.apply("add", Program.apply("mul", shared, scalar), shared)
+    header = lower(Batch.of([program], [[1.0]])).headers[0]
+    assert header["prologue_end"] == 2
+    assert header["end"] - header["prologue_end"] == 4
+
+
+def test_the_operand_that_needs_more_slots_is_computed_first(lower):
+    deep = Program.apply("exp", X1)
+    for _ in range(30):
+        deep = Program.apply("mul", Program.apply("exp", X2), Program.apply("log", deep))
+    assert lower(Batch.of([deep])).headers["slots"][0] <= 2
+
+
+def part_of(found: Lowered, program: int, *, differentiated: bool) -> list[object]:
+    """Return what was made of one program, wherever it lies."""
+    header = found.headers[program]
+    ranges = [(found.loads, "first_load", "loads")]
+    names = ["scalars", "slots", "loads"]
+    if differentiated:
+        ranges.append((found.columns, "first_column", "columns"))
+        ranges.append((found.entries, "first_entry", "entries"))
+        names += ["columns", "entries", "loss", "loss_derivative"]
+    parts = [array[header[first] :][: header[count]] for array, first, count in ranges]
+    instructions = found.instructions[header["start"] : header["end"]]
+    prologue = header["prologue_end"] - header["start"]
+    return [instructions, prologue, *parts, *(header[name] for name in names)]
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_threads_lower_each_program_as_if_it_were_alone(lower, differentiated):
+    programs, parameters = thesis_mix(5, 400)
+    together = lower(Batch.of(programs, parameters), differentiated=differentiated, threads=4)
+    for number, (program, vector) in enumerate(zip(programs, parameters, strict=True)):
+        alone = lower(Batch.of([program], [vector]), differentiated=differentiated)
+        ours, own = (
+            part_of(found, index, differentiated=differentiated)
+            for found, index in ((together, number), (alone, 0))
+        )
+        for one, other in zip(ours, own, strict=True):
+            np.testing.assert_array_equal(one, other)
+    if differentiated:
+        used = np.sort(together.headers[["start", "end"]])
+        assert used["start"].tolist() == [0, *used["end"][:-1]], "nothing lies between them"
