@@ -66,7 +66,7 @@ class Config:
     port: int = _option(50551, "port to listen on; 0 takes a free one")
     engine: str = _option("auto", "auto takes CUDA if there is a device", ("auto", "cpu", "cuda"))
     device: int = _option(0, "CUDA device")
-    front_doors: int = _option(
+    front_ends: int = _option(
         0, "front-end processes; 0 makes one for each core but one, at most 16"
     )
     threads: int | None = _option(None, "threads of the CPU engine (default: all cores)")
@@ -137,9 +137,9 @@ class Config:
     tenants_file: str = _option("", "file with limits of tenants (TOML)")
 
     @property
-    def front_ends(self) -> int:
+    def processes(self) -> int:
         """Number of front-end processes, the main process included."""
-        return self.front_doors or max(1, min(_MOST_FRONT_ENDS, available_cores() - 1))
+        return self.front_ends or max(1, min(_MOST_FRONT_ENDS, available_cores() - 1))
 
     @property
     def connections(self) -> int:
@@ -202,6 +202,8 @@ class Config:
         )
         for setting in fields(cls):
             _add_flag(parser, setting, environment)
+        former, hidden = "--front-doors", argparse.SUPPRESS
+        parser.add_argument(former, dest="front_ends", type=int, default=hidden, help=hidden)
         return cls(**vars(parser.parse_args(arguments)))
 
 

@@ -111,6 +111,6 @@ class Monitoring:
         self._datasets.expire(self._config.lease_seconds)
 
     def _processes(self) -> dict[str, int]:
-        processes = {"front door": os.getpid(), **self._front_ends.processes()}
+        processes = {"main": os.getpid(), **self._front_ends.processes()}
         engine = self._supervisor.process_id
         return processes if engine is None else {**processes, "engine": engine}

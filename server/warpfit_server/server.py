@@ -47,7 +47,7 @@ class Server:
         self._config = config
         self.supervisor = supervisor = EngineSupervisor(config, pool)
         self._datasets = datasets = DatasetStore(config.limits(), pool, supervisor.unload)
-        self.quotas = QuotaTable.create(config.front_ends)
+        self.quotas = QuotaTable.create(config.processes)
         recorder = Recorder()
         lease = partial(lease_loaded, datasets, supervisor)
         self._front_ends = FrontEndSupervisor(config, supervisor, lease, self.quotas, recorder)
@@ -63,7 +63,7 @@ class Server:
         check_free(config.host, config.port)
         handlers = interceptor.intercept(servicer.handlers(), self._monitoring.observer)
         self._workers = interceptor.workers
-        self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.front_ends > 1)
+        self._grpc = make_server(config, SERVICE_NAME, handlers, shared=config.processes > 1)
         self._monitoring.health.add_to(self._grpc)
         self.port = listen(self._grpc, config, config.port)
         self._local_address = f"unix:{self._directory.path}/main"
@@ -72,7 +72,7 @@ class Server:
     def __enter__(self) -> Server:
         """Start the engine, the port and the other front ends; return when the server is ready."""
         self._monitoring.open_ports()
-        self._front_ends.start(self._config.front_ends - 1, self.port, self._local_address)
+        self._front_ends.start(self._config.processes - 1, self.port, self._local_address)
         self.supervisor.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
         self._front_ends.open()
@@ -108,7 +108,7 @@ class Server:
         )
         return (
             f"warpfit listening on {self._config.host}:{self.port}"
-            f" engine={self.supervisor.engine} [{devices}] front-ends={self._config.front_ends}"
+            f" engine={self.supervisor.engine} [{devices}] front-ends={self._config.processes}"
             f"{self._monitoring.describe()}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"

@@ -110,10 +110,10 @@ def serve_bare(answer: int) -> None:
 def client_and_front_end(**environment: str) -> Iterator[tuple[warpfit.Client, psutil.Process]]:
     """A client of a server with one front end, and its process."""
     with (
-        ServerProcess("--front-doors", "1", **environment) as server,
+        ServerProcess("--front-ends", "1", **environment) as server,
         warpfit.connect(server.address) as client,
     ):
-        yield client, server.family()["front door"]
+        yield client, server.family()["main"]
 
 
 def answers(client: warpfit.Client, front_end: psutil.Process, *, idle: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def server():
-    with Server(Config(port=0, engine="cpu", threads=1, front_doors=1)) as running:
+    with Server(Config(port=0, engine="cpu", threads=1, front_ends=1)) as running:
         yield running
 
 

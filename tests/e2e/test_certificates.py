@@ -40,7 +40,7 @@ def server(files, authority):
     clients = files / "clients.pem"
     clients.write_bytes(authority.file.read_bytes())
     flags = ("--tls-cert", str(pair.certificate), "--tls-key", str(pair.key))
-    flags += ("--tls-client-ca", str(clients), "--front-doors", "2")
+    flags += ("--tls-client-ca", str(clients), "--front-ends", "2")
     with ServerProcess("--threads", "2", *flags) as process:
         yield process
 

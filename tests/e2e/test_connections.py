@@ -16,7 +16,7 @@ MOST = 8
 
 @pytest.fixture(scope="module")
 def server():
-    flags = ("--max-connections", str(MOST), "--front-doors", "1", "--health-port", "0")
+    flags = ("--max-connections", str(MOST), "--front-ends", "1", "--health-port", "0")
     with ServerProcess("--host", "0.0.0.0", "--insecure", *flags) as process:
         yield process
 

@@ -15,7 +15,7 @@ GROWTH_BYTES = 32 << 20
 
 
 def test_wrong_requests_get_answers_that_say_why():
-    flags = ("--threads", "2", "--front-doors", "1", *FLAGS)
+    flags = ("--threads", "2", "--front-ends", "1", *FLAGS)
     with ServerProcess(*flags) as server:
         family = [server.process.pid, server.engine().pid]
 

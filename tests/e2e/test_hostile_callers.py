@@ -30,7 +30,7 @@ CHECK = "/grpc.health.v1.Health/Check"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     path, tokens = token_file(tmp_path_factory.mktemp("tokens"), "greedy", "modest")
-    flags = ("--token-file", path, "--threads", "1", "--front-doors", "2")
+    flags = ("--token-file", path, "--threads", "1", "--front-ends", "2")
     flags += ("--max-pending-bytes", str(PENDING), "--max-resident-bytes", str(RESIDENT))
     flags += ("--max-queue-seconds", "1", "--message-seconds", "1.5")
     with ServerProcess(*flags) as process:

@@ -55,7 +55,7 @@ class TestRatesAndLeases:
     @pytest.fixture(scope="class")
     @classmethod
     def server(cls):
-        flags = ("--max-rate", str(cls.RATE), "--front-doors", "2", "--threads", "2")
+        flags = ("--max-rate", str(cls.RATE), "--front-ends", "2", "--threads", "2")
         flags += ("--metrics-port", "0", "--lease-seconds", "1")
         with ServerProcess(*flags) as process:
             yield process
@@ -117,7 +117,7 @@ class TestCallsInFlight:
     @pytest.fixture(scope="class")
     @classmethod
     def server(cls):
-        flags = ("--max-requests", "2", "--front-doors", "2", "--threads", "1")
+        flags = ("--max-requests", "2", "--front-ends", "2", "--threads", "1")
         with ServerProcess(*flags) as process:
             yield process
 
@@ -207,7 +207,7 @@ class TestMemory:
     @classmethod
     def server(cls):
         flags = ("--max-pending-bytes", "1MiB", "--max-resident-bytes", "2MB", "--threads", "1")
-        flags += ("--max-rows", str(cls.ROWS), "--max-message-bytes", "3MiB", "--front-doors", "1")
+        flags += ("--max-rows", str(cls.ROWS), "--max-message-bytes", "3MiB", "--front-ends", "1")
         with ServerProcess(*flags) as process:
             yield process
 

@@ -32,7 +32,7 @@ def long_loss(tokens):
 
 @pytest.fixture(scope="module")
 def own_server():
-    flags = ("--threads", "1", "--front-doors", "2", "--health-port", "0")
+    flags = ("--threads", "1", "--front-ends", "2", "--health-port", "0")
     with ServerProcess(*flags, **injected(f"cut={CUT}")) as process:
         yield process
 
@@ -41,7 +41,7 @@ def own_server():
 def lenient():
     """A server of one front end that allows long losses."""
     flags = ("--max-loss-tokens", "20000", "--threads", "1", "--health-port", "0")
-    with ServerProcess(*flags, "--front-doors", "1") as process:
+    with ServerProcess(*flags, "--front-ends", "1") as process:
         yield process
 
 

@@ -20,7 +20,7 @@ from warpfit.cli.main import main
 from warpfit.cli.prometheus_reader import scrape
 
 X = np.random.default_rng(5).normal(size=(100, 3))
-DOORS = 2
+FRONT_ENDS = 2
 CLIENTS = 8
 
 
@@ -31,7 +31,7 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(log):
-    ports = ("--health-port", "0", "--metrics-port", "0", "--front-doors", str(DOORS))
+    ports = ("--health-port", "0", "--metrics-port", "0", "--front-ends", str(FRONT_ENDS))
     flags = ("--log-format", "json", "--log-level", "debug", "--max-resident-bytes", "64KiB")
     with ServerProcess(*ports, *flags, log=log) as process:
         yield process
@@ -93,8 +93,8 @@ def test_calls_of_every_process_are_counted_once(server, clients):
     assert grown("warpfit_request_seconds_count", method="Evaluate") == 2 * CLIENTS
     assert after.total("warpfit_requests_in_flight") == 0
     assert {pairs["process"] for pairs, _ in after.matching("warpfit_process_open_files")} == {
-        "front door",
-        "door 1",
+        "main",
+        "front end 1",
         "engine",
     }
 
@@ -181,7 +181,16 @@ def test_top_prints_what_happens(server, clients, capsys):
     assert main(["top", server.facts["metrics"], "--once", "--interval", "1"]) == 0
     thread.join()
     printed = capsys.readouterr().out
-    for word in ("cpu", "ready", "calls/s", "Evaluate", "kernel", "default", "engine", "door 1"):
+    for word in (
+        "cpu",
+        "ready",
+        "calls/s",
+        "Evaluate",
+        "kernel",
+        "default",
+        "engine",
+        "front end 1",
+    ):
         assert word in printed
 
 

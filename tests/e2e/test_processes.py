@@ -27,7 +27,7 @@ X = np.random.default_rng(8).normal(size=(1000, 2))
 
 @pytest.fixture(scope="module")
 def server():
-    with ServerProcess("--front-doors", str(FRONT_ENDS)) as process:
+    with ServerProcess("--front-ends", str(FRONT_ENDS)) as process:
         yield process
 
 
@@ -114,7 +114,7 @@ def test_a_front_end_that_dies_is_replaced(server, clients):
 def test_a_port_in_use_is_not_shared(server):
     port = server.address.rpartition(":")[2]
     with pytest.raises(RuntimeError, match="did not start"):
-        ServerProcess("--front-doors", "2", "--port", port)
+        ServerProcess("--front-ends", "2", "--port", port)
 
 
 def test_sigterm_lets_calls_finish_whichever_thread_gets_it():
@@ -123,7 +123,7 @@ def test_sigterm_lets_calls_finish_whichever_thread_gets_it():
     for _ in range(20):
         long = f"sin({long} + x2)"
     with (
-        ServerProcess("--threads", "1", "--front-doors", "2") as server,
+        ServerProcess("--threads", "1", "--front-ends", "2") as server,
         warpfit.connect(server.address) as client,
     ):
         data = client.upload(wide)

@@ -15,7 +15,7 @@ from support.servers.server import ServerProcess
 from warpfit.cli.prometheus_reader import scrape
 
 FATAL = 666.0
-FLAGS = ("--threads", "1", "--front-doors", "2", "--health-port", "0", "--metrics-port", "0")
+FLAGS = ("--threads", "1", "--front-ends", "2", "--health-port", "0", "--metrics-port", "0")
 
 
 @pytest.fixture(scope="module")

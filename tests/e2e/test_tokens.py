@@ -59,7 +59,7 @@ def tokens(tmp_path_factory):
 def server(tokens):
     path, _ = tokens
     tenants = str(path.with_name("tenants.toml"))
-    flags = ("--token-file", str(path), "--tenants-file", tenants, "--front-doors", "2")
+    flags = ("--token-file", str(path), "--tenants-file", tenants, "--front-ends", "2")
     with ServerProcess("--threads", "2", *flags) as process:
         yield process
 

@@ -16,7 +16,7 @@ from warpfit.cli.prometheus_reader import scrape
 
 @pytest.fixture(scope="module")
 def server(engine):
-    ports = ("--health-port", "0", "--metrics-port", "0", "--front-doors", "2")
+    ports = ("--health-port", "0", "--metrics-port", "0", "--front-ends", "2")
     eager = ("--probe-seconds", "0.2", "--probe-timeout", "1", "--hang-seconds", "3")
     with ServerProcess(*ports, *eager, engine="cuda") as process:
         yield process

@@ -62,7 +62,7 @@ def work(address: str, seed: int, count: int, threads: int, done: Any, out: Any)
 
 def watch(family: list[psutil.Process]) -> dict[str, Any]:
     """Memory of the processes' own, shared memory, and open descriptors."""
-    names = ("front door", "engine")
+    names = ("main", "engine")
     sample: dict[str, Any] = {}
     for name, process in zip(names, family, strict=True):
         try:
@@ -80,7 +80,7 @@ def watch(family: list[psutil.Process]) -> dict[str, Any]:
 
 def run(requests: int, seed: int, processes: int, threads: int) -> dict[str, Any]:
     """Fuzz a fresh server; return what was seen."""
-    flags = ("--threads", "2", "--front-doors", "1", *FLAGS)
+    flags = ("--threads", "2", "--front-ends", "1", *FLAGS)
     with ServerProcess(*flags, PYTHONFAULTHANDLER="1") as server:
         family = [psutil.Process(server.process.pid), server.engine()]
         done, out = _CONTEXT.Value("q", 0), _CONTEXT.Queue()
@@ -135,7 +135,7 @@ def summary(
             key: round(samples[-1][name][key] - warm[name][key], 1)
             for key in ("private_mib", "shared_mib", "descriptors")
         }
-        for name in ("front door", "engine")
+        for name in ("main", "engine")
     }
     return {
         "seed": seed,

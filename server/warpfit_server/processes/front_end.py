@@ -297,7 +297,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         start, _ = control.receive()
         assert isinstance(start, messages.StartServing)  # nothing else is sent before
-        quotas = QuotaTable(int(table), config.front_ends, int(number))
+        quotas = QuotaTable(int(table), config.processes, int(number))
         FrontEndProcess(control, config, int(port), main_address, quotas, start.seed).run()
     except ChannelClosedError:
         _LOG.info("the main process is gone")

@@ -126,8 +126,8 @@ class FrontEndSupervisor:
         if len(self._serving()) < len(self._started):
             raise UnavailableError(
                 "a front-end process did not start",
-                "DOOR_FAILED",
-                "See the log lines above; --front-doors 1 needs none",
+                "FRONT_END_FAILED",
+                "See the log lines above; --front-ends 1 needs none",
             )
 
     def engine_ready(self) -> None:
@@ -162,7 +162,7 @@ class FrontEndSupervisor:
 
     def processes(self) -> dict[str, int]:
         """Return the process ids by role."""
-        return {f"door {n}": front.process.pid for n, front in enumerate(self._serving(), 1)}
+        return {f"front end {n}": front.process.pid for n, front in enumerate(self._serving(), 1)}
 
     def announce_release(self, key: bytes) -> None:
         """Tell every process that a data set was released; return when no new call uses it."""

@@ -45,7 +45,7 @@ def figures(load: Load) -> dict[str, Any]:
 def engine_sigkill(kills: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
     """Kill the engine again and again; how long no client has an answer, and how busy it was."""
     gaps, busy = [], []
-    with ServerProcess("--front-doors", str(front_ends)) as server:
+    with ServerProcess("--front-ends", str(front_ends)) as server:
         with Load(server.address, clients) as load:
             for _ in range(kills):
                 load.wait_for_answers(3)
@@ -91,7 +91,7 @@ def endless_work(kind: str, front_ends: int = 1) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         switch = Path(directory) / "endless"
         switch.touch()
-        flags = (*EAGER, "--threads", "1", "--front-doors", str(front_ends))
+        flags = (*EAGER, "--threads", "1", "--front-ends", str(front_ends))
         with (
             ServerProcess(*flags, **injected(f"{kind}={switch}")) as server,
             warpfit.connect(server.address) as client,
@@ -118,7 +118,7 @@ def endless_work(kind: str, front_ends: int = 1) -> dict[str, Any]:
 
 def supervisor_sigkill(kills: int, clients: int = 4, front_ends: int = 1) -> dict[str, Any]:
     """Kill the server, start another one on the port: the clients upload by themselves."""
-    flags = ("--port", str(free_port()), "--front-doors", str(front_ends))
+    flags = ("--port", str(free_port()), "--front-ends", str(front_ends))
     gaps = []
     server = ServerProcess(*flags)
     try:
@@ -142,7 +142,7 @@ def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]
     flags = (
         "--port",
         port,
-        "--front-doors",
+        "--front-ends",
         str(front_ends),
         "--health-port",
         "0",
@@ -210,7 +210,7 @@ def free_port() -> int:
 
 def _connections(server: ServerProcess) -> int:
     """Open connections of the main process, on any port."""
-    connections = server.family()["front door"].net_connections("tcp")
+    connections = server.family()["main"].net_connections("tcp")
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
 
 

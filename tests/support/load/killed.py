@@ -26,7 +26,7 @@ GROWTH_BYTES = 8 << 20
 #: What must be as it was.
 _COUNTS = ("shared_bytes", "descriptors")
 _CONTEXT = multiprocessing.get_context("spawn")
-_FLAGS = ("--front-doors", "1", "--threads", "1")
+_FLAGS = ("--front-ends", "1", "--threads", "1")
 
 
 def killed_uploads(kills: int, *, together: int = 50) -> dict[str, Any]:

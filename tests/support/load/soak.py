@@ -41,7 +41,7 @@ def soak(
     """
     environment = injected(f"leak={leak}") if leak else {}
     flags = (
-        "--front-doors",
+        "--front-ends",
         str(front_ends),
         "--metrics-port",
         "0",

@@ -63,9 +63,9 @@ class ServerProcess:
 
     def family(self) -> dict[str, psutil.Process]:
         """Every process of the server, by its name in the metrics."""
-        further = {f"door {number}": one for number, one in enumerate(self.front_ends(), 1)}
+        further = {f"front end {number}": one for number, one in enumerate(self.front_ends(), 1)}
         main = psutil.Process(self.process.pid)
-        return {"front door": main, **further, "engine": self.engine()}
+        return {"main": main, **further, "engine": self.engine()}
 
     def kill(self) -> None:
         """SIGKILL the main process, and wait until the others have ended by themselves."""

@@ -365,7 +365,7 @@ IMAGES = {"warpfit:cpu": "server", "warpfit:cuda": "cuda13"}
         "docker run -p 127.0.0.1:50551:50560 warpfit:cpu",
         "docker run -p 0.0.0.0:50551:50551 warpfit:cpu",
         "docker run -v cache:/var/lib/warpfit warpfit:cpu",
-        "docker run -e WARPFIT_FRONT_DOOR=1 warpfit:cpu",
+        "docker run -e WARPFIT_FRONT_END=1 warpfit:cpu",
         "docker run --gpus all warpfit:cpu",
         "docker run --read-only warpfit:cpu",
         "docker run warpfit:latest",

@@ -68,8 +68,8 @@ def test_switches_need_no_value(arguments, environment, insecure):
 @pytest.mark.parametrize(("cores", "front_ends"), [(1, 1), (2, 1), (3, 2), (16, 15), (64, 16)])
 def test_one_front_end_for_each_core_but_one(monkeypatch, cores, front_ends):
     monkeypatch.setattr("warpfit_server.config.available_cores", lambda: cores)
-    assert Config().front_ends == front_ends
-    assert Config(front_doors=5).front_ends == 5
+    assert Config().processes == front_ends
+    assert Config(front_ends=5).processes == 5
 
 
 def test_data_sets_may_take_half_of_the_memory(monkeypatch):
