@@ -1,0 +1,112 @@
+"""The folders of the product: their duties, their sizes, and that imports point down.
+
+A folder imports those that stand before it in its list. A module at the top of a package, such as
+`warpfit_server.server`, assembles what is below and may import everything.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = {
+    "warpfit": ROOT / "client" / "warpfit",
+    "warpfit_server": ROOT / "server" / "warpfit_server",
+}
+MOST_FILES = 14
+#: Each folder imports folders that stand before it; a file stands for itself.
+ORDERS = {
+    "warpfit_server": [
+        *("limits", "system", "config", "observability", "tenancy", "ipc", "data", "engine"),
+        *("rpc", "processes"),
+    ],
+    "warpfit_server.engine": [
+        *("native", "lowering", "interface", "lowering_cache", "validate", "finalize", "autodiff"),
+        *("cpu", "cuda", "fit"),
+    ],
+    "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
+    "warpfit": [
+        *("errors", "expressions", "frontends", "codec", "transport", "calls", "sklearn"),
+        *("bench", "cli"),
+    ],
+}
+
+
+def modules() -> dict[str, Path]:
+    """All modules by name, without the generated ones."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return {name: path for name, path in found.items() if ".v1" not in name}
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it, unless for type checkers only."""
+    found = set()
+    for node in walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(MODULES)
+
+
+def walk(node: ast.AST):
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield from walk(child)
+
+
+IMPORTS = {name: imports(path) - {name} for name, path in MODULES.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Package folders are not followed: importing a module loads those above it first."""
+    done, circles = set(), []
+
+    def follow(name, way):
+        if name in way:
+            circles.append([*way[way.index(name) :], name])
+        elif name not in done:
+            for imported in sorted(IMPORTS[name]):
+                follow(imported, [*way, name])
+            done.add(name)
+
+    for name in sorted(MODULES):
+        follow(name, [])
+    assert circles == []
+
+
+@pytest.mark.parametrize("package", ORDERS)
+def test_imports_point_down(package):
+    order = ORDERS[package]
+
+    def place(name):
+        part = name.removeprefix(f"{package}.").split(".")[0]
+        return order.index(part) if name.startswith(f"{package}.") and part in order else None
+
+    up = {
+        (name, imported)
+        for name in MODULES
+        for imported in IMPORTS[name]
+        if place(name) is not None and place(imported) is not None and place(imported) > place(name)
+    }
+    assert up == set()
+
+
+def test_folders_are_small_and_say_what_they_are_for():
+    for folder in {path.parent for path in MODULES.values()}:
+        files = [path for path in folder.iterdir() if path.suffix in {".py", ".cu"}]
+        assert len(files) <= MOST_FILES, f"{folder} has {len(files)} files"
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
