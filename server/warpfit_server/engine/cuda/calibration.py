@@ -16,7 +16,8 @@ import numpy as np
 from warpfit.dataset import Dataset
 from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.request import Evaluation, Loss, Tier
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.planner import DEFAULT_COSTS, CostModel, TierCost
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileCounters
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -34,11 +35,6 @@ _VARIABLES: Final = 10
 _ROWS: Final = (1_000, 2_000_000)
 _REPEATS: Final = 5
 _SEED: Final = 20_261_121
-_MODES: Final[Mapping[str, tuple[np.dtype[Any], Precision]]] = {
-    "fast": (np.dtype(np.float32), Precision.FAST),
-    "precise": (np.dtype(np.float32), Precision.PRECISE),
-    "float64": (np.dtype(np.float64), Precision.PRECISE),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class Calibration:
         known = from_file(path)
         if known is None:
             started = time.perf_counter()
-            known = self._measured()
+            known = self._measure()
             compile_cache.write_plain(path, to_json(known))
             _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
         return known
@@ -77,20 +73,20 @@ class Calibration:
         )
         return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
 
-    def _measured(self) -> CostModel:
+    def _measure(self) -> CostModel:
         batch = _batch(_SEED)
         work = [len(batch.codes) * rows for rows in _ROWS]
         costs: dict[tuple[Tier, str], TierCost] = {}
         compile_seconds: dict[str, float] = {}
-        for mode, (dtype, precision) in _MODES.items():
-            residents = [upload(self.device, _data(rows, dtype)) for rows in _ROWS]
+        for mode in Mode:
+            residents = [upload(self.device, _data(rows, mode.dtype)) for rows in _ROWS]
             for tier in self.tiers:
-                times = [self._seconds(tier, precision, resident, batch) for resident in residents]
-                costs[tier, mode] = fit_cost(work, times)
-            compile_seconds[mode] = self._compile_seconds(precision, residents[0])
+                times = [self._seconds(tier, mode, resident, batch) for resident in residents]
+                costs[tier, mode.label] = fit_cost(work, times)
+            compile_seconds[mode.label] = self._compile_seconds(mode, residents[0])
         return CostModel(costs, compile_seconds)
 
-    def _compile_seconds(self, precision: Precision, resident: ResidentDataset) -> float:
+    def _compile_seconds(self, mode: Mode, resident: ResidentDataset) -> float:
         """Return the CPU seconds that the compiler takes for one expression.
 
         The time of an evaluation would not do: the first one of a mode compiles the device library
@@ -98,17 +94,15 @@ class Calibration:
         that their kernels are not on disk yet.
         """
         before = self.compiler.seconds
-        self._seconds(Tier.COMPILED, precision, resident, _batch(time.time_ns() % (1 << 32)))
+        self._seconds(Tier.COMPILED, mode, resident, _batch(time.time_ns() % (1 << 32)))
         return (self.compiler.seconds - before) / _PROGRAMS
 
-    def _seconds(
-        self, tier: Tier, precision: Precision, resident: ResidentDataset, batch: Batch
-    ) -> float:
+    def _seconds(self, tier: Tier, mode: Mode, resident: ResidentDataset, batch: Batch) -> float:
         """Return the seconds of an evaluation whose kernels are loaded."""
         evaluation = Evaluation(
             resident.dataset.content_id,
             batch,
-            precision=precision,
+            precision=mode.precision,
             loss=Loss.MSE,
             values=False,
             tier=tier,
@@ -161,9 +155,10 @@ def from_file(path: Path) -> CostModel | None:
             content["compile_seconds"],
         )
         complete = set(costs.tiers) == set(DEFAULT_COSTS.tiers)
+        complete &= set(costs.compile_seconds) == set(DEFAULT_COSTS.compile_seconds)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return costs if complete and set(costs.compile_seconds) == set(_MODES) else None
+    return costs if complete else None
 
 
 def _data(rows: int, dtype: np.dtype[Any]) -> Dataset:

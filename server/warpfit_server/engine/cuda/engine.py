@@ -23,13 +23,14 @@ from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
-from warpfit.request import Evaluation, Loss, Precision, Tier, Timings
+from warpfit.request import Evaluation, Loss, Tier, Timings
 from warpfit_server.engine.cuda.calibration import Calibration
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, fingerprint
 from warpfit_server.engine.cuda.jit.kernel_store import KernelStore
 from warpfit_server.engine.cuda.jit.tier import CompiledTier
+from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.planner import (
     DEFAULT_COSTS,
     GRADIENT,
@@ -295,10 +296,8 @@ def _batch_key(evaluation: Evaluation, token_hash: int) -> Hashable:
 def _mode_and_work(resident: ResidentDataset, evaluation: Evaluation) -> tuple[str, int]:
     """Return the planner's mode of arithmetic, and the token-rows of an evaluation."""
     layout = resident.dataset.layout
-    mode = "fast" if evaluation.precision is Precision.FAST else "precise"
-    if layout.dtype.itemsize == 8:
-        mode = "float64"
-    return mode + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)
+    mode = Mode.of(layout.dtype, evaluation.precision)
+    return mode.label + GRADIENT * evaluation.gradient, evaluation.token_rows(layout)
 
 
 def _warm_up(engine: CudaEngine) -> None:

@@ -15,7 +15,7 @@ from warpfit_server.engine.cuda.jit.kernel_interface import ARGUMENT_BYTES, ARGU
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey
 from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE
 from warpfit_server.engine.cuda.runtime import nvrtc
-from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH
+from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH, wait_while_held
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -200,7 +200,7 @@ class CapturedGraph:
 
     def launch(self, context: StreamContext) -> None:
         """Launch the graph on the context's stream."""
-        self._device.await_modules()
+        wait_while_held(context.functions)
         self._graph.launch(context.stream)
 
     def _capture(self, main: Any, branches: Sequence[Any]) -> Any:

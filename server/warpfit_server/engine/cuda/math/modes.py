@@ -31,6 +31,11 @@ class Mode(Enum):
         return cls.FAST if precision is Precision.FAST else cls.PRECISE
 
     @property
+    def label(self) -> str:
+        """Name of the mode in the planner and in its file of costs."""
+        return "float64" if self is Mode.DOUBLE else self.name.lower()
+
+    @property
     def kind(self) -> str:
         """Register class of a value in PTX."""
         return "d" if self is Mode.DOUBLE else "r"

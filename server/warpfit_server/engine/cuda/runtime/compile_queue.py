@@ -40,9 +40,6 @@ class CompileCounters:
 
     done: int = 0
     """Jobs that succeeded."""
-    failed: int = 0
-    refused: int = 0
-    """Jobs that found the queue full or closed."""
     seconds: float = 0.0
     """CPU time of all jobs, which does not depend on other load of the machine."""
 
@@ -95,7 +92,6 @@ class CompileQueue:
             if self._closed and priority <= 0:
                 raise _closed()
             if self._closed or (priority > 0 and len(self._queue) >= self._queue_limit):
-                self.counters.refused += 1
                 return None
             future: Future[T] = Future() if known is None else known.future
             job = _Job(priority, next(self._order), key, work, future)
@@ -125,10 +121,10 @@ class CompileQueue:
             try:
                 result = job.work()
             except Exception as error:
-                self._finish(job, started, failed=1)
+                self._finish(job, started)
                 job.future.set_exception(error)
             else:
-                self._finish(job, started)
+                self._finish(job, started, done=1)
                 job.future.set_result(result)
 
     def _next(self) -> _Job | None:
@@ -150,12 +146,11 @@ class CompileQueue:
             return False
         return self._queue[0].priority <= 0 or self._background_jobs < self.background
 
-    def _finish(self, job: _Job, started: float, failed: int = 0) -> None:
+    def _finish(self, job: _Job, started: float, done: int = 0) -> None:
         with self._wake:
             del self._pending[job.key]
             self._background_jobs -= job.priority > 0
-            self.counters.done += 1 - failed
-            self.counters.failed += failed
+            self.counters.done += done
             self.counters.seconds += time.thread_time() - started
 
 

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from numpy.typing import DTypeLike
-
 from warpfit.errors import ResourceExhaustedError, UnavailableError
-from warpfit_server.engine.cuda.runtime.command_list import driver_functions, wait_while_held
+from warpfit_server.engine.cuda.runtime.command_list import driver_functions
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.system import compile_cache
 from warpfit_server.system.compile_cache import check_private, default_cache_directory
@@ -167,10 +165,6 @@ class CudaDevice:
         module.load(cached_cubin(self.cache_directory, key, build))
         return module
 
-    def await_modules(self) -> None:
-        """Wait, before a launch, while modules are being loaded."""
-        wait_while_held(self.functions)
-
     @contextmanager
     def stream(self) -> Iterator[StreamContext]:
         """Lend an idle stream with its buffers, or a new one."""
@@ -198,11 +192,6 @@ def cached_cubin(directory: Path, key: Sequence[str], build: Callable[[], bytes]
     """Return machine code from disk, stored under a hash of ``key``, or build and store it."""
     name = hashlib.sha256("\0".join(key).encode()).hexdigest()
     return compile_cache.find_or_make(directory / "cubin" / f"{name}.cubin", build)
-
-
-def device_array(device: CudaDevice, memory: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """View device memory as a CuPy array."""
-    return device.cupy.ndarray(shape, dtype=dtype, memptr=memory)
 
 
 def _import_cupy() -> Any:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Dataset
 from warpfit.errors import CancelledError, ResourceExhaustedError
 from warpfit.request import Evaluation, Timings
-from warpfit_server.engine.cuda.runtime.device import CudaDevice, device_array
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, Steps
 
@@ -87,7 +87,7 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
     with device.stream() as context:
         memory = device.allocate(size)
         context.clear(memory.ptr, size)
-        columns = device_array(device, memory, (layout.columns, stride), layout.dtype)
+        columns = device.cupy.ndarray((layout.columns, stride), layout.dtype, memptr=memory)
         resident = ResidentDataset(dataset, columns)
         for column in range(layout.columns):
             _upload_column(context, dataset.matrix[column], resident.address(column, 0))
