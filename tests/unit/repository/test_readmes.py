@@ -44,6 +44,17 @@ def test_every_file_that_is_named_exists(readme):
         assert ((ROOT / readme).parent / path).exists(), path
 
 
+def test_the_architecture_names_modules_that_exist():
+    text = (ROOT / "server" / "README.md").read_text()
+    product = [ROOT / "server" / "warpfit_server", ROOT / "client" / "warpfit", ROOT]
+    names = {path.name for folder in product for path in folder.rglob("*.*")}
+    for path in re.findall(r"`([\w/]+(?:\.py|\.cu|/))`", text):
+        if "/" in path:
+            assert any((folder / path).exists() for folder in product), path
+        else:
+            assert path in names, path
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_result_files_name_machine_and_versions(path):
     result = json.loads(path.read_text())
