@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings and hooks for all tests."""
 
 import os
 import signal

@@ -20,7 +20,7 @@ import numpy as np
 from harness import SEED, save
 
 import warpfit
-from support.servers.bare import bare_server, serve
+from support.servers.bare_grpc import bare_server, serve
 from warpfit import codec
 from warpfit.calls.arguments import build_evaluation
 from warpfit.calls.dataset_handle import DatasetHandle

@@ -16,7 +16,7 @@ from typing import Any
 from harness import RESULTS, save
 
 from support.load import faults
-from support.load.killed import is_clean, killed_uploads
+from support.load.killed_uploads import is_clean, killed_uploads
 
 #: Seconds in which a killed CPU engine has to answer again.
 BACK = 2.0

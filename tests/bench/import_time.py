@@ -16,7 +16,7 @@ import sys
 
 from harness import save
 
-from support.repository.install import required_packages
+from support.repository.required_packages import required_packages
 
 STATEMENTS = {
     "numpy": "import numpy",

@@ -16,7 +16,7 @@ import numpy as np
 from harness import SEED, ServerProcess, median_seconds, save, start_up_seconds
 
 import warpfit
-from support.servers.bare import NO_LIMIT, bare_server, serve
+from support.servers.bare_grpc import NO_LIMIT, bare_server, serve
 from warpfit.expressions.workload import thesis_mix
 from warpfit.v1 import evaluator_pb2 as pb
 

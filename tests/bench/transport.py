@@ -27,7 +27,7 @@ import psutil
 from harness import SEED, ServerProcess, save, seconds_of
 
 from support.load.faults import injected
-from support.servers.bare import NO_LIMIT, bare_server, serve
+from support.servers.bare_grpc import NO_LIMIT, bare_server, serve
 from warpfit.calls.progress import silent
 from warpfit.calls.retries import Deadline
 from warpfit.dataset import Dataset

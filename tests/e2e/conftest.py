@@ -1,3 +1,5 @@
+"""Fixtures for end-to-end tests."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from support.servers.server import ServerProcess
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """One server for all tests that leave it as they found it."""
+    """Start one server for all tests that leave it as they found it."""
     with ServerProcess("--threads", "2") as process:
         yield process
 

@@ -1,4 +1,4 @@
-"""A few thousand of the seeded requests of ``tests/soak/fuzz.py``, which sends a million."""
+"""A thousand of the seeded requests of ``tests/soak/fuzz.py``, which sends a million."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one tenant, or a caller without credentials, does to another tenant's calls: nothing."""
+"""No tenant and no caller without credentials keeps another tenant's calls from being answered."""
 
 from __future__ import annotations
 

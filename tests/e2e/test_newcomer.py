@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from support.repository.fresh import FreshMachine, index_answers
+from support.repository.fresh_machine import FreshMachine, index_answers
 from support.repository.readmes import READMES, ROOT, Snippet, installs, programs, snippets
 
 ADDRESS = "127.0.0.1:50551"

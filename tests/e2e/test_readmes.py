@@ -45,14 +45,8 @@ SHELL = [
 NOT_RUN = {
     "docker": "needs a container engine: `tests/images` builds and runs the images with another",
     "helm": "needs a cluster: the chart is rendered, with what the command sets",
-    "full": "takes minutes: `tests/bench/results/bench_gpu.json` is its result",
-    "report": "the unit tests of the report make pages of the same files",
+    "bench": "`test_bench.py` runs its commands with small sizes",
     "client/examples/diabetes_gp.py": "`test_examples.py` runs it",
-}
-#: What keeps commands short that would go on for minutes, by their first words.
-SHORTER = {
-    "warpfit bench load": ("--seconds", "1", "--ramp", "0.2"),
-    "warpfit bench": ("--profile", "tiny", "--engine", "cpu", "--seconds", "1", "--no-peers"),
 }
 BUILD_TOOLS = ("protoc", "grpc_cpp_plugin", "g++", "pkg-config")
 
@@ -132,12 +126,12 @@ def check_command(line: str, checkout: Path) -> None:
     if {"docker", "helm"} & set(words):
         check_deployment(words, images())
     elif set(NOT_RUN) & set(words):
-        check_flags([*words[:2], "--help"], words, checkout)
+        length = 3 if words[2:3] in (["load"], ["report"]) else 2
+        check_flags([*words[:length], "--help"], words, checkout)
     elif words[:2] == ["warpfit", "serve"] and "--help" not in words:
         serve(words, checkout)
     else:
-        found = (more for start, more in SHORTER.items() if " ".join(words).startswith(start))
-        run([*words, *next(found, ())], checkout)
+        run(words, checkout)
 
 
 def executed(words: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""A client, once in the server's process and once over gRPC."""
+"""Fixtures for a client, once in the server's process and once over gRPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server() -> testing.InProcessServer:
 def connect(
     request: pytest.FixtureRequest, server: testing.InProcessServer
 ) -> Iterator[Callable[..., warpfit.Client]]:
-    """Makes clients of ``server``."""
+    """Return a function that makes clients of ``server``."""
     if request.param == "in process":
         yield lambda **options: testing.client(server, **options)
         return

@@ -1,4 +1,4 @@
-"""What Numba has compiled for this process, or loaded."""
+"""The functions that Numba has compiled for this process, or loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask an engine for everything that derivatives give."""
+"""Calls of an engine for derivatives, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run evaluations on an engine without a server."""
+"""Evaluations on an engine, without a server."""
 
 from __future__ import annotations
 

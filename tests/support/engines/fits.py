@@ -1,4 +1,4 @@
-"""Run the driver of fits without a server."""
+"""Fits by the driver, without a server."""
 
 from __future__ import annotations
 

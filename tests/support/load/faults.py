@@ -1,4 +1,4 @@
-"""Faults done to a running server, and what its clients see of them.
+"""Faults of a running server and its network, and what clients see of them.
 
 Small numbers make a test of a few seconds, large ones the table of `tests/bench/faults.py`.
 """
@@ -196,7 +196,7 @@ def bad_network(rounds: int) -> dict[str, Any]:
 
 
 def injected(fault: str) -> dict[str, str]:
-    """Environment of a server with a planted fault; see `support/inject`."""
+    """Environment of a server with a planted fault; see `support/load/inject`."""
     folder = str(Path(__file__).parent / "inject")
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "WARPFIT_TEST_FAULT": fault}

@@ -1,4 +1,4 @@
-"""Seeded requests of every degree of wrongness, from random bytes to valid with odd numbers."""
+"""Random requests from a seed, from garbage bytes to valid ones with odd numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server under a mixed load for a long time, and whether it grows."""
+"""A mixed load on a server for a long time, and whether its memory grows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def soak(
             thread.join()
         time.sleep(1.0)  # further front ends send their figures twice a second
         page = scrape(server.facts["metrics"])
-    return {**_judged(samples), "calls": dict(sorted(counts.items())), **_balance(page)}
+    return {**judged(samples), "calls": dict(sorted(counts.items())), **_balance(page)}
 
 
 def _watch(server: ServerProcess, seconds: float) -> list[dict[str, float]]:
@@ -91,7 +91,8 @@ def _sample(server: ServerProcess) -> dict[str, float]:
     }
 
 
-def _judged(samples: list[dict[str, float]]) -> dict[str, Any]:
+def judged(samples: list[dict[str, float]]) -> dict[str, Any]:
+    """Compare memory after the warm-up with memory at the end."""
     count = len(samples)
     width = max(1, round(count * _WINDOW))
     early, late = samples[round(count * _WARM_UP) :][:width], samples[-width:]

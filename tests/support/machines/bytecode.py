@@ -1,4 +1,4 @@
-"""The interpreter's instructions run by NumPy: what the kernel must do, said plainly."""
+"""A NumPy interpreter of the bytecode that interpreter.cu runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The instructions of derivatives.cu run by NumPy: what the kernels must do, said plainly."""
+"""A NumPy interpreter of the instructions that derivatives.cu runs."""
 
 from __future__ import annotations
 

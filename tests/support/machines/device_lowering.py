@@ -1,4 +1,4 @@
-"""The device's lowering compiled for the host, and what it makes of a batch."""
+"""The lowering kernels, compiled for this machine or run on a device, and their output."""
 
 from __future__ import annotations
 

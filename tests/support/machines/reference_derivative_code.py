@@ -1,4 +1,4 @@
-"""The code of derivatives.cu in plain Python, from what the CPU engine is given to run."""
+"""A plain encoder of instructions for derivatives.cu, from those of the CPU engine."""
 
 from __future__ import annotations
 

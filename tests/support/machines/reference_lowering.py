@@ -1,4 +1,4 @@
-"""Lowering said plainly, with a stack of subtrees: what the device's must come to."""
+"""A plain lowering of programs to bytecode, with a stack of subtrees."""
 
 from __future__ import annotations
 

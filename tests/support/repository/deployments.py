@@ -1,4 +1,4 @@
-"""What stands under deploy/ and in the Dockerfile, and commands that use it, without containers."""
+"""The Dockerfile, the chart and other files of deploy/, and checks of commands that use them."""
 
 from __future__ import annotations
 

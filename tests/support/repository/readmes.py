@@ -60,7 +60,7 @@ def installs(snippet: Snippet) -> bool:
     return snippet.language == "sh" and "pip install" in snippet.code
 
 
-def spoken(path: str) -> list[str]:
+def inline_code(path: str) -> list[str]:
     """Code within the sentences and tables of one README."""
     text = _FENCE.sub("", (ROOT / path).read_text())
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]

@@ -1,4 +1,4 @@
-"""Whether a formula that a search has found is the one it looked for, by SRBench's rule.
+"""SRBench's rule for whether a search has found the formula that made the data.
 
 La Cava et al., "Contemporary symbolic regression methods and their relative performance" (NeurIPS
 Datasets and Benchmarks, 2021): a formula is a solution if, after its numbers have been rounded to

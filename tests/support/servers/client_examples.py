@@ -1,4 +1,4 @@
-"""What tests of clients evaluate, and what must come back."""
+"""Data and expressions for tests of clients, and their values."""
 
 from __future__ import annotations
 

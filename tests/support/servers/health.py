@@ -1,4 +1,4 @@
-"""What health checks of a server say."""
+"""Health checks of a server."""
 
 from __future__ import annotations
 

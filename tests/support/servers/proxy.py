@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that spoils the network between a client and a server."""
+"""A TCP proxy that slows down and cuts the connections between a client and a server."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import warpfit
-from support.repository.install import required_packages
+from support.repository.required_packages import required_packages
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Loaded by none of the imports below: each costs tens of milliseconds or more.

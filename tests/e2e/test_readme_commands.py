@@ -1,4 +1,4 @@
-"""Commands and flags that stand in the READMEs' sentences and tables are those that there are."""
+"""The commands and flags that the READMEs name in their sentences and tables exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from io import StringIO
 import pytest
 
 from support.repository.deployments import values
-from support.repository.readmes import READMES, ROOT, spoken
+from support.repository.readmes import READMES, ROOT, inline_code
 from warpfit.cli.main import main
 
 #: Which help knows the flags that a README names alone.
@@ -62,7 +62,7 @@ def flags_in(code: str) -> set[str]:
 
 @pytest.mark.parametrize("path", READMES)
 def test_commands_have_these_flags(path: str):
-    commands = [code for code in spoken(path) if re.match(r"(\.venv/bin/)?warpfit \w", code)]
+    commands = [code for code in inline_code(path) if re.match(r"(\.venv/bin/)?warpfit \w", code)]
     for code in commands:
         words = code.removeprefix(".venv/bin/").split()[1:]
         name = " ".join(words[: 2 if words[:2] in (["bench", "load"], ["bench", "report"]) else 1])
@@ -74,7 +74,7 @@ def test_flags_that_stand_alone_are_flags_of_something(path: str):
     known = frozenset.union(frozenset(OTHERS), *map(flags_of, COMMANDS.get(path, ())))
     if path == "README.md":
         known |= flags_of(EXAMPLE)
-    for code in spoken(path):
+    for code in inline_code(path):
         if code.startswith("--set "):
             values({code.split()[1].partition("=")[0]: None})
         elif code.startswith("--") and code != "--some-name":
@@ -84,6 +84,6 @@ def test_flags_that_stand_alone_are_flags_of_something(path: str):
 @pytest.mark.parametrize("path", READMES)
 def test_what_is_installed_is_an_extra(path: str):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for code in spoken(path):
+    for code in inline_code(path):
         for names in re.findall(r"warpfit\[([\w,]+)\]", code):
             assert set(names.split(",")) <= project["optional-dependencies"].keys(), code

@@ -1,4 +1,4 @@
-"""gRPC alone: a server in a process of its own that computes nothing, the floor of a benchmark."""
+"""A gRPC server that computes nothing, in a process of its own: the least that a call can cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distribution pulls in."""
+"""The packages that installing a distribution brings along."""
 
 from __future__ import annotations
 
