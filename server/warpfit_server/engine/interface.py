@@ -123,6 +123,8 @@ class Engine(Protocol):
     """``"cpu"`` or ``"cuda"``."""
     steps_in_flight: int
     """Steps that gain from running at the same time."""
+    steps_share_cores: bool
+    """Whether steps that run at the same time slow each other down, as on the cores of a CPU."""
     step_size: int
     """Token-rows of losses that take as long as a step should, some milliseconds."""
 

@@ -64,7 +64,9 @@ class Loop:
     def __init__(self, engine: Engine, runner: RequestRunner) -> None:
         self._engine = engine
         self._runner = runner
-        self._scheduler: Scheduler[Request] = Scheduler(engine.step_size)
+        self._scheduler: Scheduler[Request] = Scheduler(
+            engine.step_size, shares_cores=engine.steps_share_cores
+        )
         self._isolation = Isolation(self._scheduler)
         self._lock = threading.Lock()
         """Guards the scheduler, the isolation, `_running` and `_idle`."""

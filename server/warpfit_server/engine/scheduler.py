@@ -114,11 +114,14 @@ class Scheduler(Generic[Item]):
 
     Args:
         merged_size: most token-rows of the requests that are merged into one step.
+        shares_cores: whether steps that run at the same time slow each other down. Then a step of
+            a tenant does not begin beside one of a tenant that has been charged less.
 
     """
 
-    def __init__(self, merged_size: int) -> None:
+    def __init__(self, merged_size: int, *, shares_cores: bool = False) -> None:
         self._merged_size = merged_size
+        self._shares_cores = shares_cores
         self._tenants: OrderedDict[str, _TenantQueue[Item]] = OrderedDict()
         self._virtual_time = 0.0
         """Highest charge of a tenant when it was chosen."""
@@ -155,6 +158,8 @@ class Scheduler(Generic[Item]):
         if not tenants:
             return []
         tenant = min(tenants, key=lambda t: t.charge)
+        if only is None and self._must_wait(tenant):
+            return []
         self._virtual_time = max(self._virtual_time, tenant.charge)
         first = tenant.pop()
         self._count_out(tenant)
@@ -188,6 +193,12 @@ class Scheduler(Generic[Item]):
             tenant.add_charge(request, share)
             tenant.running -= 1
             request.used += share
+
+    def _must_wait(self, tenant: _TenantQueue[Item]) -> bool:
+        """Tell whether a step of the tenant would slow down that of one charged less."""
+        if not self._shares_cores or tenant.running:
+            return False
+        return any(t.running and t.charge < tenant.charge for t in self._tenants.values())
 
     def _count_out(self, tenant: _TenantQueue[Item]) -> None:
         tenant.running += 1

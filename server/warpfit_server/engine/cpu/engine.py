@@ -69,6 +69,7 @@ class CpuEngine:
 
     name = "cpu"
     steps_in_flight = 2
+    steps_share_cores = True
 
     def __init__(self, threads: int | None = None, cache_directory: Path | None = None) -> None:
         """Load the compiled code; the very first start on a machine compiles it.

@@ -77,6 +77,7 @@ class CudaEngine:
 
     name = "cuda"
     steps_in_flight = _STEPS_IN_FLIGHT
+    steps_share_cores = False
 
     def __init__(
         self,

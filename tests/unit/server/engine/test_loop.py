@@ -54,6 +54,7 @@ class FakeEngine:
 
     def __init__(self, steps_in_flight=1):
         self.steps_in_flight = steps_in_flight
+        self.steps_share_cores = False
         self.batches = []
         self.steps = 0
         self.promised = Future()

@@ -137,6 +137,22 @@ def test_a_tenant_that_was_idle_has_priority_for_a_bounded_time():
     assert any(4.0 <= one.began < 4.1 for one in busy)
 
 
+def test_steps_that_share_cores_do_not_slow_down_a_tenant_that_comes_before():
+    scheduler = Scheduler(merged_size=1, shares_cores=True)
+    greedy, modest = [call("greedy", 0.0, 1.0) for _ in range(4)], call("modest", 0.0, 1.0)
+    for one in greedy:
+        scheduler.add(one)
+    first, second = scheduler.next(), scheduler.next()  # steps of one tenant run together
+    assert (first, second) == ([greedy[0]], [greedy[1]])
+    scheduler.ran(first, 0.1)
+    scheduler.add(modest)
+    assert scheduler.next() == [modest]  # beside a step that was there before it
+    scheduler.ran(second, 0.1)
+    assert scheduler.next() == []
+    scheduler.ran([modest], 0.004)
+    assert scheduler.next() == [greedy[2]]
+
+
 def test_waiting_requests_are_merged_and_the_cost_is_shared():
     simulation = Simulation(threads=1, merged_size=100)
     calls = [
