@@ -36,11 +36,11 @@ class WarpfitError(Exception):
     """
 
     message: str
-    """What is wrong, one sentence without a full stop."""
+    """The message: one sentence without a full stop."""
     reason: str = ""
     """Stable upper-case identifier such as ``STACK_UNDERFLOW``; programs may test it."""
     remedy: str = ""
-    """What to do about it."""
+    """The remedy."""
     field: str = ""
     """Field of the request or argument of the call that is wrong."""
     expression: int | None = None
@@ -81,7 +81,7 @@ class WarpfitError(Exception):
 
 
 class InvalidArgumentError(WarpfitError):
-    """What the caller sent is wrong; repeating the call cannot help."""
+    """The request is wrong; repeating the call cannot help."""
 
     status = "INVALID_ARGUMENT"
 

@@ -75,7 +75,7 @@ class Accuracy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """When a search has converged; 0 switches a test off.
+    """Tolerances of the tests of convergence; 0 switches a test off.
 
     All are relative, so that the units of data and parameters do not matter.
     """
@@ -283,7 +283,7 @@ class FitResult:
     starts: NDArray[np.uint32]
     """Index of the start, [programs, V]."""
     standard_errors: NDArray[np.float64] | None = None
-    """In the order of ``parameters``; None if not requested."""
+    """Standard errors in the order of ``parameters``; None if not requested."""
     covariances: NDArray[np.float64] | None = None
     """For each program and vector in turn a matrix [n, n]; flat; None if not requested."""
     timings: Timings = field(default_factory=Timings)

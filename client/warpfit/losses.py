@@ -68,7 +68,7 @@ class Loss(StrEnum):
 
 
 class Closing(StrEnum):
-    """How the sum S of the row losses becomes the loss; W is the sum of the weights."""
+    """Makes a loss of the sum S of the row losses; W is the sum of the weights."""
 
     SUM = "sum"
     """S."""

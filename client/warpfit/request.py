@@ -18,7 +18,7 @@ from warpfit.losses import Loss as Loss
 
 
 class Precision(StrEnum):
-    """How float32 is computed; float64 data is always precise."""
+    """The mode of arithmetic in float32; float64 data is always computed precisely."""
 
     PRECISE = "precise"
     """Each operator within 2 ulp of the correctly rounded result (CUDA: at most 4 ulp)."""

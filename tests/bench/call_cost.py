@@ -58,7 +58,7 @@ def answer_bytes(data: DatasetHandle) -> bytes:
 
 
 def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]:
-    """Return the time of a front end's decoder, ``door``, and of the check of the tokens."""
+    """Return the time of a front end's decoder, ``decode``, and of the check of the tokens."""
     requests = [codec.parse_message(pb.EvaluateRequest, message) for message in messages]
     evaluations = [codec.evaluation_from_message(request) for request in requests]
     limits, variables = Limits(), data.layout.variables
@@ -73,7 +73,7 @@ def server_costs(data: DatasetHandle, messages: list[bytes]) -> dict[str, float]
     validate.are_valid(evaluations[0].batch, variables)  # compiles
     return microseconds(
         {
-            "door": decode,
+            "decode": decode,
             "tokens_compiled": lambda turn: validate.are_valid(evaluations[turn].batch, variables),
         }
     )

@@ -51,7 +51,7 @@ class Call:
 
     @property
     def engine(self) -> int:
-        """In the engine: kernels, and what it copies and prepares for them."""
+        """Time in the engine: kernels, and the copies and preparations for them."""
         return self.timings.copy_in + self.timings.compute + self.timings.copy_out
 
     def to_json(self) -> dict[str, float]:
@@ -89,18 +89,18 @@ class Outcome(NamedTuple):
     sent: float
     """NaN if the time was over before a client was free."""
     done: float
-    """When it ended; of one that was never sent, when the time was over."""
+    """The moment when it ended; for a call that was never sent, the end of the load."""
     error: str
     """Reason of a failure, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is put on a server."""
+    """The load that clients put on a server."""
 
     address: str
     scenario: Scenario
-    """What every call does."""
+    """The kind of every call."""
     rate: float | None = None
     """Calls a second; None for clients that call without a pause."""
     seconds: float

@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a device could do at most: the roof of its roofline."""
+    """The peak rates of a device, the roof of the roofline model."""
 
     device: str
     lanes_per_second: float

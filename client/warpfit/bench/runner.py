@@ -29,7 +29,7 @@ class Run:
     path: Path
     seed: int
     address: str | None = None
-    """Of a server that runs already; None to start one for each engine."""
+    """Address of a running server; None starts one for each engine."""
     notes: Sequence[str] = ()
     with_peers: bool = True
     """Whether to measure other libraries, too; never beside a server at an address, because it may

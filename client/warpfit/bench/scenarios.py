@@ -1,4 +1,4 @@
-"""What `warpfit bench` measures: scenarios, and the profiles that choose among them."""
+"""Scenarios that `warpfit bench` measures, and profiles, which choose among them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEAN_TOKENS: Final = 30
 
 
 class Kind(StrEnum):
-    """Who calls: one client that evaluates or fits, workers at once, or a client and a peer."""
+    """The callers: one client that evaluates or fits, many workers, or a client and a peer."""
 
     EVALUATE = "evaluate"
     OPTIMIZE = "optimize"
@@ -56,7 +56,7 @@ class Scenario:
 
     @property
     def key(self) -> str:
-        """What identifies the scenario in a result file, and to people."""
+        """The name of the scenario in a result file and in messages."""
         parts = [self.kind, self.peer or self.engine, self.tier, self.precision, self.output]
         parts += [self.reuse, f"{self.rows}x{self.expressions}", self.workload]
         return "/".join([*parts, f"{self.vectors}v", f"{self.workers}w"])
@@ -64,7 +64,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How much to measure, and for how long."""
+    """The amount of measuring, and its time."""
 
     name: str
     slice_seconds: float
@@ -74,10 +74,10 @@ class Profile:
     longest_call: float
     """Scenarios whose calls are predicted to take longer are left out, in seconds."""
     rows: tuple[int, ...]
-    """With all ``expressions``: the grid of plain evaluations."""
+    """Numbers of rows that are combined with all ``expressions``: the grid of plain evaluations."""
     expressions: tuple[int, ...]
     other_rows: tuple[int, ...]
-    """Where everything else is measured."""
+    """Numbers of rows at which everything else is measured."""
     usual: int = 300
     """Expressions of every scenario outside the grid; fits have a third."""
     workers: tuple[int, ...]

@@ -25,7 +25,7 @@ class FitOptions(TypedDict, total=False):
     """Keywords of `optimize`."""
 
     loss: Loss | LossFunction | str
-    """What to minimise (r2 is maximised): as in `evaluate`; "mse" by default."""
+    """The loss to minimise (r2 is maximised), as in `evaluate`; "mse" by default."""
     method: Method | str
     """``"auto"`` (default), ``"lm"`` or ``"bfgs"``; see `warpfit.Method`."""
     accuracy: Accuracy | str

@@ -116,9 +116,9 @@ class Fit:
     start: NDArray[np.uint32]
     """Index of the start vector that led there, [expressions] or [K, expressions]."""
     standard_errors: list[NDArray[np.float64]] | None
-    """As ``parameters``; NaN where the data do not determine a parameter, 0 where it is fixed."""
+    """Like ``parameters``; NaN where the data do not determine a parameter, 0 where it is fixed."""
     covariance: list[NDArray[np.float64]] | None
-    """For each expression [n, n] or [K, n, n]."""
+    """A matrix for each expression, [n, n] or [K, n, n]."""
     timings: Timings
     """Durations of the stages on the server."""
 

@@ -26,7 +26,7 @@ class Scrape:
     moment: float
     """``time.monotonic()``."""
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
-    """By name and labels."""
+    """Values by name and labels."""
 
     def matching(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
         """Yield labels and value of every sample of this name that has these labels."""

@@ -1,4 +1,4 @@
-"""What both estimators share: checked data, a connection, and predictions by a formula."""
+"""The base of both estimators: checked data, a connection, and predictions by a formula."""
 
 from __future__ import annotations
 

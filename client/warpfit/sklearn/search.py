@@ -70,7 +70,7 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to search."""
+    """Settings of a genetic search."""
 
     population: int
     generations: int
@@ -253,7 +253,7 @@ def _undominated(formulas: Sequence[Formula]) -> list[Formula]:
 
 
 def _distinct(formulas: Sequence[Formula]) -> list[Formula]:
-    """Of formulas with the same error, keep the shortest."""
+    """Return the formulas without longer ones that have the same error."""
     kept: dict[float, Formula] = {}
     for formula in formulas:
         error = float(f"{formula.loss:.{_DIGITS}g}")

@@ -30,7 +30,7 @@ def configure_grpc() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """When to repeat a call that the server could not take; every call of warpfit is idempotent.
+    """Rules for repeating calls that the server could not take; all calls are idempotent.
 
     A call is repeated if it failed with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a time to wait.
     That time is then the shortest pause.
@@ -63,7 +63,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
-    """How messages cross the network. Nothing is compressed: numbers hardly compress."""
+    """Settings of the gRPC channel. Nothing is compressed, because numbers hardly compress."""
 
     chunk_bytes: int = 1 << 20
     """Size of the pieces in which a data set is uploaded."""

@@ -43,12 +43,12 @@ class StoredDataset:
     """Calls that use it now; it is not evicted before they end."""
     last_use: float = field(default_factory=time.monotonic)
     released: bool = False
-    """Whether it is not for new calls, and is removed when the last use ends."""
+    """Whether new calls cannot use it any more; it is removed when the last use ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What a store holds, and how often it ran out of room."""
+    """The contents of a store in numbers, and how often it ran out of room."""
 
     datasets: int
     nbytes: int

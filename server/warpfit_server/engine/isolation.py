@@ -25,7 +25,7 @@ class _Trial:
 
     suspect: Request
     until: float
-    """When it need no longer wait for the others, or the others for it; on the clock."""
+    """End of the time for which it waits for the others, or the others for it; on the clock."""
     is_alone: bool = False
 
 

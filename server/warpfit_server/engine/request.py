@@ -32,7 +32,7 @@ class FrontEndConnection:
         self.segments: dict[int, Segment] = {}
         """Mapped segments of the front end, by number."""
         self.requests: set[Request] = set()
-        """Those without an answer yet."""
+        """Requests without an answer yet."""
 
     def receive(self, message: Submission, descriptors: list[int]) -> Request:
         """Make a request of a message; map its segment if it is a new one.

@@ -37,7 +37,7 @@ _EXAMINED: Final = 64
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """What the scheduler knows of a request."""
+    """A request as the scheduler sees it."""
 
     tenant: str
     merge_key: Hashable = None

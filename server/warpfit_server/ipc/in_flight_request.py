@@ -50,14 +50,14 @@ class InFlightRequest:
 
     segment: Segment
     replies: ReplyDispatcher | None = None
-    """Of the connection that it was sent over."""
+    """Dispatcher of the connection that it was sent over; None before it was sent."""
     number = -1
     engine = 0
     """Number of the engine that it was sent to."""
     alone = 0.0
     """Seconds for which nothing may run beside it, if it is a suspect."""
     timings: Timings | None = None
-    """Of the engine, once it has finished without an error."""
+    """Timings of the engine, once it has finished without an error."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class InFlightRequest:
         self.evaluation = evaluation
         self.tenant = tenant
         self.queue: SimpleQueue[Any] = SimpleQueue()
-        """Where `EngineConnection` puts the engine's replies."""
+        """Replies of the engine, which `EngineConnection` delivers."""
         self._connection = connection
         self._rows = rows
         self._arrays = arrays

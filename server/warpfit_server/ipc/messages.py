@@ -108,13 +108,13 @@ class SubmitEvaluation(NamedTuple):
     submitted: int
     """``time.monotonic_ns()`` of the front end."""
     closing: str | None = None
-    """Of the caller's own loss function, whose tokens are in the segment; None without one."""
+    """Closing of a custom loss, whose tokens are in the segment; None without one."""
     outputs: tuple[str, ...] = ()
-    """Those of `OUTPUTS` that are requested."""
+    """Names of the requested `OUTPUTS`."""
     tenant: str = ""
-    """Whose request it is; the engine shares its time fairly among tenants."""
+    """The caller's tenant; the engine shares its time fairly among tenants."""
     request_id: str = ""
-    """For the engine's log lines."""
+    """Id of the call, for the engine's log lines."""
     alone: float = 0.0
     """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
 
@@ -167,7 +167,7 @@ class ValuesReady:
 
 @dataclass(frozen=True, slots=True)
 class FitProgressed:
-    """How far the searches of a fit are."""
+    """Progress of the searches of a fit."""
 
     request: int
     progress: FitProgress
@@ -199,7 +199,7 @@ class RequestFinished(NamedTuple):
 
     @property
     def timings(self) -> Timings:
-        """Where the engine's time went."""
+        """Return the engine's timings."""
         return Timings(*self.stages, Tier[self.tier], self.cache_hits)
 
 
@@ -228,14 +228,14 @@ class RequestConnection:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether the front end's own probe of the engine was answered rightly."""
+    """The result of the front end's own probe of the engine."""
 
     answers: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecorded:
-    """What the front end has measured since the last time; it also says that it lives."""
+    """Measurements of the front end since its last message, which also shows that it lives."""
 
     delta: MetricsDelta
 
@@ -248,7 +248,7 @@ class StartServing:
     """Take calls: the engine is ready."""
 
     seed: int
-    """Of the front end's probe."""
+    """Seed of the front end's probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class DatasetReleased(_AboutDataset):
 
 @dataclass(frozen=True, slots=True)
 class SetReadiness:
-    """Whether calls can be answered, for health checks on the port."""
+    """Sets what health checks on the port answer."""
 
     ready: bool
 

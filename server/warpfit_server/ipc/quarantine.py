@@ -71,7 +71,7 @@ class ClearedSuspect:
 
 @dataclass(frozen=True, slots=True)
 class SuspectList:
-    """What `Quarantine` tells all front-end processes."""
+    """The suspects and the quarantined, as `Quarantine` sends them to all front-end processes."""
 
     version: int = 0
     suspects: Mapping[bytes, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where the arrays of one request lie in the segment that a front end shares with the engine."""
+"""The layout of a request's arrays in the segment that a front end shares with the engine."""
 
 from __future__ import annotations
 

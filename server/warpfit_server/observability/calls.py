@@ -40,7 +40,7 @@ _TRACE_CHARACTERS: Final = 512
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """What is known and measured of one call. All moments are ``time.monotonic_ns()``."""
+    """The record of one call. All moments are ``time.monotonic_ns()``."""
 
     method: str
     request_id: str
@@ -58,7 +58,7 @@ class CallRecord:
     timings: Timings | None = None
     """Timings of the engine, once it has finished."""
     finished: int = 0
-    """When the engine had finished; 0 before."""
+    """Moment at which the engine had finished; 0 before."""
     suspended: int = 0
     """Nanoseconds since `finished` spent waiting for the client or the network."""
     encode: int = 0

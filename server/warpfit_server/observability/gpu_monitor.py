@@ -18,7 +18,7 @@ _LOG: Final = logging.getLogger("warpfit.gpu")
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """How much of a GPU is in use at one moment."""
+    """Memory and utilisation of a GPU at one moment."""
 
     gpu: str
     """Its index, as nvidia-smi counts."""

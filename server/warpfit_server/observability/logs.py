@@ -40,7 +40,7 @@ class LogRateLimiter:
         self._step = 1 / rate
         self._lock = threading.Lock()
         self._used: dict[str, tuple[float, int]] = {}
-        """By name: when the next line is due at this rate, and lines left out since the last."""
+        """By name: the moment of the next line, and the number of lines left out since the last."""
 
     def take(self, name: str, now: float) -> int | None:
         """Ask whether a line may be written.

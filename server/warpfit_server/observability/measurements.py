@@ -61,7 +61,7 @@ Series = tuple[str, tuple[str, ...]]
 
 
 class CallMeasurement(NamedTuple):
-    """What was measured of a call that has ended."""
+    """Measurements of a call that has ended."""
 
     labels: tuple[str, str, str]
     """Method, status, tenant."""

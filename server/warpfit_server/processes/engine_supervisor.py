@@ -64,7 +64,7 @@ class EngineSupervisor:
 
     def __init__(self, config: Config, pool: SegmentPool) -> None:
         self.quarantine = Quarantine()
-        """What engines have died of."""
+        """The suspects and the quarantined batches and data sets."""
         self.connection = EngineConnection(pool, self.quarantine.suspects)
         self.connection.report = self.quarantine.report
         self.connection.on_loss = self._connect
@@ -126,7 +126,7 @@ class EngineSupervisor:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """What the engine computes on."""
+        """The devices that the engine computes on."""
         return self._ready.devices if self._ready else ()
 
     @property

@@ -38,13 +38,13 @@ class _FrontEnd:
     control: Channel
     serving: threading.Event = field(default_factory=threading.Event)
     last_message: float = field(default_factory=time.monotonic)
-    """When the last message came, on the monotonic clock, as all moments here."""
+    """Moment of the last message, on the monotonic clock, as all moments here."""
     answers: bool = False
     """Whether its last probe of the engine was answered rightly."""
     probed: float = 0.0
-    """When its last probe ended."""
+    """Moment at which its last probe ended."""
     answered: float = field(default_factory=time.monotonic)
-    """When a probe was last answered rightly, or it got a connection to a new engine."""
+    """Moment of the last right answer to a probe, or of a new connection to an engine."""
     leases: dict[bytes, list[ExitStack]] = field(default_factory=dict)
     """More than one if it asks again while calls still use a data set that was released."""
     releases: dict[bytes, threading.Event] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class FrontEndSupervisor:
         recorder: Recorder,
     ) -> None:
         self.seed = secrets.randbits(64)
-        """Of the numbers of the probe, which are the same in all processes."""
+        """Seed of the probe, which is the same in all processes."""
         self._config = config
         self._engine = supervisor
         self._engine.quarantine.on_change = self._tell_all

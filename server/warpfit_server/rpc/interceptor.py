@@ -77,7 +77,7 @@ class Interceptor:
         self.message_seconds = config.message_seconds
         """Time in which a message must arrive."""
         self.timeouts = ReceiveTimeouts()
-        """Of calls that wait for a message."""
+        """Time limits of the calls that wait for a message."""
         self.decoding = TenantSemaphore()
         """Held by calls while their batch is decoded."""
 

@@ -59,7 +59,7 @@ SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
 class EngineHost(Protocol):
-    """What servicers use of `warpfit_server.processes.engine_supervisor.EngineSupervisor`."""
+    """The part of `processes.engine_supervisor.EngineSupervisor` that servicers use."""
 
     connection: EngineConnection
     quarantine: Quarantine

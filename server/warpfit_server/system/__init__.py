@@ -1,1 +1,1 @@
-"""What the operating system provides: processors, memory, files, threads, the compile cache."""
+"""The operating system's side: processors, memory, files, threads, the compile cache."""

@@ -1,1 +1,1 @@
-"""Who may use how much: authentication, tenants, limits, quotas, admission."""
+"""Tenants and their shares: authentication, limits, quotas, admission."""

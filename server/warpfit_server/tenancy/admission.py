@@ -49,7 +49,7 @@ _REFUSALS: Final = {
 
 
 class CallCost(NamedTuple):
-    """What a call asks of the engine."""
+    """The estimated cost of a call in the engine."""
 
     kind: str
     units: float

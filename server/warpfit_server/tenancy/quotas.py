@@ -1,4 +1,4 @@
-"""What each tenant has in flight, counted over all front-end processes in shared memory.
+"""Quotas: calls, memory and engine time in flight of each tenant, over all front-end processes.
 
 The processes share one small table. Asking the main process instead would cost a call ten times as
 much, and dividing the limits among the processes would be wrong, because a connection stays with
@@ -66,7 +66,7 @@ class QuotaTable:
 
     def __init__(self, descriptor: int, processes: int, process: int) -> None:
         self.descriptor = descriptor
-        """Of the shared memory, to pass to other processes."""
+        """Descriptor of the shared memory, to pass to other processes."""
         self._processes = processes
         self._process = process
         self._columns = tuple(_COLUMNS + processes * i for i in range(len(Amounts._fields)))

@@ -16,14 +16,8 @@ class FreshMachine:
 
     def __init__(self, folder: Path) -> None:
         self.checkout = folder / "warpfit"
-        self.wheels = folder / "wheels"
         left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
         shutil.copytree(ROOT, self.checkout, ignore=left_out)
-
-    def publish(self) -> None:
-        """Build the wheel, and lay it where `pip` looks, as if warpfit were on its index."""
-        wheel = ["pip", "wheel", "--quiet", "--no-deps", f"--wheel-dir={self.wheels}", "."]
-        subprocess.run([sys.executable, "-m", *wheel], cwd=self.checkout, check=True)
 
     def shell(self, code: str, environment: Path | None = None, **variables: str) -> str:
         """Paste code into a shell in the checkout; return what it prints, errors included.
@@ -42,12 +36,11 @@ class FreshMachine:
             if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
         }
         binaries = [str(environment / "bin")] if environment else []
-        places = [*kept.get("PIP_FIND_LINKS", "").split(), str(self.wheels)]
         kept["PATH"] = os.pathsep.join([*binaries, kept["PATH"]])
         done = subprocess.run(
             ["bash", "-e", "-c", f"trap 'kill $(jobs -p) 2>&- || true; wait' EXIT\n{code}"],
             cwd=self.checkout,
-            env={**kept, "PIP_FIND_LINKS": " ".join(places), **variables},
+            env={**kept, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,4 +1,4 @@
-"""What an evaluation with derivatives, a custom loss or statistics is to fill."""
+"""Requested outputs of evaluations with derivatives, a custom loss or statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestedOutputs:
 
     @property
     def lowering_flags(self) -> int:
-        """What lowering has to provide: bits of `backward_pass`."""
+        """Flags of the outputs that lowering has to provide, bits of `backward_pass`."""
         parameters = any(x is not None for x in (self.gradients, self.curvatures, self.jacobian))
         variables = self.variable_gradients is not None
         return (

@@ -49,7 +49,7 @@ class PartialKernel:
 
     code: int
     source: str
-    """In the kernel language, over a, b, c in the order of the instruction's operands."""
+    """In the kernel language; a, b and c are the instruction's operands in their order."""
     arity: int
     """Operands of ``source``."""
     scaled: bool

@@ -48,7 +48,7 @@ _ONE_SPAN: Final = np.zeros(1, dtype=RANGE)
 
 
 class Cut(NamedTuple):
-    """How work is cut: chunk i is range i // spans over span i % spans."""
+    """A partition of work into chunks: chunk i is range i // spans over span i % spans."""
 
     ranges: NDArray[np.void]
     """RANGE of instances, or of programs, for each row of chunks."""

@@ -79,7 +79,7 @@ _TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES = range(_LOSSES + 1, _LOSS
 
 
 class ChunkSums(NamedTuple):
-    """What a chunk adds up, in compiled code; `interpreter` says what an instance is."""
+    """Sums of one chunk, in compiled code; `interpreter` says what an instance is."""
 
     dots: Any
     """Addresses of kernels, in the order of `dot_products.DOT_SHAPES`."""

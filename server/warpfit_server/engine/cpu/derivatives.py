@@ -53,7 +53,7 @@ def needs_derivatives(evaluation: Evaluation, outputs: Outputs) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DerivativePlan:
-    """What does not depend on the parameters."""
+    """The part of an evaluation that does not depend on the parameters."""
 
     lowered: Lowered
     row_loss: Lowered

@@ -60,7 +60,7 @@ CONTEXT: Final = np.dtype(
 
 
 class Inputs(NamedTuple):
-    """What the interpreter reads of an evaluation."""
+    """Arrays of an evaluation that the interpreter reads."""
 
     context: Any
     """CONTEXT, [1]."""

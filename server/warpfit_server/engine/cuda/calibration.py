@@ -44,7 +44,7 @@ class Calibration:
     device: CudaDevice
     tiers: Mapping[Tier, EvaluationTier]
     compiler: CompileCounters
-    """Of the compiled tier's queue."""
+    """Counters of the queue in which the compiled tier compiles."""
 
     def costs(self) -> CostModel:
         """Return the costs of this device and version from disk, or measure and store them.

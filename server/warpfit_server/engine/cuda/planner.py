@@ -66,7 +66,7 @@ class CostModel:
     """
 
     tiers: Mapping[tuple[Tier, str], TierCost]
-    """By tier and mode."""
+    """Costs by tier and mode."""
     compile_seconds: Mapping[str, float]
     """Seconds of one thread to compile one expression as part of a fused group, by mode."""
 
@@ -90,7 +90,7 @@ _GRADIENT_COMPILE: Final = 4.0
 
 
 class Decision(Enum):
-    """How to evaluate a batch."""
+    """The planner's choice for a batch."""
 
     INTERPRET = auto()
     INTERPRET_AND_COMPILE = auto()

@@ -1,4 +1,4 @@
-"""What both methods do alike to a search; compiled where compiled code calls it."""
+"""The common part of both fit methods; compiled where compiled code calls it."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ _TIME_IS_UP: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FitContext:
-    """What a fit needs besides its request."""
+    """The surroundings of a fit: engine, data set, cancellation, deadline, progress."""
 
     engine: Engine
     dataset: Dataset
@@ -82,7 +82,7 @@ class FitContext:
     report: Callable[[FitProgress], None] | None = None
     """Called between passes."""
     cache_directory: Path | None = None
-    """Where the compiled code of the methods is kept."""
+    """Directory of the compiled code of the methods."""
 
 
 def optimize(request: FitRequest, context: FitContext) -> Steps[FitResult]:

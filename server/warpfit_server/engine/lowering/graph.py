@@ -49,7 +49,7 @@ class Graph(NamedTuple):
     """Entries of the table that are used, less 1, int64 [1]."""
     stack: Any
     arities: Any
-    """By code, int64."""
+    """Number of operands by code, int64."""
     rewrites: Any
 
 

@@ -30,11 +30,11 @@ class KernelSet:
     """Loaded kernels of one flavour; the addresses are valid while the object lives."""
 
     addresses: NDArray[np.int64]
-    """By code of the instruction, int64 [rules.CODES]; 0 where there is none."""
+    """Addresses by code of the instruction, int64 [rules.CODES]; 0 where there is no kernel."""
     losses: dict[str, int]
-    """By name of the loss kernel."""
+    """Addresses by name of the loss kernel."""
     dots: NDArray[np.int64]
-    """In the order of `dot_products.DOT_SHAPES`; empty without derivatives."""
+    """Addresses in the order of `dot_products.DOT_SHAPES`; empty without derivatives."""
     owners: tuple[Any, ...]
     """LLVM execution engines that own the code."""
 
@@ -49,7 +49,7 @@ class CompiledCode:
     parallel: ParallelCode
     kernels: dict[Flavour, KernelSet]
     owners: tuple[Any, ...]
-    """What has to live as long as these addresses are used."""
+    """Owners of the code, which must live as long as these addresses are used."""
 
 
 @dataclass(frozen=True, eq=False)

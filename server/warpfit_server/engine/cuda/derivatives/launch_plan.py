@@ -1,4 +1,4 @@
-"""How an evaluation with derivatives is laid out on the device and cut into launches."""
+"""Plans of launches: device memory of an evaluation with derivatives, and its chunks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DerivativeKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DerivativeLaunch:
-    """What the launches of all chunks of one evaluation share."""
+    """State that the launches of all chunks of one evaluation share."""
 
     resident: ResidentDataset
     plan: LaunchPlan

@@ -71,7 +71,7 @@ class DerivativeTier:
         self._device = device
         self._kernels: dict[tuple[Variant, bool], DerivativeKernels] = {}
         self._plans: LoweringCache[LaunchPlan] = LoweringCache()
-        """Of passes of fits, whose code stays on the device."""
+        """Launch plans of fits, whose code stays on the device from pass to pass."""
         self._lock = threading.Lock()
         self._lowering = DerivativeLowering(device.cache_directory, threads)
 

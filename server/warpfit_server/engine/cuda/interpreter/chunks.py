@@ -65,7 +65,7 @@ class LoweredBatch:
     config: LaunchConfig
     addresses: DeviceAddresses
     first_invalid: NDArray[np.uint32]
-    """From `launch_order`: valid once the stream has passed the lowering."""
+    """Result of `launch_order`, which is valid once the stream has passed the lowering."""
 
     def check(self, variables: int) -> None:
         """Check that all programs could be lowered, once the stream has passed that.

@@ -61,7 +61,7 @@ class InterpreterKernels:
     sum_partials: Any
     lowering: LoweringKernels
     flags: NDArray[np.uint8]
-    """From `warpfit_server.engine.cuda.interpreter.source.operator_flags`."""
+    """Flags of each operator, see `source.operator_flags`."""
 
 
 class InterpreterGeometry(NamedTuple):
@@ -133,13 +133,13 @@ class DeviceAddresses(NamedTuple):
     """Device memory of one evaluation; integers."""
 
     batch: int
-    """Of the batch, in its `BatchLayout`."""
+    """Address of the batch, which is laid out by `BatchLayout`."""
     slots: int
-    """For values of row-invariant subtrees."""
+    """Address of the values of row-invariant subtrees."""
     values: int
-    """For values; 0: not wanted."""
+    """Address of the values; 0 if they are not requested."""
     partials: int
-    """For partial sums of losses; 0: not wanted."""
+    """Address of the partial sums of losses; 0 if they are not requested."""
 
 
 def max_interpreted_token_rows(variant: Variant, multiprocessors: int) -> int:
@@ -153,7 +153,7 @@ def tile_count(start: int, stop: int, variant: Variant) -> int:
 
 
 class LaunchConfig(NamedTuple):
-    """How jobs and shared memory are divided in launches of the interpreter; integers."""
+    """Division of jobs and shared memory among blocks and warps, in integers."""
 
     jobs: int
     """Jobs of each launch."""

@@ -51,7 +51,7 @@ _MAX_JOBS: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class InterpreterTuning:
-    """How work is laid out on the device; the defaults are the measured best."""
+    """Launch parameters of the interpreter; the defaults are the measured best."""
 
     rows: int | None = None
     """Rows a thread; None chooses by the size of the evaluation."""

@@ -85,7 +85,7 @@ _VERSION: Final = re.compile(r"^\.version .*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLibrary:
-    """What PTX generation and linking need for one mode and architecture."""
+    """Operators as PTX for one mode and architecture, for the transpiler and the linker."""
 
     mode: Mode
     architecture: int
@@ -93,7 +93,7 @@ class DeviceLibrary:
     version_line: str
     """PTX ``.version`` directive of the compiler that made the templates."""
     templates: Mapping[tuple[int, int], Template]
-    """By operator code and token operand (0, or a literal exponent plus `EXPONENT_BIAS`)."""
+    """Templates by operator code and token operand: 0, or an exponent plus `EXPONENT_BIAS`."""
     exp2_polynomial: Template | None
     """2^x without the special-function unit, for fast mode where the architecture allows it."""
     data: Mapping[str, str]

@@ -70,7 +70,7 @@ class Node:
 
     code: int
     operand: int
-    """As in `Shape`."""
+    """See `Shape`."""
     children: tuple[int, ...]
     """Indices of the operands' nodes."""
     register: str

@@ -93,7 +93,7 @@ class GraphBuffers(NamedTuple):
 
 
 class GraphCapturer:
-    """What all captures on a device share: a kernel, and the streams, used by one at a time."""
+    """Captures graphs on a device; the streams and a kernel are used by one capture at a time."""
 
     def __init__(self, device: CudaDevice) -> None:
         architecture = device.architecture
@@ -155,7 +155,7 @@ class CapturedGraph:
         device.use()
         self.key = key
         self.kernel_keys = kernel_keys
-        """Of the kernels, which are in use as long as this graph is kept."""
+        """Leases of the kernels, which are in use as long as this graph is kept."""
         self._device = device
         self._layout = layout
         self._kernels = tuple(kernels)
@@ -177,7 +177,7 @@ class CapturedGraph:
         self.sums[:] = 0.0
         self._capturer = capturer
         self.buffers = GraphBuffers.allocate(self._arguments, layout.sum_starts)
-        """For launches by compiled code."""
+        """Buffers and driver handles for launches by compiled code."""
         with capturer.streams() as (main, *branches):
             self._graph = self._capture(main, branches[: len(kernels)])
         self.set_arguments(

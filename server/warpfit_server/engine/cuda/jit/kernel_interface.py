@@ -32,7 +32,7 @@ ARGUMENT_BYTES: Final = 8 * len(ARGUMENT_OFFSETS)
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a kernel computes of each expression, and how its rows are laid out."""
+    """Outputs of a kernel for each expression, and the layout of its rows."""
 
     values: bool = False
     """Store the values of all rows."""

@@ -35,7 +35,7 @@ _CACHED_BLOCKS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class GridLayout:
-    """How the rows and expressions of a batch are laid out on the device."""
+    """Layout of the rows and expressions of a batch on the device."""
 
     group_size: int
     """Most expressions of a fused kernel."""

@@ -60,7 +60,7 @@ class Shape:
 
 
 class InputSources(NamedTuple):
-    """Where the value of each input comes from; arrays [inputs]."""
+    """Sources of the values of the inputs; arrays [inputs]."""
 
     tokens: NDArray[np.int64]
     """Index of the first token with this number."""

@@ -69,7 +69,7 @@ class BatchLayout(NamedTuple):
     slots: int
     """Row-invariant subtrees, 16 bytes each; [`max_slots`]."""
     instructions: int
-    """Those of program p begin at index starts[p] + p; 8 bytes each."""
+    """Instructions, 8 bytes each; those of program p begin at index starts[p] + p."""
     scratch: int
     """8 bytes for each token."""
     end: int

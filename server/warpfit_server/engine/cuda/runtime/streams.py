@@ -41,7 +41,7 @@ class StreamContext:
     ) -> None:
         self._cuda = cuda
         self.functions = functions
-        """For `CommandList`."""
+        """Addresses of the driver functions that a `CommandList` calls."""
         self._allocate = allocate
         self.stream = cuda.Stream(non_blocking=True)
         self.handle = int(self.stream.ptr)
