@@ -29,6 +29,8 @@ _SHORT_WEIGHT: Final = 4.0
 #: Longest time in seconds that a tenant, or a class of its requests, may catch up on after it had
 #: nothing to do. It bounds how long others wait when it comes back.
 _CREDIT: Final = 0.05
+#: Seconds of the engine, used by others, for which a tenant without requests counts as active.
+_ACTIVE: Final = 1.0
 #: Tenants whose charges are remembered; idle ones are forgotten first.
 _REMEMBERED: Final = 1000
 #: Waiting requests of one tenant that are examined for merging.
@@ -114,8 +116,8 @@ class Scheduler(Generic[Item]):
 
     Args:
         merged_size: most token-rows of the requests that are merged into one step.
-        shares_cores: whether steps that run at the same time slow each other down. Then a step of
-            a tenant does not begin beside one of a tenant that has been charged less.
+        shares_cores: whether steps that run at the same time slow each other down. Then only one
+            runs at a time while several tenants are active.
 
     """
 
@@ -158,7 +160,7 @@ class Scheduler(Generic[Item]):
         if not tenants:
             return []
         tenant = min(tenants, key=lambda t: t.charge)
-        if only is None and self._must_wait(tenant):
+        if only is None and self._must_wait():
             return []
         self._virtual_time = max(self._virtual_time, tenant.charge)
         first = tenant.pop()
@@ -194,11 +196,13 @@ class Scheduler(Generic[Item]):
             tenant.running -= 1
             request.used += share
 
-    def _must_wait(self, tenant: _TenantQueue[Item]) -> bool:
-        """Tell whether a step of the tenant would slow down that of one charged less."""
-        if not self._shares_cores or tenant.running:
+    def _must_wait(self) -> bool:
+        """Tell whether a step would slow down another one while several tenants are active."""
+        if not self._shares_cores or not any(t.running for t in self._tenants.values()):
             return False
-        return any(t.running and t.charge < tenant.charge for t in self._tenants.values())
+        recently = self._virtual_time - _ACTIVE
+        active = (t for t in self._tenants.values() if t.is_waiting or t.charge > recently)
+        return sum(1 for _ in active) > 1
 
     def _count_out(self, tenant: _TenantQueue[Item]) -> None:
         tenant.running += 1

@@ -137,20 +137,26 @@ def test_a_tenant_that_was_idle_has_priority_for_a_bounded_time():
     assert any(4.0 <= one.began < 4.1 for one in busy)
 
 
-def test_steps_that_share_cores_do_not_slow_down_a_tenant_that_comes_before():
+def test_steps_that_share_cores_run_one_at_a_time_while_several_tenants_are_active():
     scheduler = Scheduler(merged_size=1, shares_cores=True)
-    greedy, modest = [call("greedy", 0.0, 1.0) for _ in range(4)], call("modest", 0.0, 1.0)
+    greedy, modest = [call("greedy", 0.0, 1.0) for _ in range(20)], call("modest", 0.0, 1.0)
     for one in greedy:
         scheduler.add(one)
     first, second = scheduler.next(), scheduler.next()  # steps of one tenant run together
     assert (first, second) == ([greedy[0]], [greedy[1]])
-    scheduler.ran(first, 0.1)
     scheduler.add(modest)
-    assert scheduler.next() == [modest]  # beside a step that was there before it
+    scheduler.ran(first, 0.1)
+    assert scheduler.next() == []
     scheduler.ran(second, 0.1)
+    assert scheduler.next() == [modest]
     assert scheduler.next() == []
     scheduler.ran([modest], 0.004)
     assert scheduler.next() == [greedy[2]]
+    assert scheduler.next() == [], "the modest tenant was active a moment ago"
+    scheduler.ran([greedy[2]], 2.0)
+    assert [scheduler.next(), scheduler.next(), scheduler.next()] == [
+        [one] for one in greedy[3:6]
+    ], "the modest tenant has not come back for long"
 
 
 def test_waiting_requests_are_merged_and_the_cost_is_shared():
