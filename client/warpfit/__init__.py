@@ -33,7 +33,7 @@ from warpfit.errors import (
     WarpfitError,
 )
 from warpfit.fitting import Accuracy, Method, Reason
-from warpfit.ir import Batch, Program
+from warpfit.ir import Batch, Population, Program
 from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
@@ -73,6 +73,7 @@ __all__ = [
     "Method",
     "ParseError",
     "PermissionDeniedError",
+    "Population",
     "Precision",
     "PrecisionWarning",
     "Program",

@@ -1,6 +1,7 @@
-"""The intermediate representation: an expression (`Program`) and a batch of them (`Batch`).
+"""The intermediate representation: `Program`, `Population` and `Batch`.
 
-Both are postfix: operands come before their operator, the first operand first, so ``x1 - p1`` is
+A program is one expression, a population many, a batch a population with parameter vectors. All are
+postfix: operands come before their operator, the first operand first, so ``x1 - p1`` is
 ``[variable 0, parameter 0, sub]``. Each token is a code and a float64 value. The code is VARIABLE,
 PARAMETER, CONSTANT or the code of an operator of `warpfit.ops`; the value is the index of the
 variable or parameter (from 0), the constant itself, or 0 for an operator.
@@ -8,11 +9,11 @@ variable or parameter (from 0), the constant itself, or 0 for an operator.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,7 +21,12 @@ from numpy.typing import ArrayLike, NDArray
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions.parameter_vectors import ParameterVectors
 from warpfit.expressions.printing import to_latex, to_text
-from warpfit.expressions.token_checks import are_well_formed, check_indices, check_structure
+from warpfit.expressions.token_checks import (
+    are_well_formed,
+    check_indices,
+    check_structure,
+    needed_parameters,
+)
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 T = TypeVar("T")
@@ -49,9 +55,7 @@ class Program:
         value_array = np.array(values, dtype=np.float64, ndmin=1)
         if value_array.shape != code_array.shape or code_array.ndim != 1:
             raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
-        starts = np.array([0, len(code_array)])
-        if not are_well_formed(code_array, value_array, starts, starts[1:]):
-            check_structure(code_array, value_array, starts)
+        Population(code_array, value_array, np.array([len(code_array)]))._check_structure()
         self._codes, self._values = code_array.tobytes(), value_array.tobytes()
 
     @classmethod
@@ -156,15 +160,6 @@ class Program:
         """Height of the evaluation stack that the program needs."""
         return int(np.cumsum(1 - ARITIES[self.codes].astype(np.int64)).max())
 
-    @cached_property
-    def structure_hash(self) -> bytes:
-        """BLAKE2b hash of the lifted program (see `lift`), 16 bytes.
-
-        ``x1 + p1`` and ``x1 + 2.5`` have the same hash, and one compiled kernel serves both.
-        """
-        codes, operands = lift(self.codes, self.values)
-        return hashlib.blake2b(codes.tobytes() + operands.tobytes(), digest_size=16).digest()
-
     def lift_constants(self) -> tuple[Program, NDArray[np.float64]]:
         """Make every constant a parameter, so that it can be fitted.
 
@@ -212,39 +207,13 @@ class Program:
         return f"${to_latex(self)}$"
 
 
-def lift(
-    codes: NDArray[np.uint8], values: NDArray[np.float64]
-) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """Replace the constants and parameters of one program by slots.
+@dataclass(frozen=True, slots=True, eq=False)
+class Population(Sequence[Program]):
+    """Many programs as flat arrays, a sequence of `Program` that is made of them when it is read.
 
-    Each constant and each distinct parameter becomes a slot, numbered in order of appearance.
-
-    Returns:
-        Codes with every CONSTANT replaced by PARAMETER, uint8 [tokens], and the operand of each
-        token, uint32 [tokens]: the variable's index, the slot's number, or 0 for an operator.
-
-    """
-    operands = np.where(codes == VARIABLE, values, 0.0).astype(np.uint32)
-    slots: dict[int, int] = {}
-    next_slot = 0
-    for position in np.flatnonzero((codes == PARAMETER) | (codes == CONSTANT)).tolist():
-        if codes[position] == CONSTANT:
-            operands[position] = next_slot
-            next_slot += 1
-            continue
-        index = int(values[position])
-        if index not in slots:
-            slots[index] = next_slot
-            next_slot += 1
-        operands[position] = slots[index]
-    return np.where(codes == CONSTANT, np.uint8(PARAMETER), codes), operands
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Batch:
-    """A batch of programs with their parameter vectors, as flat arrays.
-
-    `check` must pass before an engine computes it.
+    A slice is a view, ``+`` joins two, ``==`` compares token for token. The constructor checks
+    nothing, because a server checks what it computes; `of`, the parser and the front ends make
+    well-formed programs.
     """
 
     codes: NDArray[np.uint8]
@@ -253,12 +222,142 @@ class Batch:
     """Token values; [tokens]."""
     lengths: NDArray[np.uint32]
     """Tokens of each program; [programs]."""
+
+    @classmethod
+    def of(cls, programs: Sequence[Program]) -> Population:
+        """Join programs."""
+        if isinstance(programs, Population):
+            return Population(programs.codes, programs.values, programs.lengths)
+        codes = [program._codes for program in programs]
+        return Population(
+            np.frombuffer(b"".join(codes), dtype=np.uint8),
+            np.frombuffer(b"".join([program._values for program in programs])),
+            np.fromiter(map(len, codes), np.uint32, len(codes)),
+        )
+
+    def __len__(self) -> int:
+        """Count the programs."""
+        return len(self.lengths)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Index of each program's first token, and the total at the end; int64 [programs + 1]."""
+        return _starts(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Program: ...
+
+    @overload
+    def __getitem__(self, index: slice | ArrayLike) -> Self: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one program, or those of a slice, of indices [n] or of a mask [programs]."""
+        if isinstance(index, int | np.integer):
+            return self.program(range(len(self))[index])
+        if isinstance(index, slice) and index.step in (None, 1):
+            start, stop, _ = index.indices(len(self))
+            return self._chosen(slice(start, max(start, stop)))
+        return self._chosen(np.arange(len(self))[index])
+
+    def __iter__(self) -> Iterator[Program]:
+        """Make the programs one after the other, after one check of all.
+
+        Raises:
+            ProgramError: for the first bad token.
+
+        """
+        self._check_structure()
+        ends = self.starts.tolist()
+        for start, stop in pairwise(ends):
+            yield Program._unchecked(self.codes[start:stop], self.values[start:stop])
+
+    def __add__(self, other: Population) -> Population:
+        """Join two populations."""
+        if not isinstance(other, Population):
+            return NotImplemented
+        return Population(
+            np.concatenate([self.codes, other.codes]),
+            np.concatenate([self.values, other.values]),
+            np.concatenate([self.lengths, other.lengths]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Compare token for token."""
+        if not isinstance(other, Population):
+            return NotImplemented
+        return all(
+            getattr(self, name).tobytes() == getattr(other, name).tobytes()
+            for name in ("codes", "values", "lengths")
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Show the sizes and the first programs."""
+        shown = ", ".join([*map(str, self[:3]), *["..."] * (len(self) > 3)])
+        return f"<{type(self).__name__} of {len(self)}: {shown}>"
+
+    def program(self, index: int) -> Program:
+        """Return one program, by its index from 0.
+
+        Raises:
+            ProgramError: if its tokens are not one well-formed expression.
+
+        """
+        start, stop = self.starts[index : index + 2]
+        return Program(self.codes[start:stop], self.values[start:stop])
+
+    def texts(self, names: Sequence[str] = ()) -> list[str]:
+        """Return the text of each program, as `warpfit.expressions.printing.to_text`."""
+        return [to_text(program, names) for program in self]
+
+    def lift_constants(self) -> tuple[Population, list[NDArray[np.float64]]]:
+        """Make every constant a parameter, as `Program.lift_constants`, in all programs at once.
+
+        Returns:
+            The programs, and for each its constants, float64 [constants].
+
+        """
+        constant, starts = self.codes == CONSTANT, self.starts
+        before = _starts(constant)
+        own = np.arange(before[-1]) - np.repeat(before[starts[:-1]], np.diff(before[starts]))
+        needed = self.needed_parameters()
+        values = self.values.copy()
+        values[constant] = own + np.repeat(needed, np.diff(before[starts]))
+        codes = np.where(constant, np.uint8(PARAMETER), self.codes)
+        constants = np.split(self.values[constant], before[starts[1:-1]])
+        return Population(codes, values, self.lengths), constants[: len(self)]
+
+    def needed_parameters(self) -> NDArray[np.int64]:
+        """Return the number of parameters that each program needs, int64 [programs]."""
+        return needed_parameters(self.codes, self.values, self.starts).astype(np.int64)
+
+    def _check_structure(self) -> None:
+        if len(self) and not are_well_formed(self.codes, self.values, self.starts, self.lengths):
+            check_structure(self.codes, self.values, self.starts)
+
+    def _chosen(self, programs: slice | NDArray[np.int64]) -> Population:
+        tokens = _pieces(self.starts, programs)
+        return Population(self.codes[tokens], self.values[tokens], self.lengths[programs])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
+class Batch(Population):
+    """A population with the parameter vectors of each program.
+
+    A slice keeps the vectors. Batches are equal only if they are the same object. `check` must pass
+    before an engine computes it.
+    """
+
     parameter_counts: NDArray[np.uint32]
     """Length of each program's parameter vector; [programs]."""
     parameters: NDArray[np.float64]
     """For each program in turn its K parameter vectors, C order [K, count]; flat."""
     vectors: int = 1
     """K, the number of parameter vectors for each program; at least 1."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     @classmethod
     def of(
@@ -277,17 +376,10 @@ class Batch:
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
             )
-        codes = [program._codes for program in programs]
-        batch = cls(
-            np.frombuffer(b"".join(codes), dtype=np.uint8),
-            np.frombuffer(b"".join([program._values for program in programs])),
-            np.fromiter(map(len, codes), np.uint32, len(codes)),
-            parameter_counts=np.zeros(len(codes), np.uint32),
-            parameters=np.empty(0),
-        )
-        if parameters is None:
-            return batch
-        return batch.with_parameters(ParameterVectors.of(len(programs), parameters))
+        tokens = Population.of(programs)
+        vectors = ParameterVectors.of(len(programs), parameters)
+        batch = cls(tokens.codes, tokens.values, tokens.lengths, vectors.counts, vectors.numbers)
+        return replace(batch, vectors=vectors.count)
 
     def with_parameters(self, vectors: ParameterVectors) -> Batch:
         """Return a batch of the same programs, which share their arrays, with these parameters."""
@@ -297,10 +389,6 @@ class Batch:
             parameters=vectors.numbers,
             vectors=vectors.count,
         )
-
-    def __len__(self) -> int:
-        """Count the programs."""
-        return len(self.lengths)
 
     def copy(self) -> Batch:
         """Return a copy of the batch with arrays of its own."""
@@ -318,24 +406,23 @@ class Batch:
         )
 
     @property
-    def starts(self) -> NDArray[np.int64]:
-        """Index of each program's first token, and the total at the end; int64 [programs + 1]."""
-        return _starts(self.lengths)
-
-    @property
     def parameter_starts(self) -> NDArray[np.int64]:
         """Index of each program's first parameter value, and the total; int64 [programs + 1]."""
         return _starts(self.parameter_counts) * self.vectors
-
-    def program(self, index: int) -> Program:
-        """Return one program of the batch."""
-        start, stop = self.starts[index : index + 2]
-        return Program(self.codes[start:stop], self.values[start:stop])
 
     def program_parameters(self, index: int) -> NDArray[np.float64]:
         """Return the parameter vectors of one program, [K, count]."""
         start, stop = self.parameter_starts[index : index + 2]
         return self.parameters[start:stop].reshape(self.vectors, -1)
+
+    def _chosen(self, programs: slice | NDArray[np.int64]) -> Batch:
+        tokens = Population._chosen(self, programs)
+        return Batch(
+            *(tokens.codes, tokens.values, tokens.lengths),
+            parameter_counts=self.parameter_counts[programs],
+            parameters=self.parameters[_pieces(self.parameter_starts, programs)],
+            vectors=self.vectors,
+        )
 
     def check(self, variables: int) -> None:
         """Check every token against the operator table and the data set.
@@ -383,7 +470,18 @@ class Batch:
                 )
 
 
-def _starts(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
+def _starts(lengths: NDArray[Any]) -> NDArray[np.int64]:
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
+
+
+def _pieces(
+    starts: NDArray[np.int64], chosen: slice | NDArray[np.int64]
+) -> slice | NDArray[np.int64]:
+    """Return the place of the chosen pieces in a flat array, given where each piece starts."""
+    if isinstance(chosen, slice):
+        return slice(int(starts[chosen.start]), int(starts[chosen.stop]))
+    first, lengths = starts[chosen], starts[chosen + 1] - starts[chosen]
+    before = _starts(lengths)
+    return np.arange(before[-1]) + np.repeat(first - before[:-1], lengths)

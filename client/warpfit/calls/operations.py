@@ -20,15 +20,19 @@ from warpfit.calls.fit_arguments import FitOptions, build_fit
 from warpfit.calls.progress import Progress, reporter, silent
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline, Retries
-from warpfit.dataset import Dataset
+from warpfit.calls.splitting import KnownLimits, PartProgress, R, S, join, split
+from warpfit.dataset import Dataset, Layout
 from warpfit.errors import (
     DatasetNotFoundError,
     ProgramError,
     ResourceExhaustedError,
     UnavailableError,
+    WarpfitError,
 )
 from warpfit.expressions.printing import locate
+from warpfit.fitting import FitRequest, FitResult
 from warpfit.ir import Batch
+from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
 from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
 from warpfit.transport.settings import ClientConfig
@@ -66,6 +70,7 @@ class ClientOperations:
 
     config: ClientConfig
     batches: BatchCache = field(default_factory=BatchCache)
+    limits: KnownLimits = field(default_factory=KnownLimits)
 
     def upload(self, X: Any, y: Any, weights: Any, options: UploadOptions) -> Operation[Dataset]:
         """Make a data set resident; send nothing but a question if it already is."""
@@ -96,14 +101,19 @@ class ClientOperations:
         evaluation, leading_axis = build_evaluation(
             data, expressions, parameters, values, options, self.batches
         )
-        message = codec.evaluation_to_bytes(evaluation)
 
-        def attempt() -> tuple[Any, codec.ResultAssembler]:
-            return message, codec.ResultAssembler(evaluation)
+        def evaluate(part: Evaluation) -> Operation[Result]:
+            message = codec.evaluation_to_bytes(part)
 
-        batch = evaluation.batch
-        collector = yield from self._on_data("Evaluate", attempt, deadline, data, batch)
-        return Answer.of(collector.result(), batch, leading_axis=leading_axis)
+            def attempt() -> tuple[Any, codec.ResultAssembler]:
+                return message, codec.ResultAssembler(part)
+
+            batch = part.batch
+            collector = yield from self._on_data("Evaluate", attempt, deadline, data, batch)
+            return collector.result()
+
+        result = yield from self._in_parts(evaluation, data.layout, evaluate)
+        return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
         self, data: DatasetHandle, expressions: Any, parameters: Parameters, options: FitOptions
@@ -111,14 +121,22 @@ class ClientOperations:
         """Fit parameters; upload the data set again if the server does not have it."""
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self.batches)
-        batch = request.problem.batch
-        message = codec.fit_to_message(request)
+        searches = PartProgress.of(request, options.get("progress"))
 
-        def attempt() -> tuple[Any, codec.FitAssembler]:
-            return message, codec.FitAssembler(request, options.get("progress"))
+        def fit(part: FitRequest) -> Operation[FitResult]:
+            message, batch = codec.fit_to_message(part), part.problem.batch
+            share = searches.share(part)
+            within = deadline.part(share) if part.settings.partial else deadline
 
-        collector = yield from self._on_data("Optimize", attempt, deadline, data, batch)
-        return Fit.of(collector.result(), batch, all_starts=request.settings.all_starts)
+            def attempt() -> tuple[Any, codec.FitAssembler]:
+                return message, codec.FitAssembler(part, searches.reporter(part))
+
+            collector = yield from self._on_data("Optimize", attempt, within, data, batch)
+            searches.finish(part)
+            return collector.result()
+
+        result = yield from self._in_parts(request, data.layout, fit)
+        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
 
     def release(self, data: DatasetHandle) -> Operation[None]:
         """Release a data set; nothing happens if it is not resident."""
@@ -137,6 +155,25 @@ class ClientOperations:
         """Ask for version, engine, devices, limits and operators."""
         message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
         return codec.info_from_message(message)
+
+    def _in_parts(
+        self, request: R, layout: Layout, call: Callable[[R], Operation[S]]
+    ) -> Operation[S]:
+        """Call with a request, or with parts of it where the server refuses it as too large."""
+        bounds = self.limits.bounds(request, layout)
+        if len(bounds) == 2:
+            try:
+                return (yield from call(request))
+            except ResourceExhaustedError as error:
+                bounds = self.limits.learn(error, request, layout)
+        results = []
+        for start, part in zip(bounds, split(request, bounds), strict=False):
+            try:
+                results.append((yield from self._in_parts(part, layout, call)))
+            except WarpfitError as error:
+                error.expression = None if error.expression is None else error.expression + start
+                raise
+        return join(results)
 
     def _on_data(
         self,

@@ -28,6 +28,11 @@ class Deadline:
         """Return the seconds left, at least 0; None without a deadline."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
+    def part(self, share: float) -> Deadline:
+        """Return a deadline after this share of the time left."""
+        remaining = self.remaining()
+        return Deadline(None if remaining is None else max(1e-3, share * remaining))
+
 
 @dataclass(slots=True)
 class Retries:

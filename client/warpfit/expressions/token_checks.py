@@ -68,12 +68,12 @@ def are_well_formed(
     fits |= is_parameter & (bits < bounds)
     with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
         fits &= np.floor(values) == values
-    if counts is not None and (_needed(codes, values, starts) != counts).any():
+    if counts is not None and (needed_parameters(codes, values, starts) != counts).any():
         return False
     return bool((fits == (is_variable | is_parameter)).all())
 
 
-def _needed(codes: Codes, values: Values, starts: Starts) -> NDArray[np.float64]:
+def needed_parameters(codes: Codes, values: Values, starts: Starts) -> NDArray[np.float64]:
     """Return the length of the parameter vector that each program needs, float64 [programs]."""
     highest = np.where(codes == PARAMETER, values, -1.0)
     with np.errstate(invalid="ignore"):  # a constant may be a signaling NaN
@@ -171,7 +171,7 @@ def check_indices(
         lambda value, token: f"p{value + 1:.0f} is used, and {_parameters(bounds[token])} given",
         "Give a longer parameter vector for this expression",
     )
-    needed = _needed(codes, values, starts)
+    needed = needed_parameters(codes, values, starts)
     if (needed != counts).any():
         program = int(np.argmax(needed != counts))
         used = (

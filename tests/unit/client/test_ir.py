@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from support.engines.strategies import leaves, numbers, programs
 from warpfit.errors import InvalidArgumentError, ProgramError
-from warpfit.ir import Batch, Program, lift
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.ir import Batch, Population, Program
+from warpfit.ops import ARITIES, BY_CODE, OPERATORS, PARAMETER, VARIABLE
 
 ADD, SIN, WHERE = (OPERATORS[name].code for name in ("add", "sin", "where"))
 X1, P1, TWO = Program.variable(0), Program.parameter(0), Program.constant(2.0)
@@ -114,28 +114,46 @@ def test_apply_refuses_a_wrong_number_of_operands(name, operands):
     assert caught.value.reason == "WRONG_ARITY"
 
 
-@given(programs(), st.data())
-def test_structure_hash_ignores_numbers_only(program, data):
-    constant = program.codes == CONSTANT
-    values = np.where(constant, data.draw(st.floats()), program.values)
-    assert Program(program.codes, values).structure_hash == program.structure_hash
-    assert len(program.structure_hash) == 16
-    other = data.draw(programs())
-    same = [lift(p.codes, p.values) for p in (program, other)]
-    alike = all(np.array_equal(a, b) for a, b in zip(*same, strict=True))
-    assert (other.structure_hash == program.structure_hash) == alike
+@given(st.lists(programs(), max_size=6), st.data())
+def test_a_population_is_a_sequence_of_its_programs(drawn, data):
+    population = Population.of(drawn)
+    assert list(population) == drawn == [population[index] for index in range(len(drawn))]
+    start, stop = data.draw(st.integers(-7, 7)), data.draw(st.integers(-7, 7))
+    step = data.draw(st.sampled_from([None, 1, 2, -1]))
+    assert list(population[start:stop:step]) == drawn[start:stop:step]
+    if drawn:
+        chosen = data.draw(st.lists(st.integers(0, len(drawn) - 1), max_size=5))
+        taken = [drawn[index] for index in chosen]
+        assert list(population[np.array(chosen, dtype=np.int64)]) == taken
+        assert population[-1] == drawn[-1]
+    assert population[:2] + population[2:] == population == pickle.loads(pickle.dumps(population))
+    assert population.texts() == list(map(str, drawn))
+    assert (population == Population.of(drawn[1:])) == (not drawn)
 
 
-def test_structure_hash_tells_shared_parameters_from_distinct_ones():
-    p2 = Program.parameter(1)
-    shared = Program.apply("add", P1, P1).structure_hash
-    assert shared != Program.apply("add", P1, p2).structure_hash
-    assert Program.apply("sub", P1, p2).structure_hash == (
-        Program.apply("sub", p2, P1).structure_hash
-    )
-    assert Program.apply("add", X1, P1).structure_hash == (
-        Program.apply("add", X1, TWO).structure_hash
-    )
+@given(st.lists(programs(), min_size=1, max_size=6))
+def test_constants_of_a_population_are_lifted_as_those_of_its_programs(drawn):
+    lifted, starts = Population.of(drawn).lift_constants()
+    for program, own, start in zip(drawn, lifted, starts, strict=True):
+        wanted, constants = program.lift_constants()
+        assert own == wanted
+        np.testing.assert_array_equal(start, constants)
+
+
+def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
+    population = Population.of([X1, P1, TWO])
+    assert np.shares_memory(population[1:].codes, population.codes)
+    with pytest.raises(IndexError):
+        population[3]
+    with pytest.raises(ProgramError):
+        list(Population(np.array([ADD], np.uint8), np.zeros(1), np.array([1], np.uint32)))
+
+
+def test_chosen_programs_of_a_batch_keep_their_parameters():
+    batch = Batch.of([P1, X1, Program.parameter(1)], [[1.0], [], [2.0, 3.0]])
+    for part in (batch[1:], batch[[1, 2]], batch[[False, True, True]]):
+        assert list(part) == list(batch)[1:]
+        np.testing.assert_array_equal(part.program_parameters(1), [[2.0, 3.0]])
 
 
 @settings(max_examples=50)

@@ -1,0 +1,158 @@
+"""Batches above a server's limits: split by the client, the results joined."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import warpfit
+from warpfit import codec, testing
+from warpfit.calls.splitting import bounds_below, even_bounds
+from warpfit.errors import ProgramError, ResourceExhaustedError
+from warpfit.server_info import Limits
+from warpfit_server.limits import check_batch, check_fit, check_result, check_tokens
+
+rng = np.random.default_rng(3)
+X = rng.uniform(0.5, 2.0, size=(30, 2))
+Y = 2.0 * X[:, 0] - 0.5 * X[:, 1]
+TEXTS = ["p1*x1 + p2*x2", "x1", "p1 + sin(p2*x1) + p3", "x1*x2 - 3", "p1*x2", "exp(p1 - x2)", "x2"]
+STARTS = [[1.0, 0.5], [], [0.1, 0.2, 0.3], [], [1.5], [0.2], []]
+OUTPUTS = {
+    "values": {},
+    "loss": {"loss": "mse", "gradient": True, "variable_gradient": True, "reductions": True},
+    "jacobian": {"jacobian": True, "correlation": True},
+    "scaling": {"loss": "mse", "linear_scaling": True},
+}
+LIMITS = {
+    "programs": Limits(programs=3),
+    "tokens": Limits(tokens=12),
+    "bytes": Limits(result_bytes=2_000),
+    "message": Limits(message_bytes=400),
+}
+
+
+class LimitedServer(testing.InProcessServer):
+    """Refuses what a real server with these limits refuses."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.limits = limits
+
+    def _evaluate(self, message):
+        evaluation = codec.evaluation_from_bytes(message)
+        self.check(evaluation.batch, len(message))
+        check_result(evaluation, self._dataset(evaluation.dataset_id).layout, self.limits)
+        return super()._evaluate(message)
+
+    def _optimize(self, message):
+        request = codec.fit_from_message(message)
+        self.check(request.problem.batch, message.ByteSize())
+        check_fit(request, self._dataset(request.problem.dataset_id).layout, self.limits)
+        return super()._optimize(message)
+
+    def check(self, batch, size):
+        check_batch(batch, self.limits)
+        check_tokens(len(batch.codes), self.limits)
+        if size > self.limits.message_bytes:
+            sizes = {"needed": size, "available": self.limits.message_bytes}
+            raise ResourceExhaustedError("one message is too large", "MESSAGE_TOO_LARGE", **sizes)
+
+
+def assert_same(found, wanted):
+    if isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, np.ndarray):
+        np.testing.assert_array_equal(found, wanted)
+    else:
+        for name in ("sum", "mean", "min", "max", "non_finite"):
+            assert_same(getattr(found, name), getattr(wanted, name))
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("options", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_evaluations_above_a_limit_give_what_a_server_without_limits_gives(
+    limits, options, vectors
+):
+    starts = STARTS if vectors == 1 else [np.stack([s, s]) * [[1.0], [2.0]] for s in STARTS]
+    server = LimitedServer(limits)
+    with testing.client() as free, testing.client(server) as limited:
+        data = free.upload(X, Y)
+        wanted = free.evaluate(data, TEXTS, starts, **options)
+        assert_same(limited.evaluate(data, TEXTS, starts, **options), wanted)
+        refused = server.calls.count("Evaluate")
+        assert_same(limited.evaluate(data, TEXTS, starts, **options), wanted)
+    # What a limit has refused once is split before it is sent.
+    assert server.calls.count("Evaluate") - refused <= refused
+
+
+@pytest.mark.parametrize(
+    "limits", [LIMITS["programs"], LIMITS["tokens"], Limits(result_bytes=3_000)]
+)
+def test_fits_above_a_limit_are_split_with_their_bounds_and_report_progress(limits):
+    reports = []
+    options = {"bounds": (-1.5, 1.5), "fixed": [None, None, [True, False, False], *[None] * 4]}
+    with testing.client() as free, testing.client(LimitedServer(limits)) as limited:
+        data = free.upload(X, Y)
+        wanted = free.optimize(data, TEXTS, STARTS, **options)
+        found = limited.optimize(
+            *(data, TEXTS, STARTS), **options, progress=reports.append, partial=True, timeout=60
+        )
+    for name in ("parameters", "loss", "initial_loss", "iterations", "reason", "start"):
+        assert_same(getattr(found, name), getattr(wanted, name))
+    assert {report.searches for report in reports} == {len(TEXTS)}
+    assert all(0 <= report.active <= len(TEXTS) for report in reports)
+
+
+def test_the_asyncio_client_splits_too():
+    async def body():
+        async with testing.async_client(LimitedServer(LIMITS["programs"])) as client:
+            data = await client.upload(X, Y)
+            return await client.evaluate(data, TEXTS, STARTS, loss="mse")
+
+    with testing.client() as free:
+        wanted = free.evaluate(free.upload(X, Y), TEXTS, STARTS, loss="mse")
+    assert_same(asyncio.run(body()), wanted)
+
+
+def test_errors_of_a_part_name_the_expression_in_the_whole_batch():
+    with testing.client(LimitedServer(LIMITS["programs"])) as client:
+        data = client.upload(X, Y)
+        with pytest.raises(ProgramError) as caught:
+            client.evaluate(data, ["x1"] * 5 + ["x1 + x9", "x1"], loss="mse")
+    assert caught.value.expression == 5
+    assert caught.value.text == "x1 + x9"
+
+
+def test_one_expression_above_a_limit_is_refused():
+    with testing.client(LimitedServer(Limits(result_bytes=100))) as client:
+        data = client.upload(X, Y)
+        with pytest.raises(warpfit.ResourceExhaustedError, match="bytes of results"):
+            client.evaluate(data, ["x1", "x2", "x1"])
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 60))
+def test_bounds_below_a_weight_make_few_parts_that_are_light_or_alone(weights, most):
+    bounds = bounds_below(np.array(weights, dtype=np.float64), most)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(weights)
+    parts = [weights[start:stop] for start, stop in itertools.pairwise(bounds)]
+    assert all(part and (sum(part) <= most or len(part) == 1) for part in parts)
+    assert all(sum(part) + after[0] > most for part, after in itertools.pairwise(parts))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40), st.integers(1, 9))
+def test_even_bounds_make_parts_of_about_the_same_weight(weights, parts):
+    bounds = even_bounds(np.array(weights, dtype=np.float64), parts)
+    assert (bounds[0], bounds[-1]) == (0, len(weights))
+    assert bounds == sorted(set(bounds))
+    assert len(bounds) <= parts + 1
+    sums = [sum(weights[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert max(sums) <= sum(weights) / parts + max(weights)
