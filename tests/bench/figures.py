@@ -357,9 +357,10 @@ def overload() -> Iterator[str]:
         )
     ]
     for name, machine in (
-        ("guard", "2 cores, CPU engine"),
-        ("guard_16_cores", "16 cores, CPU engine"),
-        ("guard_cuda", "16 cores, H200"),
+        ("guard_loop", "2 cores, CPU engine, the present loop"),
+        ("guard", "2 cores, CPU engine, the loop before"),
+        ("guard_16_cores", "16 cores, CPU engine, the loop before"),
+        ("guard_cuda", "16 cores, H200, the loop before"),
     ):
         document = result(name)
         over = document["ten_times_overload"]

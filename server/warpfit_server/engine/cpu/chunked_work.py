@@ -41,6 +41,8 @@ _MOST_FOR_INSTANCES: Final = 4_000_000
 _TOKENS_A_CHUNK: Final = 1000
 _COST_OF_LOWERING: Final = 500
 _COST_OF_DERIVATIVES: Final = 1500
+#: Token-rows for which waking one more thread takes as long as computing them.
+_COST_OF_A_THREAD: Final = 300_000
 #: Scalars of a chunk (64 bytes each): they share the second-level cache with the rows.
 _CHUNK_SCALARS: Final = 4096
 #: The spans of work that has no rows.
@@ -78,6 +80,10 @@ class ChunkedWork:
     def chunks(self) -> int:
         """Number of chunks."""
         return len(self.cut.ranges) * len(self.cut.spans)
+
+    def helpers(self, first: int, stop: int) -> int:
+        """Return how many threads gain from helping with some of the chunks."""
+        return self.cut.cost * (stop - first) // self.chunks // _COST_OF_A_THREAD
 
     def instances_finished(self, chunks: int) -> int:
         """Return how many instances, from the first, are finished once the first chunks are."""

@@ -51,11 +51,11 @@ from warpfit_server.engine.cpu.chunked_work import (
 from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs
-from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.interface import Device, Linearisation, Outputs, Steps, timed
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import LoweringCache
-from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
+from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.engine.validate import check_tokens
 from warpfit_server.system.compile_cache import default_cache_directory
 from warpfit_server.system.resources import available_cores
@@ -89,7 +89,7 @@ class CpuEngine:
         self._directory = directory
         self._derivatives = self._load_derivatives()
         self._datasets: dict[bytes, Dataset] = {}
-        self._loop = ParallelLoop(self.threads, self._code.parallel)
+        self._loop = ParallelLoop(self.threads, self._code.parallel, NICE)
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
         self._plans: LoweringCache[derivatives.DerivativePlan] = LoweringCache()
 
@@ -177,7 +177,8 @@ class CpuEngine:
 
     def _run(self, work: ChunkedWork, first: int = 0, stop: int | None = None) -> None:
         """Run a range of chunks, or all, in one step."""
-        self._loop.run(work, first, work.chunks if stop is None else stop)
+        stop = work.chunks if stop is None else stop
+        self._loop.run(work.function, work.block, first, stop, work.helpers(first, stop))
         if work.cancelled[0]:
             raise CancelledError("the evaluation was cancelled", "CANCELLED")
 

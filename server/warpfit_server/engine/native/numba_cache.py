@@ -143,6 +143,13 @@ def cached_in(directory: Path) -> Iterator[Callable[..., Any]]:
             numba.config.CACHE_DIR = before
 
 
+def address_of(function: Any) -> int:
+    """Return the address at which C code may call a compiled function."""
+    (compiled,) = function.overloads.values()
+    name = compiled.fndesc.llvm_cfunc_wrapper_name
+    return int(compiled.library.get_pointer_to_function(name))
+
+
 def fingerprint(modules: Iterable[ModuleType], *files: str) -> str:
     """Return a hash of what shapes compiled code: sources, compilers, and this very processor."""
     digest = hashlib.sha256()

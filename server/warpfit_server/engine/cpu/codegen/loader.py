@@ -18,8 +18,9 @@ from warpfit import ops
 from warpfit_server.engine.autodiff import rules
 from warpfit_server.engine.cpu.codegen import build, dot_products, parts
 from warpfit_server.engine.cpu.codegen.kernels import COPY, LOSS_KERNELS, Flavour, symbol
-from warpfit_server.engine.cpu.threads import ParallelCode
 from warpfit_server.engine.lowering.lowered import COPY_CODE
+from warpfit_server.engine.native.numba_cache import address_of
+from warpfit_server.engine.native.threads import ParallelCode
 from warpfit_server.system.compile_cache import usable_cache_directory
 
 _LOG: Final = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def load(directory: Path, processes: int = 1) -> CompiledCode:
         parts.load_check(place)
     kernels = {flavour: _link_kernels(code) for flavour, code in objects.items()}
     _LOG.info("CPU engine ready after %.2f s", time.perf_counter() - start)
-    lower, interpret = (_address_of(function) for function in functions)
+    lower, interpret = (address_of(function) for function in functions)
     return CompiledCode(lower, interpret, parallel, kernels, functions)
 
 
@@ -106,7 +107,7 @@ def load_derivatives(
         for flavour, content in objects.items()
     }
     _LOG.info("derivatives ready after %.2f s", time.perf_counter() - start)
-    differentiate, linearise = (_address_of(function) for function in functions)
+    differentiate, linearise = (address_of(function) for function in functions)
     return CompiledDerivatives(code.lower, differentiate, linearise, combine, kernels, functions)
 
 
@@ -147,10 +148,3 @@ def _link(code: bytes) -> Any:
     owner.add_object_file(llvm.ObjectFileRef.from_data(code))
     owner.finalize_object()
     return owner
-
-
-def _address_of(function: Any) -> int:
-    """Return the address at which C code may call a compiled function."""
-    (compiled,) = function.overloads.values()
-    name = compiled.fndesc.llvm_cfunc_wrapper_name
-    return int(compiled.library.get_pointer_to_function(name))

@@ -22,7 +22,6 @@ from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.cpu import (
     derivative_interpreter,
     interpreter,
-    parallel_loop,
     row_loss,
     statistics,
 )
@@ -36,7 +35,6 @@ from warpfit_server.engine.cpu.codegen import (
     vector,
 )
 from warpfit_server.engine.cpu.codegen.kernels import FLAVOURS, Flavour
-from warpfit_server.engine.cpu.threads import ParallelCode
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
 from warpfit_server.engine.native import (
     arguments,
@@ -44,8 +42,10 @@ from warpfit_server.engine.native import (
     compile_processes,
     intrinsics,
     numba_cache,
+    parallel_loop,
 )
 from warpfit_server.engine.native.numba_cache import cached_in
+from warpfit_server.engine.native.threads import ParallelCode
 from warpfit_server.system import compile_cache
 
 #: Modules that shape the code.
@@ -56,7 +56,6 @@ _SOURCES: Final = (
     *(parallel_loop, compile_cache),
 )
 _WORD: Final = types.int64
-_WORDS: Final = types.Array(types.int64, 1, "C")
 
 
 def directory_of(cache: Path) -> Path:
@@ -89,13 +88,7 @@ def load_check(_: Path) -> None:
 
 def load_parallel(place: Path) -> ParallelCode:
     """Load the functions of `parallel_loop`."""
-    one = types.void(_WORDS)
-    with cached_in(place) as jit:
-        return ParallelCode(
-            run=jit(types.int64(_WORDS, _WORD, _WORD), parallel_loop.run),
-            help_others=jit(one, parallel_loop.help_others),
-            close=jit(one, parallel_loop.close),
-        )
+    return ParallelCode.load(place)
 
 
 # ------------------------------------------------------------------------------ kernels, by LLVM

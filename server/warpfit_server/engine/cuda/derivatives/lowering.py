@@ -1,16 +1,15 @@
 """Lowering of programs with their derivatives to the code of derivatives.cu, on a few threads.
 
-The calling thread and each helper run, in compiled code without Python's lock::
+The calling thread and the helpers of a `ParallelLoop` run, without Python's lock::
 
-    while (programs := the next few of the batch) is not empty:
-        for program in programs: differentiate it; append its code
+    while (chunk := next few programs that nobody has taken) is not None:
+        for program in chunk: differentiate it; append its code
 
-A thread takes only a few programs at a time, because they differ in length.
+A chunk is small, because programs differ in length.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,33 +39,41 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
 )
 from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
-from warpfit_server.engine.native import arguments, intrinsics, numba_cache
+from warpfit_server.engine.native import (
+    arguments,
+    calls,
+    intrinsics,
+    numba_cache,
+    parallel_loop,
+)
 from warpfit_server.engine.native.arguments import (
+    FAILED,
+    FINISHED,
     OWN_ARRAYS,
     argument_block,
     floats,
     reader,
     words,
 )
-from warpfit_server.engine.native.intrinsics import add_atomically
+from warpfit_server.engine.native.numba_cache import address_of
+from warpfit_server.engine.native.threads import ParallelCode, ParallelLoop
 from warpfit_server.system import compile_cache
 
-#: Programs that a thread takes at a time.
-_PROGRAMS_AT_A_TIME: Final = 16
+#: Programs of a chunk.
+_CHUNK: Final = 12
 #: Tokens for each helper: ten times those that are lowered while a thread is being woken.
 _TOKENS_A_THREAD: Final = 1500
 #: Largest index in 16 bits.
 _INDEX_LIMIT: Final = 1 << 16
-_FAILED: Final = -1
 #: Modules that the compiled code depends on.
 _SOURCES: Final = (
-    *(ops, compile_cache, intrinsics, arguments, graph, lowered, schedule, lower),
-    *(rules, backward_pass, differentiate),
+    *(ops, compile_cache, intrinsics, calls, arguments, parallel_loop, graph, lowered),
+    *(schedule, lower, rules, backward_pass, differentiate),
 )
 _RECORD_WORDS: Final = PROGRAM.itemsize // 4
-# Arrays of an argument block before those of `source_arrays`: the next program, whether values are
-# kept, and the case labels.
-_NEXT, _KEEPS_VALUES, _LABELS = range(OWN_ARRAYS)
+# Arrays of an argument block before those of `source_arrays`: the largest index of an operand in
+# each chunk, whether values are kept, and the case labels.
+_LARGEST, _KEEPS_VALUES, _LABELS = range(OWN_ARRAYS)
 _ENCODED: Final = AFTER_SOURCE
 
 
@@ -80,9 +87,9 @@ class DerivativeLowering:
     """
 
     def __init__(self, directory: Path, threads: int) -> None:
-        self._lower = _load(directory)
-        self._helpers = threads - 1
-        self._pool = ThreadPoolExecutor(max(1, self._helpers), "lower")
+        self._lower, parallel = _load(directory)
+        self._address = address_of(self._lower)
+        self._loop = ParallelLoop(threads, parallel)
 
     def lower(
         self,
@@ -109,8 +116,12 @@ class DerivativeLowering:
         """
         source = source_arrays(batch, row_loss, requested)
         out = _empty(len(batch.codes), len(batch), len(row_loss.codes))
-        options = np.zeros(1, dtype=np.int64), np.array([keeps_values], dtype=np.int64), labels()
-        _check_index(self._run((*options, *source, *out), len(batch.codes)))
+        largest = np.zeros(-(-len(batch) // _CHUNK), dtype=np.int64)
+        options = largest, np.array([keeps_values], dtype=np.int64), labels()
+        block = argument_block((*options, *source, *out))
+        helpers = len(batch.codes) // _TOKENS_A_THREAD
+        self._loop.run(self._address, block, 0, len(largest), helpers)
+        _check_index(int(largest.max(initial=0)))
         instructions, loads, columns, entries = source[-1].tolist()
         out.instructions[instructions] = 0
         records = out.programs.view(PROGRAM).reshape(-1)
@@ -126,27 +137,13 @@ class DerivativeLowering:
             out.constants[:loads],
         )
 
-    def _run(self, arrays: tuple[NDArray[Any], ...], tokens: int) -> int:
-        """Lower on a suitable number of threads; return the largest index of an operand."""
-        block = argument_block(arrays)
-        share = min(self._helpers, tokens // _TOKENS_A_THREAD)
-        helpers = [self._pool.submit(self._help, block, arrays) for _ in range(share)]
-        found = [self._help(block, arrays)]
-        found += [helper.result() for helper in helpers if not helper.cancel()]
-        if _FAILED in found:
-            raise MemoryError("no memory to lower a batch with its derivatives")
-        return max(found)
 
-    def _help(self, block: NDArray[np.int64], _held: tuple[NDArray[Any], ...]) -> int:
-        """Lower until all programs are taken; ``_held`` keeps the block's arrays alive."""
-        return int(self._lower(block.ctypes.data))
-
-
-def _load(directory: Path) -> Any:
-    """Load the compiled `lower_programs` from disk, or compile it (about 15 s) and store it."""
+def _load(directory: Path) -> tuple[Any, ParallelCode]:
+    """Load the compiled code from disk, or compile it (about 15 s) and store it."""
     name = f"derivatives-{numba_cache.fingerprint(_SOURCES, encoding.__file__, __file__)}"
+    parallel = ParallelCode.load(directory / name)
     with numba_cache.cached_in(directory / name) as jit:
-        return jit(types.int64(types.int64), lower_programs)
+        return jit(types.int64(types.int64, types.int64), lower_chunk), parallel
 
 
 def _empty(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:
@@ -198,8 +195,8 @@ _unsigned: Final = reader(types.uint32)
 _signed: Final = reader(types.int32)
 
 
-def lower_programs(block: int) -> Any:
-    """Lower programs until all are taken; return the largest index of an operand, or _FAILED."""
+def lower_chunk(block: int, chunk: int) -> Any:
+    """Lower the programs of a chunk; see `arguments`."""
     source = source_of(block)
     out = EncodedArrays(
         _unsigned(block, _ENCODED).reshape((-1, 4)),
@@ -209,22 +206,20 @@ def lower_programs(block: int) -> Any:
         _signed(block, _ENCODED + 4).reshape((-1, 2)),
         floats(block, _ENCODED + 5),
     )
-    taken, keeps_values = words(block, _NEXT), words(block, _KEEPS_VALUES)[0] != 0
-    case_labels, programs = words(block, _LABELS), len(source.starts) - 1
+    keeps_values, case_labels = words(block, _KEEPS_VALUES)[0] != 0, words(block, _LABELS)
+    first = chunk * _CHUNK
+    stop = min(first + _CHUNK, len(source.starts) - 1)
     largest: Any = np.int64(0)
     try:
-        while True:
-            first = add_atomically(np.int64(taken.ctypes.data), np.int64(_PROGRAMS_AT_A_TIME))
-            if first >= programs:
-                return largest
-            stop = min(first + _PROGRAMS_AT_A_TIME, programs)
-            workspace = new_workspace(source, first, stop)
-            is_read = np.empty(len(workspace.state.graph.nodes) + 1, dtype=np.bool_)
-            for program in range(first, stop):
-                differentiate_program(source, workspace, program)
-                index = encode_program(
-                    source, workspace, program, case_labels, keeps_values, is_read, out
-                )
-                largest = max(largest, index)
+        workspace = new_workspace(source, first, stop)
+        is_read = np.empty(len(workspace.state.graph.nodes) + 1, dtype=np.bool_)
+        for program in range(first, stop):
+            differentiate_program(source, workspace, program)
+            index = encode_program(
+                source, workspace, program, case_labels, keeps_values, is_read, out
+            )
+            largest = max(largest, index)
     except Exception:  # the only one that compiled code raises here is for lack of memory
-        return np.int64(_FAILED)
+        return FAILED
+    words(block, _LARGEST)[chunk] = largest
+    return FINISHED

@@ -17,8 +17,8 @@ from warpfit_server.engine.autodiff.backward_pass import (
 from warpfit_server.engine.autodiff.differentiate import row_loss_tokens
 from warpfit_server.engine.cpu.chunked_work import differentiation_work, lowering_work
 from warpfit_server.engine.cpu.codegen import loader
-from warpfit_server.engine.cpu.threads import ParallelLoop
 from warpfit_server.engine.lowering.lowered import Lowered
+from warpfit_server.engine.native.threads import ParallelLoop
 from warpfit_server.system.compile_cache import default_cache_directory
 
 X1, X2, P1 = Program.variable(0), Program.variable(1), Program.parameter(0)
@@ -40,7 +40,7 @@ def lower():
         else:
             work, lowered = lowering_work(code.lower, batch, flag)
         loop = ParallelLoop(threads, code.parallel)
-        loop.run(work, 0, work.chunks)
+        loop.run(work.function, work.block, 0, work.chunks, work.helpers(0, work.chunks))
         loop.close()
         return lowered
 

@@ -24,7 +24,6 @@ from warpfit_server.engine.autodiff.backward_pass import (
     SQUARES,
 )
 from warpfit_server.engine.cpu.codegen import parts
-from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.native.arguments import FINISHED, RANGE, argument_block
@@ -123,17 +122,3 @@ def check_no_gaps(code: DerivativeCode) -> None:
         np.testing.assert_array_equal(firsts[order], ends - sizes[order])
         assert int(ends[-1]) == total
     assert not code.instructions[-1].any()
-
-
-def test_small_batches_need_no_helpers(monkeypatch, shared):
-    asked = []
-    monkeypatch.setattr(shared._pool, "submit", lambda *_: asked.append(1))
-    lower(shared, Batch.of(*thesis_mix(1, 30)), "fit")
-    assert not asked
-
-
-def test_a_thread_without_memory_fails_the_whole_batch(monkeypatch, shared):
-    answers = iter([derivative_lowering._FAILED, 7, 7, 7])
-    monkeypatch.setattr(shared, "_lower", lambda _: next(answers))
-    with pytest.raises(MemoryError):
-        lower(shared, Batch.of(*thesis_mix(1, 300)), "fit")

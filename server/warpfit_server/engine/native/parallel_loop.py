@@ -1,4 +1,4 @@
-"""The parallel loop of the CPU engine: threads take the chunks of a task by an atomic counter.
+"""A parallel loop in compiled code: threads take the chunks of a task by an atomic counter.
 
 The simple form, of the calling thread and of each helper thread:
 
