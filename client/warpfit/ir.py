@@ -27,6 +27,7 @@ from warpfit.expressions.token_checks import (
     check_structure,
     needed_parameters,
 )
+from warpfit.formulas import methods
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
 T = TypeVar("T")
@@ -194,6 +195,9 @@ class Program:
                 del stack[-row.arity :]
                 stack.append(operator(row, operands))
         return stack.pop()
+
+    bind = methods.bind
+    simplify = methods.simplify
 
     def __str__(self) -> str:
         """Return the text that `warpfit.parse` reads back, over x1, x2, ... and p1, p2, ...."""

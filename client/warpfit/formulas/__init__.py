@@ -1,0 +1,1 @@
+"""Formulas for publication: simplification, snapped constants, code in other languages."""

@@ -1,0 +1,444 @@
+"""Exact rules that bring a program into normal form, never with more tokens.
+
+Real numbers obey each rule where the rule applies. In floating point some round elsewhere than the
+original, because constants are combined and sums and products are reordered. Variables and
+parameters are taken to be finite, and sums, products and powers of finite numbers not to leave the
+range of their type; under these assumptions NaN and infinities stay where they are, unless rules
+that hold only where a formula is defined are allowed. The sign of a zero is not kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from warpfit.errors import ResourceExhaustedError
+from warpfit.formulas.nodes import (
+    LOGICAL,
+    Call,
+    Factors,
+    Leaf,
+    Node,
+    Product,
+    Sum,
+    Terms,
+    call_node,
+    leaf,
+    number,
+    product_node,
+    sum_node,
+)
+from warpfit.ir import Program
+from warpfit.ops import CONSTANT, Operator
+
+#: Most tokens of a program; the time grows with the product of length and depth.
+MOST_TOKENS: Final = 5_000
+#: Most applications of all rules; two or three reach the end.
+_MOST_ROUNDS: Final = 12
+#: Exponents up to this are written as powers.
+_MOST_EXPONENT: Final = 64
+#: Coefficients that cancel to less than this part of the largest are rounding errors.
+_ROUNDING: Final = 8 * np.finfo(np.float64).eps
+
+_COMMUTATIVE: Final = frozenset({"add", "mul", "eq", "ne", "and", "or"})
+_ODD: Final = frozenset({"sin", "tan", "asin", "atan", "sinh", "tanh", "erf", "cbrt", "sign"})
+_EVEN: Final = frozenset({"cos", "cosh", "logabs", "plog"})
+#: Functions whose results each of these functions leaves as they are.
+_UNCHANGED: Final = {
+    **dict.fromkeys(("floor", "ceil"), frozenset({"floor", "ceil", "sign"})),
+    **{"sign": frozenset({"sign"}), "relu": frozenset({"relu"})},
+}
+#: Functions that undo others where both are defined.
+_INVERSES: Final = {
+    **{"exp": "log", "log": "exp", "log1p": "expm1", "expm1": "log1p", "sin": "asin"},
+    **{"cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"},
+}
+_MIRRORED: Final = {"gt": "lt", "ge": "le"}
+
+
+class _OutOfRangeError(ArithmeticError):
+    """Constants cannot be combined, because the result would overflow or underflow."""
+
+
+def simplified(program: Program, assume_defined: bool = False) -> Program:
+    """Apply the exact rules until nothing changes.
+
+    Args:
+        program: the program.
+        assume_defined: also apply rules that hold only where the formula is defined.
+
+    Returns:
+        A program that is not longer; simplifying it again returns the same.
+
+    Raises:
+        ResourceExhaustedError: if the program has more than `MOST_TOKENS` tokens.
+
+    """
+    if len(program) > MOST_TOKENS:
+        raise ResourceExhaustedError(
+            f"the program has {len(program)} tokens, and simplification takes {MOST_TOKENS}",
+            "PROGRAM_TOO_LONG",
+            "Simplify its parts",
+            "programs",
+        )
+    rules = Rules(assume_defined)
+    seen = [program]
+    while len(seen) <= _MOST_ROUNDS:
+        following = rules.applied_once(seen[-1])
+        if following in seen:
+            # Programs that lead to each other have the same length; any start finds the same one.
+            return min(seen[seen.index(following) :], key=lambda p: (len(p), p.codes.tobytes()))
+        seen.append(following)
+    return seen[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Builds nodes in normal form."""
+
+    assume_defined: bool
+
+    def applied_once(self, program: Program) -> Program:
+        """Return the tokens of a program's normal form."""
+        node = program.fold(leaf, self.apply)
+        codes = np.frombuffer(node.tokens.codes, np.uint8)
+        return Program(codes, np.frombuffer(node.tokens.values, ">f8"))
+
+    def apply(self, row: Operator, operands: list[Node]) -> Node:
+        """Apply an operator; the result is never longer than with the operator as it is."""
+        constants = [_constant(operand) for operand in operands]
+        known = [value for value in constants if value is not None]
+        if len(known) == len(operands):
+            with np.errstate(all="ignore"):
+                return leaf(CONSTANT, float(row.numpy(*map(np.float64, known))))
+        ordered = sorted(operands, key=_key) if row.name in _COMMUTATIVE else operands
+        plain = call_node(row.name, ordered)
+        rule = _RULES.get(row.name)
+        try:
+            found = rule(self, *operands) if rule else self.call(row.name, operands)
+        except _OutOfRangeError:
+            return plain
+        return found if len(found) <= len(plain) else plain
+
+    # ------------------------------------------------------------------------------------ sums
+
+    def total(self, constant: float, items: Iterable[tuple[float, Node]]) -> Node:
+        """Return a sum of nodes with coefficients."""
+        given = list(items)
+        found = self._collected(constant, given, distribute=False)
+        distributed = self._collected(constant, given, distribute=True)
+        return min(distributed, found, key=len)
+
+    def _collected(
+        self, constant: float, items: list[tuple[float, Node]], *, distribute: bool
+    ) -> Node:
+        """Return the sum with like terms combined, and a common coefficient before it."""
+        coefficients: dict[Node, list[float]] = {}
+        waiting = items[::-1]
+        while waiting:
+            c, node = waiting.pop()
+            if isinstance(node, Sum) and (
+                distribute or abs(c) == 1.0 or not node.terms or _is_scaled(node)
+            ):
+                if node.constant != 0.0:
+                    constant = _range(constant + _multiplied(c, node.constant))
+                waiting += [(_multiplied(c, inner), term) for inner, term in node.terms[::-1]]
+            else:
+                coefficients.setdefault(node, []).append(c)
+        terms = [(c, t) for t, cs in coefficients.items() for c in self._combined(t, cs)]
+        whole = sum_node(constant, terms)
+        return min(whole, _factored(constant, tuple(terms)) or whole, key=len)
+
+    def _combined(self, term: Node, coefficients: list[float]) -> list[float]:
+        """Add coefficients; of an infinite term those of different signs remain apart."""
+        if term.finite or self.assume_defined:
+            total = _sum(coefficients)
+            return [total] if total else []
+        signs: dict[float, list[float]] = {}
+        for c in coefficients:
+            signs.setdefault(math.copysign(1.0, c) if c else 0.0, []).append(c)
+        return [_sum(group) for group in signs.values()]
+
+    def negative(self, node: Node) -> Node:
+        """Return minus a node."""
+        return self.total(0.0, [(-1.0, node)])
+
+    # -------------------------------------------------------------------------------- products
+
+    def product(self, coefficient: float, factors: Iterable[tuple[Node, float]]) -> Node:
+        """Return a number times powers of nodes; exponents of unknown bases are integers."""
+        exponents: dict[Node, list[float]] = {}
+        waiting = list(factors)[::-1]
+        while waiting:
+            base, e = waiting.pop()
+            scale, inner = _as_product(base)
+            if not inner or e.is_integer():
+                coefficient = _multiplied(coefficient, _power(scale, e))
+            else:
+                inner = self._under_root(base, scale, inner)
+            if inner == ((base, 1.0),):
+                exponents.setdefault(base, []).append(e)
+            elif self._is_root(inner):
+                exponents.setdefault(product_node(inner), []).append(e)
+            else:
+                waiting += [(b, e * f) for b, f in inner[::-1]]
+        collected = tuple(
+            (base, e) for base, es in exponents.items() for e in self._exponents(base, es)
+        )
+        if coefficient == 0.0 and (self.assume_defined or product_node(collected).finite):
+            return number(0.0)
+        signs = [self._with_sign(base, e) for base, e in collected]
+        coefficient *= math.prod(sign for sign, _, _ in signs)
+        node = product_node((base, e) for _, base, e in signs)
+        return node if coefficient == 1.0 else self.total(0.0, [(coefficient, node)])
+
+    def _under_root(self, base: Node, scale: float, factors: Factors) -> Factors:
+        """Return the powers whose exponents a fractional exponent may multiply, or the base."""
+        if scale == 1.0 and len(factors) == 1:
+            inner, e = factors[0]
+            if e % 2.0 == 0.0:
+                return ((self.absolute(inner), e),)
+            if self._positive(inner):
+                return factors
+        return ((base, 1.0),)
+
+    def _is_root(self, factors: Factors) -> bool:
+        """Tell whether a product is a root of a node of unknown sign, which stays whole."""
+        return any(not e.is_integer() and not self._positive(base) for base, e in factors)
+
+    def _positive(self, node: Node) -> bool:
+        return self.assume_defined or node.nonnegative
+
+    def _exponents(self, base: Node, exponents: list[float]) -> list[float]:
+        """Add the exponents of a base as far as 0, infinity and NaN allow it."""
+        cancels = self.assume_defined or (base.finite and base.nonzero)
+        groups = [exponents] if cancels else [
+            [e for e in exponents if e > 0], [e for e in exponents if e < 0]
+        ]  # fmt: skip
+        return [total for group in groups if (total := math.fsum(group)) != 0.0]
+
+    def _with_sign(self, base: Node, e: float) -> tuple[float, Node, float]:
+        """Return the base of an even power with either sign as the first in the canonical order."""
+        if isinstance(base, Sum) and e.is_integer():
+            opposite = self.negative(base)
+            if e % 2 == 0 and opposite.key < base.key:
+                return 1.0, opposite, e
+            if e % 2 and len(opposite) < len(base):
+                return -1.0, opposite, e
+        return 1.0, base, e
+
+    def power(self, base: Node, e: float) -> Node | None:
+        """Return a node to a constant exponent; None if the operator has to remain."""
+        if e == 0.0:
+            return number(1.0)
+        if e.is_integer() and abs(e) <= _MOST_EXPONENT:
+            return self.product(1.0, [(base, e)])
+        if e.is_integer() or not abs(e) <= _MOST_EXPONENT:
+            return None
+        if e == 0.5 and base.finite:
+            return self.root(base)
+        return self.product(1.0, [(base, e)]) if self._positive(base) else None
+
+    def root(self, node: Node) -> Node:
+        """Return the square root of a node, that of a square as its absolute value."""
+        scale, factors = _as_product(node)
+        outside = math.sqrt(scale) if scale > 0.0 else math.nan
+        if outside * outside != scale:
+            return self.product(1.0, [(node, 0.5)])
+        if all(e % 2.0 == 0.0 for _, e in factors):
+            return self.product(outside, [(self.absolute(b), e / 2.0) for b, e in factors])
+        return self.product(outside, [(product_node(factors), 0.5)])
+
+    def absolute(self, node: Node) -> Node:
+        """Return the absolute value, with factors that are never negative outside."""
+        scale, factors = _as_product(node)
+        parts = [(product_node([factor]), factor) for factor in factors]
+        outside = [factor for part, factor in parts if part.nonnegative]
+        inside = product_node([factor for part, factor in parts if not part.nonnegative])
+        if isinstance(inside, Sum) and inside.terms:
+            inside = min(inside, self.negative(inside), key=_key)
+        if not (isinstance(inside, Sum) and not inside.terms):
+            if not (isinstance(inside, Call) and inside.name == "abs"):
+                inside = call_node("abs", [inside])
+            outside.append((inside, 1.0))
+        return self.product(abs(scale), outside)
+
+    # ----------------------------------------------------------------------------------- calls
+
+    def call(self, name: str, operands: Sequence[Node]) -> Node:
+        """Return a function of its operands."""
+        if len(operands) > 1:
+            return call_node(name, sorted(operands, key=_key) if name in _COMMUTATIVE else operands)
+        (operand,) = operands
+        inner = operand.name if isinstance(operand, Call) else ""
+        if inner and _INVERSES.get(name) == inner:
+            undone = operand.operands[0]  # type: ignore[attr-defined]
+            if self.assume_defined or (name == "exp" and undone.nonnegative):
+                return undone  # type: ignore[no-any-return]
+        if inner in _UNCHANGED.get(name, ()):
+            return operand
+        if name == "log" and inner == "abs":
+            return self.call("logabs", operand.operands)  # type: ignore[attr-defined]
+        if name == "logabs" and operand.nonnegative:
+            return self.call("log", operands)
+        if name in _EVEN:
+            return call_node(name, [min(operand, self.negative(operand), key=_key)])
+        if name in _ODD and len(opposite := self.negative(operand)) < len(operand):
+            return self.negative(call_node(name, [opposite]))
+        return call_node(name, operands)
+
+    def extremum(self, name: str, *operands: Node) -> Node:
+        """Return the least or greatest of nodes without repetitions, constants combined."""
+        flat: list[Node] = []
+        for operand in operands:
+            is_same = isinstance(operand, Call) and operand.name == name
+            flat += operand.operands if is_same else [operand]  # type: ignore[attr-defined]
+        different = sorted(set(flat), key=_key)
+        constants = [c for node in different if (c := _constant(node)) is not None]
+        if len(constants) > 1:
+            best = (np.min if name == "min" else np.max)(constants)
+            rest = [node for node in different if _constant(node) is None]
+            different = sorted([*rest, leaf(CONSTANT, float(best))], key=_key)
+        return different[0] if len(different) == 1 else call_node(name, different)
+
+    def comparison(self, name: str, a: Node, b: Node) -> Node:
+        """Return a comparison; of equal operands its constant result, if they cannot be NaN."""
+        if name in _MIRRORED:
+            name, a, b = _MIRRORED[name], b, a
+        if a == b and (name == "lt" or a.finite or self.assume_defined):
+            return number(float(name in ("le", "eq")))
+        return self.call(name, [a, b])
+
+    def choice(self, condition: Node, a: Node, b: Node) -> Node:
+        """Return ``where``, without a condition that is known or that changes nothing."""
+        known = _constant(condition)
+        if a == b:
+            return a
+        if known is not None:
+            return a if known != 0.0 else b
+        if isinstance(condition, Call) and condition.name == "not":
+            return self.choice(condition.operands[0], b, a)
+        if condition.nonzero:
+            return a
+        return call_node("where", [condition, a, b])
+
+    def negation(self, a: Node) -> Node:
+        """Return ``not``; twice of what is 0 or 1 changes nothing."""
+        if isinstance(a, Call) and a.name == "not" and a.operands[0] in _Logical():
+            return a.operands[0]
+        return call_node("not", [a])
+
+
+class _Logical:
+    """The nodes that are 0 or 1."""
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, Call) and node.name in LOGICAL
+
+
+def _pow(rules: Rules, a: Node, b: Node) -> Node:
+    exponent = _constant(b)
+    found = None if exponent is None else rules.power(a, exponent)
+    return number(1.0) if _constant(a) == 1.0 else found or call_node("pow", [a, b])
+
+
+def _fma(rules: Rules, a: Node, b: Node, c: Node) -> Node:
+    product = rules.product(1.0, [(a, 1.0), (b, 1.0)])
+    found = rules.total(0.0, [(1.0, product), (1.0, c)])
+    plain = call_node("fma", [*sorted([a, b], key=_key), c])
+    return min(found, plain, key=len)
+
+
+_Rule = Callable[..., Node]
+_RULES: Final[dict[str, _Rule]] = {
+    "add": lambda rules, a, b: rules.total(0.0, [(1.0, a), (1.0, b)]),
+    "sub": lambda rules, a, b: rules.total(0.0, [(1.0, a), (-1.0, b)]),
+    "neg": Rules.negative,
+    "mul": lambda rules, a, b: rules.product(1.0, [(a, 1.0), (b, 1.0)]),
+    "div": lambda rules, a, b: rules.product(1.0, [(a, 1.0), (b, -1.0)]),
+    "inv": lambda rules, a: rules.product(1.0, [(a, -1.0)]),
+    "square": lambda rules, a: rules.product(1.0, [(a, 2.0)]),
+    "cube": lambda rules, a: rules.product(1.0, [(a, 3.0)]),
+    "sqrt": Rules.root,
+    "sqrtabs": lambda rules, a: rules.root(rules.absolute(a)),
+    "pow": _pow,
+    "abs": Rules.absolute,
+    "fma": _fma,
+    "where": Rules.choice,
+    "not": Rules.negation,
+    **{name: lambda rules, a, b, name=name: rules.extremum(name, a, b) for name in ("min", "max")},
+    **{
+        name: lambda rules, a, b, name=name: rules.comparison(name, a, b)
+        for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    },
+}
+
+
+def _key(node: Node) -> tuple[int, bytes, bytes]:
+    return node.key
+
+
+def _constant(node: Node) -> float | None:
+    """Return the value of a constant, None for other nodes."""
+    if isinstance(node, Sum) and not node.terms:
+        return node.constant
+    if isinstance(node, Leaf) and node.tokens.codes[0] == CONSTANT:
+        return float(np.frombuffer(node.tokens.values, ">f8")[0])
+    return None
+
+
+def _is_scaled(node: Sum) -> bool:
+    """Tell whether a sum is a number times one term."""
+    return node.constant == 0.0 and len(node.terms) == 1
+
+
+def _as_product(node: Node) -> tuple[float, Factors]:
+    """Return a node as a number and factors."""
+    if isinstance(node, Sum) and not node.terms:
+        return node.constant, ()
+    if isinstance(node, Sum) and _is_scaled(node):
+        scale, term = node.terms[0]
+        return scale, term.factors if isinstance(term, Product) else ((term, 1.0),)
+    return 1.0, node.factors if isinstance(node, Product) else ((node, 1.0),)
+
+
+def _factored(constant: float, terms: Terms) -> Node | None:
+    """Return c * (a + b) for c*a + c*b; None if the coefficients differ."""
+    scale = abs(terms[0][0]) if terms else 1.0
+    if scale in (0.0, 1.0) or len(terms) + (constant != 0.0) < 2:
+        return None
+    rest = constant / scale
+    if any(abs(c) != scale for c, _ in terms) or len(repr(rest)) > len(repr(constant)) + 1:
+        return None
+    return sum_node(0.0, [(scale, sum_node(rest, [(c / scale, term) for c, term in terms]))])
+
+
+def _sum(coefficients: Sequence[float]) -> float:
+    total = math.fsum(coefficients)
+    largest = max(map(abs, coefficients))
+    return 0.0 if abs(total) <= _ROUNDING * largest else _range(total)
+
+
+def _multiplied(a: float, b: float) -> float:
+    product = _range(a * b)
+    if product == 0.0 and a != 0.0 != b:
+        raise _OutOfRangeError
+    return product
+
+
+def _power(a: float, e: float) -> float:
+    with np.errstate(all="ignore"):
+        power = _range(float(np.power(np.float64(a), e)))
+    if power == 0.0 != a:
+        raise _OutOfRangeError
+    return power
+
+
+def _range(value: float) -> float:
+    if not math.isfinite(value):
+        raise _OutOfRangeError
+    return value

@@ -1,0 +1,195 @@
+"""Exact simplification: known cases by hand, and random programs against the NumPy reference."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.engines.strategies import numbers, programs
+from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse
+from warpfit.expressions.reference import evaluate_program
+from warpfit.formulas.rules import MOST_TOKENS
+from warpfit.ops import BY_CODE, CONSTANT, VARIABLE
+
+#: A formula, what becomes of it, and what where formulas are assumed to be defined; None for both
+#: the same.
+CASES = [
+    ("x1 - x1", "0", None),
+    ("x1/x1", "x1 / x1", "1"),
+    ("cosh(x1)/cosh(x1)", "cosh(x1) / cosh(x1)", "1"),
+    ("tanh(x1) - tanh(x1)", "0", None),
+    ("exp(x1) - exp(x1)", "exp(x1) - exp(x1)", "0"),
+    ("exp(x1) + exp(x1)", "2 * exp(x1)", None),
+    ("(x1^2 + 1)/(1 + x1^2)", "1", None),
+    ("0*x1", "0", None),
+    ("0*log(x1)", "0 * log(x1)", "0"),
+    ("2*log(x1) - 3*log(x1)", "2 * log(x1) - 3 * log(x1)", "-log(x1)"),
+    ("(x1*2)*3", "6 * x1", None),
+    ("(x1 + 1) + 2", "x1 + 3", None),
+    ("0.1*x1 + 0.2*x1 - 0.3*x1", "0", None),
+    ("x1/3", "x1 / 3", None),
+    ("2*(x1 + 3) + 4", "2 * x1 + 10", None),
+    ("2*x1 + 2*x2", "2 * (x1 + x2)", None),
+    ("(x1*1e200)*1e200", "1e+200 * (1e+200 * x1)", None),
+    ("sqrt(x1^2)", "abs(x1)", None),
+    ("sqrt(4*x1^2)", "2 * abs(x1)", None),
+    ("sqrt(x1)^2", "square(sqrt(x1))", "x1"),
+    ("sqrt(x1^-1)", "sqrt(inv(x1))", "inv(sqrt(x1))"),
+    ("(x1^2)^3", "x1 ^ 6", None),
+    ("(x1^0.5)^3", "cube(sqrt(x1))", "x1 ^ 1.5"),
+    ("x1*x1*x2*x2", "square(x1 * x2)", None),
+    ("x1^3/x1", "cube(x1) / x1", "square(x1)"),
+    ("x1^0", "1", None),
+    ("1^x1", "1", None),
+    ("--x1", "x1", None),
+    ("1 - (1 - x1)", "x1", None),
+    ("-(x1 - x2)", "x2 - x1", None),
+    ("1*x1 + 0", "x1", None),
+    ("1/(1/x1)", "x1", None),
+    ("x1/(x2/x3)", "x1 * x3 / x2", None),
+    ("abs(abs(-x1))", "abs(x1)", None),
+    ("abs(x1^2*x2)", "abs(x2) * square(x1)", None),
+    ("abs(x1 - x2) + abs(x2 - x1)", "2 * abs(x1 - x2)", None),
+    ("(x1 - x2)^2 - (x2 - x1)^2", "0", None),
+    ("exp(log(x1))", "exp(log(x1))", "x1"),
+    ("exp(log(x1^2))", "square(x1)", None),
+    ("log(exp(x1))", "log(exp(x1))", "x1"),
+    ("log(abs(x1))", "logabs(x1)", None),
+    ("cos(-x1) + cos(x1)", "2 * cos(x1)", None),
+    ("sin(-x1) + sin(x1)", "0", None),
+    ("sign(ceil(x1))", "sign(ceil(x1))", None),
+    ("max(x1, max(2, max(x1, 3)))", "max(x1, 3)", None),
+    ("x1 < x1", "0", None),
+    ("log(x1) <= log(x1)", "log(x1) <= log(x1)", "1"),
+    ("x2 > x1", "x1 < x2", None),
+    ("not not (x1 < x2)", "x1 < x2", None),
+    ("where(not x1, x2, x3)", "where(x1, x3, x2)", None),
+    ("where(1 > 2, x1, x2)", "x2", None),
+    ("sin(2)*3 + floor(2.5)", repr(3 * math.sin(2) + 2), None),
+    ("fma(x1, 2, x1)", "3 * x1", None),
+    ("inf - inf + x1", "x1 + nan", None),
+]
+
+
+@pytest.mark.parametrize(("text", "usual", "defined"), CASES)
+def test_known_cases(text, usual, defined):
+    program = parse(text)
+    assert program.simplify() == parse(usual)
+    assert program.simplify(assume_defined=True) == parse(defined or usual)
+
+
+def test_parameters_become_constants_if_they_are_given():
+    program = parse("p1*x1 + p2*x1*p1")
+    assert program.simplify() == parse("x1*p1 + x1*p1*p2").simplify()
+    assert program.simplify([2.0, 0.5]) == parse("3*x1")
+    assert program.bind([2, 0.5]) == parse("2*x1 + 0.5*x1*2")
+    with pytest.raises(InvalidArgumentError, match="2 parameters"):
+        program.simplify([2.0])
+
+
+def test_long_and_deep_programs_are_simplified_up_to_a_limit():
+    half = MOST_TOKENS // 2
+    chain = [(VARIABLE, 0.0), *[(VARIABLE, 1.0), (16, 0.0)] * (half - 1)]
+    assert Program(*zip(*chain, strict=True)).simplify() == parse(f"x1 + {half - 1}*x2")
+    nested = Program([VARIABLE, *[32] * (half - 1)], [0.0] * half)
+    assert nested.simplify() == nested
+    with pytest.raises(ResourceExhaustedError, match="5001 tokens"):
+        Program([VARIABLE, *[32] * MOST_TOKENS], [0.0] * (MOST_TOKENS + 1)).simplify()
+
+
+def perturbed(program, columns, parameters, rng, ulp=4):
+    """Evaluate with errors of up to ``ulp`` after each operator, and zeros of either sign.
+
+    Returns:
+        The values, and whether all numbers stay far from overflow and underflow, [rows].
+
+    """
+    in_range = np.ones(columns.shape[1], bool)
+
+    def leaf(code, value):
+        if code == CONSTANT:
+            return np.full(columns.shape[1], value)
+        if code == VARIABLE:
+            return columns[int(value)]
+        return np.full(columns.shape[1], parameters[int(value)])
+
+    def operator(row, operands):
+        result = np.asarray(row.numpy(*operands), float)
+        size = np.abs(result)
+        with_zero = row.name in ("div", "inv", "pow", "log", "logabs", "log2", "log10", "log1p")
+        overflow = np.isinf(result) & np.all([np.isfinite(o) for o in operands], axis=0)
+        in_range[(overflow & (not with_zero)) | ((size > 1e200) & np.isfinite(size))] = False
+        in_range[(size < 1e-200) & (size > 0)] = False
+        noise = ulp * np.finfo(float).eps * rng.uniform(-1, 1, result.shape)
+        largest = np.max([np.abs(o) for o in operands], axis=0)
+        result = result + np.where(np.isfinite(largest) & np.isfinite(size), noise * size, 0.0)
+        return np.where(result == 0, np.copysign(0.0, rng.uniform(-1, 1, size.shape)), result)
+
+    with np.errstate(all="ignore"):
+        return program.fold(leaf, operator), in_range
+
+
+def assert_agrees(program, simplified, columns, parameters, seed):
+    """Compare where small errors change little, and numbers stay in range."""
+    rng = np.random.default_rng(seed)
+    runs = [perturbed(program, columns, parameters, rng, ulp) for ulp in (0, *[4] * 7)]
+    found = evaluate_program(simplified, columns, parameters)
+    usable = np.all([run[1] for run in runs], axis=0)
+    usable &= perturbed(simplified, columns, parameters, rng)[1]
+    values = np.array([run[0] for run in runs])
+    finite, nan = np.isfinite(values), np.isnan(values)
+    infinite = np.isinf(values).all(axis=0) & (np.ptp(np.sign(values), axis=0) == 0)
+    with np.errstate(all="ignore"):
+        middle, spread = values.mean(axis=0), np.ptp(values, axis=0)
+        far = np.abs(found - middle) > 100 * spread + 1e-11 * np.abs(middle) + 1e-300
+    wrong = finite.all(axis=0) & (spread < 1e-6 * np.abs(middle)) & (far | ~np.isfinite(found))
+    wrong |= nan.all(axis=0) & ~np.isnan(found)
+    wrong |= infinite & (found != values[0])
+    row = int(np.argmax(wrong & usable))
+    case = str(simplified), columns[:, row], values[:, row], found[row]
+    assert not (wrong & usable).any(), case
+
+
+ordinary = numbers(np.float32).filter(math.isfinite)
+columns = st.lists(st.tuples(ordinary, ordinary, ordinary), min_size=1, max_size=30)
+
+
+@given(
+    programs(30, constants=st.integers(-3, 3).map(float) | ordinary | st.just(0.5)),
+    columns,
+    st.tuples(ordinary, ordinary),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=300)
+def test_simplified_programs_agree_with_the_reference(program, rows, parameters, seed):
+    simplified = program.simplify()
+    assert len(simplified) <= len(program)
+    assert simplified.simplify() == simplified
+    assert_agrees(program, simplified, np.array(rows).T, np.array(parameters), seed)
+    defined = program.simplify(assume_defined=True)
+    assert len(defined) <= len(simplified)
+    assert defined.simplify(assume_defined=True) == defined
+
+
+@given(programs(30), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_the_order_of_operands_makes_no_difference(program, random):
+    swapped = program.fold(
+        lambda code, value: Program([code], [value]),
+        lambda row, operands: Program.apply(
+            row,
+            *(
+                operands[::-1]
+                if row.name in ("add", "mul", "min", "max", "eq") and random.random() < 0.5
+                else operands
+            ),
+        ),
+    )
+    assert {BY_CODE.get(code) for code in swapped.codes} == {
+        BY_CODE.get(code) for code in program.codes
+    }
+    assert swapped.simplify() == program.simplify()
