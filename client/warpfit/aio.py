@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 from warpfit.calls.arguments import EvaluateOptions, UploadOptions
+from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
-from warpfit.calls.operations import Action, ClientOperations, Operation, Sleep
+from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.server_info import ServerInfo
+from warpfit.transport.addresses import Address, Target, target_of
 from warpfit.transport.call import Call
 from warpfit.transport.channel import AsyncGrpcTransport, AsyncTransport
 from warpfit.transport.security import Security, TlsConfig
@@ -42,10 +46,10 @@ class AsyncClient:
     Arguments, results and errors of each method are those of the method of the same name there.
     """
 
-    def __init__(self, transport: AsyncTransport, config: ClientConfig) -> None:
+    def __init__(self, transport: AsyncTransport, config: ClientConfig, target: Target) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
         self._transport = transport
-        self._operations = ClientOperations(config)
+        self._operations = ClientOperations.of(config, target)
 
     async def upload(
         self,
@@ -134,18 +138,35 @@ class AsyncClient:
             return await self._transport.call(action)
         if isinstance(action, Sleep):
             return await asyncio.sleep(action.seconds)
+        if isinstance(action, Gather):
+            return await self._gather(action.operations)
+        if isinstance(action, Forget):
+            return await self._transport.forget(action.address)
+        if isinstance(action, Background):
+            return threading.Thread(target=action.function, daemon=True).start()
         return await asyncio.to_thread(action.function)
+
+    async def _gather(self, operations: Sequence[Operation[Any]]) -> list[Any]:
+        tasks = [asyncio.ensure_future(self._run(operation)) for operation in operations]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 def connect_async(
-    address: str,
+    address: Address = None,
     *,
     token: str | None = None,
     tls: TlsConfig | bool | None = None,
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
+    wait: float | None = None,
+    replicas: int = 2,
 ) -> AsyncClient:
     """Make an asyncio client inside a running event loop; arguments as for `warpfit.connect`."""
-    config = ClientConfig.of(retry, transport)
-    security = Security.of(address, token, tls)
-    return AsyncClient(AsyncGrpcTransport(address, config.transport, security), config)
+    target = target_of(address)
+    config = ClientConfig.of(retry, transport, wait, replicas)
+    security = Security.of(target, token, tls)
+    return AsyncClient(AsyncGrpcTransport(target, config.transport, security), config, target)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Self, TypeVar, Unpack
 
 from warpfit.calls.arguments import EvaluateOptions, UploadOptions
+from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
-from warpfit.calls.operations import Action, ClientOperations, Operation, Sleep
+from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.server_info import ServerInfo
-from warpfit.transport.call import Call
+from warpfit.transport.addresses import Address, Target, target_of
+from warpfit.transport.call import Call, Cancellation
 from warpfit.transport.channel import GrpcTransport, Transport
 from warpfit.transport.security import Security, TlsConfig
 from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
@@ -49,10 +54,10 @@ class Client:
     longer than the retry policy allows, ResourceExhaustedError over one of its limits.
     """
 
-    def __init__(self, transport: Transport, config: ClientConfig) -> None:
+    def __init__(self, transport: Transport, config: ClientConfig, target: Target) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._transport = transport
-        self._operations = ClientOperations(config)
+        self._operations = ClientOperations.of(config, target)
 
     def upload(
         self,
@@ -196,12 +201,12 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, operation: Operation[T]) -> T:
+    def _run(self, operation: Operation[T], cancellation: Cancellation | None = None) -> T:
         try:
             action = next(operation)
             while True:
                 try:
-                    outcome = self._perform(action)
+                    outcome = self._perform(action, cancellation)
                 except WarpfitError as error:
                     action = operation.throw(error)
                 else:
@@ -211,38 +216,69 @@ class Client:
         finally:
             operation.close()
 
-    def _perform(self, action: Action) -> Any:
+    def _perform(self, action: Action, cancellation: Cancellation | None) -> Any:
         if isinstance(action, Call):
-            return self._transport.call(action)
+            if cancellation is not None:
+                cancellation.check()
+            return self._transport.call(action, cancellation)
         if isinstance(action, Sleep):
-            return time.sleep(action.seconds)
+            return (cancellation.sleep if cancellation else time.sleep)(action.seconds)
+        if isinstance(action, Gather):
+            return self._gather(action.operations)
+        if isinstance(action, Forget):
+            return self._transport.forget(action.address)
+        if isinstance(action, Background):
+            return threading.Thread(target=action.function, daemon=True).start()
         return action.function()
+
+    def _gather(self, operations: Sequence[Operation[Any]]) -> list[Any]:
+        cancellation = Cancellation()
+        with ThreadPoolExecutor(len(operations)) as pool:
+            futures = [pool.submit(self._run, one, cancellation) for one in operations]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()  # raises what an operation has failed with
+                return [future.result() for future in futures]
+            finally:
+                cancellation.cancel()
 
 
 def connect(
-    address: str,
+    address: Address = None,
     *,
     token: str | None = None,
     tls: TlsConfig | bool | None = None,
     retry: RetryPolicy | None = None,
     transport: TransportConfig | None = None,
+    wait: float | None = None,
+    replicas: int = 2,
 ) -> Client:
     """Make a client; nothing is sent before the first call.
 
     Args:
-        address: ``"HOST:PORT"``.
+        address: ``"HOST:PORT"``; several of them, separated by commas or in a list; all addresses
+            of a name, ``"dns:///NAME:PORT"``, which is resolved again and again; or a callable that
+            returns the addresses that there are now (`warpfit.transport.addresses.Resolver`). By
+            default WARPFIT_ADDRESS, or 127.0.0.1:50551.
         token: bearer token, where the server asks for one; by default WARPFIT_TOKEN.
         tls: True for TLS with the system's certificates, a `warpfit.TlsConfig` for others or with
             a client certificate, False for plain text. By default TLS if one of WARPFIT_TLS (1),
             WARPFIT_CA, WARPFIT_CLIENT_CERT, WARPFIT_CLIENT_KEY, WARPFIT_SERVER_NAME is set.
         retry: when to repeat a call that the server could not answer.
         transport: chunk size, message limits and keepalive.
+        wait: seconds for which the first call waits for a server that is still starting. By default
+            it fails after 1.5 s if nobody listens. Later calls wait as ``retry`` says.
+        replicas: on how many of several servers each data set lives; those of up to 16 MiB live on
+            all. It is sent to a server when it is first needed there. Calls go to the less loaded
+            one, and to another one if it fails or is busy; a large batch is split among them.
 
     Raises:
         InvalidArgumentError: if the address has no port, a file cannot be read, or the token would
             leave this machine in plain text without ``tls=False``.
 
     """
-    config = ClientConfig.of(retry, transport)
-    security = Security.of(address, token, tls)
-    return Client(GrpcTransport(address, config.transport, security), config)
+    target = target_of(address)
+    config = ClientConfig.of(retry, transport, wait, replicas)
+    security = Security.of(target, token, tls)
+    return Client(GrpcTransport(target, config.transport, security), config, target)

@@ -18,8 +18,8 @@ request::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,7 +40,8 @@ from warpfit.fitting import FitProgress
 from warpfit.ir import Program
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
-from warpfit.transport.call import Call, UploadStream
+from warpfit.transport.addresses import Target
+from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.settings import ClientConfig, RetryPolicy
 
 #: Retries with short pauses, for tests.
@@ -165,43 +166,58 @@ class InProcessServer:
 
 
 class _InProcessTransport:
-    """Transport of a `Client` to a server in this process."""
+    """Transport of a `Client` to servers in this process."""
 
-    def __init__(self, server: InProcessServer) -> None:
-        self._server = server
+    def __init__(self, servers: Mapping[str, InProcessServer]) -> None:
+        self._servers = servers
 
-    def call(self, call: Call) -> None:
-        self._server.answer(call)
+    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
+        self._servers[call.server].answer(call)
+
+    def forget(self, address: str) -> None:
+        """Nothing is open."""
 
     def close(self) -> None:
         """Nothing is open."""
 
 
 class _AsyncInProcessTransport:
-    """Transport of an `AsyncClient` to a server in this process."""
+    """Transport of an `AsyncClient` to servers in this process."""
 
-    def __init__(self, server: InProcessServer) -> None:
-        self._server = server
+    def __init__(self, servers: Mapping[str, InProcessServer]) -> None:
+        self._servers = servers
 
     async def call(self, call: Call) -> None:
-        self._server.answer(call)
+        self._servers[call.server].answer(call)
+
+    async def forget(self, address: str) -> None:
+        """Nothing is open."""
 
     async def close(self) -> None:
         """Nothing is open."""
 
 
-def client(server: InProcessServer | None = None, *, retry: RetryPolicy = FAST_RETRIES) -> Client:
-    """Make a client of an in-process server, by default of a new one."""
-    return Client(_InProcessTransport(server or InProcessServer()), ClientConfig(retry=retry))
+#: A server, or several by their addresses.
+InProcess: TypeAlias = InProcessServer | Mapping[str, InProcessServer]
+
+
+def client(server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES) -> Client:
+    """Make a client of an in-process server, by default of a new one, or of several."""
+    servers, target = _named(server)
+    return Client(_InProcessTransport(servers), ClientConfig(retry=retry), target)
 
 
 def async_client(
-    server: InProcessServer | None = None, *, retry: RetryPolicy = FAST_RETRIES
+    server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES
 ) -> AsyncClient:
-    """Make an asyncio client of an in-process server, by default of a new one."""
-    return AsyncClient(
-        _AsyncInProcessTransport(server or InProcessServer()), ClientConfig(retry=retry)
-    )
+    """Make an asyncio client of an in-process server, by default of a new one, or of several."""
+    servers, target = _named(server)
+    return AsyncClient(_AsyncInProcessTransport(servers), ClientConfig(retry=retry), target)
+
+
+def _named(server: InProcess | None) -> tuple[Mapping[str, InProcessServer], Target]:
+    servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
+    return servers, Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
 
 
 def _checked(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:

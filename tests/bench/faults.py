@@ -1,6 +1,6 @@
 """Faults, many of each, under load: what the clients saw, and whether it is what they should see.
 
-``python tests/bench/faults.py`` starts servers with the CPU engine on loopback, takes about four
+``python tests/bench/faults.py`` starts servers with the CPU engine on loopback, takes about six
 minutes, writes results/faults.json and ends with status 1 if an expectation is not met. With names
 of faults it does these alone, and puts them beside what results/faults.json has of the others.
 """
@@ -15,11 +15,13 @@ from typing import Any
 
 from harness import RESULTS, save
 
-from support.load import faults
+from support.load import faults, several
 from support.load.killed_uploads import is_clean, killed_uploads
 
 #: Seconds in which a killed CPU engine has to answer again.
 BACK = 2.0
+#: Seconds that a client may be without an answer when one of several servers is killed.
+TAKEN_OVER = 1.0
 
 
 def main() -> int:
@@ -35,6 +37,9 @@ def main() -> int:
         "server_sigkill": (lambda: faults.supervisor_sigkill(5), _unharmed),
         "sigterm": (lambda: faults.sigterm(5), _drained),
         "sigterm_two_doors": (lambda: faults.sigterm(5, front_ends=2), _drained),
+        "one_of_three_servers_sigkill": (lambda: several.lost_servers(9), _taken_over),
+        "one_of_three_servers_sigstop": (lambda: several.frozen_servers(6), _unharmed),
+        "three_servers_rolling_restart": (lambda: several.rolling_restart(2), _unharmed),
         "bad_network": (lambda: faults.bad_network(5), _shielded),
         "killed_in_mid_upload": (lambda: killed_uploads(1000), is_clean),
     }
@@ -56,6 +61,10 @@ def _unharmed(seen: dict[str, Any]) -> bool:
 
 def _back_in_time(seen: dict[str, Any]) -> bool:
     return _unharmed(seen) and seen["seconds_without_answers_max"] < BACK
+
+
+def _taken_over(seen: dict[str, Any]) -> bool:
+    return _unharmed(seen) and seen["client_gap_seconds_max"] < TAKEN_OVER
 
 
 def _noticed(seen: dict[str, Any]) -> bool:

@@ -1,29 +1,43 @@
 """The operations of a client, without input or output; the blocking and asyncio clients run them.
 
 An operation is a generator. It yields actions; the client performs each one, blocking or awaiting,
-and throws a failed action's `WarpfitError` back in. All decisions are made here: what to encode,
-when to retry, when to upload again.
+and throws a failed action's `WarpfitError` back in. All decisions are made here and in `Attempts`:
+what to encode, which server to call, when to retry, when to upload again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, Self
 
 from warpfit import codec
 from warpfit.calls.arguments import EvaluateOptions, UploadOptions, build_dataset, build_evaluation
+from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operation, T
 from warpfit.calls.batches import BatchCache, Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions, build_fit
-from warpfit.calls.progress import Progress, reporter, silent
+from warpfit.calls.progress import Progress, reporter
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline, Retries
-from warpfit.calls.splitting import KnownLimits, PartProgress, R, S, join, split
+from warpfit.calls.splitting import (
+    JointProgress,
+    KnownLimits,
+    PartProgress,
+    R,
+    S,
+    even_bounds,
+    join,
+    problem_of,
+    split,
+    token_weights,
+)
 from warpfit.dataset import Dataset, Layout
 from warpfit.errors import (
     DatasetNotFoundError,
+    DeadlineExceededError,
     ProgramError,
     ResourceExhaustedError,
     UnavailableError,
@@ -34,43 +48,29 @@ from warpfit.fitting import FitRequest, FitResult
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
+from warpfit.transport.addresses import Target
+from warpfit.transport.call import UnaryCollector
+from warpfit.transport.servers import Server, Servers
 from warpfit.transport.settings import ClientConfig
 
-#: How often one operation uploads a data set again that the server has evicted meanwhile.
-_MOST_UPLOADS: Final = 3
-T = TypeVar("T")
-C = TypeVar("C", bound=Collector)
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """Action: wait."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Compute:
-    """Action: call a function that takes so long that it would block an event loop."""
-
-    function: Callable[[], Any]
-
-
-Action: TypeAlias = Call | Sleep | Compute
-#: Yields actions, is sent what a `Compute` returned (None for the others), returns its result.
-Operation: TypeAlias = Generator[Action, Any, T]
-#: Makes the request and the collector of one attempt.
-Attempt: TypeAlias = Callable[[], tuple[Any, C]]
+#: Longest time in seconds that one of several servers may take to release a data set.
+_RELEASE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOperations:
     """Every operation that a client offers; `warpfit.Client` describes them."""
 
-    config: ClientConfig
+    attempts: Attempts
     batches: BatchCache = field(default_factory=BatchCache)
     limits: KnownLimits = field(default_factory=KnownLimits)
+
+    @classmethod
+    def of(cls, config: ClientConfig, target: Target) -> Self:
+        """Make the operations of a new client."""
+        is_fixed = bool(target.addresses)
+        servers = Servers(target.addresses, replicas=config.replicas, is_fixed=is_fixed)
+        return cls(Attempts(config, target, servers))
 
     def upload(self, X: Any, y: Any, weights: Any, options: UploadOptions) -> Operation[Dataset]:
         """Make a data set resident; send nothing but a question if it already is."""
@@ -79,13 +79,13 @@ class ClientOperations:
                 X, y, weights, names=options.get("names"), dtype=options.get("dtype", "float32")
             )
         )
-        deadline = Deadline(None)
+        retries = self._retries(None)
         with reporter(options.get("progress")) as report:
-            try:
-                yield from self._unary("GetVariables", codec.get_message(dataset), deadline)
-                report(dataset.layout.nbytes, dataset.layout.nbytes)
-            except DatasetNotFoundError:
-                yield from self._send(dataset, deadline, report)
+
+            def make_resident(server: Server) -> Operation[None]:
+                return self._make_resident(server, dataset, retries, report)
+
+            yield from self.attempts.anywhere(make_resident, retries, dataset)
         return dataset
 
     def run(
@@ -96,7 +96,7 @@ class ClientOperations:
         values: bool | None,
         options: EvaluateOptions,
     ) -> Operation[Answer]:
-        """Evaluate expressions; upload the data set again if the server does not have it."""
+        """Evaluate expressions; upload the data set again where a server does not have it."""
         deadline = Deadline(options.get("timeout"))
         evaluation, leading_axis = build_evaluation(
             data, expressions, parameters, values, options, self.batches
@@ -108,53 +108,98 @@ class ClientOperations:
             def attempt() -> tuple[Any, codec.ResultAssembler]:
                 return message, codec.ResultAssembler(part)
 
-            batch = part.batch
-            collector = yield from self._on_data("Evaluate", attempt, deadline, data, batch)
+            collector = yield from self._on_data("Evaluate", attempt, deadline, data, part)
             return collector.result()
 
-        result = yield from self._in_parts(evaluation, data.layout, evaluate)
+        def in_parts(part: Evaluation, _: int, __: int) -> Operation[Result]:
+            return self._in_parts(part, data.layout, evaluate)
+
+        result = yield from self._over_servers("Evaluate", evaluation, data, in_parts)
         return Answer.of(result, evaluation.batch, leading_axis=leading_axis)
 
     def optimize(
         self, data: DatasetHandle, expressions: Any, parameters: Parameters, options: FitOptions
     ) -> Operation[Fit]:
-        """Fit parameters; upload the data set again if the server does not have it."""
+        """Fit parameters; upload the data set again where a server does not have it."""
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self.batches)
-        searches = PartProgress.of(request, options.get("progress"))
+        progress = JointProgress(options.get("progress"))
 
+        def in_parts(part: FitRequest, index: int, count: int) -> Operation[FitResult]:
+            report = progress.of_part(index, count)
+            return self._fit(data, part, PartProgress.of(part, report), deadline)
+
+        result = yield from self._over_servers("Optimize", request, data, in_parts)
+        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+
+    def release(self, data: DatasetHandle) -> Operation[None]:
+        """Release a data set at all servers; nothing happens if it is not resident."""
+        message = codec.release_message(data.dataset)
+        servers = self.attempts.servers
+        if not servers.is_several:
+            with suppress(DatasetNotFoundError):
+                yield from self._unary("ReleaseVariables", message, self._retries(None))
+            return
+        for server in servers:
+            if not server.failures:  # what one that is away holds is evicted some time
+                with suppress(DatasetNotFoundError, DeadlineExceededError, UnavailableError):
+                    yield from self._ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
+
+    def wait_ready(self, timeout: float) -> Operation[ServerInfo]:
+        """Ask until a server answers, for ``timeout`` seconds whatever the retry policy says."""
+        config = self.attempts.config
+        policy = replace(config.retry, total_seconds=math.inf)
+        patient = replace(self.attempts, config=replace(config, retry=policy, wait=math.inf))
+        return replace(self, attempts=patient).info(timeout)
+
+    def info(self, timeout: float | None) -> Operation[ServerInfo]:
+        """Ask for version, engine, devices, limits and operators."""
+        message = codec.info_request()
+        answer = yield from self._unary("GetServerInfo", message, self._retries(timeout))
+        return codec.info_from_message(answer)
+
+    def _fit(
+        self, data: DatasetHandle, request: FitRequest, searches: PartProgress, deadline: Deadline
+    ) -> Operation[FitResult]:
         def fit(part: FitRequest) -> Operation[FitResult]:
-            message, batch = codec.fit_to_message(part), part.problem.batch
+            message = codec.fit_to_message(part)
             share = searches.share(part)
             within = deadline.part(share) if part.settings.partial else deadline
 
             def attempt() -> tuple[Any, codec.FitAssembler]:
                 return message, codec.FitAssembler(part, searches.reporter(part))
 
-            collector = yield from self._on_data("Optimize", attempt, within, data, batch)
+            collector = yield from self._on_data("Optimize", attempt, within, data, part)
             searches.finish(part)
             return collector.result()
 
-        result = yield from self._in_parts(request, data.layout, fit)
-        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+        return self._in_parts(request, data.layout, fit)
 
-    def release(self, data: DatasetHandle) -> Operation[None]:
-        """Release a data set; nothing happens if it is not resident."""
-        try:
-            message = codec.release_message(data.dataset)
-            yield from self._unary("ReleaseVariables", message, Deadline(None))
-        except DatasetNotFoundError:
-            return
+    def _over_servers(
+        self,
+        method: str,
+        request: R,
+        data: DatasetHandle,
+        call: Callable[[R, int, int], Operation[S]],
+    ) -> Operation[S]:
+        """Call with a request, or at the same time with parts of a large one.
 
-    def wait_ready(self, timeout: float) -> Operation[ServerInfo]:
-        """Ask until the server answers, for ``timeout`` seconds whatever the retry policy says."""
-        policy = replace(self.config.retry, total_seconds=math.inf)
-        return ClientOperations(replace(self.config, retry=policy)).info(timeout)
-
-    def info(self, timeout: float | None) -> Operation[ServerInfo]:
-        """Ask for version, engine, devices, limits and operators."""
-        message = yield from self._unary("GetServerInfo", codec.info_request(), Deadline(timeout))
-        return codec.info_from_message(message)
+        ``call`` is given a part, its index and the number of parts.
+        """
+        servers, count = self.attempts.servers, 1
+        if servers.is_several:
+            work = problem_of(request).token_rows(data.layout)
+            count = servers.parts(method, work, data.content_id, data.layout.nbytes)
+        if count == 1:
+            return (yield from call(request, 0, 1))
+        bounds = even_bounds(token_weights(request), count)
+        parts = split(request, bounds)
+        calls = [
+            _placed(call(part, index, len(parts)), bounds[index])
+            for index, part in enumerate(parts)
+        ]
+        results: list[S] = yield Gather(calls)
+        return join(results)
 
     def _in_parts(
         self, request: R, layout: Layout, call: Callable[[R], Operation[S]]
@@ -168,59 +213,60 @@ class ClientOperations:
                 bounds = self.limits.learn(error, request, layout)
         results = []
         for start, part in zip(bounds, split(request, bounds), strict=False):
-            try:
-                results.append((yield from self._in_parts(part, layout, call)))
-            except WarpfitError as error:
-                error.expression = None if error.expression is None else error.expression + start
-                raise
+            results.append((yield from _placed(self._in_parts(part, layout, call), start)))
         return join(results)
 
     def _on_data(
-        self,
-        method: str,
-        attempt: Attempt[C],
-        deadline: Deadline,
-        data: DatasetHandle,
-        batch: Batch,
+        self, method: str, attempt: Attempt[C], deadline: Deadline, data: DatasetHandle, part: R
     ) -> Operation[C]:
-        """Call a method that needs a data set, and upload the data set if it is not resident."""
-        uploads = 0
-        while True:
-            try:
-                return (yield from self._retried(method, attempt, deadline))
-            except DatasetNotFoundError:
-                uploads += 1
-                if uploads > _MOST_UPLOADS:
-                    raise
-                yield from self._send(data.dataset, deadline, silent)
-            except ProgramError as error:
-                _add_text(error, batch, data.names)
-                raise
+        """Call a method that needs a data set at a server that has it or is sent it."""
+        retries = Retries(self.attempts.config.retry, deadline)
+        problem = problem_of(part)
+        work = problem.token_rows(data.layout) if self.attempts.servers.is_several else 0
 
-    def _send(self, dataset: Dataset, deadline: Deadline, report: Progress) -> Operation[None]:
-        chunk_bytes = self.config.transport.chunk_bytes
+        def at(server: Server) -> Operation[C]:
+            return self.attempts.on_data(server, method, attempt, retries, data.dataset, work)
 
-        def attempt() -> tuple[UploadStream, UnaryCollector]:
-            return UploadStream(dataset, chunk_bytes, report), UnaryCollector()
+        try:
+            return (yield from self.attempts.anywhere(at, retries, data.dataset))
+        except ProgramError as error:
+            _add_text(error, problem.batch, data.names)
+            raise
 
-        yield from self._retried("UploadVariables", attempt, deadline)
+    def _make_resident(
+        self, server: Server, dataset: Dataset, retries: Retries, report: Progress
+    ) -> Operation[None]:
+        try:
+            yield from self._ask(server, "GetVariables", codec.get_message(dataset))
+            report(dataset.layout.nbytes, dataset.layout.nbytes)
+        except DatasetNotFoundError:
+            yield from self.attempts.send(server, dataset, retries, report)
 
-    def _unary(self, method: str, request: Any, deadline: Deadline) -> Operation[Any]:
-        collector = yield from self._retried(method, lambda: (request, UnaryCollector()), deadline)
+    def _unary(self, method: str, request: Any, retries: Retries) -> Operation[Any]:
+        def ask(server: Server) -> Operation[Any]:
+            return self._ask(server, method, request, retries.deadline.remaining())
+
+        return self.attempts.anywhere(ask, retries)
+
+    def _ask(
+        self, server: Server, method: str, request: Any, seconds: float | None = None
+    ) -> Operation[Any]:
+        """Call a method at a server and return the only message of its answer."""
+        attempt = request, UnaryCollector()
+        collector = yield from self.attempts.call(server, method, lambda: attempt, seconds)
         return collector.message
 
-    def _retried(self, method: str, attempt: Attempt[C], deadline: Deadline) -> Operation[C]:
-        retries = Retries(self.config.retry, deadline)
-        while True:
-            request, collector = attempt()
-            try:
-                yield Call(method, request, collector, deadline.remaining())
-            except (UnavailableError, ResourceExhaustedError) as error:
-                if isinstance(error, ResourceExhaustedError) and error.retry_after is None:
-                    raise  # over a limit: the server would refuse it again
-                yield Sleep(retries.pause_after(error))
-            else:
-                return collector
+    def _retries(self, timeout: float | None) -> Retries:
+        return Retries(self.attempts.config.retry, Deadline(timeout))
+
+
+def _placed(operation: Operation[T], start: int) -> Operation[T]:
+    """Run the operation of a part whose first program is number ``start`` of the whole."""
+    try:
+        return (yield from operation)
+    except WarpfitError as error:
+        error.expression = None if error.expression is None else error.expression + start
+        raise
 
 
 def _add_text(error: ProgramError, batch: Batch, names: tuple[str, ...]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass
+from typing import Final
 
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError, WarpfitError
 from warpfit.transport.settings import RetryPolicy
+
+#: Seconds between two lines of the log about a call that waits.
+_TELL_SECONDS: Final = 10.0
 
 
 class Deadline:
@@ -36,27 +41,44 @@ class Deadline:
 
 @dataclass(slots=True)
 class Retries:
-    """Counts the failed attempts of one call and decides whether there is another one."""
+    """Counts the failures of one call at all servers, and decides whether it is repeated."""
 
     policy: RetryPolicy
     deadline: Deadline
     failures: int = 0
     first_failure: float = 0.0
+    told_at: float = -math.inf
 
-    def pause_after(self, error: WarpfitError) -> float:
+    def restart(self) -> None:
+        """Count from the beginning, because something has been achieved."""
+        self.failures = 0
+
+    def must_tell(self) -> bool:
+        """Return whether users want to read again that the call waits; true every few seconds."""
+        now = time.monotonic()
+        if now < self.told_at + _TELL_SECONDS:
+            return False
+        self.told_at = now
+        return True
+
+    def pause_after(self, error: WarpfitError, total_seconds: float) -> float:
         """Return the seconds to wait before the next attempt.
 
         That is the policy's pause, or the time that the server asked for if it is longer.
 
+        Args:
+            error: the last failure.
+            total_seconds: for how long after the first failure the call is repeated.
+
         Raises:
-            WarpfitError: ``error``, once the policy's time is used up or the server asks for more.
+            WarpfitError: ``error``, once that time is used up or the server asks for more.
             DeadlineExceededError: if the caller's deadline comes before the next attempt.
 
         """
         now = time.monotonic()
         self.first_failure = self.first_failure if self.failures else now
         self.failures += 1
-        time_left = self.first_failure + self.policy.total_seconds - now
+        time_left = self.first_failure + total_seconds - now
         # The time that the server asks for is spread, so that workers do not return all at once.
         asked = (error.retry_after or 0.0) * (1.0 + self.policy.jitter * random.random())
         if time_left <= 0 or asked > time_left:

@@ -6,6 +6,7 @@ part is an evaluation or a fit of its own; results come back in the order of the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -114,7 +115,7 @@ def even_bounds(weights: NDArray[np.float64], parts: int) -> list[int]:
 
 def token_weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
     """Return the weight of each program as work: its tokens, [programs]."""
-    return _problem(request).batch.lengths.astype(np.float64)
+    return problem_of(request).batch.lengths.astype(np.float64)
 
 
 @dataclass(slots=True)
@@ -149,6 +150,37 @@ class PartProgress:
         return lambda now: report(FitProgress(now.iterations, now.active + later, self.total))
 
 
+class JointProgress:
+    """Adds up the progress of the parts of a fit that run at the same time, in several threads.
+
+    Args:
+        report: the caller's callback, or None.
+
+    """
+
+    def __init__(self, report: Callable[[FitProgress], None] | None) -> None:
+        self._report = report
+        self._latest: dict[int, FitProgress] = {}
+        self._lock = threading.Lock()
+
+    def of_part(self, index: int, count: int) -> Callable[[FitProgress], None] | None:
+        """Return what takes the progress of one of ``count`` parts."""
+        report = self._report
+        if report is None or count == 1:
+            return report
+
+        def take(progress: FitProgress) -> None:
+            with self._lock:
+                self._latest[index] = progress
+                if len(self._latest) == count:
+                    known = self._latest.values()
+                    searches = sum(one.searches for one in known)
+                    active = sum(one.active for one in known)
+                    report(FitProgress(max(one.iterations for one in known), active, searches))
+
+        return take
+
+
 def _searches(request: FitRequest) -> int:
     return len(request.problem.batch) * request.problem.batch.vectors
 
@@ -165,7 +197,7 @@ class KnownLimits:
 
     def bounds(self, request: Evaluation | FitRequest, layout: Layout) -> list[int]:
         """Return the bounds of the parts of a request that are below the known limits."""
-        bounds = {0, len(_problem(request).batch)}
+        bounds = {0, len(problem_of(request).batch)}
         for reason, limit in self._limits.items():
             weights = _weights(request, layout, reason)
             if weights.sum() > limit:
@@ -181,7 +213,7 @@ class KnownLimits:
             ResourceExhaustedError: ``error``, if smaller batches cannot help.
 
         """
-        programs = len(_problem(request).batch)
+        programs = len(problem_of(request).batch)
         needed, limit = error.needed, error.available
         is_busy = error.retry_after is not None
         if error.reason not in _REASONS or is_busy or not needed or not limit or programs == 1:
@@ -198,13 +230,14 @@ _REASONS: Final = frozenset(
 )
 
 
-def _problem(request: Evaluation | FitRequest) -> Evaluation:
+def problem_of(request: Evaluation | FitRequest) -> Evaluation:
+    """Return the evaluation of a request."""
     return request if isinstance(request, Evaluation) else request.problem
 
 
 def _weights(request: Evaluation | FitRequest, layout: Layout, reason: str) -> NDArray[np.float64]:
     """Return what each program adds to what a limit counts, [programs]."""
-    batch = _problem(request).batch
+    batch = problem_of(request).batch
     counts = batch.parameter_counts.astype(np.float64)
     if reason == "TOO_MANY_PROGRAMS":
         return np.ones(len(batch))

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
 
@@ -24,6 +25,16 @@ _TOO_LARGE: Final = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
 #: gRPC's own message when there are more calls than threads, and the seconds to wait then.
 _TOO_MANY_CALLS: Final = "Concurrent RPC limit exceeded"
 _TOO_MANY_CALLS_SECONDS: Final = 0.1
+#: gRPC's own messages where no server can be reached; the place is ``ipv4:HOST:PORT`` or alike.
+_NOBODY_LISTENS: Final = re.compile(
+    r"(?:ipv[46]:)?(\S+): Failed to connect to remote host: "
+    r".*(?:Connection refused|No such file or directory)"
+)
+_NAME_UNKNOWN: Final = re.compile(r"address lookup failed for (\S+):")
+_NOBODY_REMEDY: Final = (
+    "Check host and port (WARPFIT_ADDRESS, if no address is given), start a server there with "
+    "`warpfit serve`, or wait for one that is starting with connect(..., wait=SECONDS)"
+)
 #: Remedies for gRPC's own errors by status.
 _REMEDIES: Final = {
     "UNAVAILABLE": "Check that the server runs and that address and port are right",
@@ -101,6 +112,16 @@ def _grpc_error(cls: type[WarpfitError], status: str, details: str) -> WarpfitEr
             "TOO_MANY_REQUESTS",
             "Retry with back-off",
             retry_after=_TOO_MANY_CALLS_SECONDS,
+        )
+    place = _NOBODY_LISTENS.search(details)
+    if status == "UNAVAILABLE" and place:
+        return errors.UnavailableError(
+            f"nothing listens at {unquote(place[1])}", "CONNECTION_REFUSED", _NOBODY_REMEDY
+        )
+    name = _NAME_UNKNOWN.search(details)
+    if status == "UNAVAILABLE" and name:
+        return errors.UnavailableError(
+            f"the name in {name[1]} cannot be resolved", "NAME_NOT_RESOLVED", _NOBODY_REMEDY
         )
     if status == "CANCELLED":  # by a server that stops; a caller that cancels gets no status
         return errors.UnavailableError("the call was cut off", "CALL_CUT_OFF", "Repeat the call")

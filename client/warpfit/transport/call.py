@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from warpfit import codec
 from warpfit.dataset import Dataset
+from warpfit.errors import CancelledError
 
 
 class Collector(Protocol):
@@ -32,6 +35,47 @@ class Call:
     collector: Collector
     timeout: float | None
     """Seconds, or None to wait for ever."""
+    server: str = ""
+    """Address of the server."""
+
+
+class Cancellation:
+    """Cancels calls that run in other threads."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: set[Any] = set()
+
+    @contextmanager
+    def covering(self, rpc: Any) -> Iterator[None]:
+        """Cancel gRPC's call ``rpc`` if `cancel` is called before the block ends."""
+        with self._lock:
+            self._calls.add(rpc)
+        try:
+            if self.event.is_set():
+                rpc.cancel()
+            yield
+        finally:
+            with self._lock:
+                self._calls.discard(rpc)
+
+    def cancel(self) -> None:
+        """Cancel all calls, those that begin later too."""
+        self.event.set()
+        with self._lock:
+            calls = list(self._calls)
+        for rpc in calls:
+            rpc.cancel()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until `cancel` is called."""
+        self.event.wait(seconds)
+
+    def check(self) -> None:
+        """Raise CancelledError once `cancel` has been called."""
+        if self.event.is_set():
+            raise CancelledError("another part of the call has failed", "CANCELLED")
 
 
 class UnaryCollector:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import grpc
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
-from warpfit.errors import InvalidArgumentError
-from warpfit.transport.call import Call, UploadStream
+from warpfit.errors import CancelledError, InvalidArgumentError
+from warpfit.transport.addresses import Target
+from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.security import Security
 from warpfit.transport.settings import TransportConfig
 from warpfit.v1 import evaluator_pb2 as pb
@@ -17,9 +20,9 @@ from warpfit.v1.evaluator_pb2_grpc import EvaluatorStub
 
 
 class Transport(Protocol):
-    """Carries calls to a server and answers back; `warpfit.testing` has one without a network."""
+    """Carries calls to servers and answers back; `warpfit.testing` has one without a network."""
 
-    def call(self, call: Call) -> None:
+    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
         """Perform one call and hand each message of the answer to its collector.
 
         Raises:
@@ -27,8 +30,11 @@ class Transport(Protocol):
 
         """
 
+    def forget(self, address: str) -> None:
+        """Close the connection to one server."""
+
     def close(self) -> None:
-        """Close the connection; calls in flight fail."""
+        """Close all connections; calls in flight fail."""
 
 
 class AsyncTransport(Protocol):
@@ -37,75 +43,134 @@ class AsyncTransport(Protocol):
     async def call(self, call: Call) -> None:
         """Perform one call, as `Transport.call`."""
 
+    async def forget(self, address: str) -> None:
+        """Close the connection to one server."""
+
     async def close(self) -> None:
-        """Close the connection; calls in flight fail."""
+        """Close all connections; calls in flight fail."""
+
+
+class _Channels:
+    """A channel for each server, which is opened when it is first needed.
+
+    Args:
+        module: ``grpc`` or ``grpc.aio``.
+        target: the servers; the channels to those that are fixed are opened at once.
+        config: settings of the channels.
+        security: credentials.
+        options: further channel arguments.
+
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        target: Target,
+        config: TransportConfig,
+        security: Security,
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        if len(target.addresses) != 1:
+            config = config.for_several()
+        self._options = [*config.channel_options(), *options]
+        self._module, self._security = module, security
+        self._open: dict[str, tuple[Any, _Methods]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self.metadata = security.metadata()
+        for address in target.addresses:
+            self._to(address)
+
+    def method(self, call: Call) -> Any:
+        """Return gRPC's callable for a call."""
+        if self._closed:
+            raise _client_closed()
+        _, methods = self._open.get(call.server) or self._to(call.server)
+        return methods.of(call)
+
+    def _to(self, address: str) -> tuple[Any, _Methods]:
+        with self._lock:
+            if address not in self._open:
+                channel = self._security.channel(self._module, address, self._options)
+                self._open[address] = channel, _Methods(channel)
+            return self._open[address]
+
+    def take(self, address: str) -> list[Any]:
+        """Return the channel to a server, which the caller closes, if there is one."""
+        with self._lock:
+            found = self._open.pop(address, None)
+        return [] if found is None else [found[0]]
+
+    def take_all(self) -> list[Any]:
+        """Return all channels, which the caller closes, and open no others."""
+        self._closed = True
+        return [channel for address in list(self._open) for channel in self.take(address)]
 
 
 class GrpcTransport:
-    """Calls over a gRPC channel."""
+    """Calls over gRPC channels."""
 
-    def __init__(self, address: str, config: TransportConfig, security: Security) -> None:
-        check_address(address)
-        self._closed = False
-        self._metadata = security.metadata()
+    def __init__(self, target: Target, config: TransportConfig, security: Security) -> None:
         # The caller's thread reads the answer itself: a thread of gRPC's costs 0.1 ms a call.
         reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
-        self._channel = security.channel(grpc, address, [*config.channel_options(), reading])
-        self._methods = _Methods(self._channel)
+        self._channels = _Channels(grpc, target, config, security, [reading])
+        self._metadata = self._channels.metadata
 
-    def call(self, call: Call) -> None:
+    def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
         """Perform one call; an interrupt in the caller's thread cancels it on the server too."""
-        if self._closed:
-            raise _client_closed()
-        method = self._methods.of(call)
-        is_upload = isinstance(call.request, UploadStream)
+        method = self._channels.method(call)
+        as_future = isinstance(call.request, UploadStream) or cancellation is not None
         try:
-            if call.collector.is_single and not is_upload:
+            if call.collector.is_single and not as_future:
                 # The fastest way. gRPC cancels such a call by itself when it is interrupted.
                 answer = method(call.request, timeout=call.timeout, metadata=self._metadata)
                 call.collector.add(answer)
             else:
-                self._stream(call, method, is_upload=is_upload)
+                self._stream(call, method, cancellation or Cancellation())
         except grpc.RpcError as error:
             raise _error_of(call, error) from error
+        except grpc.FutureCancelledError as error:
+            raise CancelledError("the call was cancelled", "CANCELLED") from error
 
-    def _stream(self, call: Call, method: Any, *, is_upload: bool) -> None:
-        # An upload is awaited as a future: unlike a plain call it can be cancelled.
-        start = method.future if is_upload else method
+    def _stream(self, call: Call, method: Any, cancellation: Cancellation) -> None:
+        # A single answer is awaited as a future: unlike a plain call it can be cancelled.
+        is_future = call.collector.is_single or isinstance(call.request, UploadStream)
+        start = method.future if is_future else method
         rpc = start(call.request, timeout=call.timeout, metadata=self._metadata)
         try:
-            if is_upload:
-                call.collector.add(rpc.result())
-            else:
-                for message in rpc:
-                    call.collector.add(message)
+            with cancellation.covering(rpc):
+                if is_future:
+                    call.collector.add(rpc.result())
+                else:
+                    for message in rpc:
+                        call.collector.add(message)
         except grpc.RpcError:
             raise
         except BaseException:
             rpc.cancel()
             raise
 
+    def forget(self, address: str) -> None:
+        """Close the channel to a server."""
+        for channel in self._channels.take(address):
+            channel.close()
+
     def close(self) -> None:
-        """Close the channel."""
-        self._closed = True
-        self._channel.close()
+        """Close the channels."""
+        for channel in self._channels.take_all():
+            channel.close()
 
 
 class AsyncGrpcTransport:
-    """Calls over a gRPC channel of the running event loop."""
+    """Calls over gRPC channels of the running event loop."""
 
-    def __init__(self, address: str, config: TransportConfig, security: Security) -> None:
-        check_address(address)
-        self._closed = False
-        self._metadata = security.metadata()
-        self._channel = security.channel(grpc.aio, address, config.channel_options())
-        self._methods = _Methods(self._channel)
+    def __init__(self, target: Target, config: TransportConfig, security: Security) -> None:
+        self._channels = _Channels(grpc.aio, target, config, security)
+        self._metadata = self._channels.metadata
 
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
-        if self._closed:
-            raise _client_closed()
-        method = self._methods.of(call)
+        method = self._channels.method(call)
         rpc = method(call.request, timeout=call.timeout, metadata=self._metadata)
         try:
             if hasattr(rpc, "__aiter__"):
@@ -119,10 +184,15 @@ class AsyncGrpcTransport:
             rpc.cancel()
             raise
 
+    async def forget(self, address: str) -> None:
+        """Close the channel to a server."""
+        for channel in self._channels.take(address):
+            await channel.close(grace=None)
+
     async def close(self) -> None:
-        """Close the channel."""
-        self._closed = True
-        await self._channel.close(grace=None)
+        """Close the channels."""
+        for channel in self._channels.take_all():
+            await channel.close(grace=None)
 
 
 class _Methods:
@@ -172,20 +242,3 @@ def _client_closed() -> InvalidArgumentError:
         "CLIENT_CLOSED",
         "Keep it open as long as it is used, or make another",
     )
-
-
-def check_address(address: str) -> None:
-    """Check that an address has a port.
-
-    Raises:
-        InvalidArgumentError: if it has none.
-
-    """
-    port = address.rpartition(":")[2]
-    if "://" not in address and "unix:" not in address and not port.isdigit():
-        raise InvalidArgumentError(
-            f"{address!r} is not an address",
-            "BAD_ADDRESS",
-            "Give HOST:PORT, such as 127.0.0.1:50551",
-            "address",
-        )

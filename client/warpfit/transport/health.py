@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from warpfit.transport.channel import check_address
+from warpfit.transport.addresses import check_address
 
 #: HealthCheckResponse.ServingStatus by number.
 _STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")

@@ -10,12 +10,13 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.transport.addresses import Target
 
 if TYPE_CHECKING:
     import grpc
@@ -77,7 +78,7 @@ class Security:
     @classmethod
     def of(
         cls,
-        address: str,
+        target: Target,
         token: str | None,
         tls: TlsConfig | bool | None,
         environment: Mapping[str, str] = os.environ,
@@ -90,18 +91,20 @@ class Security:
         """
         if token is None:
             token = environment.get("WARPFIT_TOKEN")
-        plain_is_fine = tls is False or is_local(address)
+        plain_is_fine = tls is False or all(map(is_local, target.addresses or [target.text]))
         if tls is None:
             tls = _tls_from(environment)
         elif isinstance(tls, bool):
             tls = TlsConfig() if tls else None
         if token and tls is None and not plain_is_fine:
             raise InvalidArgumentError(
-                f"the token would go to {address} in plain text",
+                f"the token would go to {target.text} in plain text",
                 "PLAIN_TOKEN",
                 "Give tls=True or a TlsConfig, or tls=False if the network is safe",
                 "tls",
             )
+        if tls is not None and tls.server_name is None:
+            tls = replace(tls, server_name=target.server_name)
         return cls(token.strip() if token else None, tls)
 
     def channel(self, module: Any, address: str, options: list[Any]) -> Any:

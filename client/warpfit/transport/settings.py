@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
+
+from warpfit.errors import InvalidArgumentError
 
 #: gRPC's event engine keeps a thread for each core and wakes one of them at every step of a call.
 #: On 16 cores a small call takes 0.4 to 0.8 ms with it, and 0.2 ms with the older poller, where the
@@ -69,14 +71,24 @@ class TransportConfig:
     """Size of the pieces in which a data set is uploaded."""
     message_bytes: int = 128 << 20
     """Largest message to send or to accept; a larger matrix always comes in pieces."""
-    keepalive_seconds: float = 30.0
-    """Time between keepalive pings while a call is in flight."""
-    keepalive_timeout_seconds: float = 10.0
-    """A connection is closed when a ping stays unanswered this long."""
+    keepalive_seconds: float | None = None
+    """Time between keepalive pings while a call is in flight; None for 30 with one server, for 1
+    with several, where another one can take over the calls of one that hangs."""
+    keepalive_timeout_seconds: float | None = None
+    """A connection is closed when a ping stays unanswered this long; None for 10 with one server,
+    and for 2 with several."""
     reconnect_seconds: tuple[float, float] = (0.1, 1.0)
     """First and longest pause between attempts to connect again."""
     connect_seconds: float = 5.0
     """Shortest time limit of one attempt to connect; a busy machine needs some time to answer."""
+
+    def for_several(self) -> Self:
+        """Return the settings for a channel to one of several servers."""
+        return replace(
+            self,
+            keepalive_seconds=self.keepalive_seconds or 1.0,
+            keepalive_timeout_seconds=self.keepalive_timeout_seconds or 2.0,
+        )
 
     def channel_options(self) -> list[tuple[str, int]]:
         """Return the same settings as gRPC channel arguments."""
@@ -84,8 +96,8 @@ class TransportConfig:
         return [
             ("grpc.max_send_message_length", self.message_bytes),
             ("grpc.max_receive_message_length", self.message_bytes),
-            ("grpc.keepalive_time_ms", round(1000 * self.keepalive_seconds)),
-            ("grpc.keepalive_timeout_ms", round(1000 * self.keepalive_timeout_seconds)),
+            ("grpc.keepalive_time_ms", round(1000 * (self.keepalive_seconds or 30.0))),
+            ("grpc.keepalive_timeout_ms", round(1000 * (self.keepalive_timeout_seconds or 10.0))),
             ("grpc.initial_reconnect_backoff_ms", first),
             ("grpc.min_reconnect_backoff_ms", round(1000 * self.connect_seconds)),
             ("grpc.max_reconnect_backoff_ms", longest),
@@ -100,8 +112,35 @@ class ClientConfig:
 
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     transport: TransportConfig = field(default_factory=TransportConfig)
+    wait: float | None = None
+    """Seconds for which the first call waits for a server; None as `warpfit.connect` says."""
+    replicas: int = 2
+    """Number of servers on which a data set lives."""
 
     @classmethod
-    def of(cls, retry: RetryPolicy | None, transport: TransportConfig | None) -> Self:
-        """Take the defaults for what is None."""
-        return cls(retry=retry or RetryPolicy(), transport=transport or TransportConfig())
+    def of(
+        cls,
+        retry: RetryPolicy | None,
+        transport: TransportConfig | None,
+        wait: float | None,
+        replicas: int,
+    ) -> Self:
+        """Take the defaults for what is None.
+
+        Raises:
+            InvalidArgumentError: for a number that makes no sense.
+
+        """
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise InvalidArgumentError(
+                f"replicas is {replicas!r}",
+                "BAD_REPLICAS",
+                "Give the number of servers on which each data set lives, from 1",
+                "replicas",
+            )
+        if wait is not None and not (isinstance(wait, int | float) and wait >= 0):
+            raise InvalidArgumentError(
+                f"wait is {wait!r}", "BAD_WAIT", "Give seconds from 0, or None", "wait"
+            )
+        settings = retry or RetryPolicy(), transport or TransportConfig()
+        return cls(retry=settings[0], transport=settings[1], wait=wait, replicas=replicas)

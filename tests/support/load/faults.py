@@ -57,7 +57,7 @@ def engine_sigkill(kills: int, clients: int = 8, front_ends: int = 1) -> dict[st
         return {
             "kills": kills,
             **figures(load),
-            **_spread("seconds_without_answers", gaps),
+            **spread("seconds_without_answers", gaps),
             "load_average_at_the_longest": busy[gaps.index(max(gaps))],
         }
 
@@ -81,8 +81,8 @@ def engine_sigstop(stops: int, clients: int = 4) -> dict[str, Any]:
             "stops": stops,
             "settings": " ".join(EAGER[:8]),
             **figures(load),
-            **_spread("seconds_until_unready", unready),
-            **_spread("seconds_until_replaced", replaced),
+            **spread("seconds_until_unready", unready),
+            **spread("seconds_until_replaced", replaced),
         }
 
 
@@ -133,7 +133,7 @@ def supervisor_sigkill(kills: int, clients: int = 4, front_ends: int = 1) -> dic
                 gaps.append(load.gap(killed, time.monotonic()))
     finally:
         server.stop()
-    return {"kills": kills, **figures(load), **_spread("seconds_without_answers", gaps)}
+    return {"kills": kills, **figures(load), **spread("seconds_without_answers", gaps)}
 
 
 def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def sigterm(stops: int, clients: int = 8, front_ends: int = 1) -> dict[str, Any]
         "stops": stops,
         "answers_while_unready": unready_first,
         **figures(load),
-        **_spread("seconds_to_stop", seconds),
+        **spread("seconds_to_stop", seconds),
     }
 
 
@@ -273,7 +273,8 @@ def _cut_upload(address: str, number: int) -> bool:
         return bool(np.array_equal(got[:, 0], X[:5, 0])) and proxy.connections > 1
 
 
-def _spread(name: str, seconds: list[float]) -> dict[str, float]:
+def spread(name: str, seconds: list[float]) -> dict[str, float]:
+    """Median and maximum of some times."""
     ordered = sorted(seconds)
     median = ordered[len(ordered) // 2]
     return {f"{name}_median": round(median, 3), f"{name}_max": round(ordered[-1], 3)}

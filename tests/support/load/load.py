@@ -87,6 +87,14 @@ class Load:
         )
         return max((b - a for a, b in pairwise([start, *moments, stop])), default=stop - start)
 
+    def gaps(self, start: float, stop: float) -> list[float]:
+        """Longest time of each client without a right answer, among those between two moments."""
+        found = []
+        for tally in self.tallies:
+            moments = [moment for moment in tally.moments if start <= moment <= stop]
+            found.append(max((b - a for a, b in pairwise([start, *moments])), default=stop - start))
+        return found
+
     def wait_for_answers(self, count: int, timeout: float = 30.0) -> None:
         """Wait until every client has had ``count`` more right answers."""
         wanted = [tally.right + count for tally in self.tallies]

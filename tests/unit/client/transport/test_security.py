@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.transport.addresses import target_of
 from warpfit.transport.security import Security, TlsConfig, is_local
 
 
@@ -28,21 +29,26 @@ def test_local_addresses(address, local):
 
 def test_a_token_leaves_the_machine_only_over_tls_or_on_demand():
     with pytest.raises(InvalidArgumentError) as caught:
-        Security.of("example.org:1", "secret", None, {})
+        Security.of(target_of("example.org:1"), "secret", None, {})
     assert caught.value.reason == "PLAIN_TOKEN"
     assert "secret" not in str(caught.value)
-    assert Security.of("example.org:1", "secret", tls=True, environment={}).tls == TlsConfig()
-    assert Security.of("example.org:1", "secret", tls=False, environment={}).tls is None
-    assert Security.of("127.0.0.1:1", "secret", None, {}).token == "secret"
+    assert (
+        Security.of(target_of("example.org:1"), "secret", tls=True, environment={}).tls
+        == TlsConfig()
+    )
+    assert Security.of(target_of("example.org:1"), "secret", tls=False, environment={}).tls is None
+    assert Security.of(target_of("127.0.0.1:1"), "secret", None, {}).token == "secret"
 
 
 def test_settings_from_the_environment():
     environment = {"WARPFIT_TOKEN": "t\n", "WARPFIT_CA": "ca", "WARPFIT_SERVER_NAME": "n"}
-    security = Security.of("example.org:1", None, None, environment)
+    security = Security.of(target_of("example.org:1"), None, None, environment)
     assert security == Security("t", TlsConfig(ca="ca", server_name="n"))
-    assert Security.of("h:1", None, None, {"WARPFIT_TLS": "1"}).tls == TlsConfig()
-    assert Security.of("h:1", None, None, {"WARPFIT_TLS": "0"}) == Security()
-    assert Security.of("127.0.0.1:1", "u", tls=False, environment=environment).tls is None
+    assert Security.of(target_of("h:1"), None, None, {"WARPFIT_TLS": "1"}).tls == TlsConfig()
+    assert Security.of(target_of("h:1"), None, None, {"WARPFIT_TLS": "0"}) == Security()
+    assert (
+        Security.of(target_of("127.0.0.1:1"), "u", tls=False, environment=environment).tls is None
+    )
 
 
 def test_certificate_files_that_are_missing(tmp_path):

@@ -1,0 +1,267 @@
+"""Actions of operations, and the attempts of a call: at which server, when again, and how often."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+
+from warpfit import codec
+from warpfit.calls.progress import Progress, silent
+from warpfit.calls.retries import Deadline, Retries
+from warpfit.dataset import Dataset
+from warpfit.errors import (
+    DatasetNotFoundError,
+    DeadlineExceededError,
+    ResourceExhaustedError,
+    UnavailableError,
+    WarpfitError,
+)
+from warpfit.transport.addresses import Target
+from warpfit.transport.call import Call, Collector, UnaryCollector, UploadStream
+from warpfit.transport.servers import NOBODY_THERE, Server, Servers
+from warpfit.transport.settings import ClientConfig
+
+#: How often one attempt uploads a data set again that the server has evicted meanwhile.
+_MOST_UPLOADS: Final = 3
+#: Seconds for which a first call waits where nobody listens, unless the caller says otherwise.
+_FIRST_CONTACT_SECONDS: Final = 1.5
+_log = logging.getLogger("warpfit")
+T = TypeVar("T")
+C = TypeVar("C", bound=Collector)
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Action: wait."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """Action: call a function that takes so long that it would block an event loop."""
+
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Background:
+    """Action: call a function in a thread of its own, and go on at once."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Action: close the connection to a server that is gone."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Action: run operations at the same time; the first one that fails cancels the others."""
+
+    operations: Sequence[Operation[Any]]
+
+
+Action: TypeAlias = Call | Sleep | Compute | Background | Forget | Gather
+#: Yields actions, is sent what a `Compute` or the operations of a `Gather` returned (None for the
+#: others), returns its result.
+Operation: TypeAlias = Generator[Action, Any, T]
+#: Makes the request and the collector of one attempt.
+Attempt: TypeAlias = Callable[[], tuple[Any, C]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Carries out calls at the servers of a client; every call may be repeated at any of them."""
+
+    config: ClientConfig
+    target: Target
+    servers: Servers
+
+    def anywhere(
+        self,
+        act: Callable[[Server], Operation[T]],
+        retries: Retries,
+        dataset: Dataset | None = None,
+    ) -> Operation[T]:
+        """Act at one server after the other, and again after a pause, until it succeeds.
+
+        Args:
+            act: makes the operation at a server.
+            retries: of the whole call.
+            dataset: what the operation needs.
+
+        """
+        place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
+        tried: list[Server] = []
+        error: UnavailableError | ResourceExhaustedError | None = None
+        while True:
+            if self.servers.is_several:
+                error = (yield from self._find_servers()) or error
+            server = self.servers.acquire(tried, *place)
+            if server is None:
+                assert error is not None, "a call without a failure gets a server"
+                yield Sleep(self._pause(retries, error))
+                tried.clear()
+                continue
+            started = self.servers.clock()
+            try:
+                return (yield from self._at(server, act, retries.deadline))
+            except (UnavailableError, ResourceExhaustedError) as failure:
+                self._note(server, failure, started, dataset)
+                tried.append(server)
+                error = failure
+            finally:
+                self.servers.release(server)
+
+    def call(
+        self, server: Server, method: str, attempt: Attempt[C], seconds: float | None, work: int = 0
+    ) -> Operation[C]:
+        """Make one attempt at one server and return what has collected the answer.
+
+        Args:
+            server: the server.
+            method: name of the method.
+            attempt: makes request and collector.
+            seconds: time limit, None for none.
+            work: measure of the call's size.
+
+        """
+        request, collector = attempt()
+        started = self.servers.clock()
+        yield Call(method, request, collector, seconds, server.address)
+        self.servers.succeeded(server, method, work, self.servers.clock() - started)
+        return collector
+
+    def on_data(
+        self,
+        server: Server,
+        method: str,
+        attempt: Attempt[C],
+        retries: Retries,
+        dataset: Dataset,
+        work: int,
+    ) -> Operation[C]:
+        """Call a method that needs a data set, and upload the data set if it is not resident."""
+        uploads = 0
+        while True:
+            try:
+                seconds = retries.deadline.remaining()
+                return (yield from self.call(server, method, attempt, seconds, work))
+            except DatasetNotFoundError:
+                uploads += 1
+                if uploads > _MOST_UPLOADS:
+                    raise
+                yield from self.send(server, dataset, retries, silent)
+
+    def send(
+        self, server: Server, dataset: Dataset, retries: Retries, report: Progress
+    ) -> Operation[None]:
+        """Upload a data set to a server."""
+        chunk_bytes = self.config.transport.chunk_bytes
+
+        def attempt() -> tuple[UploadStream, UnaryCollector]:
+            return UploadStream(dataset, chunk_bytes, report), UnaryCollector()
+
+        try:
+            yield from self.call(server, "UploadVariables", attempt, retries.deadline.remaining())
+        except ResourceExhaustedError as error:
+            if error.retry_after is None:
+                self.servers.refused(server, dataset.content_id)
+            raise
+        retries.restart()
+
+    def _at(
+        self, server: Server, act: Callable[[Server], Operation[T]], deadline: Deadline
+    ) -> Operation[T]:
+        if self.servers.is_several and not server.is_trusted:
+            yield from self._probe(server, deadline)
+        return (yield from act(server))
+
+    def _probe(self, server: Server, deadline: Deadline) -> Operation[None]:
+        """Ask something small, because a call to a machine that is gone would wait long."""
+        left, seconds = deadline.remaining(), self.servers.probe_seconds(server)
+        seconds = seconds if left is None else min(left, seconds)
+        question = codec.info_request(), UnaryCollector()
+        try:
+            yield from self.call(server, "GetServerInfo", lambda: question, seconds)
+        except DeadlineExceededError as error:
+            raise UnavailableError(
+                f"{server.address} has not answered within {seconds:g} s",
+                "NO_ANSWER",
+                "Check that the server runs and that the network lets its port pass",
+            ) from error
+        except UnavailableError:
+            raise
+        except WarpfitError:
+            return  # the server is there; what it refuses is not what the call is about
+
+    def _note(
+        self,
+        server: Server,
+        failure: UnavailableError | ResourceExhaustedError,
+        started: float,
+        dataset: Dataset | None,
+    ) -> None:
+        """Take note of a failure; raise it if no server would answer otherwise."""
+        has_room = dataset is None or dataset.content_id not in server.refusals
+        if _is_over_a_limit(failure) and has_room:
+            raise failure
+        if self.servers.is_several and server.is_trusted:
+            _log.warning("%s: %s; calls go to other servers", server.address, failure.message)
+        self.servers.failed(server, failure, started)
+
+    def _pause(self, retries: Retries, error: UnavailableError | ResourceExhaustedError) -> float:
+        """Return the seconds to wait before all servers are tried again.
+
+        Raises:
+            WarpfitError: ``error``, if waiting cannot help or has taken long enough.
+
+        """
+        if _is_over_a_limit(error):
+            raise error
+        patience = self._patience(error)
+        pause = retries.pause_after(error, patience)
+        if not self.servers.has_answered and retries.must_tell():
+            _log.warning("%s; waiting for a server, for up to %g s", error.message, patience)
+        return pause
+
+    def _patience(self, error: WarpfitError) -> float:
+        """Return for how many seconds a call is repeated after its first failure."""
+        total = self.config.retry.total_seconds
+        if self.servers.has_answered:
+            return total
+        if self.config.wait is not None:
+            return self.config.wait
+        # Where a server has answered before it is restarting; otherwise the address may be wrong.
+        return min(total, _FIRST_CONTACT_SECONDS) if error.reason in NOBODY_THERE else total
+
+    def _find_servers(self) -> Operation[UnavailableError | None]:
+        """Ask for the servers' addresses when it is time; return why none is known, if so."""
+        try:
+            if self.servers.must_resolve():
+                if any(self.servers):
+                    yield Background(self._resolve)
+                else:
+                    self.servers.update((yield Compute(self.target.find)))
+        except UnavailableError as error:
+            return error
+        for address in self.servers.forgotten():
+            yield Forget(address)
+        return None
+
+    def _resolve(self) -> None:
+        try:
+            self.servers.update(self.target.find())
+        except Exception:  # whatever a resolver raises; the servers that are known stay
+            _log.warning("the addresses of %s cannot be found", self.target.text, exc_info=True)
+
+
+def _is_over_a_limit(error: WarpfitError) -> bool:
+    """Return whether the server would refuse the call again."""
+    return isinstance(error, ResourceExhaustedError) and error.retry_after is None

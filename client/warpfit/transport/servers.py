@@ -1,0 +1,316 @@
+"""The choice of a server for each call, without input or output.
+
+Where a data set lives is decided by rendezvous hashing (Thaler and Ravishankar 1998): each client
+ranks the servers by a hash of content id and address, and the first ones are the data set's homes.
+So all clients agree without asking, and a server that goes moves its own data sets only.
+
+Among the homes that are up, a call takes the less loaded of two that are drawn (Mitzenmacher 2001).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from warpfit.errors import UnavailableError, WarpfitError
+
+#: Reasons of errors that say that there is no server, rather than one that is in trouble.
+NOBODY_THERE: Final = frozenset({"CONNECTION_REFUSED", "NAME_NOT_RESOLVED"})
+#: Data sets of at most this size live on every server.
+SMALL_BYTES: Final = 16 << 20
+#: Longest time in seconds that a server may take to answer a small question before it gets a call.
+PROBE_SECONDS: Final = 0.5
+#: First and longest time in seconds that a server which has failed is left alone.
+_PAUSES: Final = (0.1, 5.0)
+#: Seconds between two questions for the addresses, usually and after a failure.
+_RESOLVE_SECONDS: Final = (10.0, 1.0)
+#: Seconds for which a server that had no room for a data set is not asked again to take it.
+_REFUSAL_SECONDS: Final = 30.0
+#: Shortest part in seconds of a batch that is split.
+_PART_SECONDS: Final = 0.02
+#: Work a second that is assumed before the first answer: more than a CPU does, less than a GPU.
+_USUAL_RATE: Final = 1e10
+#: Weight of all earlier calls in averages that follow the recent ones.
+_MEMORY: Final = 0.95
+_MOST_RANKINGS: Final = 256
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """What a client knows of one server."""
+
+    address: str
+    outstanding: int = 0
+    """Calls of this client that are in flight there."""
+    load: float = 1.0
+    """Seconds of recent calls over what calls of their size take on all servers."""
+    failures: int = 0
+    failed_at: float = 0.0
+    down_until: float = 0.0
+    """Moment until which it is left alone after a failure."""
+    is_trusted: bool = False
+    """Whether it has answered since its last failure; otherwise it is asked something small first,
+    because a call to a machine that is gone would wait for a long time."""
+    refusals: dict[bytes, float] = field(default_factory=dict)
+    """Content ids of data sets that it has no room for, and until when that is believed."""
+
+
+class CostModel:
+    """Seconds of a call as a straight line over its work, fitted to recent calls."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+
+    def add(self, work: float, seconds: float) -> None:
+        """Take the outcome of one call."""
+        new = (1.0, work, seconds, work * work, work * seconds)
+        self._sums = [_MEMORY * old + one for old, one in zip(self._sums, new, strict=True)]
+
+    def seconds(self, work: float) -> float:
+        """Return what a call of this much work is expected to take."""
+        count, sum_work, sum_seconds, squares, products = self._sums
+        if not count:
+            return work / _USUAL_RATE
+        mean_work, mean_seconds = sum_work / count, sum_seconds / count
+        spread = squares / count - mean_work**2
+        slope = mean_seconds / mean_work if mean_work else 0.0
+        if spread > 1e-6 * mean_work**2:
+            # A base below zero is an artefact of noise: then the line goes through the origin.
+            slope = min(slope, max(0.0, (products / count - mean_work * mean_seconds) / spread))
+        return max(1e-6, mean_seconds + slope * (work - mean_work))
+
+
+class Servers:
+    """Chooses the server for each attempt of a call; threads may share it.
+
+    Args:
+        addresses: those of all servers; empty if `update` brings them.
+        replicas: number of homes of a data set that is not small.
+        is_fixed: whether the addresses never change.
+        clock: seconds, as `time.monotonic`.
+        draw: random numbers from [0, 1).
+
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str] = (),
+        *,
+        replicas: int = 2,
+        is_fixed: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.has_answered = False
+        """Whether any server has ever answered."""
+        self._replicas = replicas
+        self._is_fixed = is_fixed
+        self.clock, self._draw = clock, draw
+        self._lock = threading.Lock()
+        self._servers: dict[str, Server] = {}
+        self._dropped: list[Server] = []
+        self._rankings: dict[bytes, list[Server]] = {}
+        self._costs: dict[str, CostModel] = {}
+        self._resolve_at = 0.0
+        self.is_several = not is_fixed or len(addresses) > 1
+        """Whether there may be more than one server; if not, nothing is chosen or measured."""
+        self.update(addresses)
+
+    def __iter__(self) -> Iterator[Server]:
+        """Iterate over the servers that there are now."""
+        return iter(list(self._servers.values()))
+
+    # --------------------------------------------------------------------------------- addresses
+
+    def must_resolve(self) -> bool:
+        """Return whether it is time to ask for the addresses; true once for each time."""
+        if self._is_fixed:
+            return False
+        now = self.clock()
+        with self._lock:
+            if self._servers and now < self._resolve_at:
+                return False
+            self._resolve_at = now + _RESOLVE_SECONDS[0]
+            return True
+
+    def update(self, addresses: Sequence[str]) -> None:
+        """Take the addresses of the servers that there are now; none are taken for an error."""
+        with self._lock:
+            if not addresses:
+                return
+            kept = {one: self._servers.get(one) or Server(one) for one in addresses}
+            self._dropped += [s for s in self._servers.values() if s.address not in kept]
+            self._servers, self._rankings = kept, {}
+
+    def forgotten(self) -> list[str]:
+        """Return the addresses of servers that are gone and have no call in flight, once."""
+        if not self._dropped:
+            return []
+        with self._lock:
+            idle = [server for server in self._dropped if not server.outstanding]
+            self._dropped = [server for server in self._dropped if server.outstanding]
+            return [server.address for server in idle if server.address not in self._servers]
+
+    # ------------------------------------------------------------------------------------ choice
+
+    def acquire(
+        self, tried: Sequence[Server] = (), content_id: bytes = b"", nbytes: int = 0
+    ) -> Server | None:
+        """Return the server for the next attempt, and count the attempt as in flight there.
+
+        Args:
+            tried: servers at which this call has failed already.
+            content_id: the data set that the call needs; empty for none.
+            nbytes: its size.
+
+        Returns:
+            A server; None if the call has failed at all that could answer now. A call that has not
+            failed yet gets one even if all have failed others, as long as there are any.
+
+        """
+        if not self.is_several:
+            (only,) = self._servers.values()
+            return None if tried else only
+        with self._lock:
+            chosen = self._choose(tried, content_id, nbytes)
+            if chosen is not None:
+                chosen.outstanding += 1
+                if not chosen.is_trusted:  # others keep away until this attempt has an outcome
+                    chosen.down_until = self.clock() + PROBE_SECONDS
+            return chosen
+
+    def release(self, server: Server) -> None:
+        """Count an attempt as over."""
+        if self.is_several:
+            with self._lock:
+                server.outstanding -= 1
+
+    def homes(self, content_id: bytes, nbytes: int) -> list[Server]:
+        """Return the servers on which a data set lives, in the order of their ranks."""
+        ranked = self._ranked(content_id)
+        return ranked if nbytes <= SMALL_BYTES else ranked[: self._replicas]
+
+    def parts(self, method: str, work: float, content_id: bytes, nbytes: int) -> int:
+        """Return into how many parts to split a call of so much work."""
+        if not self.is_several:
+            return 1
+        now = self.clock()
+        with self._lock:
+            up = sum(server.down_until <= now for server in self.homes(content_id, nbytes))
+            seconds = self._costs.setdefault(method, CostModel()).seconds(work)
+        return max(1, min(up, int(seconds / _PART_SECONDS)))
+
+    def probe_seconds(self, server: Server) -> float:
+        """Return how long to wait for a server's first answer: longer if there is no other one."""
+        has_others = any(other.is_trusted for other in self)
+        return PROBE_SECONDS * (1 if has_others else 2 ** min(server.failures, 4))
+
+    def _choose(self, tried: Sequence[Server], content_id: bytes, nbytes: int) -> Server | None:
+        now = self.clock()
+        ranked = self._ranked(content_id)
+        up = [
+            server
+            for server in ranked
+            if server.down_until <= now
+            and server not in tried
+            and server.refusals.get(content_id, 0.0) <= now
+        ]
+        if not up:
+            return None if tried or not ranked else min(ranked, key=lambda one: one.down_until)
+        homes = self.homes(content_id, nbytes)
+        return self._less_loaded([server for server in up if server in homes] or up[:1])
+
+    def _less_loaded(self, servers: list[Server]) -> Server:
+        for server in servers:
+            if not server.is_trusted:
+                return server  # its turn to be asked whether it is there
+        if len(servers) == 1:
+            return servers[0]
+        first = int(self._draw() * len(servers))
+        second = (first + 1 + int(self._draw() * (len(servers) - 1))) % len(servers)
+        one, other = servers[first], servers[second]
+        if one.outstanding != other.outstanding:
+            return min(one, other, key=lambda server: (1 + server.outstanding) * server.load)
+        # Clients with one call at a time see the same loads: if each took the less loaded server,
+        # all would move to it together.
+        share = 1.0 / (1.0 + (one.load / other.load) ** 2)
+        return one if self._draw() < share else other
+
+    def _ranked(self, content_id: bytes) -> list[Server]:
+        ranking = self._rankings.get(content_id)
+        if ranking is None:
+            ranking = sorted(
+                self._servers.values(), key=lambda server: _score(content_id, server.address)
+            )
+            if len(self._rankings) >= _MOST_RANKINGS:
+                self._rankings.clear()
+            self._rankings[content_id] = ranking
+        return ranking
+
+    # ---------------------------------------------------------------------------------- outcomes
+
+    def succeeded(self, server: Server, method: str, work: float, seconds: float) -> None:
+        """Take note of an answer.
+
+        Args:
+            server: the one that has answered.
+            method: name of the method.
+            work: measure of the call's size; 0 if its time says nothing about the server's load.
+            seconds: time that the call took.
+
+        """
+        self.has_answered = True
+        if not self.is_several:
+            return
+        with self._lock:
+            server.failures, server.down_until, server.is_trusted = 0, 0.0, True
+            if work:
+                costs = self._costs.setdefault(method, CostModel())
+                costs.add(work, seconds)
+                ratio = min(10.0, max(0.1, seconds / costs.seconds(work)))
+                server.load += (1.0 - _MEMORY) * 4 * (ratio - server.load)
+
+    def failed(self, server: Server, error: WarpfitError, started: float) -> None:
+        """Take note of a failure that another server may not have.
+
+        A server that is busy is left alone for as long as it asked for; one that is away for longer
+        and longer, and its address is soon asked for again.
+
+        Args:
+            server: the one that has failed.
+            error: what it has failed with.
+            started: when the attempt began; attempts that fail together count as one failure.
+
+        """
+        self.has_answered |= error.reason not in NOBODY_THERE
+        if not self.is_several:
+            return
+        now = self.clock()
+        with self._lock:
+            pause = error.retry_after or 0.0
+            if isinstance(error, UnavailableError):
+                self._resolve_at = min(self._resolve_at, now + _RESOLVE_SECONDS[1])
+                server.is_trusted = False
+                if started >= server.failed_at:
+                    server.failures += 1
+                    server.failed_at = now
+                first, longest = _PAUSES
+                growing = min(longest, first * 2.0 ** min(server.failures - 1, 16))
+                pause = max(pause, growing * (0.75 + 0.5 * self._draw()))
+            server.down_until = max(server.down_until, now + pause)
+
+    def refused(self, server: Server, content_id: bytes) -> None:
+        """Take note that a server has no room for a data set."""
+        now = self.clock()
+        with self._lock:
+            server.refusals = {one: end for one, end in server.refusals.items() if end > now}
+            server.refusals[content_id] = now + _REFUSAL_SECONDS
+
+
+def _score(content_id: bytes, address: str) -> bytes:
+    return hashlib.blake2b(content_id + address.encode(), digest_size=8).digest()

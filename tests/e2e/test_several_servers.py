@@ -1,0 +1,60 @@
+"""Clients that know three servers, which are killed and replaced under load."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.load.load import Load
+from support.load.several import Fleet
+
+X = np.random.default_rng(2).normal(size=(100_000, 4))
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    with Fleet() as made:
+        yield made
+
+
+def test_a_large_batch_is_split_and_gives_the_same_bits(fleet):
+    texts = [f"sin(x1*p1) + exp(x{1 + n % 4})*{n}" for n in range(60)]
+    starts = [[0.1 + n] for n in range(60)]
+    options = {"loss": "mse", "gradient": True}
+
+    async def of_three():
+        async with warpfit.connect_async(fleet.address) as client:
+            data = await client.upload(X, X[:, 0], dtype="float64")
+            return await client.evaluate(data, texts, starts, **options)
+
+    with warpfit.connect(fleet.servers[0].address) as one, warpfit.connect(fleet.address) as three:
+        data = one.upload(X, X[:, 0], dtype="float64")
+        losses, gradients = one.evaluate(data, texts, starts, **options)
+        fit = one.optimize(data, texts, starts, max_iterations=3)
+        for found in (three.evaluate(data, texts, starts, **options), asyncio.run(of_three())):
+            np.testing.assert_array_equal(found[0], losses)
+            np.testing.assert_array_equal(np.concatenate(found[1]), np.concatenate(gradients))
+        np.testing.assert_array_equal(
+            three.optimize(data, texts, starts, max_iterations=3).x, fit.x
+        )
+        with pytest.raises(warpfit.ProgramError, match="expression 59, token 0") as caught:
+            three.evaluate(data, [*texts[:59], "x9 + x1"], [*starts[:59], []])
+        assert "x9" in str(caught.value)
+        three.release(data)
+        for server in fleet.servers:
+            with warpfit.connect(server.address) as client:
+                assert client.info().engine == "cpu"
+
+
+def test_sigkill_of_one_and_a_rolling_restart(fleet):
+    with Load(fleet.address, clients=4) as load:
+        load.wait_for_answers(10)
+        fleet.kill(0)
+        load.wait_for_answers(10)
+        for index in range(3):
+            fleet.replace(index)
+            load.wait_for_answers(10)
+    assert (load.wrong, load.failures) == (0, [])
