@@ -212,7 +212,7 @@ def main() -> None:
     if not options.address:
         print("starting a server (the very first start compiles for some seconds)")
     with (
-        server_at(options.address, ["--engine", "cpu"]) as address,
+        server_at(options.address, ["--devices", "cpu"]) as address,
         warpfit.connect(address) as client,
     ):
         best = evolve(client, options)

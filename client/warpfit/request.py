@@ -204,6 +204,8 @@ class Timings:
     tier: Tier = Tier.INTERPRETER
     cache_hits: int = 0
     """Expressions that an already compiled kernel computed."""
+    device: str = ""
+    """Labels of the devices that computed, with commas, such as ``"cuda:0"``."""
 
     def __str__(self) -> str:
         """Return a small table in microseconds."""
@@ -216,6 +218,7 @@ class Timings:
         stages = ("decode", "queue", "copy_in", "compute", "copy_out")
         rows = [(stage, f"{getattr(self, stage) / 1000:.1f}") for stage in stages]
         note = f"tier {self.tier}, cache hits {self.cache_hits}"
+        note += f", {self.device}" if self.device else ""
         return TextTable(("stage", "microseconds"), rows, note)
 
 

@@ -22,6 +22,10 @@ class Device:
     """CUDA driver version."""
     tiers: tuple[Tier, ...] = (Tier.INTERPRETER,)
     """Tiers that the engine offers on this device."""
+    label: str = ""
+    """Names the device in metrics and timings, such as ``"cuda:0"``."""
+    serving: bool = True
+    """Whether its engine has just answered a health probe rightly."""
 
 
 @dataclass(frozen=True, slots=True)

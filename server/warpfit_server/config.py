@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.server_info import Limits
+from warpfit_server.system.devices import EngineDevice, check_devices, engine_devices
 from warpfit_server.system.resources import available_cores, available_memory
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -64,12 +65,17 @@ class Config:
 
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(50551, "port to listen on; 0 takes a free one")
-    engine: str = _option("auto", "auto takes CUDA if there is a device", ("auto", "cpu", "cuda"))
-    device: int = _option(0, "CUDA device")
+    devices: str = _option(
+        "auto",
+        "one engine for each: all GPUs, their numbers such as 0,1,3, cpu, or cpu:2 for two CPU "
+        "engines; auto takes all GPUs, or else cpu",
+    )
     front_ends: int = _option(
         0, "front-end processes; 0 makes one for each core but one, at most 16"
     )
-    threads: int | None = _option(None, "threads of the CPU engine (default: all cores)")
+    threads: int | None = _option(
+        None, "threads of all CPU engines together (default: one for each core)"
+    )
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
     log_level: str = _option("info", "least level of log lines", _LOG_LEVELS)
     log_format: str = _option("text", "form of the log lines", ("text", "json"))
@@ -135,6 +141,19 @@ class Config:
     tls_client_ca: str = _option("", "file with the authorities of client certificates, required")
     token_file: str = _option("", "file with the hashes of bearer tokens, required then")
     tenants_file: str = _option("", "file with limits of tenants (TOML)")
+
+    @property
+    def engines(self) -> tuple[EngineDevice, ...]:
+        """The device of each engine, once `devices` is resolved."""
+        return engine_devices(self.devices)
+
+    def engine_threads(self, number: int) -> int | None:
+        """Return the threads of an engine by its number; None lets the engine decide."""
+        count = len(self.engines)
+        if count <= 1:
+            return self.threads
+        each, left = divmod(self.threads or available_cores(), count)
+        return max(1, each + (number < left))
 
     @property
     def processes(self) -> int:
@@ -229,6 +248,8 @@ def _add_flag(
 
 def _parser_of(setting: Any) -> Callable[[str], Any]:
     """Return what reads the text of a setting, by its name, choices or type."""
+    if setting.name == "devices":
+        return _with_reason(check_devices)
     if setting.name.endswith("bytes"):
         return _with_reason(parse_bytes)
     if setting.name.endswith("port"):

@@ -9,7 +9,7 @@ call about four times as much.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,7 @@ from warpfit_server.observability.measurements import (
     MetricsDelta,
     Recorder,
 )
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.engines import Engines
 from warpfit_server.rpc.health import Health
 
 _PREFIX: Final = "warpfit_"
@@ -48,15 +48,17 @@ class ServerCollector(Collector):
     """Collects the server's metrics whenever Prometheus asks for them."""
 
     recorder: Recorder
-    supervisor: EngineSupervisor
+    engines: Engines
     datasets: DatasetStore
     health: Health
     resident_limit: int
     """Most bytes of all data sets."""
     processes: Callable[[], Mapping[str, int]]
     """Returns the process ids by role."""
-    probe_seconds: Callable[[], float]
-    """Returns the time that the last health probe took."""
+    probe_seconds: Callable[[], Mapping[str, float]]
+    """Returns the time that the last health probe of each engine took, by the device's label."""
+    work: Callable[[], Sequence[int]]
+    """Returns the estimated nanoseconds of work that each engine has not finished."""
     gpus: GpuMonitor
 
     def render(self, accept: str) -> tuple[str, bytes]:
@@ -74,19 +76,27 @@ class ServerCollector(Collector):
         yield _gauge("requests_in_flight", "Calls that run now", totals.in_flight)
         yield from self._engine()
         yield from self._datasets()
-        yield from _caches(self.supervisor.counters)
+        yield from self._caches()
         yield from self._gpus()
         yield from _processes(self.processes())
 
     def _engine(self) -> Iterator[Metric]:
-        engine = ((version("warpfit"), self.supervisor.engine), 1.0)
+        engine = ((version("warpfit"), self.engines.engine), 1.0)
         yield _gauges("build_info", "Version and engine", ("version", "engine"), [engine])
-        yield _gauge("ready", "1 if the engine answers rightly", self.health.ready)
+        yield _gauge("ready", "1 if an engine answers rightly", self.health.ready)
+        labels = [supervisor.device.label for supervisor in self.engines.supervisors]
+        serving = [((label,), label in self.health.serving) for label in labels]
+        text = "1 if the engine of the device answers rightly"
+        yield _gauges("device_ready", text, ("device",), serving)
+        work = [((label,), ns / 1e9) for label, ns in zip(labels, self.work(), strict=True)]
+        text = "Estimated engine time of the calls that the device has not finished"
+        yield _gauges("device_work_seconds", text, ("device",), work)
         text = "Time that the last health probe of the engine took"
-        yield _gauge("probe_seconds", text, self.probe_seconds())
-        restarts = [((cause,), count) for cause, count in dict(self.supervisor.restarts).items()]
+        probes = [((label,), seconds) for label, seconds in self.probe_seconds().items()]
+        yield _gauges("probe_seconds", text, ("device",), probes)
         text = "Engine processes that ended unasked"
-        yield _counters("engine_restarts", text, ("cause",), restarts)
+        restarts = list(self.engines.restarts.items())
+        yield _counters("engine_restarts", text, ("device", "cause"), restarts)
 
     def _datasets(self) -> Iterator[Metric]:
         usage = self.datasets.usage()
@@ -98,6 +108,19 @@ class ServerCollector(Collector):
         yield _gauge("resident_datasets", text, usage.datasets)
         text = "Data sets that had to make room for others"
         yield _counters("evictions", text, (), [((), usage.evictions)])
+
+    def _caches(self) -> Iterator[Metric]:
+        """Yield the metrics of the engines' caches, without samples for engines that have none."""
+        for kinds, make in ((CACHE_EVENTS, _counters), (CACHE_SIZES, _gauges)):
+            for kind in kinds:
+                samples = [
+                    ((supervisor.device.label, cache), supervisor.counters[name])
+                    for supervisor in self.engines.supervisors
+                    for cache in CACHES
+                    if (name := f"{cache}_cache_{kind}") in supervisor.counters
+                ]
+                text = f"Caches of compiled kernels: {kind}"
+                yield make(f"cache_{kind}", text, ("device", "cache"), samples)
 
     def _gpus(self) -> Iterator[Metric]:
         usages = self.gpus.usage()
@@ -131,15 +154,6 @@ def _cumulative(row: list[float]) -> list[tuple[str, float]]:
         total += count
         buckets.append((bound, total))
     return buckets
-
-
-def _caches(counters: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of the engine's caches, without samples for engines that have none."""
-    for kinds, make in ((CACHE_EVENTS, _counters), (CACHE_SIZES, _gauges)):
-        for kind in kinds:
-            found = {cache: counters.get(f"{cache}_cache_{kind}") for cache in CACHES}
-            samples = [((cache,), value) for cache, value in found.items() if value is not None]
-            yield make(f"cache_{kind}", f"Caches of compiled kernels: {kind}", ("cache",), samples)
 
 
 def _processes(processes: Mapping[str, int]) -> Iterator[Metric]:

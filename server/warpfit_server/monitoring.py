@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
@@ -14,12 +15,14 @@ from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.metrics_port import MetricsPort
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
 from warpfit_server.processes.probe import Probe
 from warpfit_server.processes.watchdog import Watchdog
 from warpfit_server.rpc.health import Health, HealthPort
 from warpfit_server.rpc.port import join_address
 from warpfit_server.rpc.servicer import SERVICE_NAME
+from warpfit_server.tenancy.quotas import QuotaTable
 
 
 class Monitoring:
@@ -33,36 +36,59 @@ class Monitoring:
     def __init__(
         self,
         config: Config,
-        supervisor: EngineSupervisor,
+        engines: Engines,
         datasets: DatasetStore,
         front_ends: FrontEndSupervisor,
         recorder: Recorder,
+        quotas: QuotaTable,
     ) -> None:
         self._config = config
-        self._supervisor = supervisor
+        self._engines = engines
         self._datasets = datasets
         self._front_ends = front_ends
         self._tracer = make_tracer(config.tracing)
         self.observer = Observer(recorder, self._tracer)
-        self.health = Health(SERVICE_NAME, front_ends.announce_readiness)
-        self._probe = Probe(supervisor.connection, front_ends.seed)
-        self._probe.make_resident(datasets, supervisor)
-        self.watchdog = Watchdog(
-            *(config, supervisor, self._probe, self.health, front_ends.all_answer, self._tick)
-        )
-        supervisor.on_loss = self.watchdog.engine_lost
+        labels = [device.label for device in config.engines]
+        self.health = Health(SERVICE_NAME, labels, front_ends.announce_readiness)
+        self._probes = [Probe(s.connection, front_ends.seed) for s in engines.supervisors]
+        self._probes[0].make_resident(datasets, engines)
+        self.watchdogs = [
+            self._watchdog(supervisor, probe)
+            for supervisor, probe in zip(engines.supervisors, self._probes, strict=True)
+        ]
         self._collector = ServerCollector(
             recorder,
-            supervisor,
+            engines,
             datasets,
             self.health,
             config.limits().resident_bytes,
             self._processes,
-            lambda: self.watchdog.probe_seconds,
+            lambda: {watchdog.label: watchdog.probe_seconds for watchdog in self.watchdogs},
+            quotas.work,
             GpuMonitor(),
         )
         self._health_port: HealthPort | None = None
         self._metrics_port: MetricsPort | None = None
+
+    def _watchdog(self, supervisor: EngineSupervisor, probe: Probe) -> Watchdog:
+        """Make an engine's watchdog; that of the first one also looks after everything else."""
+        watchdog = Watchdog(
+            self._config,
+            supervisor,
+            probe,
+            self.health,
+            partial(self._front_ends.all_answered_by, supervisor.number),
+            self._tick if supervisor.number == 0 else lambda: None,
+        )
+        supervisor.on_loss = watchdog.engine_lost
+        return watchdog
+
+    def start_watchdogs(self) -> None:
+        """Probe all engines, and wait until those that have started answer."""
+        for watchdog in self.watchdogs:
+            watchdog.start()
+        for watchdog in self.watchdogs:
+            watchdog.wait_ready()
 
     def open_ports(self) -> None:
         """Open the ports for health checks and metrics that are configured.
@@ -86,8 +112,9 @@ class Monitoring:
 
     def stop(self) -> None:
         """Close the ports and send the last traces."""
-        self.watchdog.stop()
-        self._probe.close()
+        for watchdog in self.watchdogs:
+            watchdog.stop()
+        self._probes[0].close()
         for port in (self._health_port, self._metrics_port):
             if port is not None:
                 port.stop()
@@ -106,11 +133,13 @@ class Monitoring:
         )
 
     def _tick(self) -> None:
-        self._front_ends.kill_silent(engine_answers=self.watchdog.answers)
-        self._supervisor.quarantine.expire()
+        self._front_ends.kill_silent([n for n, w in enumerate(self.watchdogs) if w.answers])
+        self._engines.quarantine.expire()
         self._datasets.expire(self._config.lease_seconds)
 
     def _processes(self) -> dict[str, int]:
         processes = {"main": os.getpid(), **self._front_ends.processes()}
-        engine = self._supervisor.process_id
-        return processes if engine is None else {**processes, "engine": engine}
+        for supervisor in self._engines.supervisors:
+            if supervisor.process_id is not None:
+                processes[f"engine {supervisor.device.label}"] = supervisor.process_id
+        return processes

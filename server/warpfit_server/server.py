@@ -13,12 +13,14 @@ from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.monitoring import Monitoring
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor
 from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import check_free, listen, make_server
-from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer, lease_loaded
+from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
 from warpfit_server.rpc.tls import check_exposure
 from warpfit_server.system.compile_cache import usable_cache_directory
+from warpfit_server.system.devices import resolve_devices
 from warpfit_server.system.server_directory import ServerDirectory
 from warpfit_server.tenancy.quotas import QuotaTable
 
@@ -37,7 +39,8 @@ class Server:
             cache = self._directories.enter_context(
                 usable_cache_directory(config.cache_path, within=str(self._directory.path))
             )
-            self._assemble(replace(config, cache_dir=str(cache)))
+            devices = resolve_devices(config.devices)
+            self._assemble(replace(config, cache_dir=str(cache), devices=devices))
         except BaseException:
             self._directories.close()
             raise
@@ -45,21 +48,24 @@ class Server:
     def _assemble(self, config: Config) -> None:
         pool = SegmentPool(config.idle_bytes)
         self._config = config
-        self.supervisor = supervisor = EngineSupervisor(config, pool)
-        self._datasets = datasets = DatasetStore(config.limits(), pool, supervisor.unload)
-        self.quotas = QuotaTable.create(config.processes)
+        self.quotas = QuotaTable.create(config.processes, len(config.engines))
+        self.engines = engines = Engines(config, pool, self.quotas)
+        self._datasets = datasets = DatasetStore(config.limits(), pool, engines.unload)
         recorder = Recorder()
-        lease = partial(lease_loaded, datasets, supervisor)
-        self._front_ends = FrontEndSupervisor(config, supervisor, lease, self.quotas, recorder)
+        self._front_ends = FrontEndSupervisor(config, engines, datasets, self.quotas, recorder)
         interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
             datasets,
-            supervisor,
+            engines,
+            partial(engines.lease, datasets),
+            engines.router,
             interceptor.admission,
             config.chunk_bytes,
             self._front_ends.announce_release,
         )
-        self._monitoring = Monitoring(config, supervisor, datasets, self._front_ends, recorder)
+        self._monitoring = Monitoring(
+            *(config, engines, datasets, self._front_ends, recorder, self.quotas)
+        )
         check_free(config.host, config.port)
         handlers = interceptor.intercept(servicer.handlers(), self._monitoring.observer)
         self._workers = interceptor.workers
@@ -70,13 +76,13 @@ class Server:
         self._grpc.add_insecure_port(self._local_address)
 
     def __enter__(self) -> Server:
-        """Start the engine, the port and the other front ends; return when the server is ready."""
+        """Start the engines, the port, the other front ends; return when the server is ready."""
         self._monitoring.open_ports()
         self._front_ends.start(self._config.processes - 1, self.port, self._local_address)
-        self.supervisor.start(self._datasets.leased, self._engine_ready)
+        self.engines.start(self._datasets.leased, self._engine_ready)
         self._grpc.start()
         self._front_ends.open()
-        self._monitoring.watchdog.start()
+        self._monitoring.start_watchdogs()
         return self
 
     def __exit__(
@@ -92,23 +98,25 @@ class Server:
         stopped.wait()
         self._workers.close()
         self._monitoring.stop()
-        self.supervisor.stop()
+        self.engines.stop()
         self._directories.close()
 
-    def _engine_ready(self) -> None:
-        self._front_ends.engine_ready()
-        self._monitoring.watchdog.engine_ready()
+    def _engine_ready(self, supervisor: EngineSupervisor) -> None:
+        self._front_ends.engine_ready(supervisor.number)
+        self._monitoring.watchdogs[supervisor.number].engine_ready()
 
     def describe(self) -> str:
-        """Return the start-up line: addresses, engine, limits."""
+        """Return the start-up line: addresses, devices, limits."""
         limits = self._config.limits()
         devices = ", ".join(
-            f"{device.name} ({device.threads} threads)" if device.threads else device.name
-            for device in self.supervisor.devices
+            f"{device.label} {device.name}"
+            + (f" ({device.threads} threads)" if device.threads else "")
+            + ("" if device.serving else " (not ready)")
+            for device in self.engines.devices
         )
         return (
             f"warpfit listening on {self._config.host}:{self.port}"
-            f" engine={self.supervisor.engine} [{devices}] front-ends={self._config.processes}"
+            f" engine={self.engines.engine} [{devices}] front-ends={self._config.processes}"
             f"{self._monitoring.describe()}"
             f" resident<={limits.resident_bytes >> 20}MiB result<={limits.result_bytes >> 20}MiB"
             f" programs<={limits.programs} tokens<={limits.tokens} requests<={limits.requests}"

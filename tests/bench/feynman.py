@@ -128,7 +128,7 @@ def main() -> None:
     equations = json.loads(EQUATIONS.read_text())
     wanted = options.equations or [equation["name"] for equation in equations]
     started = time.perf_counter()
-    with embedded_server(["--engine", "cpu", "--threads", "1"]) as address:
+    with embedded_server(["--devices", "cpu", "--threads", "1"]) as address:
         start_seconds = time.perf_counter() - started
         cases = []
         for equation in equations:

@@ -213,7 +213,7 @@ def main() -> None:
         },
     }
     engine.close()
-    with ServerProcess(engine="cuda") as server, warpfit.connect(server.address) as client:
+    with ServerProcess(devices="0") as server, warpfit.connect(server.address) as client:
         data = client.upload(*table(100_000))
         viable = Pool(client, data)
         content["viable_expressions"] = len(viable.members)

@@ -3,7 +3,7 @@
 ``python tests/bench/gpu_service.py`` starts a server with the CUDA engine on loopback and writes
 results/gpu_service.json. Calls ask for losses of thesis-mix expressions of 10 to 50 tokens over 10
 variables, float32, fast mode. Fresh batches are drawn from a pool of programs, so that no batch
-comes again within a run. ``--engine cpu`` and ``--seconds`` try the program without a GPU.
+comes again within a run. ``--devices cpu`` and ``--seconds`` try the program without a GPU.
 """
 
 from __future__ import annotations
@@ -162,11 +162,14 @@ def one_client(client: warpfit.Client, scale: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
-    parser.add_argument("--engine", default="cuda")
+    parser.add_argument("--devices", default="0")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each sustained run")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of calls")
     options = parser.parse_args()
-    with ServerProcess(engine=options.engine) as server, warpfit.connect(server.address) as client:
+    with (
+        ServerProcess(devices=options.devices) as server,
+        warpfit.connect(server.address) as client,
+    ):
         (device,) = client.info().devices
         content: dict[str, Any] = {
             "seed": SEED,
@@ -178,7 +181,7 @@ def main() -> None:
                 if count <= 4 * (os.cpu_count() or 1)
             ],
         }
-    content["start_up_seconds"] = start_up_seconds(options.engine)
+    content["start_up_seconds"] = start_up_seconds(options.devices)
     save("gpu_service", content, options.directory)
 
 

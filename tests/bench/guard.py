@@ -369,7 +369,7 @@ def server(
         book = path.with_name("tenants.toml")
         book.write_text(limits)
         files = ("--token-file", str(path), "--tenants-file", str(book))
-        with ServerProcess(*files, *flags, engine=engine) as process:
+        with ServerProcess(*files, *flags, devices="0" if engine == "cuda" else engine) as process:
             yield process, {name: token for name, (token, _) in made.items()}
 
 

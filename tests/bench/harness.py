@@ -79,12 +79,12 @@ def percentiles(seconds: Sequence[float], digits: int = 3) -> dict[str, float]:
     return {f"p{q}_ms": round(ms, digits) for q, ms in zip(quantiles, found, strict=True)}
 
 
-def start_up_seconds(engine: str = "cpu") -> float:
+def start_up_seconds(devices: str = "cpu") -> float:
     """Return the median time from the command to the start-up line, with a filled compile cache."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        server = ServerProcess(engine=engine)
+        server = ServerProcess(devices=devices)
         times.append(time.perf_counter() - started)
         server.stop()
     return statistics.median(times)

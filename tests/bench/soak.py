@@ -23,12 +23,12 @@ def main() -> int:
     parser.add_argument("--control-minutes", type=float, default=2.0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--front-ends", type=int, default=2)
-    parser.add_argument("--engine", default="cpu")
+    parser.add_argument("--devices", default="cpu")
     options = parser.parse_args()
     size = {
         "clients": options.clients,
         "front_ends": options.front_ends,
-        "engine": options.engine,
+        "devices": options.devices,
     }
     control = soak(60 * options.control_minutes, leak=LEAK, **size)
     result = soak(60 * options.minutes, **size)

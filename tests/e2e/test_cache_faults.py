@@ -86,7 +86,7 @@ def test_files_that_are_not_whole_are_made_again(cache, tmp_path):
 def test_a_cache_that_others_may_write_is_refused(cache, level):
     place = next(cache.glob(level)) if level else cache
     place.chmod(place.stat().st_mode | 0o002)
-    command = [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", "cpu"]
+    command = [sys.executable, "-m", "warpfit_server", "--port", "0", "--devices", "cpu"]
     ran = subprocess.run([*command, "--cache-dir", cache], capture_output=True, text=True)
     assert ran.returncode == 2
     assert f"{place} can be written by its group or by others" in ran.stderr

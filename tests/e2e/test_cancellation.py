@@ -28,7 +28,7 @@ WIDE = np.random.default_rng(2).normal(size=(200_000, 2)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def server():
-    with Server(Config(port=0, engine="cpu", threads=1, front_ends=1)) as running:
+    with Server(Config(port=0, devices="cpu", threads=1, front_ends=1)) as running:
         yield running
 
 
@@ -60,7 +60,8 @@ def leaves_nothing(server, engine, data):
     def check():
         deadline = time.monotonic() + 10
         while not (
-            server.quotas.in_flight() == Amounts() and not server.supervisor.connection._in_flight
+            server.quotas.in_flight() == Amounts()
+            and not server.engines.supervisors[0].connection._in_flight
         ):
             assert time.monotonic() < deadline, server.quotas.in_flight()
             time.sleep(0.02)
@@ -121,7 +122,7 @@ def test_while_it_waits_for_the_engine(caller, server, data, leaves_nothing, way
     timeout = 1.0 if way == "deadline" else 60
     calls = [start(caller.channel, message, timeout=timeout) for _ in range(20)]
     deadline = time.monotonic() + 10
-    while way == "cancelled" and len(server.supervisor.connection._in_flight) < 10:
+    while way == "cancelled" and len(server.engines.supervisors[0].connection._in_flight) < 10:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     _end(calls, way, least=0.4)
@@ -187,20 +188,20 @@ def test_before_it_begins(caller, server, data, leaves_nothing, monkeypatch):
         return check_batch(*arguments)
 
     monkeypatch.setattr("warpfit_server.rpc.servicer.check_batch", slow)
-    connection = server.supervisor.connection
+    connection = server.engines.supervisors[0].connection
     started = []
-    original = connection._start
+    original = connection.submit
 
     def recorded(request):
         if request.tenant:  # the probe goes the same way
             started.append(request)
         return original(request)
 
-    connection._start = recorded
+    connection.submit = recorded
     try:
         call = start(caller.channel, request(data, ["x1"]), timeout=0.05)
         _end([call], "deadline")
         leaves_nothing()
     finally:
-        del connection._start
+        del connection.submit
     assert not started

@@ -95,7 +95,7 @@ def test_calls_of_every_process_are_counted_once(server, clients):
     assert {pairs["process"] for pairs, _ in after.matching("warpfit_process_open_files")} == {
         "main",
         "front end 1",
-        "engine",
+        "engine cpu:0",
     }
 
 

@@ -18,7 +18,7 @@ from warpfit.cli.prometheus_reader import scrape
 def server(engine):
     ports = ("--health-port", "0", "--metrics-port", "0", "--front-ends", "2")
     eager = ("--probe-seconds", "0.2", "--probe-timeout", "1", "--hang-seconds", "3")
-    with ServerProcess(*ports, *eager, engine="cuda") as process:
+    with ServerProcess(*ports, *eager, devices="0") as process:
         yield process
 
 

@@ -22,7 +22,7 @@ OPERATORS = ("add", "sub", "mul", "sqrtabs", "sin")
 
 @pytest.fixture(scope="module")
 def server(engine):
-    with ServerProcess(engine="cuda") as process:
+    with ServerProcess(devices="0") as process:
         yield process
 
 
@@ -91,7 +91,7 @@ def test_an_illegal_memory_access_costs_only_a_retry(engine, tmp_path):
         "WARPFIT_TEST_FAULT": str(trigger),
     }
     with (
-        ServerProcess(engine="cuda", **environment) as server,
+        ServerProcess(devices="0", **environment) as server,
         warpfit.connect(server.address) as client,
     ):
         data = client.upload(X)

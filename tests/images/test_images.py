@@ -126,7 +126,7 @@ def test_an_image_has_what_is_locked_and_nothing_else(request, volume, fixture, 
 
 
 def test_the_cuda_image_serves_with_the_cpu_engine(cuda_image, volume, tmp_path):
-    serve(cuda_image, volume, tmp_path / "log", COLD_SECONDS, WARPFIT_ENGINE="cpu")
+    serve(cuda_image, volume, tmp_path / "log", COLD_SECONDS, WARPFIT_DEVICES="cpu")
 
 
 def test_the_cuda_image_compiles_for_a_gpu(cuda_image, volume):

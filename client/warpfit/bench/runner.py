@@ -74,7 +74,7 @@ class Run:
         if not self.address:
             self.report(f"starting a server with the {engine} engine (the first start compiles)")
         started = time.perf_counter()
-        flags = ["--engine", engine, "--log-level", "warning"]
+        flags = ["--devices", "0" if engine == "cuda" else engine, "--log-level", "warning"]
         with server_at(self.address, flags) as address, connect(address) as client:
             info = client.wait_ready()
             device = info.devices[0]

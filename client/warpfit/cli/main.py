@@ -354,7 +354,8 @@ def _profile(timings: Timings) -> str:
         ["stage", *stages],
         ["microseconds", *(f"{getattr(timings, stage) / 1000:.1f}" for stage in stages)],
     ]
-    return f"{_aligned(columns)}\ntier {timings.tier}, cache hits {timings.cache_hits}"
+    note = f"tier {timings.tier}, cache hits {timings.cache_hits}"
+    return f"{_aligned(columns)}\n{note}" + (f", {timings.device}" if timings.device else "")
 
 
 def _describe(server: ServerInfo) -> str:
@@ -366,8 +367,9 @@ def _describe(server: ServerInfo) -> str:
             f"compute capability {device.compute_capability}" if device.compute_capability else "",
             f"driver {device.driver}" if device.driver else "",
             f"tiers {', '.join(device.tiers)}",
+            "" if device.serving else "NOT READY",
         ]
-        lines.append(f"  {device.name}: {', '.join(fact for fact in facts if fact)}")
+        lines.append(f"  {device.label} {device.name}: {', '.join(fact for fact in facts if fact)}")
     limits = [(name, getattr(server.limits, name)) for name in server.limits.__slots__]
     columns = [[f"  {name}" for name, _ in limits], [f"{value:,}" for _, value in limits]]
     names = [f"{op.name}/{op.arity}" for op in server.operators]

@@ -25,7 +25,7 @@ from warpfit.dataset import DTYPES, Layout
 from warpfit.request import Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
-_TIMINGS: Final = ("decode", "queue", "copy_in", "compute", "copy_out", "cache_hits")
+_TIMINGS: Final = ("decode", "queue", "copy_in", "compute", "copy_out", "cache_hits", "device")
 _VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
 _JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.
@@ -94,14 +94,14 @@ def result_end(
 
 def timings_to_message(timings: Timings) -> pb.Timings:
     """Encode timings."""
-    numbers = {name: getattr(timings, name) for name in _TIMINGS}
-    return pb.Timings(tier=TIERS.codes[timings.tier], **numbers)
+    given = {name: getattr(timings, name) for name in _TIMINGS}
+    return pb.Timings(tier=TIERS.codes[timings.tier], **given)
 
 
 def timings_from_message(message: pb.Timings) -> Timings:
     """Decode timings."""
-    numbers = {name: getattr(message, name) for name in _TIMINGS}
-    return Timings(tier=TIERS.member(message.tier, "tier"), **numbers)
+    given = {name: getattr(message, name) for name in _TIMINGS}
+    return Timings(tier=TIERS.member(message.tier, "tier"), **given)
 
 
 def answer_from_bytes(data: bytes) -> pb.EvaluateResponse:

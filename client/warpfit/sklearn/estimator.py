@@ -53,7 +53,7 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         training = self._training_data(X, y, sample_weight)
         self._check_settings()
         with (
-            server_at(self.address, ["--engine", "cpu"]) as place,
+            server_at(self.address, ["--devices", "cpu"]) as place,
             connect(place) as client,
             client.upload(*training, names=self._names(), dtype="float64") as data,
         ):

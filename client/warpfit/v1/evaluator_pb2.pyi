@@ -249,7 +249,7 @@ class ResultHeader(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., programs: _Optional[int] = ..., vectors: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("decode", "queue", "copy_in", "compute", "copy_out", "tier", "cache_hits")
+    __slots__ = ("decode", "queue", "copy_in", "compute", "copy_out", "tier", "cache_hits", "device")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     COPY_IN_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,7 @@ class Timings(_message.Message):
     COPY_OUT_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     decode: int
     queue: int
     copy_in: int
@@ -264,7 +265,8 @@ class Timings(_message.Message):
     copy_out: int
     tier: Tier
     cache_hits: int
-    def __init__(self, decode: _Optional[int] = ..., queue: _Optional[int] = ..., copy_in: _Optional[int] = ..., compute: _Optional[int] = ..., copy_out: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., cache_hits: _Optional[int] = ...) -> None: ...
+    device: str
+    def __init__(self, decode: _Optional[int] = ..., queue: _Optional[int] = ..., copy_in: _Optional[int] = ..., compute: _Optional[int] = ..., copy_out: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., cache_hits: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class OptimizeRequest(_message.Message):
     __slots__ = ("problem", "method", "max_iterations", "gradient_tolerance", "step_tolerance", "loss_tolerance", "lower", "upper", "fixed", "all_starts", "standard_errors", "covariance", "partial", "progress")
@@ -359,20 +361,24 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., operators: _Optional[_Iterable[_Union[OperatorInfo, _Mapping]]] = ...) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("name", "threads", "memory", "compute_capability", "driver", "tiers")
+    __slots__ = ("name", "threads", "memory", "compute_capability", "driver", "tiers", "label", "serving")
     NAME_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     DRIVER_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
     name: str
     threads: int
     memory: int
     compute_capability: str
     driver: str
     tiers: _containers.RepeatedScalarFieldContainer[Tier]
-    def __init__(self, name: _Optional[str] = ..., threads: _Optional[int] = ..., memory: _Optional[int] = ..., compute_capability: _Optional[str] = ..., driver: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
+    label: str
+    serving: bool
+    def __init__(self, name: _Optional[str] = ..., threads: _Optional[int] = ..., memory: _Optional[int] = ..., compute_capability: _Optional[str] = ..., driver: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., label: _Optional[str] = ..., serving: bool = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("message_bytes", "dataset_bytes", "resident_bytes", "programs", "tokens", "program_tokens", "vectors", "result_bytes", "requests", "rows", "rate", "loss_tokens", "names", "name_bytes")

@@ -116,17 +116,23 @@ def _load_fits(cache_directory: Path | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run an engine process; the supervisor starts it with a socket's number and a `Config`."""
-    descriptor, text = arguments
+    """Run an engine process; `EngineSupervisor` starts it.
+
+    Args:
+        arguments: number of a socket, number of the engine in ``Config.engines``, and a `Config`.
+
+    """
+    descriptor, number, text = arguments
     config = Config.from_json(text)
     configure_logging(config.log_level, config.log_format)
     take_short_turns()
     channel = Channel(socket.socket(fileno=int(descriptor)))
+    device = config.engines[int(number)]
     try:
         engine = create_engine(
-            config.engine,
-            threads=config.threads,
-            device=config.device,
+            device.kind,
+            threads=config.engine_threads(int(number)),
+            memory_share=device.share,
             cache_directory=config.cache_path,
         )
         EngineProcess(
@@ -135,7 +141,7 @@ def main(arguments: Sequence[str]) -> None:
     except ChannelClosedError:
         _LOG.info("the supervisor is gone")
     except WarpfitError as error:
-        _LOG.error("the engine cannot run: %s", error)
+        _LOG.error("the engine %s cannot run: %s", device.label, error)
         os._exit(EXIT_CANNOT_RUN)
     logging.shutdown()
     os._exit(0)  # without waiting for a running step

@@ -15,19 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from warpfit.dataset import Layout
 from warpfit.errors import WarpfitError
-from warpfit.fitting import FitRequest
 from warpfit.request import Evaluation
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.in_flight_request import LOST, InFlightRequest, unavailable
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, KnownSuspects
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
-from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS, SegmentLayout
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.system.shortages import shortage
 from warpfit_server.tenancy.tenants import PROBE
@@ -103,6 +100,11 @@ class EngineConnection:
             old = self._detach()
         self._fail(*old)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an engine at the other end."""
+        return self._channel is not None
+
     def renew(self) -> None:
         """Ask for a new connection if there is none."""
         if self._channel is None:
@@ -125,38 +127,10 @@ class EngineConnection:
             ResourceExhaustedError: if there is no memory for batch and results.
 
         """
-        segment_layout = SegmentLayout.of(evaluation, layout)
-        rows = evaluation.row_range(layout)
-        return self._start(InFlightRequest(self, segment_layout, evaluation, rows, tenant))
+        return self.submit(InFlightRequest.of_evaluation(evaluation, layout, tenant))
 
-    def start_fit(
-        self, request: FitRequest, layout: Layout, deadline: float | None, tenant: str = ""
-    ) -> InFlightRequest:
-        """Send a checked fit, as `start` does.
-
-        Args:
-            request: the fit.
-            layout: layout of its data set.
-            deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
-            tenant: owner of the call.
-
-        """
-        settings = request.settings
-        arrays = {name: getattr(settings, name) for name in FIT_SETTING_ARRAYS}
-        return self._start(
-            InFlightRequest(
-                self,
-                SegmentLayout.of_fit(request, layout),
-                request.problem,
-                request.problem.row_range(layout),
-                tenant,
-                {name: array for name, array in arrays.items() if array is not None},
-                replace(settings, lower=None, upper=None, fixed=None),
-                deadline,
-            )
-        )
-
-    def _start(self, request: InFlightRequest) -> InFlightRequest:
+    def submit(self, request: InFlightRequest) -> InFlightRequest:
+        """Send a request and return it, as `start` does; if that fails, nothing was sent."""
         if request.tenant != PROBE:
             dataset = request.evaluation.dataset_id
             request.alone = self._suspects.check(dataset, request.digest)
@@ -175,6 +149,7 @@ class EngineConnection:
     def _send(self, request: InFlightRequest) -> None:
         identifier = request.segment.identifier
         with self._lock:
+            request.connection = self
             channel, request.replies = self._channel, self._replies
             if channel is None:
                 raise unavailable()

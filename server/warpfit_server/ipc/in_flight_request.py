@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
-from warpfit.fitting import FitSettings
+from warpfit.fitting import FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, digest
 from warpfit_server.ipc.reply_dispatcher import ReplyDispatcher
-from warpfit_server.ipc.segment_layout import ALONE, QUEUED, SegmentLayout
+from warpfit_server.ipc.segment_layout import (
+    ALONE,
+    FIT_SETTING_ARRAYS,
+    QUEUED,
+    SegmentLayout,
+)
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.logs import logged_request_id
 from warpfit_server.system.shortages import TOO_MANY_FILES
@@ -34,10 +41,9 @@ LOST: Final = object()
 
 
 class InFlightRequest:
-    """A request in the engine. Used by one thread; `cancel` may come from any other.
+    """A request in an engine. Used by one thread; `cancel` may come from any other.
 
     Args:
-        connection: sends it.
         segment_layout: where its arrays lie in its segment.
         evaluation: what to evaluate or to fit.
         rows: half-open row range.
@@ -49,11 +55,15 @@ class InFlightRequest:
     """
 
     segment: Segment
+    connection: EngineConnection
+    """The one that has sent it."""
     replies: ReplyDispatcher | None = None
     """Dispatcher of the connection that it was sent over; None before it was sent."""
     number = -1
     engine = 0
-    """Number of the engine that it was sent to."""
+    """Number of the engine process that it was sent to."""
+    device = ""
+    """Label of the device that it was sent to."""
     alone = 0.0
     """Seconds for which nothing may run beside it, if it is a suspect."""
     timings: Timings | None = None
@@ -61,7 +71,6 @@ class InFlightRequest:
 
     def __init__(
         self,
-        connection: EngineConnection,
         segment_layout: SegmentLayout,
         evaluation: Evaluation,
         rows: tuple[int, int],
@@ -75,7 +84,8 @@ class InFlightRequest:
         self.tenant = tenant
         self.queue: SimpleQueue[Any] = SimpleQueue()
         """Replies of the engine, which `EngineConnection` delivers."""
-        self._connection = connection
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when it is closed."""
         self._rows = rows
         self._arrays = arrays
         self._fit_settings = fit_settings
@@ -84,6 +94,39 @@ class InFlightRequest:
         self._is_over = self._is_lost = self._is_cancelled = False
         self._flag: NDArray[np.uint8] | None = None
         self._lock = threading.Lock()
+
+    @classmethod
+    def of_evaluation(
+        cls, evaluation: Evaluation, layout: Layout, tenant: str = ""
+    ) -> InFlightRequest:
+        """Make a request of a checked evaluation on a data set of a layout."""
+        rows = evaluation.row_range(layout)
+        return cls(SegmentLayout.of(evaluation, layout), evaluation, rows, tenant)
+
+    @classmethod
+    def of_fit(
+        cls, request: FitRequest, layout: Layout, deadline: float | None, tenant: str = ""
+    ) -> InFlightRequest:
+        """Make a request of a checked fit.
+
+        Args:
+            request: the fit.
+            layout: of its data set.
+            deadline: ``time.monotonic()`` at which the engine stops with what there is, or None.
+            tenant: owner of the call.
+
+        """
+        settings = request.settings
+        arrays = {name: getattr(settings, name) for name in FIT_SETTING_ARRAYS}
+        return cls(
+            SegmentLayout.of_fit(request, layout),
+            request.problem,
+            request.problem.row_range(layout),
+            tenant,
+            {name: array for name, array in arrays.items() if array is not None},
+            replace(settings, lower=None, upper=None, fixed=None),
+            deadline,
+        )
 
     def digest(self) -> bytes:
         """Return a hash of all that is requested."""
@@ -148,10 +191,10 @@ class InFlightRequest:
         self._is_over = True
         if self.alone and not self._is_cancelled:
             dataset = self.evaluation.dataset_id
-            self._connection.report(ClearedSuspect(dataset, self.digest()))
+            self.connection.report(ClearedSuspect(dataset, self.digest()))
         if reply.error is not None:
             if reply.error.reason == TOO_MANY_FILES:
-                self._connection.was_not_mapped(self.segment)
+                self.connection.was_not_mapped(self.segment)
             raise reply.error
         self.timings = reply.timings
 
@@ -176,19 +219,20 @@ class InFlightRequest:
         while not self._is_over:
             with suppress(WarpfitError):
                 self.next_reply()
+        self.on_end()
         with self._lock:
             self._flag = None  # the segment may soon be another call's
         if self._is_lost:
             self.segment.close()  # an engine that is being killed may still write to it
         else:
-            self._connection.release(self.segment)
+            self.connection.release(self.segment)
 
     def _report_loss(self) -> None:
         """Report the request if the engine had begun it when it was lost."""
         state = int(self.segment_layout.state(self.segment)[0])
         if state != QUEUED and self.tenant != PROBE:
             batch, dataset = self.digest(), self.evaluation.dataset_id
-            self._connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
+            self.connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
 
 
 def unavailable() -> UnavailableError:

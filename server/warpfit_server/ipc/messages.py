@@ -222,13 +222,26 @@ class ReleaseNoticed(_AboutDataset):
     """Answer to DatasetReleased: no new call uses the data set."""
 
 
-class RequestConnection:
+@dataclass(frozen=True, slots=True)
+class _AboutEngine:
+    engine: int
+    """Number of the engine in ``Config.engines``, from 0."""
+
+
+class RequestConnection(_AboutEngine):
     """Answer with ConnectEngine if there is an engine: the front end has lost its connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """The result of the front end's own probe of the engine."""
+class RequestLoad(_AboutEngine):
+    """Load a data set that is leased to the front end; answered by LoadEnded."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult(_AboutEngine):
+    """The result of the front end's own probe of an engine."""
 
     answers: bool
 
@@ -252,11 +265,19 @@ class StartServing:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectEngine:
-    """Use the socket that comes along for calls from now on."""
+class ConnectEngine(_AboutEngine):
+    """Use the socket that comes along for calls of this engine from now on."""
 
-    engine: int
-    """Number of the engine process, from 1."""
+    process: int
+    """Number of the engine process, from 1; each process of any engine has another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded(_AboutEngine):
+    """An engine has loaded a data set, or cannot."""
+
+    key: bytes
+    error: WarpfitError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +286,8 @@ class DatasetLease:
 
     key: bytes
     layout: Layout | None = None
+    engines: tuple[int, ...] = ()
+    """Numbers of the engines that have loaded it."""
     error: WarpfitError | None = None
     """Set if there is no lease."""
 
@@ -275,9 +298,10 @@ class DatasetReleased(_AboutDataset):
 
 @dataclass(frozen=True, slots=True)
 class SetReadiness:
-    """Sets what health checks on the port answer."""
+    """Sets what health checks on the port answer, and which engines calls go to."""
 
-    ready: bool
+    serving: frozenset[str]
+    """Labels of the devices that serve."""
 
 
 class Stop:
@@ -294,6 +318,6 @@ Message = (
     | EngineReady | DatasetLoaded | EngineCounters
     | Submission | UnmapSegment | Reply
     | FrontEndReady | LeaseDataset | ReturnLease | ReleaseNoticed | RequestConnection
-    | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
+    | RequestLoad | LoadEnded | ProbeResult | MetricsRecorded | InterruptedBatch | ClearedSuspect
     | StartServing | ConnectEngine | DatasetLease | DatasetReleased | SetReadiness | SuspectList
 )  # fmt: skip

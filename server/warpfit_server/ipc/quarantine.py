@@ -43,7 +43,7 @@ _MOST_COUNTED: Final = 8
 #: A request that was lost so many seconds before its engine died has nothing to do with that.
 _TOGETHER_SECONDS: Final = 5.0
 #: Engines whose deaths are remembered, for reports that come late.
-_MOST_DEATHS: Final = 8
+_MOST_DEATHS: Final = 64
 #: Arrays of a batch.
 _ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters")
 
@@ -107,6 +107,7 @@ class KnownSuspects:
         known = self._known
         if not (known.suspects or known.quarantined):
             return 0.0
+        self.check_dataset(dataset)
         self.check_dataset(dataset)
         name = batch()
         if name in known.quarantined:
@@ -256,13 +257,13 @@ class Quarantine:
             now = self._clock()
             self._deaths[engine] = is_blamed and not (loading and at_start)
             self._deaths = dict(list(self._deaths.items())[-_MOST_DEATHS:])
-            waiting, self._waiting = self._waiting, []
+            waiting = [entry for entry in self._waiting if entry[1].engine == engine]
+            self._waiting = [entry for entry in self._waiting if entry[1].engine != engine]
             if is_blamed and loading:
                 record = self._record(loading, is_dataset=True)
                 record.accuse(engine, loading if at_start else None)
             for since, batch in waiting:
-                is_recent = batch.engine == engine and now - since < _TOGETHER_SECONDS
-                if is_recent and self._deaths[engine]:
+                if now - since < _TOGETHER_SECONDS and self._deaths[engine]:
                     self._accuse(batch)
             known = self._judge()
         self._publish(known)

@@ -205,6 +205,7 @@ def _sample(call: CallRecord, status: str, ended: int) -> CallMeasurement:
         timings.tier,
         timings.cache_hits,
         stages(call, timings),
+        timings.device,
     )
 
 

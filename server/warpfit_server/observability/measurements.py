@@ -37,7 +37,9 @@ COUNTERS: Final[Mapping[str, Family]] = MappingProxyType(
         "programs": Family("Programs evaluated or fitted", ("tenant",)),
         "tokens": Family("Tokens of the programs evaluated or fitted", ("tenant",)),
         "token_rows": Family("Tokens times rows evaluated, one pass each", ("tenant",)),
-        "evaluations": Family("Batches evaluated, by the tier that ran them", ("tier",)),
+        "evaluations": Family(
+            "Batches evaluated, by the tier and the device that ran them", ("tier", "device")
+        ),
         "compiled_programs": Family("Programs served by kernels that were compiled already", ()),
         "received_bytes": Family("Payload of the data sets that were uploaded", ("tenant",)),
     }
@@ -77,6 +79,8 @@ class CallMeasurement(NamedTuple):
     """Programs served by kernels that were compiled already."""
     stages: tuple[int, ...] = ()
     """Nanoseconds of each of `STAGES`, if the engine answered."""
+    device: str = ""
+    """Labels of the devices that computed, with commas."""
 
 
 #: Counters of a tenant's amounts, in the order of `CallMeasurement` from ``received`` on.
@@ -127,8 +131,9 @@ class MetricsDelta:
             self._add_answered(answered)
 
     def _add_answered(self, calls: Sequence[CallMeasurement]) -> None:
-        for tier, count in Counter([call.tier for call in calls]).items():
-            self.count("evaluations", (str(tier),), count)
+        for (tier, devices), count in Counter([(call.tier, call.device) for call in calls]).items():
+            for device in devices.split(","):
+                self.count("evaluations", (str(tier), device), count)
         self.count("compiled_programs", (), sum([call.compiled for call in calls]))
         stages = np.array([call.stages for call in calls], np.float64).T / 1e9
         for stage, seconds in zip(STAGES, stages.tolist(), strict=True):

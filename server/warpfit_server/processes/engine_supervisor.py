@@ -1,7 +1,8 @@
-"""The main process's side of the engine process: starts it, gives it data sets, restarts it.
+"""The main process's side of an engine process: starts it, gives it data sets, restarts it.
 
-The main process never touches CUDA. When the engine process dies, the calls in flight fail with
-UNAVAILABLE, a new process starts, and it loads the data sets again from the main process's copies.
+The main process never touches CUDA. When the engine process dies, its calls in flight fail with
+UNAVAILABLE, a new process starts, and it loads the data sets that it had again from the main
+process's copies.
 """
 
 from __future__ import annotations
@@ -60,12 +61,29 @@ _VM_STATISTICS: Final = Path("/proc/vmstat")
 
 
 class EngineSupervisor:
-    """Owns the engine process, the channel to it and this process's connection for calls."""
+    """Owns the engine process of a device, the channel to it and this process's connection to it.
 
-    def __init__(self, config: Config, pool: SegmentPool) -> None:
-        self.quarantine = Quarantine()
-        """The suspects and the quarantined batches and data sets."""
-        self.connection = EngineConnection(pool, self.quarantine.suspects)
+    Args:
+        config: the server's configuration.
+        number: of the engine in ``config.engines``.
+        pool: provides segments for this process's calls.
+        quarantine: that of all engines.
+        process_numbers: yields the numbers of the engine processes, of all devices.
+
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        number: int,
+        pool: SegmentPool,
+        quarantine: Quarantine,
+        process_numbers: Iterator[int],
+    ) -> None:
+        self.number = number
+        self.device = config.engines[number]
+        self.quarantine = quarantine
+        self.connection = EngineConnection(pool, quarantine.suspects)
         self.connection.report = self.quarantine.report
         self.connection.on_loss = self._connect
         self.restarts: Counter[str] = Counter()
@@ -76,7 +94,8 @@ class EngineSupervisor:
         """Called whenever an engine process is gone."""
         self._config = config
         self._lock = threading.Lock()
-        self._number = 0  # of the engine process, from 1
+        self._process_numbers = process_numbers
+        self._process_number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None  # None while no engine is ready
         self._ready: messages.EngineReady | None = None  # of the last engine that was ready
@@ -85,6 +104,7 @@ class EngineSupervisor:
         self._cause = ""  # why this process has killed the engine
         self._out_of_memory = 0
         self._loads: dict[bytes, Future[None]] = {}
+        self._wanted: set[bytes] = set()  # data sets that the next engine process loads, too
         self._loads_at_start: set[bytes] = set()
         self._started = threading.Event()
         self._stopping = threading.Event()
@@ -97,37 +117,38 @@ class EngineSupervisor:
         resident: Callable[[], Iterator[StoredDataset]],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the engine process and wait until it is ready.
+        """Start the engine process; returns at once.
 
         Args:
-            resident: yields the data sets, leased, that every new engine process must load.
+            resident: yields the resident data sets, leased.
             on_ready: called whenever an engine process has become ready.
-
-        Raises:
-            UnavailableError: if the engine cannot run on this machine; its log says why.
 
         """
         self._resident = resident
         self._on_ready = on_ready
         self._thread.start()
+
+    def wait_started(self) -> bool:
+        """Wait until the first engine process is ready or has ended; return which."""
         self._started.wait()
+        return self._ready is not None
+
+    @property
+    def description(self) -> Device:
+        """The device, as the last engine process that was ready has described it."""
         if self._ready is None:
-            raise UnavailableError(
-                f"the {self._config.engine} engine did not start",
-                "ENGINE_FAILED",
-                "The log lines above say why"
-                + ("" if self._config.engine == "cpu" else "; --engine cpu runs everywhere"),
-            )
+            return Device(self.device.kind, label=self.device.label)
+        return replace(self._ready.devices[0], label=self.device.label)
 
     @property
-    def engine(self) -> str:
-        """Name of the engine."""
-        return self._ready.engine if self._ready else self._config.engine
+    def is_ready(self) -> bool:
+        """Whether an engine process takes requests."""
+        return self._channel is not None
 
     @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices that the engine computes on."""
-        return self._ready.devices if self._ready else ()
+    def loads(self) -> int:
+        """How many data sets the engine has."""
+        return len(self._wanted)
 
     @property
     def starting_since(self) -> float | None:
@@ -174,7 +195,13 @@ class EngineSupervisor:
                     if isinstance(error, ChannelClosedError):
                         raise unavailable() from error
                     raise
-            return self._number, ours
+            return self._process_number, ours
+
+    def has(self, key: bytes) -> bool:
+        """Return whether an engine process has loaded a data set, or loads it as it starts."""
+        with self._lock:
+            future = self._loads.get(key)
+            return key in self._wanted if future is None else future.done()
 
     def load(self, dataset: StoredDataset) -> Future[None]:
         """Give a data set to the engine; without an engine the next one loads it as it starts.
@@ -187,6 +214,7 @@ class EngineSupervisor:
                 self.quarantine.suspects.check_dataset(dataset.key)
             except FailedPreconditionError as error:
                 return _settled(error)
+            self._wanted.add(dataset.key)
             if self._channel is None:
                 return _settled()
             return self._load(self._channel, dataset)
@@ -194,14 +222,19 @@ class EngineSupervisor:
     def unload(self, key: bytes) -> None:
         """Make the engine forget a data set."""
         with self._lock:
+            self._wanted.discard(key)
             if self._loads.pop(key, None) is not None:
                 self._tell(messages.UnloadDataset(key))
 
-    def stop(self) -> None:
-        """End the engine process; requests in flight fail."""
+    def begin_stop(self) -> None:
+        """Tell the engine process to end; requests in flight fail."""
         self._stopping.set()
         with self._lock:
             self._tell(messages.Stop())
+
+    def stop(self) -> None:
+        """End the engine process and wait until it has."""
+        self.begin_stop()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
@@ -231,6 +264,7 @@ class EngineSupervisor:
             future.set_result(None)  # the next engine loads it as it starts
         except WarpfitError as error:
             del self._loads[dataset.key]
+            self._wanted.discard(dataset.key)
             future.set_exception(error)
         return future
 
@@ -251,19 +285,16 @@ class EngineSupervisor:
             try:
                 code = self._run_engine()
             except Exception:  # whatever it is, another engine must come
-                _LOG.exception("the engine process could not be run")
-                if not self._started.is_set():
-                    self._started.set()
-                    return
+                _LOG.exception("the engine process of %s could not be run", self.device.label)
+                self._started.set()
                 self._stopping.wait(_SPAWN_PAUSE)
                 continue
             if self._stopping.is_set():
                 return
             if not self._started.is_set():
-                _LOG.error("the engine process ended with code %s as it started", code)
+                failures = 2  # it is not likely to start the next time
                 self._started.set()
-                return
-            _LOG.error("the engine process ended with code %s; a new one starts", code)
+            _LOG.error("engine process of %s: exit code %s", self.device.label, code)
             # After an engine that was ready, the next one starts at once: its clients wait.
             failures = 0 if self._was_ready else failures + 1
             pause = 0.0 if failures <= 2 else min(_LONGEST_PAUSE, 0.25 * 2**failures)
@@ -276,9 +307,9 @@ class EngineSupervisor:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "warpfit_server.engine.process"),
-                    *(str(theirs.fileno()), self._config.to_json()),
+                    *(str(theirs.fileno()), str(self.number), self._config.to_json()),
                 ],
-                env=engine_environment(self._config.cache_path),
+                env=engine_environment(self._config.cache_path) | self.device.environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is for the main process, which drains first
@@ -286,7 +317,7 @@ class EngineSupervisor:
         with self._lock:
             self._process, self._cause, self._spawned = process, "", time.monotonic()
             self._was_ready = False
-            self._number += 1
+            self._process_number = next(self._process_numbers)
             self._loads_at_start = set()
             self._out_of_memory = _out_of_memory_kills()
         loading: bytes | None = None
@@ -317,12 +348,14 @@ class EngineSupervisor:
                 _LOG.error("unexpected message %s with %d files", message, len(descriptors))
 
     def _serve(self, channel: Channel, ready: messages.EngineReady) -> None:
-        """Give all data sets and this process's connection to a new engine."""
+        """Give its data sets and this process's connection to a new engine."""
         with self._lock:
             self._ready = ready
             self._was_ready = True
             self._channel = channel
         for dataset in self._resident():
+            if dataset.key not in self._wanted:
+                continue
             while self._loads_ahead() >= _LOADS_AHEAD:
                 self._handle(channel, *channel.receive())
             self._loads_at_start.add(dataset.key)
@@ -342,12 +375,14 @@ class EngineSupervisor:
             future = self._loads.get(message.key)
             if message.error is not None:
                 self._loads.pop(message.key, None)
+                self._wanted.discard(message.key)
         if future is None:
             return
         if message.error is None:
             future.set_result(None)
         else:
-            _LOG.warning("data set %s: %s", message.key.hex()[:16], message.error)
+            name = message.key.hex()[:16]
+            _LOG.warning("data set %s on %s: %s", name, self.device.label, message.error)
             future.set_exception(message.error)
 
     def _lose_engine(self) -> bytes | None:
@@ -375,7 +410,7 @@ class EngineSupervisor:
             cause = "out_of_memory"
         self.restarts[cause] += 1
         self.quarantine.engine_died(
-            self._number,
+            self._process_number,
             is_blamed=cause not in _UNRELATED_CAUSES,
             loading=loading,
             at_start=loading in self._loads_at_start,

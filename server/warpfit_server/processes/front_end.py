@@ -1,6 +1,6 @@
 """A front-end process: one more process on the server's port, for more calls than one Python takes.
 
-It answers Evaluate and Optimize itself, over a connection of its own to the engine, and forwards
+It answers Evaluate and Optimize itself, over a connection of its own to each engine, and forwards
 all other calls to the main process, which owns the data sets. It leases a data set from the main
 process when a call first needs it, and returns the lease when no call has used it for a while::
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -30,6 +30,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.quarantine import KnownSuspects, SuspectList
+from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.observability.calls import Observer, forwarded_metadata
 from warpfit_server.observability.logs import configure_logging
@@ -53,18 +54,53 @@ _NO_DEADLINE: Final = 1e8
 #: Unary methods that the main process answers.
 _FORWARDED: Final = ("GetVariables", "ReleaseVariables", "GetServerInfo")
 
+#: What stands for a data set that an engine has loaded.
+_LOADED: Final[Future[None]] = Future()
+_LOADED.set_result(None)
 
-@dataclass(slots=True)
+
 class _LeasedDataset:
-    """A data set that the main process has leased to this process, or was asked for."""
+    """A data set that the main process has leased to this process, or was asked for.
 
-    layout: Future[Layout]
-    uses: int = 0
-    idle_since: float = 0.0
-    is_released: bool = False
-    """Released by a caller while the main process was asked for it."""
-    is_returned: bool = False
-    """Not for new calls; the lease is returned when the last use ends."""
+    Implements `warpfit_server.ipc.router.Leased`.
+
+    Args:
+        key: names it.
+        request_load: asks the main process that an engine loads it.
+
+    """
+
+    def __init__(self, key: bytes, request_load: Callable[[int, bytes], Future[None]]) -> None:
+        self.answer: Future[Layout] = Future()
+        """Its layout, once the main process has answered."""
+        self.loads: dict[int, Future[None]] = {}
+        """Engines that have loaded it, or were asked to."""
+        self.uses = 0
+        self.idle_since = 0.0
+        self.is_released = False
+        """Released by a caller while the main process was asked for it."""
+        self.is_returned = False
+        """Not for new calls; the lease is returned when the last use ends."""
+        self._key = key
+        self._request_load = request_load
+        self._lock = threading.Lock()
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the data set; waits for the main process."""
+        return self.answer.result()
+
+    def has(self, engine: int) -> bool:
+        """Return whether an engine has loaded the data set, as far as this process knows."""
+        load = self.loads.get(engine)
+        return load is not None and load.done() and load.exception() is None
+
+    def load(self, engine: int) -> Future[None]:
+        """Have an engine load the data set, unless it has or cannot."""
+        with self._lock:
+            if engine not in self.loads:
+                self.loads[engine] = self._request_load(engine, self._key)
+            return self.loads[engine]
 
 
 class BorrowedLeases:
@@ -78,19 +114,21 @@ class BorrowedLeases:
     def __init__(self, send: Callable[[messages.Message], None]) -> None:
         self._send = send
         self._leased: dict[bytes, _LeasedDataset] = {}
+        self._loading: dict[tuple[int, bytes], Future[None]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
-    def lease(self, key: bytes) -> Iterator[Layout]:
+    def lease(self, key: bytes) -> Iterator[_LeasedDataset]:
         """Lease a data set, from the main process unless this process has a lease."""
         with self._lock:
             dataset = self._leased.get(key)
             if dataset is None:
-                dataset = self._leased[key] = _LeasedDataset(Future())
+                dataset = self._leased[key] = _LeasedDataset(key, self._request_load)
                 self._send(messages.LeaseDataset(key))
             dataset.uses += 1
         try:
-            yield dataset.layout.result()
+            dataset.answer.result()
+            yield dataset
         finally:
             with self._lock:
                 dataset.uses -= 1
@@ -103,18 +141,36 @@ class BorrowedLeases:
         with self._lock:
             if lease.layout is None:
                 error = lease.error or UnavailableError("the data set cannot be leased")
-                self._leased.pop(lease.key).layout.set_exception(error)
+                self._leased.pop(lease.key).answer.set_exception(error)
                 return
             dataset = self._leased[lease.key]
-            dataset.layout.set_result(lease.layout)
+            dataset.loads = dict.fromkeys(lease.engines, _LOADED)
+            dataset.answer.set_result(lease.layout)
             if dataset.is_released:
                 self._return(lease.key)
+
+    def _request_load(self, engine: int, key: bytes) -> Future[None]:
+        with self._lock:
+            future = self._loading.get((engine, key))
+            if future is None:
+                future = self._loading[engine, key] = Future()
+                self._send(messages.RequestLoad(engine, key))
+        return future
+
+    def load_ended(self, message: messages.LoadEnded) -> None:
+        """Take notice that an engine has loaded a data set, or cannot."""
+        with self._lock:
+            future = self._loading.pop((message.engine, message.key))
+        if message.error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(message.error)
 
     def released(self, key: bytes) -> None:
         """Let no new call use a data set that a caller has released."""
         with self._lock:
             dataset = self._leased.get(key)
-            if dataset is not None and dataset.layout.done():
+            if dataset is not None and dataset.answer.done():
                 self._return(key)
             elif dataset is not None:
                 dataset.is_released = True  # it is returned once the main process has answered
@@ -127,7 +183,7 @@ class BorrowedLeases:
             idle = [
                 key
                 for key, dataset in self._leased.items()
-                if not dataset.uses and dataset.layout.done() and dataset.idle_since < limit
+                if not dataset.uses and dataset.answer.done() and dataset.idle_since < limit
             ]
             for key in idle:
                 self._return(key)
@@ -195,15 +251,19 @@ class FrontEndProcess:
         self._control = control
         self._config = config
         self._suspects = KnownSuspects()
-        self._engine = EngineConnection(SegmentPool(config.idle_bytes), self._suspects)
-        self._engine.report = self._tell
-        self._engine.on_loss = lambda: self._tell(messages.RequestConnection())
-        self._probe = Probe(self._engine, seed)
-        self._probe_now = threading.Event()
+        pool = SegmentPool(config.idle_bytes)
+        self._engines = [EngineConnection(pool, self._suspects) for _ in config.engines]
+        for number, engine in enumerate(self._engines):
+            engine.report = self._tell
+            engine.on_loss = partial(self._tell, messages.RequestConnection(number))
+        labels = [device.label for device in config.engines]
+        self._router = Router(self._engines, labels, quotas)
+        self._probes = [Probe(engine, seed) for engine in self._engines]
+        self._probe_now = [threading.Event() for _ in self._engines]
         self._leases = BorrowedLeases(control.send)
         interceptor = Interceptor(config, quotas)
         servicer = ComputeServicer(
-            self._leases.lease, self._engine, interceptor.admission, config.chunk_bytes
+            self._leases.lease, self._router, interceptor.admission, config.chunk_bytes
         )
         self._recorder = Recorder()
         self._tracer = make_tracer(config.tracing)
@@ -221,7 +281,10 @@ class FrontEndProcess:
     def run(self) -> None:
         """Serve until the main process says Stop or is gone."""
         threading.Thread(target=self._report_forever, daemon=True).start()
-        threading.Thread(target=self._probe_forever, name="probe", daemon=True).start()
+        for number in range(len(self._engines)):
+            threading.Thread(
+                target=self._probe_forever, args=(number,), name="probe", daemon=True
+            ).start()
         self._grpc.start()
         self._control.send(messages.FrontEndReady())
         while True:
@@ -231,12 +294,15 @@ class FrontEndProcess:
                     self._connect(message, descriptors)
                 case messages.DatasetLease():
                     self._leases.answered(message)
+                case messages.LoadEnded():
+                    self._leases.load_ended(message)
                 case messages.DatasetReleased():
                     self._leases.released(message.key)
                 case SuspectList():
                     self._suspects.update(message)
                 case messages.SetReadiness():
-                    self._health.set_ready(message.ready)
+                    self._health.set_serving(message.serving)
+                    self._router.serving = message.serving
                 case messages.Stop():
                     self._stop()
                     return
@@ -254,29 +320,30 @@ class FrontEndProcess:
             _LOG.error("the engine's connection was lost: too many open files")
             return
         try:
-            self._engine.open(socket.socket(fileno=descriptors[0]), message.engine)
+            end = socket.socket(fileno=descriptors[0])
+            self._engines[message.engine].open(end, message.process)
         except ResourceExhaustedError as error:
             _LOG.error("no connection to the engine: %s", error)
             return
-        self._probe_now.set()
+        self._probe_now[message.engine].set()
 
     def _tell(self, message: messages.Message) -> None:
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             self._control.send(message)
 
-    def _probe_forever(self) -> None:
-        """Probe the engine again and again, as the calls of this process use it."""
+    def _probe_forever(self, engine: int) -> None:
+        """Probe an engine again and again, as the calls of this process use it."""
         with suppress(ChannelClosedError):  # `run` finds out that the main process is gone
             while True:
-                self._probe_now.wait(self._config.probe_seconds)
-                self._probe_now.clear()
+                self._probe_now[engine].wait(self._config.probe_seconds)
+                self._probe_now[engine].clear()
                 try:
-                    answers = self._probe.ask()
+                    answers = self._probes[engine].ask()
                 except Exception as error:
                     level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
                     _LOG.log(level, "the probe of the engine failed: %s", error)
                     answers = False
-                self._control.send(messages.ProbeResult(answers))
+                self._control.send(messages.ProbeResult(engine, answers))
 
     def _report_forever(self) -> None:
         """Return idle leases, and send what was measured, again and again."""
@@ -297,7 +364,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         start, _ = control.receive()
         assert isinstance(start, messages.StartServing)  # nothing else is sent before
-        quotas = QuotaTable(int(table), config.processes, int(number))
+        quotas = QuotaTable(int(table), config.processes, int(number), len(config.engines))
         FrontEndProcess(control, config, int(port), main_address, quotas, start.seed).run()
     except ChannelClosedError:
         _LOG.info("the main process is gone")

@@ -8,19 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
 from warpfit_server.config import Config
+from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch
 from warpfit_server.observability.measurements import Recorder
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
-from warpfit_server.rpc.servicer import Lease
+from warpfit_server.processes.engines import Engines, HostLease
 from warpfit_server.tenancy.quotas import QuotaTable
 
 _LOG: Final = logging.getLogger("warpfit.front_ends")
@@ -28,6 +30,18 @@ _LOG: Final = logging.getLogger("warpfit.front_ends")
 _RESTART_SECONDS: Final = 0.5
 #: Longest wait in seconds until a front end takes notice of a release.
 _RELEASE_SECONDS: Final = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class _ProbeRecord:
+    """The outcomes of a front end's probes of one engine."""
+
+    answers: bool = False
+    """Whether the last one was answered rightly."""
+    ended: float = 0.0
+    """Moment at which the last one ended."""
+    answered: float = field(default_factory=time.monotonic)
+    """Moment of the last right answer, or of a new connection to the engine."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,13 +53,9 @@ class _FrontEnd:
     serving: threading.Event = field(default_factory=threading.Event)
     last_message: float = field(default_factory=time.monotonic)
     """Moment of the last message, on the monotonic clock, as all moments here."""
-    answers: bool = False
-    """Whether its last probe of the engine was answered rightly."""
-    probed: float = 0.0
-    """Moment at which its last probe ended."""
-    answered: float = field(default_factory=time.monotonic)
-    """Moment of the last right answer to a probe, or of a new connection to an engine."""
-    leases: dict[bytes, list[ExitStack]] = field(default_factory=dict)
+    probes: dict[int, _ProbeRecord] = field(default_factory=lambda: defaultdict(_ProbeRecord))
+    """Its probes of each engine, by number."""
+    leases: dict[bytes, list[tuple[ExitStack, HostLease]]] = field(default_factory=dict)
     """More than one if it asks again while calls still use a data set that was released."""
     releases: dict[bytes, threading.Event] = field(default_factory=dict)
     """Released data sets; each event is set once the process has taken notice."""
@@ -53,7 +63,7 @@ class _FrontEnd:
     def end_lease(self, key: bytes) -> None:
         """End one lease on a data set."""
         leases = self.leases[key]
-        leases.pop().close()
+        leases.pop()[0].close()
         if not leases:
             del self.leases[key]
 
@@ -65,8 +75,8 @@ class FrontEndSupervisor:
 
     Args:
         config: the server's configuration.
-        supervisor: of the engine.
-        lease: leases the data sets of the main process.
+        engines: their supervisors.
+        datasets: which it leases to the processes.
         quotas: what is in flight in all front ends.
         recorder: takes in what the processes measure.
 
@@ -75,20 +85,19 @@ class FrontEndSupervisor:
     def __init__(
         self,
         config: Config,
-        supervisor: EngineSupervisor,
-        lease: Lease,
+        engines: Engines,
+        datasets: DatasetStore,
         quotas: QuotaTable,
         recorder: Recorder,
     ) -> None:
         self.seed = secrets.randbits(64)
         """Seed of the probe, which is the same in all processes."""
         self._config = config
-        self._engine = supervisor
-        self._engine.quarantine.on_change = self._tell_all
-        self._lease_dataset = lease
+        self._engines = engines
+        engines.quarantine.on_change = self._tell_all
+        self._datasets = datasets
         self._quotas = quotas
         self._recorder = recorder
-        self._ready = False
         self._lock = threading.Lock()
         self._front_ends: list[_FrontEnd] = []
         self._stopping = threading.Event()
@@ -130,33 +139,35 @@ class FrontEndSupervisor:
                 "See the log lines above; --front-ends 1 needs none",
             )
 
-    def engine_ready(self) -> None:
-        """Give every process a connection to the new engine."""
+    def engine_ready(self, engine: int) -> None:
+        """Give every process a connection to the new process of an engine."""
         for front_end in self._serving():
-            front_end.answered = time.monotonic()
-            self._connect(front_end)
+            front_end.probes[engine].answered = time.monotonic()
+            self._connect(front_end, engine)
 
-    def announce_readiness(self, ready: bool) -> None:
-        """Tell every process whether calls can be answered."""
-        self._ready = ready
-        self._tell_all(messages.SetReadiness(ready))
+    def announce_readiness(self, serving: frozenset[str]) -> None:
+        """Tell every process which devices serve."""
+        self._engines.router.serving = serving
+        self._tell_all(messages.SetReadiness(serving))
 
-    def all_answer(self) -> bool:
-        """Return whether the last probe of every process was answered, not too long ago."""
+    def all_answered_by(self, engine: int) -> bool:
+        """Return whether an engine answered the last probe of every process, not too long ago."""
         limit = time.monotonic() - self._config.probe_seconds - self._config.probe_timeout
-        return all(front.answers and front.probed >= limit for front in self._serving())
+        probes = [front.probes[engine] for front in self._serving()]
+        return all(probe.answers and probe.ended >= limit for probe in probes)
 
-    def kill_silent(self, *, engine_answers: bool) -> None:
+    def kill_silent(self, answering: Collection[int]) -> None:
         """Kill processes that hang, so that new ones start.
 
         Args:
-            engine_answers: whether the engine answers the main process, so that one to which it
-                has given no answer for long is broken, too.
+            answering: numbers of the engines that answer the main process, so that a process to
+                which one of them has given no answer for long is broken, too.
 
         """
         limit = time.monotonic() - self._config.hang_seconds
         for front_end in self._serving():
-            if front_end.last_message < limit or (engine_answers and front_end.answered < limit):
+            has_no_answer = any(front_end.probes[n].answered < limit for n in answering)
+            if front_end.last_message < limit or has_no_answer:
                 _LOG.error("front end %d hangs", front_end.process.pid)
                 front_end.process.kill()
 
@@ -246,17 +257,21 @@ class FrontEndSupervisor:
                 self._recorder.add(front_end.process.pid, message.delta)
             case messages.FrontEndReady():
                 front_end.serving.set()
-                self._tell(front_end, self._engine.quarantine.current)
-                self._connect(front_end)
-                self._tell(front_end, messages.SetReadiness(self._ready))
+                self._tell(front_end, self._engines.quarantine.current)
+                for supervisor in self._engines.supervisors:
+                    self._connect(front_end, supervisor.number)
+                self._tell(front_end, messages.SetReadiness(self._engines.router.serving))
             case messages.RequestConnection():
-                self._connect(front_end)
+                self._connect(front_end, message.engine)
+            case messages.RequestLoad():
+                self._load(front_end, message.engine, message.key)
             case messages.ProbeResult():
-                front_end.answers, front_end.probed = message.answers, front_end.last_message
+                probe, now = front_end.probes[message.engine], front_end.last_message
+                probe.answers, probe.ended = message.answers, now
                 if message.answers:
-                    front_end.answered = front_end.last_message
+                    probe.answered = now
             case InterruptedBatch() | ClearedSuspect():
-                self._engine.quarantine.report(message)
+                self._engines.quarantine.report(message)
             case messages.LeaseDataset():
                 front_end.control.send(self._lease(front_end, message.key))
             case messages.ReturnLease():
@@ -271,15 +286,26 @@ class FrontEndSupervisor:
     def _lease(self, front_end: _FrontEnd, key: bytes) -> messages.DatasetLease:
         lease = ExitStack()
         try:
-            layout = lease.enter_context(self._lease_dataset(key))
+            data = lease.enter_context(self._engines.lease(self._datasets, key))
         except WarpfitError as error:
             return messages.DatasetLease(key, error=error)
-        front_end.leases.setdefault(key, []).append(lease)
-        return messages.DatasetLease(key, replace(layout, names=()))  # names may be long
+        front_end.leases.setdefault(key, []).append((lease, data))
+        layout = replace(data.layout, names=())  # which may be long
+        return messages.DatasetLease(key, layout, self._engines.holders(key))
 
-    def _connect(self, front_end: _FrontEnd) -> None:
+    def _load(self, front_end: _FrontEnd, engine: int, key: bytes) -> None:
+        """Have an engine load a leased data set; the front end is told the end, not waited for."""
+
+        def tell(load: Future[None]) -> None:
+            error = load.exception()
+            assert error is None or isinstance(error, WarpfitError)  # see `EngineSupervisor.load`
+            self._tell(front_end, messages.LoadEnded(engine, key, error))
+
+        front_end.leases[key][-1][1].load(engine).add_done_callback(tell)
+
+    def _connect(self, front_end: _FrontEnd, engine: int) -> None:
         try:
-            engine, end = self._engine.connect()
+            process, end = self._engines.supervisors[engine].connect()
         except UnavailableError:
             return  # the next engine brings a connection
         except ResourceExhaustedError as error:
@@ -287,7 +313,8 @@ class FrontEndSupervisor:
             _LOG.error("no connection of front end %d to the engine: %s", pid, error)
             return  # the front end asks again
         with end:
-            self._tell(front_end, messages.ConnectEngine(engine), [end.fileno()])
+            message = messages.ConnectEngine(engine, process)
+            self._tell(front_end, message, [end.fileno()])
 
     def _tell_all(self, message: messages.Message) -> None:
         for front_end in self._serving():
@@ -310,7 +337,7 @@ class FrontEndSupervisor:
         self._recorder.forget(front_end.process.pid)
         front_end.serving.clear()
         for leases in front_end.leases.values():
-            for lease in leases:
+            for lease, _ in leases:
                 lease.close()
         for event in list(front_end.releases.values()):
             event.set()

@@ -19,7 +19,7 @@ from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
-from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.engines import Engines
 from warpfit_server.tenancy.tenants import PROBE, key_of
 
 _ROWS: Final = 64
@@ -32,7 +32,7 @@ class Probe:
     """Asks the engine for the values of one expression on a small data set of its own.
 
     Args:
-        engine: this process's connection to the engine.
+        engine: this process's connection to an engine.
         seed: of the data set's numbers, the same in all processes. It is a secret, so that no
             client can name the data set by its content.
 
@@ -51,8 +51,8 @@ class Probe:
         self._expected = evaluate_program(program, dataset.variables, [_PARAMETER])
         self._lease = ExitStack()
 
-    def make_resident(self, datasets: DatasetStore, supervisor: EngineSupervisor) -> None:
-        """Upload the data set, once for all processes.
+    def make_resident(self, datasets: DatasetStore, engines: Engines) -> None:
+        """Upload the data set, once for all processes, and let every engine load it.
 
         Raises:
             ResourceExhaustedError: if there is no memory for it.
@@ -64,7 +64,8 @@ class Probe:
         datasets.add(upload, dataset.matrix.data.cast("B"))
         datasets.commit(upload)
         resident = self._lease.enter_context(datasets.lease(upload.key))
-        supervisor.load(resident).result()
+        for supervisor in engines.supervisors:
+            supervisor.load(resident).result()
 
     def ask(self) -> bool:
         """Evaluate, however long it takes; return whether the values are right.

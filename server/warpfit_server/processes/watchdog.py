@@ -1,8 +1,8 @@
-"""Finds an engine that hangs, computes wrongly or does not start, and has it replaced.
+"""Finds engines that hang, compute wrongly or do not start, and has them replaced.
 
-One thread probes the engine again and again. Another one only compares clocks: it ends readiness
-when a probe has waited longer than ``probe_timeout``, and has the engine replaced when one has
-waited for ``hang_seconds``. So nothing that blocks a probe can hide that it has no answer.
+One thread probes an engine again and again. Another one only compares clocks: it ends readiness of
+the device when a probe has waited longer than ``probe_timeout``, and has the engine replaced when
+one has waited for ``hang_seconds``. So nothing that blocks a probe can hide that it has no answer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _TICK: Final = 0.1
 
 
 class Watchdog:
-    """Keeps readiness true to what the engine does.
+    """Keeps readiness true to what one engine does.
 
     Args:
         config: the intervals.
         supervisor: of the engine.
         probe: of this process.
-        health: is told the readiness.
-        others_answer: tells whether the other front-end processes can answer calls.
+        health: is told whether the engine's device serves.
+        others_answer: tells whether the engine answers the other front-end processes.
         on_tick: called ten times a second.
 
     """
@@ -52,6 +52,8 @@ class Watchdog:
         self._health = health
         self._others_answer = others_answer
         self._on_tick = on_tick
+        self.label = supervisor.device.label
+        """Names the engine's device."""
         self.answers = False
         """Whether the last probe of this process was answered rightly."""
         self.probe_seconds = 0.0
@@ -67,11 +69,14 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """Probe for the first time, and wait until all processes answer or it is too late."""
+        """Begin to probe."""
         for thread in self._threads:
             thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait until the engine answers all processes, does not start, or it is too late."""
         end = time.monotonic() + self._config.probe_timeout
-        while not self._health.ready and time.monotonic() < end:
+        while not self.serves and self._supervisor.is_ready and time.monotonic() < end:
             time.sleep(_TICK / 10)
             self._publish()
 
@@ -90,8 +95,13 @@ class Watchdog:
         self.answers = False
         self._publish()
 
+    @property
+    def serves(self) -> bool:
+        """Whether the engine's device serves."""
+        return self.label in self._health.serving
+
     def _publish(self) -> None:
-        self._health.set_ready(self.answers and self._others_answer())
+        self._health.set_device(self.label, self.answers and self._others_answer())
 
     def _probe_forever(self) -> None:
         while not self._stopping.is_set():
@@ -106,7 +116,7 @@ class Watchdog:
             self.answers = self._probe.ask()
         except Exception as error:
             level = logging.DEBUG if isinstance(error, WarpfitError) else logging.ERROR
-            _LOG.log(level, "the probe of the engine failed: %s", error)
+            _LOG.log(level, "the probe of %s failed: %s", self.label, error)
             # A new engine is no remedy if it is this process that lacks something.
             if not isinstance(error, ResourceExhaustedError):
                 self._failing = self._failing or started
@@ -128,8 +138,8 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Act on probes, and on starts of the engine, that take too long at ``now``."""
         asked, failing, starting = self._asked, self._failing, self._supervisor.starting_since
-        if asked is not None and now - asked > self._config.probe_timeout and self._health.ready:
-            _LOG.warning("not ready: the engine has not answered for %.1f s", now - asked)
+        if asked is not None and now - asked > self._config.probe_timeout and self.serves:
+            _LOG.warning("%s has not answered for %.1f s: not ready", self.label, now - asked)
             self.answers = False
         self._publish()
         if asked is not None and now - asked > self._config.hang_seconds:

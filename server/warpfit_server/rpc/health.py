@@ -1,8 +1,9 @@
 """Health checks as grpc.health.v1, on the server's own port and on a plain port beside it.
 
-Service ``liveness`` says that the process works, ``readiness`` that the engine has just given the
+Service ``liveness`` says that the process works, ``readiness`` that an engine has just given the
 right answer to a small evaluation (`warpfit_server.processes.watchdog`). The empty name and the
-name of the gRPC service mean readiness.
+name of the gRPC service mean readiness; the label of a device, such as ``cuda:1``, that of its
+engine.
 
 Health checks need no credentials. So they have threads and limits of their own, on each port, and
 none of them waits long for a client.
@@ -11,7 +12,7 @@ none of them waits long for a client.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import grpc
@@ -56,44 +57,62 @@ class Health:
 
     Args:
         service: full name of the gRPC service, which is healthy when it is ready.
-        on_change: called with the new readiness, in the order of the changes.
+        devices: labels of all devices.
+        on_change: called with the labels of the devices that serve, in the order of the changes.
 
     """
 
     def __init__(
-        self, service: str, on_change: Callable[[bool], None] = lambda ready: None
+        self,
+        service: str,
+        devices: Collection[str] = (),
+        on_change: Callable[[frozenset[str]], None] = lambda serving: None,
     ) -> None:
         self._names = (READINESS, "", service)
+        self._devices = frozenset(devices)
         self._on_change = on_change
         self._changed = threading.Condition()
-        self._ready = False
+        self.serving: frozenset[str] = frozenset()
+        """Labels of the devices that answer calls."""
         self._draining = False
 
     @property
     def ready(self) -> bool:
-        """Whether calls can be answered."""
-        return self._ready
+        """Whether calls can be answered: by one device at least."""
+        return bool(self.serving)
 
-    def set_ready(self, ready: bool) -> None:
-        """Set whether calls can be answered; after `drain` it stays False."""
+    def set_device(self, label: str, serves: bool) -> None:
+        """Set whether a device serves; after `drain` none does."""
         with self._changed:
-            ready = ready and not self._draining
-            if ready is not self._ready:
-                self._ready = ready
-                self._changed.notify_all()
-                self._on_change(ready)
+            self._set(self.serving | {label} if serves else self.serving - {label})
+
+    def set_serving(self, serving: frozenset[str]) -> None:
+        """Set which devices serve; after `drain` none does."""
+        with self._changed:
+            self._set(serving)
+
+    def _set(self, serving: frozenset[str]) -> None:
+        """Set which devices serve; under the lock."""
+        serving = frozenset() if self._draining else serving
+        if serving != self.serving:
+            self.serving = serving
+            self._changed.notify_all()
+            self._on_change(serving)
 
     def drain(self) -> None:
         """Be not ready for good; the process stays alive."""
         with self._changed:
             self._draining = True
-        self.set_ready(False)
+            self._set(frozenset())
 
     def status(self, name: str) -> int:
         """Return the status of a service, SERVICE_UNKNOWN if there is none of that name."""
-        if name != LIVENESS and name not in self._names:
+        if name in self._devices:
+            is_well = name in self.serving
+        elif name == LIVENESS or name in self._names:
+            is_well = name == LIVENESS or self.ready
+        else:
             return int(_Response.SERVICE_UNKNOWN)
-        is_well = name == LIVENESS or self._ready
         return int(_Response.SERVING if is_well else _Response.NOT_SERVING)
 
     def add_to(self, server: grpc.Server) -> None:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, Protocol
 
 import grpc
 
 from warpfit import codec
-from warpfit.dataset import Layout
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
@@ -33,9 +30,9 @@ from warpfit.server_info import Device, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.ipc import messages
-from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.quarantine import Quarantine
+from warpfit_server.ipc.router import Leased, Router
 from warpfit_server.limits import (
     check_batch,
     check_fit,
@@ -52,28 +49,26 @@ from warpfit_server.tenancy.tenants import key_of, tenant_of
 _ANSWER_SECONDS: Final = 0.05
 _ANSWER_SHARE: Final = 0.1
 #: Context manager that keeps the data set of a key (`warpfit_server.tenancy.tenants.key_of`)
-#: resident and loaded by the engine. It raises DatasetNotFoundError if the data set is not
-#: resident, and ResourceExhaustedError if the device has no room for it.
-Lease = Callable[[bytes], AbstractContextManager[Layout]]
+#: resident. It raises DatasetNotFoundError if the data set is not resident.
+Lease = Callable[[bytes], AbstractContextManager[Leased]]
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
 
 
 class EngineHost(Protocol):
-    """The part of `processes.engine_supervisor.EngineSupervisor` that servicers use."""
+    """The part of `processes.engines.Engines` that servicers use."""
 
-    connection: EngineConnection
     quarantine: Quarantine
 
     @property
     def engine(self) -> str:
-        """Name of the engine."""
+        """Kind of the engines."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices of the engine."""
+        """Devices of the engines."""
 
-    def load(self, dataset: StoredDataset) -> Future[None]:
-        """Have the engine load a data set, unless it has done so."""
+    def place(self, dataset: StoredDataset) -> None:
+        """Load a new data set into an engine that has room for it."""
 
 
 class ComputeServicer:
@@ -83,10 +78,10 @@ class ComputeServicer:
     """
 
     def __init__(
-        self, lease: Lease, engine: EngineConnection, admission: Admission, chunk_bytes: int
+        self, lease: Lease, router: Router, admission: Admission, chunk_bytes: int
     ) -> None:
         self._lease = lease
-        self._engine = engine
+        self._router = router
         self._admission = admission
         self._chunk_bytes = chunk_bytes
 
@@ -106,7 +101,8 @@ class ComputeServicer:
             check_tokens(len(request.programs.codes), limits)
             check_loss(len(request.loss_function.codes), limits)
             evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
-            layout = held.enter_context(self._lease(evaluation.dataset_id))
+            data = held.enter_context(self._lease(evaluation.dataset_id))
+            layout = data.layout
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
@@ -117,7 +113,8 @@ class ComputeServicer:
             calls.record_work(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            in_flight = self._engine.start(evaluation, layout, tenant)
+            in_flight = InFlightRequest.of_evaluation(evaluation, layout, tenant)
+            self._router.start(in_flight, data, self._admission.costs.estimate(cost))
             self._end_with_call(in_flight, cost, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
             yield from self._stream_result(in_flight, start, decode)
@@ -132,7 +129,8 @@ class ComputeServicer:
             check_loss(len(parsed.problem.loss_function.codes), limits)
             request = codec.fit_from_message(parsed)
             request = replace(request, problem=_of_tenant(request.problem, tenant))
-            layout = held.enter_context(self._lease(request.problem.dataset_id))
+            data = held.enter_context(self._lease(request.problem.dataset_id))
+            layout = data.layout
             check_batch(request.problem.batch, limits)
             request.check(layout)
             size = check_fit(request, layout, limits)
@@ -143,7 +141,8 @@ class ComputeServicer:
             calls.record_work(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            in_flight = self._engine.start_fit(request, layout, deadline, tenant)
+            in_flight = InFlightRequest.of_fit(request, layout, deadline, tenant)
+            self._router.start(in_flight, data, self._admission.costs.estimate(cost))
             self._end_with_call(in_flight, cost, context, held)
             yield from _stream_fit(in_flight, decode)
 
@@ -176,7 +175,7 @@ class ComputeServicer:
         while timings is None:
             reply = in_flight.next_reply()
             if isinstance(reply, messages.RequestFinished):
-                timings, ready = _record_answer(reply, decode), len(values)
+                timings, ready = _record_answer(in_flight, decode), len(values)
             elif isinstance(reply, messages.ValuesReady):  # only whole chunks before the end
                 ready = reply.programs * layout.program_bytes // self._chunk_bytes
                 ready *= self._chunk_bytes
@@ -205,12 +204,13 @@ class MainServicer(ComputeServicer):
         self,
         datasets: DatasetStore,
         host: EngineHost,
+        lease: Lease,
+        router: Router,
         admission: Admission,
         chunk_bytes: int,
         on_release: Callable[[bytes], None],
     ) -> None:
-        lease = partial(lease_loaded, datasets, host)
-        super().__init__(lease, host.connection, admission, chunk_bytes)
+        super().__init__(lease, router, admission, chunk_bytes)
         self._datasets = datasets
         self._host = host
         self._on_release = on_release
@@ -246,7 +246,7 @@ class MainServicer(ComputeServicer):
             raise
         with self._datasets.lease(key) as dataset:
             try:
-                self._host.load(dataset).result()
+                self._host.place(dataset)
             except WarpfitError:
                 self._datasets.release(key)
                 raise
@@ -282,14 +282,6 @@ class MainServicer(ComputeServicer):
         return codec.info_to_message(info).SerializeToString()
 
 
-@contextmanager
-def lease_loaded(datasets: DatasetStore, host: EngineHost, key: bytes) -> Iterator[Layout]:
-    """Lease a data set of the main process and wait until the engine has loaded it; see `Lease`."""
-    with datasets.lease(key) as dataset:
-        host.load(dataset).result()
-        yield dataset.layout
-
-
 def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:
     """Let an evaluation name the tenant's own data set."""
     return replace(evaluation, dataset_id=key_of(tenant, evaluation.dataset_id))
@@ -306,9 +298,10 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
         )
 
 
-def _record_answer(reply: messages.RequestFinished, decode: int) -> Timings:
+def _record_answer(in_flight: InFlightRequest, decode: int) -> Timings:
     """Record and return the timings of a call that the engine has finished."""
-    timings = replace(reply.timings, decode=decode)
+    assert in_flight.timings is not None  # it has finished
+    timings = replace(in_flight.timings, decode=decode, device=in_flight.device)
     calls.record_answer(timings)
     return timings
 
@@ -320,7 +313,7 @@ def _stream_fit(in_flight: InFlightRequest, decode: int) -> Iterator[bytes]:
             yield codec.progress_to_bytes(reply.progress)
         elif isinstance(reply, messages.RequestFinished):
             arrays: Any = in_flight.segment_layout.results(in_flight.segment)
-            timings = _record_answer(reply, decode)
+            timings = _record_answer(in_flight, decode)
             yield codec.fit_to_bytes(FitResult(**arrays, timings=timings))
             return
 

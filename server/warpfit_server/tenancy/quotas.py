@@ -10,6 +10,9 @@ process first adds what a call takes, then compares with the limits, and subtrac
 is exceeded: two processes that take the last slot in the same microsecond may both refuse it, but
 never exceed a limit. Rates have no columns: two processes that count a call in the same microsecond
 may count it once. When a process has died, its column is cleared.
+
+The table also has, with a column for each process, the estimated work that each engine has not
+finished, by which requests are routed.
 """
 
 from __future__ import annotations
@@ -61,28 +64,32 @@ class QuotaTable:
         descriptor: file descriptor of the shared memory, owned by this object.
         processes: number of processes that share it.
         process: number of this one, from 0.
+        engines: number of the server's engines.
 
     """
 
-    def __init__(self, descriptor: int, processes: int, process: int) -> None:
+    def __init__(self, descriptor: int, processes: int, process: int, engines: int = 1) -> None:
         self.descriptor = descriptor
         """Descriptor of the shared memory, to pass to other processes."""
         self._processes = processes
         self._process = process
         self._columns = tuple(_COLUMNS + processes * i for i in range(len(Amounts._fields)))
         self._entry_words = _COLUMNS + len(Amounts._fields) * processes
-        self._map = mmap.mmap(descriptor, _table_bytes(processes))
+        self._map = mmap.mmap(descriptor, _table_bytes(processes, engines))
+        self._work = [
+            (_ENTRIES + 1) * self._entry_words + processes * engine for engine in range(engines)
+        ]
         self._words = memoryview(self._map).cast("q")
         self._numbers = memoryview(self._map).cast("d")
         self._lock = threading.Lock()
         self._offsets: dict[str, int] = {}
 
     @classmethod
-    def create(cls, processes: int) -> QuotaTable:
+    def create(cls, processes: int, engines: int = 1) -> QuotaTable:
         """Make an empty table and return the access of process 0."""
         descriptor = os.memfd_create("warpfit-quotas", os.MFD_CLOEXEC)
-        os.truncate(descriptor, _table_bytes(processes))
-        return cls(descriptor, processes, 0)
+        os.truncate(descriptor, _table_bytes(processes, engines))
+        return cls(descriptor, processes, 0, engines)
 
     def acquire(
         self, tenant: str, amount: Amounts, own: Amounts, server: Amounts, held: int = 0
@@ -196,12 +203,23 @@ class QuotaTable:
         offset = _SERVER if tenant is None else self._offset(tenant)
         return Amounts(*(self._sum(offset + column) for column in self._columns))
 
+    def add_work(self, engine: int, nanoseconds: int) -> None:
+        """Add to the work that an engine has not finished, or subtract from it."""
+        with self._lock:
+            self._words[self._work[engine] + self._process] += nanoseconds
+
+    def work(self) -> list[int]:
+        """Return the estimated nanoseconds of work that each engine has not finished."""
+        return [self._sum(start) for start in self._work]
+
     def clear_process(self, process: int) -> None:
         """Subtract all that a process had in flight which has ended."""
         for offset in range(0, (_ENTRIES + 1) * self._entry_words, self._entry_words):
             for column in self._columns:
                 if self._words[offset + column + process]:
                     self._words[offset + column + process] = 0
+        for start in self._work:
+            self._words[start + process] = 0
 
     def close(self) -> None:
         """Unmap the memory; no thread may use the table any more."""
@@ -236,5 +254,6 @@ class QuotaTable:
         return (1 + key % _ENTRIES) * self._entry_words
 
 
-def _table_bytes(processes: int) -> int:
-    return _WORD * (_ENTRIES + 1) * (_COLUMNS + len(Amounts._fields) * processes)
+def _table_bytes(processes: int, engines: int) -> int:
+    entries = (_ENTRIES + 1) * (_COLUMNS + len(Amounts._fields) * processes)
+    return _WORD * (entries + processes * engines)

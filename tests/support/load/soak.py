@@ -24,7 +24,7 @@ _WARM_UP, _WINDOW = 0.25, 0.1
 
 
 def soak(
-    seconds: float, clients: int = 4, front_ends: int = 2, leak: int = 0, engine: str = "cpu"
+    seconds: float, clients: int = 4, front_ends: int = 2, leak: int = 0, devices: str = "cpu"
 ) -> dict[str, Any]:
     """Run the load and watch the server.
 
@@ -33,7 +33,7 @@ def soak(
         clients: threads, each with a connection of its own.
         front_ends: processes that take calls.
         leak: bytes that the front ends keep of each answered call: a planted leak.
-        engine: of the server.
+        devices: of the server.
 
     Returns:
         Memory, descriptors and threads at both ends, growth, answers, and whether it passed.
@@ -51,7 +51,7 @@ def soak(
     stop = threading.Event()
     counts: dict[str, int] = {}
     batches = [thesis_mix(seed, 300) for seed in range(2 if seconds < 60 else 12)]
-    with ServerProcess(*flags, engine=engine, **environment) as server:
+    with ServerProcess(*flags, devices=devices, **environment) as server:
         threads = [
             threading.Thread(target=_client, args=(server.address, number, batches, stop, counts))
             for number in range(clients)

@@ -17,11 +17,11 @@ class ServerProcess:
     """``python -m warpfit_server`` on a free loopback port; a context manager."""
 
     def __init__(
-        self, *flags: str, engine: str = "cpu", log: Path | None = None, **environment: str
+        self, *flags: str, devices: str = "cpu", log: Path | None = None, **environment: str
     ) -> None:
         self._log = log.open("w") if log else None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "warpfit_server", "--port", "0", "--engine", engine, *flags],
+            [sys.executable, "-m", "warpfit_server", "--port", "0", "--devices", devices, *flags],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -42,13 +42,18 @@ class ServerProcess:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def engine(self, timeout: float = 30.0) -> psutil.Process:
-        """The engine process that runs now."""
+    def engines(self) -> dict[int, psutil.Process]:
+        """The engine processes that run now, by their numbers."""
+        children = psutil.Process(self.process.pid).children()
+        found = [child for child in children if runs(child, "warpfit_server.engine.process")]
+        return {int(child.cmdline()[4]): child for child in found}
+
+    def engine(self, number: int = 0, timeout: float = 30.0) -> psutil.Process:
+        """The process of an engine that runs now."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            for child in psutil.Process(self.process.pid).children():
-                if runs(child, "warpfit_server.engine.process"):
-                    return child
+            if number in (found := self.engines()):
+                return found[number]
             time.sleep(0.01)
         raise TimeoutError("no engine process")
 
@@ -57,15 +62,16 @@ class ServerProcess:
         children = psutil.Process(self.process.pid).children()
         return [child for child in children if runs(child, "warpfit_server.processes.front_end")]
 
-    def kill_engine(self) -> None:
-        """SIGKILL the engine process."""
-        self.engine().send_signal(signal.SIGKILL)
+    def kill_engine(self, number: int = 0) -> None:
+        """SIGKILL an engine process."""
+        self.engine(number).send_signal(signal.SIGKILL)
 
     def family(self) -> dict[str, psutil.Process]:
-        """Every process of the server, by its name in the metrics."""
+        """Every process of the server."""
         further = {f"front end {number}": one for number, one in enumerate(self.front_ends(), 1)}
         main = psutil.Process(self.process.pid)
-        return {"main": main, **further, "engine": self.engine()}
+        engines = {f"engine {number}": one for number, one in self.engines().items()}
+        return {"main": main, **further, **engines}
 
     def kill(self) -> None:
         """SIGKILL the main process, and wait until the others have ended by themselves."""

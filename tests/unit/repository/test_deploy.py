@@ -81,14 +81,22 @@ def exported() -> set[str]:
     assert {name for name, _ in totals.buckets} == set(HISTOGRAMS)
     collector = ServerCollector(
         recorder=recorder,
-        supervisor=SimpleNamespace(
-            engine="cuda", restarts={"hung": 1}, counters=dict.fromkeys(ENGINE_COUNTERS, 1.0)
+        engines=SimpleNamespace(
+            engine="cuda",
+            restarts={("cuda:0", "hung"): 1},
+            supervisors=[
+                SimpleNamespace(
+                    device=SimpleNamespace(label="cuda:0"),
+                    counters=dict.fromkeys(ENGINE_COUNTERS, 1.0),
+                )
+            ],
         ),
         datasets=SimpleNamespace(usage=lambda: StoreUsage(1, 1, 1)),
         health=Health("service"),
         resident_limit=1,
         processes=lambda: {"engine": 1},
-        probe_seconds=lambda: 1.0,
+        probe_seconds=lambda: {"cuda:0": 1.0},
+        work=lambda: [1],
         gpus=SimpleNamespace(usage=lambda: [GpuUsage("0", "H200", 1, 1, 1.0)]),
     )
     families = list(collector.collect())

@@ -23,8 +23,9 @@ def test_json_keeps_every_setting():
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [
-        (["--engine", "tpu"], {}),
-        ([], {"WARPFIT_ENGINE": "tpu"}),
+        (["--devices", "tpu"], {}),
+        (["--devices", "cpu:65"], {}),
+        ([], {"WARPFIT_DEVICES": "0,,1"}),
         ([], {"WARPFIT_PORT": "many"}),
         (["--chunk-bytes", "1 furlong"], {}),
         (["--log-level", "loud"], {}),

@@ -64,11 +64,12 @@ class CudaEngine:
 
     Args:
         device: CUDA device number.
-        memory_limit: bytes of device memory to use; None for 90% of the device.
+        memory_limit: bytes of device memory to use; None for 90% of the engine's share.
+        memory_share: part of the device's memory that is for this engine.
         cache_directory: where compiled code is kept; None for the user's cache directory.
         tuning: how the interpreter lays work out; None for the measured best.
-        threads: threads that compile kernels; None for one a core. At most half of them run
-            background jobs.
+        threads: threads that compile kernels, and that lower derivatives; None for one a core.
+            At most half of them run background jobs.
 
     Raises:
         UnavailableError: if CuPy is not installed or the device does not answer.
@@ -86,17 +87,19 @@ class CudaEngine:
         cache_directory: Path | None = None,
         tuning: InterpreterTuning | None = None,
         threads: int | None = None,
+        memory_share: float = 1.0,
     ) -> None:
-        self._device = CudaDevice(device, memory_limit, cache_directory)
+        threads = threads or available_cores()
+        self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
         self.step_size = _STEP_SIZE * self._device.multiprocessors
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         self._interpreter = InterpreterTier(self._device, tuning)
         started = time.perf_counter()
         self._interpreter.prepare_all()
-        self._derivatives = DerivativeTier(self._device, available_cores())
+        self._derivatives = DerivativeTier(self._device, threads)
         self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        kernels = KernelStore(self._device, threads or available_cores())
+        kernels = KernelStore(self._device, threads)
         self._compiled = CompiledTier(self._device, kernels)
         self._planner = Planner(kernels.compile_queue.background, self._calibrate(kernels))
         # Planning the kernels of a batch takes Python time for which its answer should not wait.

@@ -50,9 +50,9 @@ def servers(monkeypatch):
 
     @contextmanager
     def started(_address, arguments):
-        if "cuda" in arguments and not gpus:
+        if "0" in arguments and not gpus:
             raise UnavailableError("no device here", "NO_CUDA")
-        made = CudaLike() if "cuda" in arguments else testing.InProcessServer()
+        made = CudaLike() if "0" in arguments else testing.InProcessServer()
         with serve(made) as (address, _):
             yield address
 

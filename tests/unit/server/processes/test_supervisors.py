@@ -35,18 +35,20 @@ def supervisor(front_end):
 
 
 def test_a_front_end_answers_while_its_last_right_probe_is_recent(supervisor, front_end):
-    assert not supervisor.all_answer()
-    front_end.answers, front_end.probed = True, time.monotonic()
-    assert supervisor.all_answer()
-    front_end.probed -= 6.0
-    assert not supervisor.all_answer()
+    assert not supervisor.all_answered_by(1)
+    probe = front_end.probes[1]
+    probe.answers, probe.ended = True, time.monotonic()
+    assert supervisor.all_answered_by(1)
+    assert not supervisor.all_answered_by(0)
+    probe.ended -= 6.0
+    assert not supervisor.all_answered_by(1)
 
 
 def test_a_front_end_is_replaced_if_the_engine_answers_only_others(supervisor, front_end, killed):
-    front_end.answered -= 11.0
-    supervisor.kill_silent(engine_answers=False)
+    front_end.probes[1].answered -= 11.0
+    supervisor.kill_silent([0])
     assert not killed
-    supervisor.kill_silent(engine_answers=True)
+    supervisor.kill_silent([0, 1])
     assert killed
 
 
@@ -55,7 +57,7 @@ def test_leases_end_one_by_one(front_end):
     for number in (1, 2):
         lease = ExitStack()
         lease.callback(ended.append, number)
-        front_end.leases.setdefault(b"data", []).append(lease)
+        front_end.leases.setdefault(b"data", []).append((lease, None))
     for count in (1, 2):
         front_end.end_lease(b"data")
         assert len(ended) == count

@@ -18,9 +18,14 @@ class Watched:
     def __init__(self, starting_since=None):
         self.replaced = []
         self.others_answer = True
-        self.health = Health("service")
-        self.health.set_ready(True)
-        supervisor = SimpleNamespace(starting_since=starting_since, replace=self.replaced.append)
+        self.health = Health("service", ["cpu:0"])
+        self.health.set_device("cpu:0", True)
+        supervisor = SimpleNamespace(
+            starting_since=starting_since,
+            replace=self.replaced.append,
+            device=SimpleNamespace(label="cpu:0"),
+            ask_counters=lambda: None,
+        )
         config = Config(probe_timeout=3.0, hang_seconds=10.0, start_seconds=60.0)
         self.watchdog = Watchdog(config, supervisor, None, self.health, lambda: self.others_answer)
         self.watchdog.answers = True

@@ -22,7 +22,7 @@ Status = health_pb2.HealthCheckResponse
 
 @pytest.fixture
 def health():
-    return Health("service")
+    return Health("service", ["cpu:0", "cpu:1"])
 
 
 @pytest.fixture
@@ -46,8 +46,10 @@ def test_readiness_has_three_names_and_unknown_ones_are_refused(health, stub):
     for name in (READINESS, "", "service"):
         assert stub.Check(request(name)).status == Status.NOT_SERVING
     assert stub.Check(request(LIVENESS)).status == Status.SERVING
-    health.set_ready(True)
+    health.set_device("cpu:1", True)
     assert stub.Check(request()).status == Status.SERVING
+    assert stub.Check(request("cpu:1")).status == Status.SERVING
+    assert stub.Check(request("cpu:0")).status == Status.NOT_SERVING
     with pytest.raises(grpc.RpcError) as caught:
         stub.Check(request("x" * 1000))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -63,7 +65,7 @@ def test_malformed_requests_are_refused(address):
 def test_watch_reports_every_change(health, stub):
     heard = stub.Watch(request(), timeout=20)
     for ready in (False, True, False):
-        health.set_ready(ready)
+        health.set_device("cpu:0", ready)
         assert next(heard).status == (Status.SERVING if ready else Status.NOT_SERVING)
     heard.cancel()
 
@@ -89,7 +91,7 @@ def test_a_client_that_does_not_read_delays_nobody(health, address, stub):
         time.sleep(0.3)
         heard = stub.Watch(request(), timeout=20)
         assert next(heard).status == Status.NOT_SERVING
-        change = threading.Thread(target=health.set_ready, args=(True,), daemon=True)
+        change = threading.Thread(target=health.set_device, args=("cpu:0", True), daemon=True)
         change.start()
         change.join(5)
         assert not change.is_alive(), "it waits for a client"
@@ -140,11 +142,13 @@ def test_the_address_with_most_calls_makes_room():
 
 def test_changes_are_reported_once_and_draining_is_final():
     reported = []
-    health = Health("service", reported.append)
+    health = Health("service", ["cpu:0", "cpu:1"], lambda serving: reported.append(sorted(serving)))
     for ready in (False, True, True, False, True):
-        health.set_ready(ready)
-    assert reported == [True, False, True]
+        health.set_device("cpu:0", ready)
+    health.set_device("cpu:1", True)
+    assert reported == [["cpu:0"], [], ["cpu:0"], ["cpu:0", "cpu:1"]]
     health.drain()
-    health.set_ready(True)
-    assert reported == [True, False, True, False]
+    health.set_device("cpu:1", True)
+    health.set_serving(frozenset(["cpu:0"]))
+    assert reported[4:] == [[]]
     assert not health.ready

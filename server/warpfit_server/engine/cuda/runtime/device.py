@@ -32,8 +32,9 @@ class CudaDevice:
 
     Args:
         index: CUDA device number.
-        memory_limit: bytes for data sets, results and scratch; None for 90% of the device.
+        memory_limit: bytes for data sets, results and scratch; None for 90% of ``share``.
         cache_directory: where compiled code is kept; None for `default_cache_directory`.
+        share: part of the device's memory that is for this process.
 
     Raises:
         UnavailableError: if CuPy is not installed or no such device answers.
@@ -46,6 +47,7 @@ class CudaDevice:
         index: int = 0,
         memory_limit: int | None = None,
         cache_directory: Path | None = None,
+        share: float = 1.0,
     ) -> None:
         self.cupy = _import_cupy()
         self.index = index
@@ -60,13 +62,13 @@ class CudaDevice:
             raise UnavailableError(
                 f"CUDA device {index} does not answer: {error}",
                 "NO_CUDA_DEVICE",
-                "Check nvidia-smi, or run with --engine cpu",
+                "Check nvidia-smi, or run with --devices cpu",
             ) from error
         self.name: str = properties["name"].decode()
         self.memory: int = properties["totalGlobalMem"]
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.compute_capability = (properties["major"], properties["minor"])
-        self.memory_limit = memory_limit or int(self.memory * _DEFAULT_SHARE)
+        self.memory_limit = memory_limit or int(self.memory * share * _DEFAULT_SHARE)
         self._pool = self.cupy.cuda.MemoryPool()
         self._pool.set_limit(size=self.memory_limit)
         self._idle: list[StreamContext] = []
@@ -201,13 +203,13 @@ def _import_cupy() -> Any:
         raise UnavailableError(
             "CuPy is not installed",
             "NO_CUPY",
-            "pip install 'warpfit[cuda13]' (or cuda12), or run with --engine cpu",
+            "pip install 'warpfit[cuda13]' (or cuda12), or run with --devices cpu",
         ) from error
     except OSError as error:  # CuPy creates its cache directory on import
         raise UnavailableError(
             f"CuPy cannot be loaded: {error}",
             "NO_CUPY",
-            "Let --cache-dir name a directory that can be written, or run with --engine cpu",
+            "Let --cache-dir name a directory that can be written, or run with --devices cpu",
         ) from error
     return cupy
 

@@ -45,13 +45,6 @@ def test_the_error_names_the_remedy(no_cupy, remedy):
 
 
 @CAUSES
-def test_auto_falls_back_to_the_cpu_engine(no_cupy, remedy):
-    engine = create_engine("auto", threads=1)
-    assert engine.name == "cpu"
-    engine.close()
-
-
-@CAUSES
 def test_cuda_without_cupy_is_an_error(no_cupy, remedy):
     with pytest.raises(UnavailableError):
         create_engine("cuda")

@@ -1,0 +1,140 @@
+"""Which engine a request goes to; the connections are the test's own."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from warpfit.dataset import Dataset
+from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch
+from warpfit.request import Evaluation, Loss
+from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
+from warpfit_server.ipc.router import Router
+from warpfit_server.tenancy.quotas import QuotaTable
+
+DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))
+MILLISECOND = 1_000_000
+
+
+class Connection:
+    """Takes requests, or says that there is no engine."""
+
+    def __init__(self):
+        self.is_open = True
+        self.is_lost = False
+        self.sent = []
+
+    def submit(self, request):
+        if self.is_lost:
+            raise unavailable()
+        self.sent.append(request)
+        return request
+
+
+class Data:
+    """A data set that some engines have, and some have no room for."""
+
+    layout = DATASET.layout
+
+    def __init__(self, loaded=(0, 1, 2), full=()):
+        self.loaded, self.full = set(loaded), full
+
+    def has(self, engine):
+        return engine in self.loaded
+
+    def load(self, engine):
+        future = Future()
+        if engine in self.full:
+            future.set_exception(ResourceExhaustedError("no room"))
+        else:
+            self.loaded.add(engine)
+            future.set_result(None)
+        return future
+
+
+class Front:
+    def __init__(self, engines=3):
+        self.connections = [Connection() for _ in range(engines)]
+        self.labels = [f"cpu:{number}" for number in range(engines)]
+        self.table = QuotaTable.create(2, engines)
+        self.router = Router(self.connections, self.labels, self.table)
+        self.router.serving = frozenset(self.labels)
+
+    def start(self, seed=1, data=None, nanoseconds=MILLISECOND):
+        batch = Batch.of(*thesis_mix(seed, 5, variables=3))
+        evaluation = Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False)
+        request = InFlightRequest.of_evaluation(evaluation, DATASET.layout)
+        self.router.start(request, data or Data(), nanoseconds)
+        (number,) = [n for n, c in enumerate(self.connections) if request in c.sent]
+        assert request.device == self.labels[number]
+        return number, request
+
+
+@pytest.fixture
+def front():
+    made = Front()
+    yield made
+    made.table.close()
+
+
+def test_many_requests_are_spread_evenly(front):
+    numbers = [front.start(seed)[0] for seed in range(30)]
+    assert sorted(numbers.count(number) for number in range(3)) == [10, 10, 10]
+    assert front.table.work() == [10 * MILLISECOND] * 3
+
+
+def test_a_lone_batch_always_goes_to_the_same_engine_and_batches_to_different_ones(front):
+    def alone(seed):
+        number, request = front.start(seed)
+        request.on_end()
+        return number
+
+    assert len({alone(7) for _ in range(5)}) == 1
+    assert {alone(seed) for seed in range(40)} == {0, 1, 2}
+    assert front.table.work() == [0, 0, 0]
+
+
+def test_work_of_other_front_ends_counts(front):
+    other = QuotaTable(front.table.descriptor, 2, 1, 3)
+    preferred, request = front.start()
+    request.on_end()
+    other.add_work(preferred, 10 * MILLISECOND)
+    assert front.start()[0] != preferred
+    front.table.clear_process(1)  # the other front end has died
+    assert front.table.work()[preferred] == 0
+
+
+def test_an_engine_without_the_data_set_waits_until_the_others_are_busy(front):
+    data = Data(loaded=[2])
+    loading = DATASET.layout.nbytes / 8
+    numbers = [front.start(seed, data, int(loading / 4))[0] for seed in range(9)]
+    assert numbers[:4] == [2, 2, 2, 2]
+    assert set(numbers) == {0, 1, 2}
+    assert data.loaded == {0, 1, 2}
+
+
+def test_a_device_without_room_is_left_out(front):
+    numbers = {front.start(seed, Data(loaded=[2], full=[0, 1]))[0] for seed in range(9)}
+    assert numbers == {2}
+    with pytest.raises(ResourceExhaustedError):
+        front.start(1, Data(loaded=[], full=[0, 1, 2]))
+    assert front.table.work()[:2] == [0, 0]
+
+
+def test_lost_and_silent_engines_are_avoided_and_none_is_an_error(front):
+    front.connections[0].is_lost = True
+    front.connections[1].is_open = False
+    assert {front.start(seed)[0] for seed in range(6)} == {2}
+    assert front.table.work() == [0, 0, 6 * MILLISECOND]
+    front.connections[1].is_open = True
+    front.router.serving = frozenset(["cpu:1"])
+    assert {front.start(seed)[0] for seed in range(6)} == {1}
+    for connection in front.connections:
+        connection.is_open = False
+    with pytest.raises(UnavailableError):
+        front.start()
+    assert front.table.work()[2] == 6 * MILLISECOND
