@@ -14,6 +14,7 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
+from warpfit.calls.simplification import Simplification, SimplifyOptions
 from warpfit.dataset import Dataset
 from warpfit.errors import WarpfitError
 from warpfit.server_info import ServerInfo
@@ -95,6 +96,16 @@ class AsyncClient:
         """Fit the parameters of expressions on the server, all of them at once."""
         operation = self._operations.optimize(data, expressions, parameters, options)
         return await self._run(operation)
+
+    async def simplify(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[SimplifyOptions],
+    ) -> Simplification:
+        """Shorten formulas as far as they fit the data hardly worse."""
+        return await self._run(self._operations.simplify(data, expressions, parameters, options))
 
     async def release(self, data: DatasetHandle) -> None:
         """Release a data set; the handle stays usable."""

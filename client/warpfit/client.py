@@ -15,8 +15,9 @@ from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
+from warpfit.calls.simplification import Simplification, SimplifyOptions
 from warpfit.dataset import Dataset
-from warpfit.errors import WarpfitError
+from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address, Target, target_of
 from warpfit.transport.call import Call, Cancellation
@@ -174,6 +175,45 @@ class Client:
         """
         return self._run(self._operations.optimize(data, expressions, parameters, options))
 
+    def simplify(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[SimplifyOptions],
+    ) -> Simplification:
+        """Shorten formulas as far as they fit the data hardly worse.
+
+        The exact rules of `warpfit.Program.simplify` come first. Then constants become integers,
+        short decimals, fractions or multiples of pi and e, and terms and factors that do not matter
+        are dropped, each time with the other constants fitted again on the server. Greedy: in each
+        round the change that saves most is taken; all formulas of a call advance together.
+
+        ::
+
+            found = client.simplify(data, ["1.9999*x1 + 3.1415*sin(x2) + 1e-9*x3"])
+            found.programs[0]  # 2*x1 + pi*sin(x2)
+
+        Args:
+            data: a handle that `upload` of this or another client has returned, with a target.
+            expressions: as for `evaluate`.
+            parameters: for each expression its parameters [n]; they become constants.
+            **options: ``tolerance`` (0.01: a loss may grow by one percent, or by what is nothing
+                but rounding errors), ``loss`` ("mse" by default), ``assume_defined``, ``rows``,
+                ``precision``, ``tier``, ``timeout``.
+
+        Returns:
+            The programs, with constants alone, and their losses. None is worse than ``tolerance``
+            allows, measured against the given formula with its constants fitted.
+
+        Raises:
+            InvalidArgumentError: for arguments that are wrong or do not fit together.
+            DeadlineExceededError: if ``timeout`` passes.
+            UnimplementedError: if the server's engine computes no derivatives.
+
+        """
+        return self._run(self._operations.simplify(data, expressions, parameters, options))
+
     def release(self, data: DatasetHandle) -> None:
         """Release a data set; the handle stays usable, the next evaluation uploads it again."""
         self._run(self._operations.release(data))
@@ -282,3 +322,26 @@ def connect(
     config = ClientConfig.of(retry, transport, wait, replicas)
     security = Security.of(target, token, tls)
     return Client(GrpcTransport(target, config.transport, security), config, target)
+
+
+def simplify(
+    expressions: Any,
+    data: DatasetHandle,
+    parameters: Parameters = None,
+    **options: Unpack[SimplifyOptions],
+) -> Simplification:
+    """Shorten formulas on the server that a data set was uploaded to; see `Client.simplify`.
+
+    Raises:
+        InvalidArgumentError: if ``data`` is no result of `Client.upload`.
+
+    """
+    if not isinstance(data, UploadedDataset):
+        raise InvalidArgumentError(
+            f"data is {type(data).__name__}, which belongs to no blocking client",
+            "BAD_DATA",
+            "Pass what client.upload(X, y) returned, or use client.simplify; "
+            "without data, program.simplify() applies the exact rules",
+            "data",
+        )
+    return data._client.simplify(data, expressions, parameters, **options)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Self
 
 from warpfit import codec
@@ -22,6 +23,7 @@ from warpfit.calls.fit_arguments import FitOptions, build_fit
 from warpfit.calls.progress import Progress, reporter
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline, Retries
+from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import (
     JointProgress,
     KnownLimits,
@@ -174,6 +176,22 @@ class ClientOperations:
             return collector.result()
 
         return self._in_parts(request, data.layout, fit)
+
+    def simplify(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters,
+        options: SimplifyOptions,
+    ) -> Operation[Simplification]:
+        """Simplify formulas in rounds of fits."""
+        task = SimplifyTask(data, expressions, parameters, options)
+        trials = yield Compute(task.begin)
+        while trials is not None:
+            programs, starts = trials
+            fit = yield from self.optimize(data, programs, starts, task.fit_options())
+            trials = yield Compute(partial(task.proceed, fit))
+        return task.result()
 
     def _over_servers(
         self,

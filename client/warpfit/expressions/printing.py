@@ -11,6 +11,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Final
 
 from warpfit.expressions.grammar import COMPARISONS, CONSTANTS, IDENTIFIER, RIGHT_ASSOCIATIVE, WORDS
+from warpfit.expressions.short_forms import ShortForm, short_form
 from warpfit.ops import CONSTANT, OPERATORS, VARIABLE, Operator
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _ATOM: Final = 100
 _NUMBER: Final = 99
 _PRODUCT: Final = OPERATORS["mul"].precedence
 _SUM: Final = OPERATORS["add"].precedence
+_QUOTIENT: Final = OPERATORS["div"].latex_precedence or _PRODUCT
 _NEGATION: Final = OPERATORS["neg"]
 
 #: Mark before the token that `locate` looks for: a character that no name should contain.
@@ -149,6 +151,9 @@ def _indexed(letter: str, index: int, taken: Set[str]) -> str:
 
 
 def _constant(value: float, taken: Set[str]) -> str:
+    for name in ("pi", "e"):
+        if abs(value) == CONSTANTS[name] and name not in taken:
+            return name if value > 0.0 else f"-{name}"
     if math.isfinite(value):
         return repr(value).removesuffix(".0")
     bits = struct.pack(">d", value)
@@ -194,9 +199,21 @@ def _latex_constant(value: float) -> _Rendered:
     if not math.isfinite(value):
         text = r"\mathrm{NaN}" if math.isnan(value) else r"\infty" if value > 0 else r"-\infty"
         return deque([text]), _SUM if value < 0 else _ATOM
+    form = short_form(value)
+    if form is not None and form.numerator:
+        return _latex_fraction(form)
     mantissa, _, exponent = repr(value).removesuffix(".0").partition("e")
     text = rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa
     return deque([text]), _SUM if text.startswith("-") else _PRODUCT if exponent else _ATOM
+
+
+def _latex_fraction(form: ShortForm) -> _Rendered:
+    size, unit = abs(form.numerator), form.unit.replace("pi", r"\pi")
+    text = unit if unit and size == 1 else f"{size} {unit}".rstrip()
+    precedence = _PRODUCT if text.endswith(unit) and size > 1 else _ATOM
+    if form.denominator > 1:
+        text, precedence = rf"\frac{{{text}}}{{{form.denominator}}}", _QUOTIENT
+    return (deque([f"-{text}"]), _SUM) if form.numerator < 0 else (deque([text]), precedence)
 
 
 def _latex_name(name: str) -> str:

@@ -1,0 +1,180 @@
+"""`simplify` on a server: keywords, the batches of a call, and its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.calls.arguments import Rows
+from warpfit.calls.batches import BatchCache, Parameters, build_batch
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.display import TextTable
+from warpfit.calls.fit_arguments import FitOptions
+from warpfit.calls.results import Fit
+from warpfit.calls.retries import Deadline
+from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.printing import to_latex, to_text
+from warpfit.formulas.snapping import Snapped, SnapSettings, Trials, snap
+from warpfit.ir import Program
+from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
+from warpfit.request import Precision, Tier
+
+#: Default of ``tolerance``.
+_TOLERANCE: Final = 0.01
+#: Rows of the data from which medians of subexpressions are computed here.
+_SAMPLE: Final = 512
+#: Rounding errors of a value, in units of the data's last place.
+_ROUNDING: Final = 64.0
+#: Iterations of the fit of each candidate; it starts where the last one ended.
+_ITERATIONS: Final = 30
+
+
+class SimplifyOptions(TypedDict, total=False):
+    """Keywords of `simplify`."""
+
+    tolerance: float
+    """Part of its loss by which a formula may become worse; 0.01 by default."""
+    loss: Loss | LossFunction | str
+    """The loss that is compared, as in `optimize`; "mse" by default."""
+    assume_defined: bool
+    """Also apply rules such as x/x = 1; see `warpfit.Program.simplify`."""
+    rows: Rows
+    """slice or (start, stop) of consecutive rows; None for all."""
+    precision: Precision | str
+    tier: Tier | str
+    timeout: float | None
+    """Seconds for the whole call; None for no limit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simplification:
+    """Result of `simplify`; it prints as a small table."""
+
+    programs: list[Program]
+    """The formulas, with numbers and without parameters."""
+    loss: NDArray[np.float64]
+    """Loss of each, as the server has measured it, [expressions]."""
+    initial_loss: NDArray[np.float64]
+    """Loss of each formula that was given, with its constants fitted, [expressions]."""
+    names: tuple[str, ...] = ()
+    """Names of the variables, or empty."""
+
+    def __str__(self) -> str:
+        """Return a small table with a row for each formula."""
+        return self._table([to_text(program, self.names) for program in self.programs]).text()
+
+    def _repr_html_(self) -> str:
+        shown = [f"${to_latex(program, self.names)}$" for program in self.programs]
+        return self._table(shown).html()
+
+    def _table(self, formulas: Sequence[str]) -> TextTable:
+        rows = [
+            (formula, str(len(program)), f"{before:.6g}", f"{after:.6g}")
+            for formula, program, before, after in zip(
+                formulas, self.programs, self.initial_loss, self.loss, strict=True
+            )
+        ]
+        return TextTable(("formula", "tokens", "initial loss", "loss"), rows)
+
+
+class SimplifyTask:
+    """One call of `simplify`: what it wants to have fitted next, until there is a result."""
+
+    def __init__(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters,
+        options: SimplifyOptions,
+    ) -> None:
+        """Take the arguments of `warpfit.Client.simplify`.
+
+        Raises:
+            InvalidArgumentError: for arguments that are wrong or do not fit the data.
+            ParseError: for the text of an expression.
+
+        """
+        self._data = data
+        self._options = options
+        self._deadline = Deadline(options.get("timeout"))
+        self._loss = as_loss(options.get("loss", Loss.MSE))
+        self._is_score = as_function(self._loss).is_score
+        self._search = snap(_programs(data, expressions, parameters), self._settings())
+        self._found: list[Snapped] = []
+
+    def begin(self) -> Trials | None:
+        """Return the first programs to fit, and their starts."""
+        return next(self._search)
+
+    def proceed(self, fit: Fit) -> Trials | None:
+        """Take a fit, and return the next programs and starts; None at the end."""
+        try:
+            return self._search.send((self._lower_is_better(fit.loss), fit.parameters))
+        except StopIteration as stop:
+            self._found = stop.value
+            return None
+
+    def fit_options(self) -> FitOptions:
+        """Return the keywords of the next fit."""
+        remaining = self._deadline.remaining()
+        return {
+            "loss": self._loss,
+            "max_iterations": _ITERATIONS,
+            "rows": self._options.get("rows"),
+            "precision": self._options.get("precision", Precision.PRECISE),
+            "tier": self._options.get("tier", Tier.AUTO),
+            "timeout": None if remaining is None else max(1e-3, remaining),
+        }
+
+    def result(self) -> Simplification:
+        """Return the result of a task that has ended."""
+        losses = [[each.loss, each.initial_loss] for each in self._found]
+        after, before = self._lower_is_better(np.array(losses)).T
+        programs = [each.program for each in self._found]
+        return Simplification(programs, after, before, self._data.names)
+
+    def _lower_is_better(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return 1 - R2 for R2, and for 1 - R2 R2; other losses as they are."""
+        return 1.0 - losses if self._is_score else losses
+
+    def _settings(self) -> SnapSettings:
+        tolerance = float(self._options.get("tolerance", _TOLERANCE))
+        if not 0.0 <= tolerance < math.inf:
+            raise InvalidArgumentError(
+                f"tolerance is {tolerance}",
+                "BAD_SETTING",
+                "Give a part of the loss, such as 0.01, or 0",
+                "tolerance",
+            )
+        loss, dataset = as_function(self._loss), self._data.dataset
+        rounding = _ROUNDING * float(np.finfo(self._data.layout.dtype).eps)
+        is_squared = loss.is_squares and loss.closing is not Closing.ROOT
+        step = max(1, self._data.layout.rows // _SAMPLE)
+        return SnapSettings(
+            tolerance=tolerance,
+            rounding=rounding**2 if is_squared else rounding,
+            assume_defined=bool(self._options.get("assume_defined")),
+            sample=dataset.variables[:, ::step].astype(np.float64),
+            middle=0.0 if dataset.target is None else float(np.median(dataset.target[::step])),
+        )
+
+
+def _programs(data: DatasetHandle, expressions: Any, parameters: Parameters) -> list[Program]:
+    """Return the programs of a call with their parameters as constants."""
+    batch, _ = build_batch(expressions, parameters, data.names, BatchCache())
+    if batch.vectors > 1:
+        raise InvalidArgumentError(
+            f"{batch.vectors} parameter vectors for each expression",
+            "BAD_PARAMETERS",
+            "Give one vector for each expression",
+            "parameters",
+        )
+    batch.check(data.layout.variables)
+    return [
+        batch.program(index).bind(batch.program_parameters(index)[0]) for index in range(len(batch))
+    ]

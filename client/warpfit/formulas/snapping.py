@@ -1,0 +1,279 @@
+"""Shorter formulas that fit data hardly worse: snapped constants, dropped terms.
+
+Each round tries everything that makes a formula cheaper in one place: a constant becomes a number
+that is shorter to write, a term 0, a factor 1, any subexpression a constant. All candidates of all
+formulas are fitted in one batch, and of those whose loss is allowed the cheapest is taken
+(greedily, as in backward elimination; the minimum description length of Rissanen 1978 is what the
+cost imitates). At the end the constants that are left are rounded as far as the loss allows.
+
+The module decides and computes no loss: `snap` is a generator that yields batches and is sent their
+fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.expressions.reference import evaluate_program
+from warpfit.expressions.short_forms import cost, is_free, rounded, shorter_numbers
+from warpfit.formulas.rules import MOST_TOKENS, Rules, simplified
+from warpfit.ir import Program
+from warpfit.ops import ARITIES, BY_CODE, CONSTANT, PARAMETER
+
+Floats = NDArray[np.float64]
+
+#: Most candidates of one formula in one round; the cheapest are tried first.
+_MOST_CANDIDATES: Final = 256
+#: Digits to which constants are rounded at the end.
+_DIGITS: Final = range(5, 12)
+_TERMS: Final = frozenset({"add", "sub"})
+_FACTORS: Final = frozenset({"mul", "div"})
+
+#: Programs whose parameters are to be fitted, from these starts.
+Trials: TypeAlias = tuple[list[Program], list[Floats]]
+#: Their losses, lower is better, and fitted parameters.
+Outcomes: TypeAlias = tuple[Floats, Sequence[Floats]]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapped:
+    """One simplified formula."""
+
+    program: Program
+    loss: float
+    initial_loss: float
+    """Loss of the formula that was given, with its constants fitted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapSettings:
+    """What holds for all formulas of a call."""
+
+    tolerance: float
+    """Part of its loss by which a formula may become worse."""
+    rounding: float
+    """Loss that is nothing but rounding errors, as part of the loss of the best constant."""
+    assume_defined: bool
+    sample: Floats
+    """Some rows of the data, [variables, rows], for the means of subexpressions."""
+    middle: float
+    """Start of the fit of the best constant."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """The state of one formula."""
+
+    program: Program
+    """With its constants; those that are not short are fitted again in each round."""
+    loss: float = math.nan
+    initial_loss: float = math.nan
+    allowed: float = math.nan
+    done: bool = False
+    tried: set[Program] = field(default_factory=set)
+    history: list[Program] = field(default_factory=list)
+
+
+def snap(
+    programs: Sequence[Program], settings: SnapSettings
+) -> Generator[Trials, Outcomes, list[Snapped]]:
+    """Simplify formulas with constants and no parameters; none gets a loss that is not allowed.
+
+    Yields:
+        Trials; sent are their outcomes.
+
+    Returns:
+        A result for each program.
+
+    """
+    searches = [_Search(simplified(program, settings.assume_defined)) for program in programs]
+    yield from _begin(searches, programs, settings)
+    while active := [search for search in searches if not search.done]:
+        trials = [
+            (search, candidate) for search in active for candidate in _candidates(search, settings)
+        ]
+        for search in active:
+            search.done = True
+        if not trials:
+            break
+        losses, fitted = yield _lifted([candidate for _, candidate in trials])
+        _choose(trials, losses, fitted, Rules(settings.assume_defined))
+    return (yield from _finish(searches))
+
+
+def _begin(
+    searches: list[_Search], programs: Sequence[Program], settings: SnapSettings
+) -> Generator[Trials, Outcomes, None]:
+    """Fit the constants, and measure what is allowed."""
+    pairs = [_lift(search.program, _is_fraction) for search in searches]
+    lifted, starts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    constant = Program.parameter(0), np.array([settings.middle])
+    losses, fitted = yield [*lifted, constant[0]], [*starts, constant[1]]
+    floor = settings.rounding * abs(losses[-1])
+    refitted = [p.bind(vector) for p, vector in zip(lifted, fitted[:-1], strict=True)]
+    # Of equal losses the first is taken.
+    choices = [[search.program for search in searches], refitted, [*programs]]
+    losses, _ = yield _unfitted([program for choice in choices for program in choice])
+    table = np.reshape(losses, (len(choices), -1))
+    for place, search in enumerate(searches):
+        column = np.where(np.isnan(table[:, place]), math.inf, table[:, place])
+        best = int(np.argmin(column))
+        search.program = choices[best][place]
+        search.initial_loss = search.loss = float(column[best])
+        search.allowed = search.loss + settings.tolerance * abs(search.loss)
+        if math.isfinite(floor):
+            search.allowed += floor
+        search.done = not math.isfinite(search.loss)
+        search.history = [search.program]
+
+
+def _choose(
+    trials: list[tuple[_Search, Program]],
+    losses: Floats,
+    fitted: Sequence[Floats],
+    rules: Rules,
+) -> None:
+    """Take for each formula the cheapest candidate whose loss is allowed."""
+    best: dict[int, tuple[float, float, Program]] = {}
+    for (search, candidate), loss, vector in zip(trials, losses, fitted, strict=True):
+        if loss <= search.allowed:
+            found = (_cost(candidate), float(loss), _lift(candidate)[0].bind(vector))
+            if id(search) not in best or found[:2] < best[id(search)][:2]:
+                best[id(search)] = found
+                search.done = False
+    for search in {id(search): search for search, _ in trials}.values():
+        if not search.done:
+            _, search.loss, search.program = best[id(search)]
+            search.program = rules.applied_once(search.program)
+            search.history.append(search.program)
+
+
+def _finish(searches: list[_Search]) -> Generator[Trials, Outcomes, list[Snapped]]:
+    """Round what is left, and return for each formula the last state whose loss is allowed.
+
+    The losses are measured anew with all numbers as constants.
+    """
+    states = [
+        [*(_rounded(search.program, digits) for digits in _DIGITS), *search.history[::-1]]
+        for search in searches
+    ]
+    losses, _ = yield _unfitted([program for choice in states for program in choice])
+    results, start = [], 0
+    for search, choice in zip(searches, states, strict=True):
+        measured = losses[start : start + len(choice)]
+        start += len(choice)
+        places = [place for place, loss in enumerate(measured) if loss <= search.allowed]
+        place = places[0] if places else len(choice) - 1
+        results.append(Snapped(choice[place], float(measured[place]), search.initial_loss))
+    return results
+
+
+# ----------------------------------------------------------------------------------- candidates
+
+
+def _candidates(search: _Search, settings: SnapSettings) -> list[Program]:
+    """Return the programs that are cheaper in one place and were not tried yet."""
+    own = _cost(search.program)
+    rules = Rules(settings.assume_defined)
+    program = search.program
+    found = {*_with_shorter_numbers(program, rules), *_with_less(program, rules, settings)}
+    cheaper = [(_cost(program), program) for program in found - search.tried]
+    cheaper.sort(key=lambda pair: (pair[0], str(pair[1])))
+    chosen = [program for price, program in cheaper if price < own][:_MOST_CANDIDATES]
+    search.tried.update(chosen)
+    return chosen
+
+
+def _with_shorter_numbers(program: Program, rules: Rules) -> Iterator[Program]:
+    for place in np.flatnonzero(program.codes == CONSTANT).tolist():
+        for value in shorter_numbers(float(program.values[place])):
+            values = program.values.copy()
+            values[place] = value
+            changed = Program(program.codes, values)
+            yield rules.applied_once(changed) if (2.0 * value).is_integer() else changed
+
+
+def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterator[Program]:
+    """Replace each subexpression: terms by 0, factors by 1, all by their median."""
+    if len(program) > MOST_TOKENS:
+        return
+    codes, values = program.codes, program.values
+    starts, parents = _spans(codes.tolist())
+    for end, start in enumerate(starts):
+        if codes[end] == CONSTANT and end == start and parents[end] is None:
+            continue
+        replacements = [0.0] * (parents[end] in _TERMS) + [1.0] * (parents[end] in _FACTORS)
+        if end > start:
+            part = Program(codes[start : end + 1], values[start : end + 1])
+            replacements += _median(part, settings.sample)
+        for value in replacements:
+            changed = Program(
+                np.concatenate([codes[:start], [np.uint8(CONSTANT)], codes[end + 1 :]]),
+                np.concatenate([values[:start], [value], values[end + 1 :]]),
+            )
+            yield rules.applied_once(changed)
+
+
+def _spans(codes: Sequence[int]) -> tuple[list[int], list[str | None]]:
+    """Return for each token where its subexpression starts, and the operator that takes it."""
+    starts: list[int] = []
+    parents: list[str | None] = [None] * len(codes)
+    stack: list[int] = []
+    for place, code in enumerate(codes):
+        arity = int(ARITIES[code])
+        operands = stack[len(stack) - arity :]
+        del stack[len(stack) - arity :]
+        for operand in operands:
+            parents[operand] = BY_CODE[code].name
+        starts.append(starts[operands[0]] if operands else place)
+        stack.append(place)
+    return starts, parents
+
+
+def _median(program: Program, sample: Floats) -> list[float]:
+    values = evaluate_program(program, sample)
+    finite = values[np.isfinite(values)]
+    return [float(np.median(finite))] if finite.size else []
+
+
+def _cost(program: Program) -> float:
+    numbers = program.values[program.codes == CONSTANT].tolist()
+    return len(program) + sum(map(cost, numbers))
+
+
+def _rounded(program: Program, digits: int) -> Program:
+    values = [
+        rounded(value, digits) if code == CONSTANT else value
+        for code, value in zip(program.codes.tolist(), program.values.tolist(), strict=True)
+    ]
+    return Program(program.codes, values)
+
+
+def _lift(program: Program, chosen: Callable[[float], bool] = is_free) -> tuple[Program, Floats]:
+    """Make the chosen constants parameters, by default those that have no short form."""
+    free = [
+        code == CONSTANT and chosen(value)
+        for code, value in zip(program.codes.tolist(), program.values.tolist(), strict=True)
+    ]
+    values = program.values.copy()
+    values[free] = np.arange(sum(free))
+    return Program(np.where(free, np.uint8(PARAMETER), program.codes), values), program.values[free]
+
+
+def _is_fraction(value: float) -> bool:
+    return math.isfinite(value) and not value.is_integer()
+
+
+def _lifted(programs: Sequence[Program]) -> Trials:
+    pairs = [_lift(program) for program in programs]
+    return [program for program, _ in pairs], [start for _, start in pairs]
+
+
+def _unfitted(programs: list[Program]) -> Trials:
+    return programs, [np.empty(0)] * len(programs)

@@ -1,0 +1,119 @@
+"""Snapped constants and dropped terms: never worse than allowed, and what is found."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import warpfit.testing
+from support.engines.strategies import programs
+from warpfit import InvalidArgumentError, parse
+from warpfit.expressions.reference import evaluate_program
+from warpfit.formulas.snapping import SnapSettings, snap
+
+rng = np.random.default_rng(3)
+X = rng.uniform(0.5, 3.0, (200, 3))
+EXACT = 2 * X[:, 0] ** 2 / 3 + np.pi * np.sin(X[:, 1])
+FORMULAS = ["0.66*x1^2.01 + 3.1*sin(x2) + 1e-9*x3", "x1*x1*0.6668 + sin(x2*1.0001)*3.1417 - 2e-5"]
+SHORT = "0.6666666666666666*square(x1) + pi*sin(x2)"
+
+
+@pytest.fixture
+def client():
+    with warpfit.testing.client() as connected:
+        yield connected
+
+
+def test_formulas_become_those_that_made_the_data(client):
+    data = client.upload(X, EXACT, dtype="float64")
+    found = warpfit.simplify(FORMULAS, data, tolerance=1e-6)
+    assert set(found.programs) == {parse(SHORT).simplify()}
+    np.testing.assert_array_less(found.loss, 1e-25)
+    assert "pi * sin(x2)" in str(found)
+    assert r"\frac{2}{3}" in found._repr_html_()
+
+
+@pytest.mark.parametrize(("loss", "dtype"), [("r2", "float32"), ("rmse", "float64")])
+def test_noisy_data_allow_short_constants_up_to_the_tolerance(client, loss, dtype):
+    data = client.upload(X, EXACT + 0.1 * rng.normal(size=200), dtype=dtype, names=("a", "b", "c"))
+    texts = ["0.6641*a^2.01 + p1*sin(b) + p2*c", "p1*(a + b)"]
+    found = client.simplify(data, texts, [[3.1, 0.01], [1.5]], loss=loss, tolerance=0.02)
+    measured = client.evaluate(data, found.programs, loss=loss)
+    np.testing.assert_array_equal(found.loss, measured)
+    after, before = found.loss, found.initial_loss
+    if loss == "r2":
+        after, before = 1 - after, 1 - before
+    assert (after <= 1.02 * before).all()
+    assert max(map(len, found.programs)) <= 9
+    assert "sin(b)" in str(found)
+
+
+def test_the_async_client_simplifies_too():
+    async def run():
+        async with warpfit.testing.async_client() as client:
+            data = await client.upload(X, EXACT, dtype="float64")
+            found = await client.simplify(data, FORMULAS[1], tolerance=1e-6)
+            with pytest.raises(InvalidArgumentError, match="no blocking client"):
+                warpfit.simplify("x1", data)
+            return found
+
+    assert asyncio.run(run()).programs == [parse(SHORT).simplify()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (["x1 + p1"], {}, "p1 is used"),
+        (["x1 + p1", [[1.0], [2.0]]], {}, "2 parameter vectors"),
+        (["x9"], {}, "out of range"),
+        (["x1"], {"tolerance": -1.0}, "tolerance is -1"),
+        (["x1"], {"timeout": 0.0}, "not positive"),
+    ],
+)
+def test_bad_arguments_are_named(client, arguments, options, message):
+    data = client.upload(X, EXACT)
+    with pytest.raises(warpfit.WarpfitError, match=message):
+        client.simplify(data, *arguments, **options)
+
+
+OPERATORS_DRAWN = ("add", "mul", "sin", "div")
+
+
+@given(
+    st.lists(
+        programs(15, parameters=0, constants=st.floats(-5, 5), operators=OPERATORS_DRAWN),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([0.0, 0.01, 0.5]),
+    st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_no_formula_becomes_worse_than_allowed_or_longer(drawn, tolerance, seed):
+    """Fits that find nothing, and report losses that are wrong: what is returned was measured."""
+    random = np.random.default_rng(seed)
+
+    def loss(program, vector):
+        values = evaluate_program(program, X.T, vector)
+        with np.errstate(all="ignore"):
+            return float(np.mean((values - EXACT) ** 2))
+
+    search = snap(drawn, SnapSettings(tolerance, 0.0, False, X.T, 0.0))
+    try:
+        trials = next(search)
+        while True:
+            losses = np.array([loss(*trial) for trial in zip(*trials, strict=True)])
+            has_fit = np.array([program.parameters > 0 for program in trials[0]])
+            wrong = has_fit & (random.random(len(losses)) < 0.2)
+            trials = search.send((np.where(wrong, losses * random.random(), losses), trials[1]))
+    except StopIteration as stop:
+        results = stop.value
+    for program, result in zip(drawn, results, strict=True):
+        assert len(result.program) <= len(program)
+        given_loss, found_loss = loss(program, ()), loss(result.program, ())
+        assert found_loss == result.loss or np.isnan(found_loss)
+        assert not found_loss > (1 + tolerance) * given_loss
