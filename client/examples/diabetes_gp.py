@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -267,7 +268,8 @@ def summarise(best: Report, address: str, options: argparse.Namespace) -> None:
 def main() -> None:
     """Run the whole example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--address", help="HOST:PORT of a server (default: start one)")
+    described = "HOST:PORT of a server (default: WARPFIT_ADDRESS, or start one)"
+    parser.add_argument("--address", default=os.environ.get("WARPFIT_ADDRESS"), help=described)
     parser.add_argument("--generations", type=int, default=60)
     parser.add_argument("--population", type=int, default=1000, help="trees on all islands")
     parser.add_argument("--workers", type=int, default=2, help="processes, one island each")

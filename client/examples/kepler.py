@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -203,7 +204,8 @@ def evolve(client: warpfit.Client, options: argparse.Namespace) -> Scored:
 def main() -> None:
     """Run the whole example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--address", help="HOST:PORT of a server (default: start one)")
+    described = "HOST:PORT of a server (default: WARPFIT_ADDRESS, or start one)"
+    parser.add_argument("--address", default=os.environ.get("WARPFIT_ADDRESS"), help=described)
     parser.add_argument("--generations", type=int, default=15)
     parser.add_argument("--population", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)

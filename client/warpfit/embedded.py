@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def embedded_server(
 
 @contextmanager
 def server_at(address: str | None, arguments: Sequence[str] = ()) -> Iterator[str]:
-    """Yield ``address``, or that of an `embedded_server` if it is None."""
+    """Yield ``address``; if it is None, WARPFIT_ADDRESS, or the address of an `embedded_server`."""
+    address = address or os.environ.get("WARPFIT_ADDRESS")
     if address is not None:
         yield address
         return

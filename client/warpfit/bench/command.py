@@ -40,7 +40,8 @@ def _run_parser() -> argparse.ArgumentParser:
     add("--profile", choices=list(PROFILES), default="quick")
     add("--out", type=Path, default=_DEFAULT_OUT, metavar="FILE", help="default: %(default)s")
     add("--engine", choices=("all", "cpu", "cuda"), default="all", help="default: all there are")
-    add("--address", metavar="HOST:PORT", help="measure a running server instead of starting any")
+    running = "measure a running server instead of starting any (default: WARPFIT_ADDRESS)"
+    add("--address", metavar="HOST:PORT", default=os.environ.get("WARPFIT_ADDRESS"), help=running)
     add("--seed", type=int, help="of data and expressions (default: a new one)")
     add("--seconds", type=float, metavar="N", help="time for each engine (default: the profile's)")
     add("--no-peers", action="store_true", help="leave other libraries out")

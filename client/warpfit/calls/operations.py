@@ -125,7 +125,7 @@ class ClientOperations:
         """Fit parameters; upload the data set again where a server does not have it."""
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self.batches)
-        progress = JointProgress(options.get("progress"))
+        progress = JointProgress(request, options.get("progress"))
 
         def in_parts(part: FitRequest, index: int, count: int) -> Operation[FitResult]:
             report = progress.of_part(index, count)
@@ -142,7 +142,7 @@ class ClientOperations:
             with suppress(DatasetNotFoundError):
                 yield from self._unary("ReleaseVariables", message, self._retries(None))
             return
-        for server in servers:
+        for server in servers.homes(data.content_id, data.layout.nbytes):
             if not server.failures:  # what one that is away holds is evicted some time
                 with suppress(DatasetNotFoundError, DeadlineExceededError, UnavailableError):
                     yield from self._ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)

@@ -154,12 +154,13 @@ class JointProgress:
     """Adds up the progress of the parts of a fit that run at the same time, in several threads.
 
     Args:
+        request: the whole fit.
         report: the caller's callback, or None.
 
     """
 
-    def __init__(self, report: Callable[[FitProgress], None] | None) -> None:
-        self._report = report
+    def __init__(self, request: FitRequest, report: Callable[[FitProgress], None] | None) -> None:
+        self._total, self._report = _searches(request), report
         self._latest: dict[int, FitProgress] = {}
         self._lock = threading.Lock()
 
@@ -172,11 +173,10 @@ class JointProgress:
         def take(progress: FitProgress) -> None:
             with self._lock:
                 self._latest[index] = progress
-                if len(self._latest) == count:
-                    known = self._latest.values()
-                    searches = sum(one.searches for one in known)
-                    active = sum(one.active for one in known)
-                    report(FitProgress(max(one.iterations for one in known), active, searches))
+                known = self._latest.values()
+                ended = sum(one.searches - one.active for one in known)
+                iterations = max(one.iterations for one in known)
+                report(FitProgress(iterations, self._total - ended, self._total))
 
         return take
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 #: Exit status of a command whose reader, such as ``head``, has closed the pipe: 128 plus SIGPIPE.
 _PIPE_CLOSED: Final = 141
+_ADDRESS_HELP: Final = "default: WARPFIT_ADDRESS, or 127.0.0.1:50551"
 _LOSSES: Final = "a name, or an expression over f, y, w and d"
 #: Commands with parsers of their own, and the modules that run them.
 _DELEGATED: Final = {
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_fit(commands)
     info = commands.add_parser("info", help="describe a running server")
-    info.add_argument("address", metavar="HOST:PORT")
+    info.add_argument("address", metavar="HOST:PORT", nargs="?", help=_ADDRESS_HELP)
     info.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default: 10")
     add_flags(info)
     info.set_defaults(command=_info)
@@ -185,7 +186,9 @@ def _add_data_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
     add = parser.add_argument
     add("file", type=Path, metavar="FILE.csv")
     add("expression")
-    add("--address", metavar="HOST:PORT", help="default: start a server here")
+    here = os.environ.get("WARPFIT_ADDRESS")
+    described = "default: WARPFIT_ADDRESS, or start a server here"
+    add("--address", metavar="HOST:PORT", default=here, help=described)
     add("--dtype", choices=("float32", "float64"), default=dtype)
     add("--rows", type=_rows, metavar="START:STOP", help="default: all rows")
     add("--timeout", type=float, metavar="SECONDS")

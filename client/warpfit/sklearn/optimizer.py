@@ -41,7 +41,8 @@ class ParameterOptimizer(FormulaRegressor):
     bounds : tuple, optional
         Least and greatest values, each one number or one for each parameter.
     address : str, optional
-        ``"HOST:PORT"`` of a server; by default one is started on this machine's CPU for each fit.
+        What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
+        without it a server is started on this machine's CPU for each fit.
     random_state : int, RandomState instance or None
         Seed of the start vectors.
 

@@ -53,7 +53,8 @@ class SymbolicRegressor(FormulaRegressor):
     Parameters
     ----------
     address : str, optional
-        ``"HOST:PORT"`` of a server; by default one is started on this machine's CPU for each fit.
+        What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
+        without it a server is started on this machine's CPU for each fit.
     operators : sequence of str
         Names from `warpfit.ops.OPERATORS` that formulas are made of.
     population : int

@@ -21,8 +21,9 @@ from warpfit.errors import UnavailableError, WarpfitError
 
 #: Reasons of errors that say that there is no server, rather than one that is in trouble.
 NOBODY_THERE: Final = frozenset({"CONNECTION_REFUSED", "NAME_NOT_RESOLVED"})
-#: Data sets of at most this size live on every server.
+#: Data sets of at most this size live on every server, up to a number of them.
 SMALL_BYTES: Final = 16 << 20
+_SMALL_REPLICAS: Final = 16
 #: Longest time in seconds that a server may take to answer a small question before it gets a call.
 PROBE_SECONDS: Final = 0.5
 #: First and longest time in seconds that a server which has failed is left alone.
@@ -192,8 +193,10 @@ class Servers:
 
     def homes(self, content_id: bytes, nbytes: int) -> list[Server]:
         """Return the servers on which a data set lives, in the order of their ranks."""
-        ranked = self._ranked(content_id)
-        return ranked if nbytes <= SMALL_BYTES else ranked[: self._replicas]
+        count = self._replicas
+        if nbytes <= SMALL_BYTES:
+            count = max(count, _SMALL_REPLICAS)
+        return self._ranked(content_id)[:count]
 
     def parts(self, method: str, work: float, content_id: bytes, nbytes: int) -> int:
         """Return into how many parts to split a call of so much work."""
@@ -212,18 +215,18 @@ class Servers:
 
     def _choose(self, tried: Sequence[Server], content_id: bytes, nbytes: int) -> Server | None:
         now = self.clock()
-        ranked = self._ranked(content_id)
-        up = [
-            server
-            for server in ranked
-            if server.down_until <= now
-            and server not in tried
-            and server.refusals.get(content_id, 0.0) <= now
-        ]
-        if not up:
-            return None if tried or not ranked else min(ranked, key=lambda one: one.down_until)
         homes = self.homes(content_id, nbytes)
-        return self._less_loaded([server for server in up if server in homes] or up[:1])
+        alive = [server for server in homes if server.refusals.get(content_id, 0.0) <= now]
+        up = [server for server in alive if server.down_until <= now and server not in tried]
+        if up:
+            return self._less_loaded(up)
+        if not any(server.is_trusted for server in alive):
+            # No home is merely busy: the next in rank takes over, and will be sent the data set.
+            for server in self._ranked(content_id)[len(homes) :]:
+                is_asked = server.down_until <= now and server not in tried
+                if is_asked and server.refusals.get(content_id, 0.0) <= now:
+                    return server
+        return None if tried or not homes else min(homes, key=lambda one: one.down_until)
 
     def _less_loaded(self, servers: list[Server]) -> Server:
         for server in servers:

@@ -65,14 +65,16 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
 
 
 @contextmanager
-def serve(server: InProcessServer, message_bytes: int = 4 << 20) -> Iterator[tuple[str, Servicer]]:
-    """Serve on a free port; yields its address and the servicer."""
+def serve(
+    server: InProcessServer, message_bytes: int = 4 << 20, port: int = 0
+) -> Iterator[tuple[str, Servicer]]:
+    """Serve on a port, by default a free one; yields its address and the servicer."""
     grpc_server = grpc.server(
         ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", message_bytes)]
     )
     servicer = Servicer(server)
     evaluator_pb2_grpc.add_EvaluatorServicer_to_server(servicer, grpc_server)
-    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    port = grpc_server.add_insecure_port(f"127.0.0.1:{port}")
     grpc_server.start()
     try:
         yield f"127.0.0.1:{port}", servicer

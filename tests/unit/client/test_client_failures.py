@@ -89,7 +89,7 @@ def test_a_message_over_the_servers_limit_names_both_sizes(server):
     with serve(server, message_bytes=2000) as (address, _), warpfit.connect(address) as client:
         data = client.upload(X)
         with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-            client.evaluate(data, ["x1 + x2 + x3"] * 100)
+            client.evaluate(data, " + ".join(["x1"] * 300))
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
     assert caught.value.needed > caught.value.available == 2000
 
@@ -100,7 +100,7 @@ def test_a_message_over_the_clients_limit_names_both_sizes():
     with serve(server) as (address, _), warpfit.connect(address, transport=transport) as client:
         data = client.upload(X)
         with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-            client.evaluate(data, ["x1"] * 30)
+            client.evaluate(data, ["p1*x1"], [np.ones((30, 1))])
     assert caught.value.available == 2000
 
 

@@ -1,0 +1,310 @@
+"""Clients of several servers: fail-over, uploads, parts of a batch, addresses that change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.servers.client_examples import EXPRESSIONS, PARAMETERS, QUICK, X, Y, expected_values
+from support.servers.loopback import serve
+from warpfit import testing
+from warpfit.calls import attempts
+from warpfit.transport import servers as choice
+
+BUSY = warpfit.ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=0.2)
+NO_ROOM = warpfit.ResourceExhaustedError("no room", "NO_ROOM", needed=5, available=4)
+GONE = warpfit.UnavailableError("gone", "ENGINE_RESTARTING")
+
+
+@pytest.fixture
+def fleet():
+    return {f"server:{n}": testing.InProcessServer() for n in range(1, 4)}
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Split every batch."""
+    monkeypatch.setattr(choice, "_PART_SECONDS", 1e-12)
+
+
+def counts(fleet, method="Evaluate"):
+    return sorted(server.calls.count(method) for server in fleet.values())
+
+
+def test_calls_are_spread_and_each_server_is_sent_the_data_once(fleet):
+    with testing.client(fleet) as client:
+        data = client.upload(X)
+        for _ in range(60):
+            got = client.evaluate(data, EXPRESSIONS, PARAMETERS)
+            np.testing.assert_array_equal(got, expected_values())
+        assert counts(fleet, "UploadVariables") == [1, 1, 1]
+        assert counts(fleet)[0] > 5
+        client.release(data)
+    assert not any(server.holds(data.content_id) for server in fleet.values())
+
+
+@pytest.mark.parametrize("error", [GONE, BUSY])
+def test_a_call_that_fails_goes_to_another_server_at_once(fleet, error):
+    with testing.client(fleet) as client:
+        data = client.upload(X)
+        for _ in range(6):
+            client.evaluate(data, "x1")
+        started = time.monotonic()
+        first, second, _ = fleet.values()
+        first.fail(1000, error)
+        second.fail(1000, error)
+        for _ in range(6):
+            np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+        assert time.monotonic() - started < 0.2
+
+
+def test_asyncio_clients_fail_over_too(fleet):
+    async def body():
+        async with testing.async_client(fleet) as client:
+            data = await client.upload(X)
+            next(iter(fleet.values())).fail(1000)
+            answers = [client.evaluate(data, "x1") for _ in range(20)]
+            return await asyncio.gather(*answers)
+
+    for got in asyncio.run(body()):
+        np.testing.assert_array_equal(got[:, 0], X[:, 0])
+
+
+def test_a_call_fails_once_all_servers_have(fleet):
+    retry = warpfit.RetryPolicy(total_seconds=0.1, initial_backoff=0.01)
+    for server in fleet.values():
+        server.fail(1000, GONE)
+    with testing.client(fleet, retry=retry) as client, pytest.raises(warpfit.UnavailableError):
+        client.info()
+    assert min(counts(fleet, "GetServerInfo")) >= 1
+
+
+def test_what_one_server_refuses_for_good_is_not_tried_elsewhere(fleet):
+    with testing.client(fleet) as client:
+        data = client.upload(X)
+        with pytest.raises(warpfit.InvalidArgumentError):
+            client.evaluate(data, "x9")
+    assert counts(fleet)[:2] == [0, 0]
+
+
+def test_data_go_to_a_server_that_has_room(fleet, monkeypatch):
+    full = list(fleet.values())[:2]
+    for server in full:
+        monkeypatch.setitem(server._methods, "UploadVariables", _refuse)
+    with testing.client(fleet) as client:
+        data = client.upload(X)
+        for _ in range(10):
+            np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+    assert [server.calls.count("UploadVariables") for server in full] == [1, 1]
+
+
+def test_data_that_fit_nowhere_are_refused(fleet, monkeypatch):
+    for server in fleet.values():
+        monkeypatch.setitem(server._methods, "UploadVariables", _refuse)
+    with (
+        testing.client(fleet) as client,
+        pytest.raises(warpfit.ResourceExhaustedError, match="room"),
+    ):
+        client.upload(X)
+    assert counts(fleet, "UploadVariables") == [1, 1, 1]
+
+
+def _refuse(_messages):
+    raise NO_ROOM
+
+
+def test_large_data_live_on_as_many_servers_as_asked(fleet, monkeypatch):
+    monkeypatch.setattr(choice, "SMALL_BYTES", 1)
+    with testing.client(fleet) as client:
+        data = client.upload(X)
+        for _ in range(20):
+            client.evaluate(data, "x1")
+        assert counts(fleet, "UploadVariables") == [0, 1, 1]
+        for server in fleet.values():
+            if server.holds(data.content_id):
+                server.fail(1000, GONE)
+        np.testing.assert_array_equal(client.evaluate(data, "x1")[:, 0], X[:, 0])
+        assert counts(fleet, "UploadVariables") == [1, 1, 1]
+
+
+# -------------------------------------------------------------------------------- parts of a batch
+
+
+def test_a_batch_in_parts_gives_the_same_answer(fleet, small_parts):
+    options = {"loss": "mse", "gradient": True, "reductions": True}
+    with testing.client(fleet) as client, testing.client() as one:
+        for wanted in (options, {}, {"jacobian": True}):
+            data = client.upload(X, Y)
+            found = client.evaluate(data, EXPRESSIONS, PARAMETERS, **wanted)
+            known = one.evaluate(one.upload(X, Y), EXPRESSIONS, PARAMETERS, **wanted)
+            assert repr(found) == repr(known)
+    assert counts(fleet)[0] >= 2
+
+
+def test_a_fit_in_parts_gives_the_same_answer_and_reports(fleet, small_parts):
+    reports = []
+    options = {"bounds": (None, [[1.0], None, [2.0, 2.0]]), "standard_errors": True}
+    with testing.client(fleet) as client, testing.client() as one:
+        data = client.upload(X, Y)
+        found = client.optimize(data, EXPRESSIONS, PARAMETERS, progress=reports.append, **options)
+        known = one.optimize(data, EXPRESSIONS, PARAMETERS, **options)
+    assert str(found) == str(known)
+    np.testing.assert_array_equal(found.standard_errors[2], known.standard_errors[2])
+    assert counts(fleet, "Optimize")[0] >= 1
+    assert {report.searches for report in reports} == {3}
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_an_error_names_the_expression_of_the_whole_batch(fleet, small_parts, kind):
+    async def body():
+        async with testing.async_client(fleet) as client:
+            data = await client.upload(X, names=["a", "b", "c"])
+            await client.evaluate(data, programs)
+
+    programs = [warpfit.Program.variable(0)] * 5 + [warpfit.parse("x1 + x9")]
+    with pytest.raises(warpfit.ProgramError, match="expression 5, token 1") as caught:
+        if kind == "asyncio":
+            asyncio.run(body())
+        with testing.client(fleet) as client:
+            client.evaluate(client.upload(X, names=["a", "b", "c"]), programs)
+    assert "x9" in str(caught.value)
+
+
+def test_an_interrupt_cancels_all_parts(small_parts):
+    with ExitStack() as stack:
+        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
+        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
+        data = client.upload(X)
+        client.evaluate(data, ["x1", "x2"])
+        for _, servicer in served:
+            servicer.hang = True
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.evaluate(data, ["x1", "x2"])
+        timer.join()
+        assert all(servicer.cancelled.wait(10) for _, servicer in served)
+
+
+def test_a_part_that_fails_cancels_the_others(small_parts):
+    with ExitStack() as stack:
+        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
+        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
+        data = client.upload(X)
+        client.evaluate(data, ["x1", "x2"])
+        (_, hanging), (_, failing) = served
+        hanging.hang = True
+        failing.server.fail(error=warpfit.InternalError("bug", "INTERNAL"))
+        with pytest.raises(warpfit.InternalError, match="bug"):
+            client.evaluate(data, ["x1", "x2"])
+        assert hanging.cancelled.wait(10)
+
+
+# --------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_servers_come_and_go(monkeypatch, kind):
+    monkeypatch.setattr(choice, "_RESOLVE_SECONDS", (0.0, 0.0))
+    servers = [testing.InProcessServer() for _ in range(3)]
+    present: list[str] = []
+
+    def resolve():
+        if present == ["broken"]:
+            raise ConnectionError("no names today")
+        return present
+
+    async def body(addresses):
+        async with warpfit.connect_async(resolve, retry=QUICK) as client:
+            present[:] = addresses[:1]
+            data = await client.upload(X)
+            for now in (addresses[:2], ["broken"], addresses[1:], [], addresses[2:]):
+                present[:] = now
+                for _ in range(10):
+                    got = await client.evaluate(data, "x1")
+                    np.testing.assert_array_equal(got[:, 0], X[:, 0])
+                    await asyncio.sleep(0.005)
+
+    def blocking(addresses):
+        with warpfit.connect(resolve, retry=QUICK) as client:
+            present[:] = addresses[:1]
+            data = client.upload(X)
+            for now in (addresses[:2], ["broken"], addresses[1:], [], addresses[2:]):
+                present[:] = now
+                for _ in range(10):
+                    got = client.evaluate(data, "x1")
+                    np.testing.assert_array_equal(got[:, 0], X[:, 0])
+                    time.sleep(0.005)
+            assert list(client._transport._channels._open) == addresses[2:]
+
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(serve(server))[0] for server in servers]
+        asyncio.run(body(addresses)) if kind == "asyncio" else blocking(addresses)
+    assert all("Evaluate" in server.calls for server in servers)
+
+
+def test_a_server_that_does_not_answer_is_passed_over(fleet):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        serve(testing.InProcessServer()) as (
+            address,
+            _,
+        ),
+    ):
+        addresses = [f"127.0.0.1:{silent.getsockname()[1]}", address]
+        with warpfit.connect(addresses) as client:
+            started = time.monotonic()
+            data = client.upload(X)
+            for _ in range(5):
+                client.evaluate(data, "x1")
+            assert time.monotonic() - started < 4
+
+
+# ----------------------------------------------------------------------------------- first contact
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:{}", "127.0.0.1:{},127.0.0.1:1", "nosuch.invalid:{}"]
+)
+def test_a_wrong_address_fails_within_two_seconds_and_says_what_to_do(address, caplog):
+    started = time.monotonic()
+    with (
+        warpfit.connect(address.format(free_port())) as client,
+        caplog.at_level(logging.WARNING, "warpfit"),
+        pytest.raises(warpfit.UnavailableError) as caught,
+    ):
+        client.info()
+    assert time.monotonic() - started < 2
+    assert caught.value.reason in choice.NOBODY_THERE
+    assert "wait=SECONDS" in caught.value.remedy
+    assert "waiting for a server" in caplog.text
+
+
+def test_a_server_that_is_starting_is_waited_for(monkeypatch):
+    monkeypatch.setattr(attempts, "_FIRST_CONTACT_SECONDS", 0.05)
+    port = free_port()
+    with ExitStack() as stack:
+        start = threading.Timer(0.5, _serve_at, (stack, port))
+        start.start()
+        with warpfit.connect(f"127.0.0.1:{port}", wait=20) as client:
+            assert client.info().engine == "reference"
+        start.join()
+
+
+def _serve_at(stack, port):
+    stack.enter_context(serve(testing.InProcessServer(), port=port))

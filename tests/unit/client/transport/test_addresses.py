@@ -1,0 +1,85 @@
+"""Addresses as callers write them, and the resolvers behind them."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import warpfit
+from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.transport.addresses import DEFAULT_ADDRESS, target_of
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("a:1", ("a:1",)),
+        ("a:1, b:2,a:1", ("a:1", "b:2")),
+        (["[::1]:1", "unix:/run/warpfit"], ("[::1]:1", "unix:/run/warpfit")),
+        ("ipv4:127.0.0.1:1", ("ipv4:127.0.0.1:1",)),
+    ],
+)
+def test_fixed_addresses(address, found):
+    target = target_of(address)
+    assert target.addresses == target.find() == found
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(50551, b"a:1", 1.5, {"a": 1}, [50551], ["a:1", None], True, []),
+        *("", ",", "a", "a:", ":1", "a:0", "a:65536", "a:\u0661", "a:1,,b:2", "a:1 b:2,c"),
+        *("dns:///", "dns:///a", "dns://8.8.8.8/a:1", "dns:///a:1,b:2"),
+    ],
+)
+def test_what_is_no_address_is_refused_with_a_remedy(address):
+    for connect in (warpfit.connect, warpfit.connect_async):
+        with pytest.raises(InvalidArgumentError) as caught:
+            connect(address)
+        assert caught.value.reason == "BAD_ADDRESS"
+        assert "PORT" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "options", [{"wait": -1}, {"wait": "1"}, {"replicas": 0}, {"replicas": 1.5}]
+)
+def test_what_is_no_number_is_refused(options):
+    with pytest.raises(InvalidArgumentError, match="is ") as caught:
+        warpfit.connect("a:1", **options)
+    assert caught.value.field in options
+
+
+def test_the_default_address_comes_from_the_environment():
+    assert target_of(None, {"WARPFIT_ADDRESS": "a:1,b:2"}).addresses == ("a:1", "b:2")
+    assert target_of(None, {}).addresses == (DEFAULT_ADDRESS,)
+
+
+def test_a_name_stands_for_all_of_its_addresses(monkeypatch):
+    def lookup(host, port, **kind):
+        assert (host, port) == ("servers", 7)
+        four = [
+            (socket.AF_INET, *kind.values(), 6, "", (host, port))
+            for host in ("10.0.0.2", "10.0.0.1")
+        ]
+        return [(socket.AF_INET6, *kind.values(), 6, "", ("fd00::1", port, 0, 0)), *four]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    target = target_of("dns:///servers:7")
+    assert target.addresses == ()
+    assert target.find() == ("10.0.0.1:7", "10.0.0.2:7")
+    assert target.server_name == "servers"
+
+
+def test_a_name_without_addresses_is_unavailable():
+    with pytest.raises(UnavailableError, match="cannot be resolved"):
+        target_of("dns:///nosuch.invalid:7").find()
+
+
+def test_what_a_resolver_returns_is_checked():
+    assert target_of(lambda: ["a:1"]).find() == ("a:1",)
+    assert target_of(lambda: "a:1").find() == ("a:1",)
+    with pytest.raises(UnavailableError, match="no server"):
+        target_of(list).find()
+    with pytest.raises(InvalidArgumentError, match="'a' is not an address"):
+        target_of(lambda: ["a"]).find()

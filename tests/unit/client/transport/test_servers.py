@@ -1,0 +1,243 @@
+"""The choice of a server for each call, in time that the tests make pass."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit.transport.servers import SMALL_BYTES, CostModel, Servers
+
+LARGE = SMALL_BYTES + 1
+GONE = UnavailableError("gone", "CONNECTION_REFUSED")
+BUSY = ResourceExhaustedError("busy", "QUEUE_FULL", retry_after=2.0)
+addresses = st.lists(
+    st.integers(1, 65_535).map("h:{}".format), min_size=2, max_size=12, unique=True
+)
+contents = st.binary(min_size=32, max_size=32)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(names, seed=0, **options):
+    clock = Clock()
+    servers = Servers(names, clock=clock, draw=random.Random(seed).random, **options)
+    for server in servers:
+        servers.succeeded(server, "GetServerInfo", 0, 0.001)
+    return servers, clock
+
+
+def call(servers, seconds=0.01, content=b"", nbytes=0, work=1000):
+    server = servers.acquire((), content, nbytes)
+    servers.succeeded(server, "Evaluate", work, seconds)
+    servers.release(server)
+    return server.address
+
+
+@given(addresses, contents, st.integers(1, 4), st.data())
+def test_a_server_that_goes_moves_its_own_data_sets_only(names, content, replicas, data):
+    servers, _ = made(names, replicas=replicas)
+    before = [server.address for server in servers.homes(content, LARGE)]
+    gone = data.draw(st.sampled_from(names))
+    servers.update([name for name in names if name != gone])
+    after = [server.address for server in servers.homes(content, LARGE)]
+    assert [name for name in before if name != gone] == after[: len(before) - (gone in before)]
+    servers.update(random.sample(names, len(names)))
+    assert [server.address for server in servers.homes(content, LARGE)] == before
+
+
+def test_data_sets_are_spread_and_small_ones_live_everywhere():
+    servers, _ = made([f"h:{n}" for n in range(1, 6)])
+    counts = Counter(
+        home.address for number in range(2000) for home in servers.homes(number.to_bytes(32), LARGE)
+    )
+    assert len(counts) == 5
+    assert max(counts.values()) < 1.2 * min(counts.values())
+    assert len(servers.homes(b"x" * 32, SMALL_BYTES)) == 5
+
+
+@settings(max_examples=60)
+@given(
+    addresses,
+    st.lists(st.tuples(st.sampled_from(["gone", "busy", "fine"]), st.floats(0, 3)), max_size=60),
+    st.booleans(),
+)
+def test_a_call_gets_every_server_that_may_answer_before_it_pauses(names, events, is_large):
+    """Whatever has happened before: none twice, one at first, no attempt is counted for ever."""
+    servers, clock = made(names)
+    place = (b"c" * 32, LARGE if is_large else 1)
+    for what, seconds in events:
+        clock.now += seconds
+        server = servers.acquire((), *place)
+        if what == "fine":
+            servers.succeeded(server, "Evaluate", 100, seconds)
+        else:
+            servers.failed(server, GONE if what == "gone" else BUSY, clock.now)
+        servers.release(server)
+    assert [server.outstanding for server in servers] == [0] * len(names)
+    homes = servers.homes(*place)
+    up = {server.address for server in servers if server.down_until <= clock.now}
+    are_busy = any(server.is_trusted and server.down_until > clock.now for server in homes)
+    tried = []
+    while (server := servers.acquire(tried, *place)) is not None:
+        servers.failed(server, GONE, clock.now)
+        servers.release(server)
+        tried.append(server)
+    asked = {server.address for server in tried}
+    assert len(asked) == len(tried) > 0
+    wanted = up & {server.address for server in homes} if are_busy else up
+    assert asked == wanted if wanted else len(asked) == 1
+
+
+def test_data_are_not_sent_elsewhere_because_their_homes_are_busy():
+    servers, clock = made(["a:1", "b:1", "c:1"])
+    place = (b"c" * 32, LARGE)
+    homes = servers.homes(*place)
+    for server in homes:
+        servers.failed(server, BUSY, clock.now)
+    assert servers.acquire(homes, *place) is None
+    assert servers.acquire([], *place) in homes
+    for server in homes:
+        servers.failed(server, GONE, clock.now)
+    assert servers.acquire(homes, *place) not in [*homes, None]
+
+
+def test_a_server_that_fails_is_left_alone_for_longer_and_longer():
+    servers, clock = made(["a:1", "b:1"])
+    server = next(iter(servers))
+    pauses = []
+    for _ in range(9):
+        servers.failed(server, GONE, clock.now)
+        servers.failed(server, GONE, clock.now - 0.001)  # was in flight together with the first
+        assert not server.is_trusted
+        pauses.append(server.down_until - clock.now)
+        clock.now = server.down_until
+    assert pauses[0] < 0.2
+    assert pauses[5] > 10 * pauses[0]
+    assert max(pauses) < 7
+    servers.succeeded(server, "GetServerInfo", 0, 0.0)
+    assert server.is_trusted
+    assert server.failures == 0
+
+
+def test_one_call_at_a_time_asks_whether_a_server_is_back():
+    servers, clock = made(["a:1", "b:1"])
+    gone = next(iter(servers))
+    servers.failed(gone, GONE, clock.now)
+    clock.now += 1
+    assert servers.acquire() is gone
+    assert {servers.acquire().address for _ in range(20)} == {"b:1"}
+
+
+def test_a_busy_server_is_left_alone_for_as_long_as_it_says():
+    servers, clock = made(["a:1", "b:1"])
+    server = next(iter(servers))
+    servers.failed(server, BUSY, clock.now)
+    assert {call(servers) for _ in range(30)} == {"b:1"}
+    clock.now += BUSY.retry_after
+    assert {call(servers) for _ in range(30)} == {"a:1", "b:1"}
+    assert server.is_trusted
+
+
+def test_calls_in_flight_are_spread_evenly():
+    servers, _ = made([f"h:{n}" for n in range(1, 5)])
+    for _ in range(400):
+        servers.acquire()
+    counts = [server.outstanding for server in servers]
+    assert sum(counts) == 400
+    assert max(counts) - min(counts) <= 8
+
+
+def test_of_arrivals_with_one_slow_server_few_go_there():
+    servers, _ = made(["fast:1", "fast:2", "slow:1"])
+    draw = random.Random(1)
+    counts = Counter()
+    for _ in range(3000):
+        server = servers.acquire()
+        seconds = draw.expovariate(1.0) * (0.2 if server.address == "slow:1" else 0.01)
+        servers.succeeded(server, "Evaluate", 1000, seconds)
+        servers.release(server)
+        counts[server.address] += 1
+    assert 10 < counts["slow:1"] < 0.12 * 3000
+    assert counts["fast:1"] > 0.35 * 3000 < counts["fast:2"]
+
+
+def test_a_large_call_is_split_over_the_homes_that_are_up():
+    servers, clock = made(["a:1", "b:1", "c:1"])
+    assert servers.parts("Evaluate", 1000, b"c" * 32, 1) == 1
+    for work in (1e6, 2e6, 4e6):
+        for _ in range(20):
+            call(servers, work / 1e8, work=work)
+    assert servers.parts("Evaluate", 1e6, b"c" * 32, 1) == 1  # 10 ms
+    assert servers.parts("Evaluate", 5e6, b"c" * 32, 1) == 2
+    assert servers.parts("Evaluate", 1e8, b"c" * 32, 1) == 3
+    assert servers.parts("Evaluate", 1e8, b"c" * 32, LARGE) == 2
+    servers.failed(next(iter(servers)), GONE, clock.now)
+    assert servers.parts("Evaluate", 1e8, b"c" * 32, 1) == 2
+
+
+@given(
+    st.floats(0, 1), st.floats(1e-10, 1e-6), st.lists(st.floats(1, 1e7), min_size=3, unique=True)
+)
+def test_the_cost_of_a_call_is_learnt(base, slope, works):
+    model = CostModel()
+    for work in works:
+        model.add(work, base + slope * work)
+    middle = (min(works) + max(works)) / 2
+    least, most = base + slope * min(works), base + slope * max(works)
+    assert model.seconds(middle) <= 1.01 * most + 1e-6
+    assert model.seconds(max(works)) >= 0.99 * least
+
+
+def test_a_server_without_room_is_not_asked_again_for_a_while():
+    servers, clock = made(["a:1", "b:1", "c:1"])
+    content = b"c" * 32
+    first = servers.homes(content, LARGE)[0]
+    servers.refused(first, content)
+    assert first.address not in {call(servers, content=content, nbytes=LARGE) for _ in range(30)}
+    clock.now += 31
+    assert first.address in {call(servers, content=content, nbytes=LARGE) for _ in range(30)}
+
+
+def test_addresses_are_asked_for_regularly_and_soon_after_a_failure():
+    servers, clock = made([], is_fixed=False)
+    assert servers.must_resolve()
+    servers.update(["a:1", "b:1"])
+    assert not servers.must_resolve()
+    servers.update([])
+    assert len(list(servers)) == 2
+    server = servers.acquire()
+    servers.failed(server, GONE, clock.now)
+    clock.now += 1.1
+    assert servers.must_resolve()
+    assert not servers.must_resolve()
+    clock.now += 10.1
+    assert servers.must_resolve()
+
+
+def test_a_connection_is_closed_once_its_calls_have_ended():
+    servers, _ = made(["a:1", "b:1"], is_fixed=False)
+    server = servers.acquire()
+    servers.update(["c:1"])
+    other = {"a:1": "b:1", "b:1": "a:1"}[server.address]
+    assert servers.forgotten() == [other]
+    servers.release(server)
+    assert servers.forgotten() == [server.address]
+    assert servers.forgotten() == []
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_one_server_alone_is_always_chosen_once(tried):
+    servers = Servers(["a:1"])
+    (only,) = servers
+    assert servers.acquire([only] if tried else []) is (None if tried else only)
