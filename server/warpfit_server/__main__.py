@@ -13,6 +13,7 @@ from warpfit.errors import WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.observability.logs import configure_logging
 from warpfit_server.server import Server
+from warpfit_server.system.address_file import address_file
 from warpfit_server.system.worker_threads import take_short_turns
 
 #: Seconds between two looks at the received signals.
@@ -28,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: signals.append(got))
     try:
-        with Server(config) as server:
+        with (
+            Server(config) as server,
+            address_file(config.address_file, config.host, server.port),
+        ):
             print(server.describe(), flush=True)
             while not signals:  # polls: a signal to another thread would not end a wait
                 time.sleep(_POLL_SECONDS)

@@ -70,6 +70,9 @@ class Config:
         "one engine for each: all GPUs, their numbers such as 0,1,3, cpu, or cpu:2 for two CPU "
         "engines; auto takes all GPUs, or else cpu",
     )
+    address_file: str = _option(
+        "", "write HOST:PORT into FILE.HOST-PORT while the server is ready, for file://FILE"
+    )
     front_ends: int = _option(
         0, "front-end processes; 0 makes one for each core but one, at most 16"
     )

@@ -10,6 +10,7 @@ import pytest
 import warpfit
 from support.load.load import Load
 from support.load.several import Fleet
+from support.servers.server import ServerProcess
 
 X = np.random.default_rng(2).normal(size=(100_000, 4))
 
@@ -58,3 +59,13 @@ def test_sigkill_of_one_and_a_rolling_restart(fleet):
             fleet.replace(index)
             load.wait_for_answers(10)
     assert (load.wrong, load.failures) == (0, [])
+
+
+def test_a_server_is_found_by_its_address_file_until_it_ends(tmp_path):
+    address = f"file://{tmp_path}/servers"
+    with (
+        ServerProcess("--threads", "1", "--address-file", str(tmp_path / "servers")),
+        warpfit.connect(address) as client,
+    ):
+        assert client.evaluate(client.upload(X), ["x1"], rows=slice(0, 1)).shape == (1, 1)
+    assert not list(tmp_path.iterdir())

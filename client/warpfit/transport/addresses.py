@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
@@ -23,7 +26,12 @@ Address: TypeAlias = str | Sequence[str] | Resolver | None
 DEFAULT_ADDRESS: Final = "127.0.0.1:50551"
 #: Functions that make the target of an address SCHEME://..., as ``module:function``. They are
 #: imported when a scheme is first used, so that a package that they need can be an extra.
-SCHEMES: Final[Mapping[str, str]] = {"dns": "warpfit.transport.addresses:dns_target"}
+SCHEMES: Final[Mapping[str, str]] = {
+    "dns": "warpfit.transport.addresses:dns_target",
+    "file": "warpfit.transport.addresses:file_target",
+}
+#: Most characters of an address in a file.
+_LONGEST: Final = 300
 _EXAMPLE: Final = "Give HOST:PORT, such as 127.0.0.1:50551, or several of them separated by commas"
 
 
@@ -112,6 +120,25 @@ def dns_target(address: str) -> Target:
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
     return Target(resolve, text=address, server_name=host)
+
+
+def file_target(address: str) -> Target:
+    """Return the target of ``file://PATH``: the addresses in all files named PATH.HOST-PORT.
+
+    Servers write them that run with ``--address-file PATH``, and remove them when they end.
+    """
+    path = Path(address.removeprefix("file://")).absolute()
+    if not path.name or path.is_dir():
+        raise _bad(address, "Give file://PATH, where PATH is what --address-file says")
+
+    def resolve() -> Sequence[str]:
+        found = []
+        for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.*")):
+            with contextlib.suppress(FileNotFoundError), file.open() as opened:  # one that ends
+                found.append(opened.read(_LONGEST).strip())
+        return found
+
+    return Target(resolve, text=address)
 
 
 def check_address(address: str) -> None:

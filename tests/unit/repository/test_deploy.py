@@ -54,8 +54,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "tls.secretName": "tls",
         "tls.clientCaSecretName": "ca",
         "tokens.secretName": "tokens",
-        "cache.existingClaim": "cache",
-        "service.headless": True,
+        "cache.persistent": True,
+        "cache.storageClass": "fast",
         "service.annotations": {"a": "b"},
         "serviceAccount.annotations": {"a": "b"},
         "podAnnotations": {"a": "b"},
@@ -164,7 +164,9 @@ def manifests(request):
         pytest.skip("needs helm or go")
     rendered = render(VARIANTS[request.param])
     return SimpleNamespace(
-        variant=request.param, all=rendered, kinds={m["kind"]: m for m in rendered}
+        variant=request.param,
+        all=rendered,
+        kinds={m["kind"]: m for m in rendered if not m["metadata"]["name"].endswith("-headless")},
     )
 
 
@@ -174,11 +176,11 @@ def test_manifests_follow_the_schemas_of_kubernetes(manifests):
 
 
 def test_the_chart_has_what_a_service_needs(manifests):
-    expected = {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
+    expected = {"ServiceAccount", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     if manifests.variant == "everything":
         expected |= {"ServiceMonitor", "HorizontalPodAutoscaler"}
     assert set(manifests.kinds) == expected
-    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    pod = manifests.kinds["StatefulSet"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     limits = container["resources"]["limits"]
     assert limits.get("nvidia.com/gpu") == (None if manifests.variant == "cpu" else "1")
@@ -190,11 +192,37 @@ def test_the_chart_has_what_a_service_needs(manifests):
     assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
     assert pod["terminationGracePeriodSeconds"] == 50
     mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    claims = manifests.kinds["StatefulSet"]["spec"].get("volumeClaimTemplates", [])
+    assert bool(claims) == (manifests.variant == "everything")
+    assert mounted == {v["name"] for v in pod["volumes"]} | {c["metadata"]["name"] for c in claims}
+
+
+def test_the_headless_service_names_the_ready_pods_of_the_set(manifests):
+    services = [m for m in manifests.all if m["kind"] == "Service"]
+    (headless,) = (m for m in services if m["spec"].get("clusterIP") == "None")
+    assert headless["metadata"]["name"] == manifests.kinds["StatefulSet"]["spec"]["serviceName"]
+    assert not headless["spec"].get("publishNotReadyAddresses")
+    assert headless["spec"]["selector"] == manifests.kinds["Service"]["spec"]["selector"]
+    # Clients connect to pods, so that the port must be the container's; metrics are scraped once.
+    (port,) = headless["spec"]["ports"]
+    assert port["port"] == int(environment_of(manifests)["WARPFIT_PORT"])
+
+
+def test_the_autoscaler_scales_the_set_by_the_metric_of_the_adapter(manifests):
+    if manifests.variant != "everything":
+        pytest.skip("no autoscaler")
+    scaler = manifests.kinds["HorizontalPodAutoscaler"]["spec"]
+    found = manifests.kinds["StatefulSet"]
+    target = scaler["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == (found["kind"], found["metadata"]["name"])
+    assert "replicas" not in found["spec"]  # an update would set them back
+    (metric,) = scaler["metrics"]
+    (rule,) = yaml.safe_load(adapter())["rules"]["custom"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
 
 
 def environment_of(manifests) -> dict[str, str]:
-    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    pod = manifests.kinds["StatefulSet"]["spec"]["template"]["spec"]
     return {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
 
 
@@ -203,7 +231,7 @@ def test_the_chart_asks_for_tls_and_tokens_unless_told(manifests):
     assert "WARPFIT_INSECURE" not in environment
     assert environment["WARPFIT_TLS_CERT"]
     assert environment["WARPFIT_TOKEN_FILE"]
-    volumes = manifests.kinds["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    volumes = manifests.kinds["StatefulSet"]["spec"]["template"]["spec"]["volumes"]
     for name in ("tls", "tokens"):
         (mode,) = (v["secret"]["defaultMode"] for v in volumes if v["name"] == name)
         assert mode & 0o027 == 0  # as `warpfit.transport.security.check_secret` demands
@@ -212,7 +240,7 @@ def test_the_chart_asks_for_tls_and_tokens_unless_told(manifests):
 
 def test_the_cache_is_a_folder_that_the_server_makes_itself(manifests):
     """The volume's own root can be written by its group, which the server would refuse."""
-    pod = manifests.kinds["Deployment"]["spec"]["template"]["spec"]
+    pod = manifests.kinds["StatefulSet"]["spec"]["template"]["spec"]
     (mount,) = (m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "cache")
     cache = environment_of(manifests)["WARPFIT_CACHE_DIR"]
     assert cache.startswith(mount["mountPath"] + "/")
@@ -240,17 +268,17 @@ def test_the_chart_refuses_what_is_open_by_accident(changes, message):
     with pytest.raises(AssertionError, match=message):
         render(changes)
     choice = render({**changes, message: True})
-    (deployment,) = (m for m in choice if m["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (found,) = (m for m in choice if m["kind"] == "StatefulSet")
+    (container,) = found["spec"]["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"]}
     assert ("WARPFIT_INSECURE" in environment) is (message == "insecure.plainText")
     check_exposure(Config.from_arguments([], environment))
 
 
 def test_selectors_select_the_pods(manifests):
-    labels = manifests.kinds["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    labels = manifests.kinds["StatefulSet"]["spec"]["template"]["metadata"]["labels"].items()
     selectors = [
-        manifests.kinds["Deployment"]["spec"]["selector"]["matchLabels"],
+        manifests.kinds["StatefulSet"]["spec"]["selector"]["matchLabels"],
         manifests.kinds["Service"]["spec"]["selector"],
         manifests.kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
         manifests.kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
@@ -303,6 +331,16 @@ def test_the_unit_sets_what_the_server_knows():
     assert float(re.search(r"TimeoutStopSec=(\d+)", text)[1]) > grace
     assert re.search(r"^MemoryMax=\d+%$", text, re.MULTILINE)
     assert re.search(r"^TasksMax=\d+$", text, re.MULTILINE)
+
+
+def test_the_job_of_slurm_starts_a_server_that_its_workers_find():
+    script = DEPLOY / "slurm/warpfit.sbatch"
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+    text = script.read_text().replace("\\\n", " ")
+    (words,) = re.findall(r"warpfit serve (.*) &$", text, re.MULTILINE)
+    config = Config.from_arguments(shlex.split(words), {})
+    check_exposure(config)
+    assert f'WARPFIT_ADDRESS="file://{config.address_file}"' in text
 
 
 def test_the_base_is_named_by_its_digest():

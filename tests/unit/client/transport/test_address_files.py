@@ -1,0 +1,42 @@
+"""Addresses in files, which servers with ``--address-file`` write and remove."""
+
+from __future__ import annotations
+
+import pytest
+
+from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.transport.addresses import target_of
+from warpfit_server.system.address_file import address_file
+
+
+def test_clients_find_the_servers_that_are_there_now(tmp_path):
+    path = tmp_path / "the servers [1]"
+    target = target_of(f"file://{path}")
+    (tmp_path / "the servers 1.a-1").write_text("another's:1\n")  # no match of a pattern
+    with pytest.raises(UnavailableError, match="there is no server"):
+        target.find()
+    with address_file(str(path), "node1", 50551), address_file(str(path), "[::1]", 7):
+        assert set(target.find()) == {"node1:50551", "[::1]:7"}
+        with address_file(str(path), "0.0.0.0", 8):
+            assert len(target.find()) == 3
+        assert len(target.find()) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["the servers 1.a-1"]
+
+
+def test_no_file_means_no_file(tmp_path):
+    with address_file("", "node1", 1):
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_path_or_no_address_is_named(tmp_path):
+    for wrong in ("file://", f"file://{tmp_path}"):
+        with pytest.raises(InvalidArgumentError, match="is not an address"):
+            target_of(wrong)
+    (tmp_path / "servers.x").write_text("x" * 1000)
+    with pytest.raises(InvalidArgumentError, match="is not an address"):
+        target_of(f"file://{tmp_path}/servers").find()
+    with (
+        pytest.raises(InvalidArgumentError, match="cannot be written"),
+        address_file(str(tmp_path / "missing" / "servers"), "node1", 1),
+    ):
+        pass
