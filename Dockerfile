@@ -44,10 +44,12 @@ ENV PATH=/opt/warpfit/bin:${PATH} \
     WARPFIT_METRICS_PORT=9464 \
     WARPFIT_LOG_FORMAT=json
 USER 10001:10001
-# What a new volume holds already; another processor compiles its own at its first start. The CUDA
-# engine compiles on the machine with the GPU.
+# What a new volume holds already. Another processor, and a GPU that is not named, compile their own
+# at their first start.
 ARG VARIANT=server
-RUN if [ "${VARIANT}" = server ]; then warpfit precompile; fi
+ARG ARCHITECTURES=80,86,89,90,100,120
+RUN if [ "${VARIANT}" = server ]; then warpfit precompile; \
+    else warpfit precompile --engine cuda --architectures "${ARCHITECTURES}"; fi
 VOLUME /var/cache/warpfit
 EXPOSE 50551 50552 9464
 STOPSIGNAL SIGTERM

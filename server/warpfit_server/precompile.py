@@ -1,6 +1,7 @@
-"""``warpfit precompile``: compiles ahead of time what the CPU engine and its fits need.
+"""``warpfit precompile``: compiles ahead of time what an engine and its fits need.
 
-The compiled code is for the processor of this machine; another machine compiles its own.
+It needs no GPU: the compilers are told for which architectures they compile. Code for the CPU is
+for the processor of this machine; another one compiles its own.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
+from warpfit.errors import InvalidArgumentError
 from warpfit_server.system.compile_cache import (
     check_private,
     default_cache_directory,
@@ -19,34 +22,80 @@ from warpfit_server.system.compile_cache import (
 )
 from warpfit_server.system.resources import available_cores
 
+#: Least compute capability of a GPU that the engine runs on, and largest number that is one.
+_LEAST, _MOST = 70, 999
+_Jobs = Iterator[tuple[str, Callable[[], None]]]
+_CPU: Final = "cpu"
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status.
 
     Raises:
-        InvalidArgumentError: if others could have written to the cache.
+        InvalidArgumentError: if others could have written to the cache, or architectures are named
+            for the CPU engine, or none for the CUDA engine.
 
     """
+    options = _parser().parse_args(arguments)
+    if (options.engine == _CPU) == bool(options.architectures):
+        raise InvalidArgumentError(
+            "--architectures belongs to --engine cuda",
+            "BAD_OPTION",
+            "Name both, such as --engine cuda --architectures 80,90, or neither",
+        )
+    directory = (options.cache_dir or default_cache_directory()).absolute()
+    make_private_directory(directory)
+    check_private(directory)
+    os.environ.update(engine_environment(directory))  # before Numba is imported
+    for name, compile_it in _jobs(directory, options.architectures):
+        started = time.perf_counter()
+        compile_it()
+        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
+    print(f"warpfit: the code is in {directory}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="warpfit precompile",
-        description="Compile what the CPU engine and its fits need, so that servers start at once.",
+        description="Compile what an engine and its fits need, so that servers start at once.",
+    )
+    parser.add_argument("--engine", choices=(_CPU, "cuda"), default=_CPU, help="default: cpu")
+    parser.add_argument(
+        "--architectures",
+        type=_architectures,
+        default=(),
+        metavar="80,90,...",
+        help="compute capabilities for the CUDA engine; no GPU is needed",
     )
     parser.add_argument(
         "--cache-dir", type=Path, metavar="DIR", help="default: the user's cache directory"
     )
-    directory = parser.parse_args(arguments).cache_dir or default_cache_directory()
-    directory = directory.absolute()
-    make_private_directory(directory)
-    check_private(directory)
-    os.environ.update(engine_environment(directory))  # before Numba is imported
-    from warpfit_server.engine.cpu.codegen import loader
+    return parser
+
+
+def _architectures(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 80,90") from None
+    if not all(_LEAST <= architecture <= _MOST for architecture in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: 9.0 is written 90, and {_LEAST} is the least")
+    return found
+
+
+def _jobs(directory: Path, architectures: Sequence[int]) -> _Jobs:
+    """Yield names and functions of what is to be compiled."""
     from warpfit_server.engine.fit import compiled
 
-    started = time.perf_counter()
-    loader.precompile(directory, available_cores())
-    engine_ready = time.perf_counter()
-    print(f"the CPU engine: {engine_ready - started:.1f} s", flush=True)
-    compiled.precompile(directory)
-    print(f"fits: {time.perf_counter() - engine_ready:.1f} s", flush=True)
-    print(f"warpfit: the code is in {directory}")
-    return 0
+    if architectures:
+        from warpfit_server.engine.cuda import parts
+
+        for architecture in architectures:
+            name = f"the CUDA engine for compute capability {architecture / 10}"
+            yield name, lambda a=architecture: parts.precompile(directory, a, available_cores())  # type: ignore[misc]
+    else:
+        from warpfit_server.engine.cpu.codegen import loader
+
+        yield "the CPU engine", lambda: loader.precompile(directory, available_cores())
+    yield "fits", lambda: compiled.precompile(directory)

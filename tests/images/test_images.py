@@ -30,11 +30,11 @@ COMPILE = """
 import cuda.bindings.driver, cupy, numpy, pynvml
 from warpfit.request import Precision
 from warpfit_server.engine.cuda import compile, nvrtc
-from warpfit_server.engine.cuda.interpreter.tier import interpreter_cubin
+from warpfit_server.engine.cuda.interpreter.tier import interpreter_switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
 
 print(nvrtc.version(), compile.version())
-print(len(interpreter_cubin(Variant(numpy.dtype("f4"), Precision.PRECISE, 4), 90)))
+print(len(interpreter_switch(Variant(numpy.dtype("f4"), Precision.PRECISE, 4)).compile(90)))
 """
 
 

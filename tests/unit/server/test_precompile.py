@@ -10,6 +10,7 @@ import pytest
 
 from warpfit.cli import main as cli
 from warpfit.fitting import Method
+from warpfit_server import precompile
 from warpfit_server.engine.cpu.codegen import parts
 from warpfit_server.engine.native import compile_processes
 from warpfit_server.system.compile_cache import engine_environment
@@ -96,3 +97,37 @@ def test_every_part_is_compiled_once(started, tmp_path):
     started.clear()
     assert cli.main(["precompile", "--cache-dir", str(tmp_path)]) == 0
     assert not started
+
+
+def test_each_architecture_is_compiled_without_a_gpu(started, tmp_path, capsys):
+    cuda = pytest.importorskip("warpfit_server.engine.cuda.parts")
+    words = ["--engine", "cuda", "--architectures", "80,90", "--cache-dir", str(tmp_path)]
+    assert cli.main(["precompile", *words]) == 0
+    names = [f"{group}/{part}" for group, found in cuda.GROUPS.items() for part in found]
+    expected = [f"{architecture}/{name}" for architecture in (80, 90) for name in names]
+    assert sorted(started) == sorted([*expected, Method.LM, Method.BFGS])
+    assert "compute capability 9.0" in capsys.readouterr().out
+
+
+def test_an_engine_finds_what_a_part_has_compiled(tmp_path):
+    cuda = pytest.importorskip("warpfit_server.engine.cuda.parts")
+    from warpfit_server.engine.cuda.interpreter.lowering import lowering_key
+    from warpfit_server.engine.cuda.runtime.device import cached_cubin
+
+    (tmp_path / "cubin").mkdir(mode=0o700)
+    cuda._run(tmp_path / "cubin", "90/values/lowering")
+    found = cached_cubin(tmp_path, lowering_key(90), lambda: pytest.fail("built again"))
+    assert len(found) > 1000
+
+
+@pytest.mark.parametrize("text", ["", "9.0", "ninety", "8", "90,", "-90", "1000"])
+def test_architectures_that_do_not_exist_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        precompile.main(["--engine", "cuda", f"--architectures={text}"])
+    assert "--architectures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--architectures", "90"], ["--engine", "cuda"]])
+def test_architectures_belong_to_the_cuda_engine(words, capsys):
+    assert cli.main(["precompile", *words]) == 2
+    assert "--engine cuda" in capsys.readouterr().err

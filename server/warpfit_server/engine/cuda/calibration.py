@@ -1,11 +1,16 @@
-"""Calibration of the planner: what the tiers cost on this device, measured once, kept on disk."""
+"""Calibration of the planner: what the tiers cost on this device.
+
+It is measured once, when nothing else uses the device, and kept on disk.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +23,7 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.cuda.math.modes import Mode
-from warpfit_server.engine.cuda.planner import DEFAULT_COSTS, CostModel, TierCost
+from warpfit_server.engine.cuda.planner import DEFAULT_COSTS, CostModel, Planner, TierCost
 from warpfit_server.engine.cuda.runtime.compile_queue import CompileCounters
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
@@ -46,21 +51,34 @@ class Calibration:
     compiler: CompileCounters
     """Counters of the queue in which the compiled tier compiles."""
 
-    def costs(self) -> CostModel:
-        """Return the costs of this device and version from disk, or measure and store them.
+    def known(self) -> CostModel | None:
+        """Return the costs of this device and version from disk; None if they are not there."""
+        return from_file(self._path())
+
+    def measure(self, goes_on: Callable[[], bool]) -> CostModel | None:
+        """Measure the costs and store them.
+
+        Args:
+            goes_on: is asked between evaluations of a few milliseconds whether they still count.
+
+        Returns:
+            None if they did not.
 
         Raises:
             ResourceExhaustedError: if the device has no room for the test data.
 
         """
-        path = self.device.cache_directory / "calibration" / f"{self._name()}.json"
-        known = from_file(path)
-        if known is None:
-            started = time.perf_counter()
-            known = self._measure()
-            compile_cache.write_plain(path, to_json(known))
-            _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
-        return known
+        started = time.perf_counter()
+        try:
+            costs = self._measure(goes_on)
+        except _DisturbedError:
+            return None
+        compile_cache.write_plain(self._path(), to_json(costs))
+        _LOG.info("calibrated the planner in %.2f s", time.perf_counter() - started)
+        return costs
+
+    def _path(self) -> Path:
+        return self.device.cache_directory / "calibration" / f"{self._name()}.json"
 
     def _name(self) -> str:
         device = self.device
@@ -73,7 +91,7 @@ class Calibration:
         )
         return "-".join(str(part) for part in parts).replace(" ", "_").replace("/", "_")
 
-    def _measure(self) -> CostModel:
+    def _measure(self, goes_on: Callable[[], bool]) -> CostModel:
         batch = _batch(_SEED)
         work = [len(batch.codes) * rows for rows in _ROWS]
         costs: dict[tuple[Tier, str], TierCost] = {}
@@ -81,12 +99,14 @@ class Calibration:
         for mode in Mode:
             residents = [upload(self.device, _data(rows, mode.dtype)) for rows in _ROWS]
             for tier in self.tiers:
-                times = [self._seconds(tier, mode, resident, batch) for resident in residents]
+                times = [self._seconds(tier, mode, one, batch, goes_on) for one in residents]
                 costs[tier, mode.label] = fit_cost(work, times)
-            compile_seconds[mode.label] = self._compile_seconds(mode, residents[0])
+            compile_seconds[mode.label] = self._compile_seconds(mode, residents[0], goes_on)
         return CostModel(costs, compile_seconds)
 
-    def _compile_seconds(self, mode: Mode, resident: ResidentDataset) -> float:
+    def _compile_seconds(
+        self, mode: Mode, resident: ResidentDataset, goes_on: Callable[[], bool]
+    ) -> float:
         """Return the CPU seconds that the compiler takes for one expression.
 
         The time of an evaluation would not do: the first one of a mode compiles the device library
@@ -94,10 +114,18 @@ class Calibration:
         that their kernels are not on disk yet.
         """
         before = self.compiler.seconds
-        self._seconds(Tier.COMPILED, mode, resident, _batch(time.time_ns() % (1 << 32)))
+        batch = _batch(time.time_ns() % (1 << 32))
+        self._seconds(Tier.COMPILED, mode, resident, batch, goes_on)
         return (self.compiler.seconds - before) / _PROGRAMS
 
-    def _seconds(self, tier: Tier, mode: Mode, resident: ResidentDataset, batch: Batch) -> float:
+    def _seconds(
+        self,
+        tier: Tier,
+        mode: Mode,
+        resident: ResidentDataset,
+        batch: Batch,
+        goes_on: Callable[[], bool],
+    ) -> float:
         """Return the seconds of an evaluation whose kernels are loaded."""
         evaluation = Evaluation(
             resident.dataset.content_id,
@@ -115,7 +143,91 @@ class Calibration:
             started = time.perf_counter()
             run_to_end(self.tiers[tier].evaluate(resident, evaluation, outputs))
             seconds.append(time.perf_counter() - started)
+            if not goes_on():
+                raise _DisturbedError
         return min(seconds[1:])  # the least disturbed by other programs on the machine
+
+
+class _DisturbedError(Exception):
+    """Something else used the device during a measurement."""
+
+
+class Activity:
+    """Counts the evaluations that use an engine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._begun = 0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Count one evaluation, which lasts as long as the block."""
+        with self._lock:
+            self._running += 1
+            self._begun += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def idle_since(self) -> int | None:
+        """Return a number that changes once an evaluation begins; None if one is running."""
+        with self._lock:
+            return None if self._running else self._begun
+
+
+class IdleCalibrator:
+    """A thread that calibrates a planner once the device is idle, unless that has been done.
+
+    Args:
+        calibration: measures.
+        planner: starts again from the outcome.
+        activity: of the engine.
+        pause: seconds for which nothing may have used the engine.
+
+    """
+
+    def __init__(
+        self, calibration: Calibration, planner: Planner, activity: Activity, pause: float = 1.0
+    ) -> None:
+        self._calibration = calibration
+        self._planner = planner
+        self._activity = activity
+        self._pause = pause
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="calibrate", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop measuring, and wait until it has stopped."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if self._calibration.known() is None:
+                self._calibrate()
+        except Exception as error:  # the planner works with the costs that it has
+            _LOG.warning("the planner keeps the costs of an H200: %s", error)
+
+    def _calibrate(self) -> None:
+        latest = self._activity.idle_since()
+        while not self._closed.wait(self._pause):
+            before, latest = latest, self._activity.idle_since()
+            if latest is None or latest != before:
+                continue
+            costs = self._calibration.measure(self._goes_on(latest))
+            if costs is not None:
+                self._planner.restart(costs)
+                return
+
+    def _goes_on(self, idle_since: int) -> Callable[[], bool]:
+        return lambda: not self._closed.is_set() and self._activity.idle_since() == idle_since
 
 
 def _batch(seed: int) -> Batch:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -20,11 +20,12 @@ from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError, ResourceExhaustedError
+from warpfit.errors import DatasetNotFoundError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier, Timings
-from warpfit_server.engine.cuda.calibration import Calibration
+from warpfit_server.engine.cuda import parts
+from warpfit_server.engine.cuda.calibration import Activity, Calibration, IdleCalibrator
 from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier
 from warpfit_server.engine.cuda.interpreter.tier import InterpreterTier, InterpreterTuning
 from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan, fingerprint
@@ -34,7 +35,6 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.planner import (
     DEFAULT_COSTS,
     GRADIENT,
-    CostModel,
     Decision,
     Planner,
 )
@@ -48,6 +48,7 @@ from warpfit_server.engine.interface import (
     Steps,
     run_to_end,
 )
+from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.system.resources import available_cores
 
 _LOG: Final = logging.getLogger("warpfit.engine")
@@ -89,24 +90,30 @@ class CudaEngine:
         threads: int | None = None,
         memory_share: float = 1.0,
     ) -> None:
-        threads = threads or available_cores()
+        self._threads = threads or available_cores()
         self._device = CudaDevice(device, memory_limit, cache_directory, memory_share)
         self.step_size = _STEP_SIZE * self._device.multiprocessors
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         self._interpreter = InterpreterTier(self._device, tuning)
         started = time.perf_counter()
+        where = self._device.cache_directory, self._device.architecture
+        parts.compile_group("values", *where, self._threads)
         self._interpreter.prepare_all()
-        self._derivatives = DerivativeTier(self._device, threads)
-        self._derivatives.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)
-        kernels = KernelStore(self._device, threads)
+        self._derivatives = self._load_derivatives()
+        kernels = KernelStore(self._device, self._threads)
         self._compiled = CompiledTier(self._device, kernels)
-        self._planner = Planner(kernels.compile_queue.background, self._calibrate(kernels))
+        calibration = self._calibration(kernels)
+        known = calibration.known() or DEFAULT_COSTS
+        self._planner = Planner(kernels.compile_queue.background, known)
         # Planning the kernels of a batch takes Python time for which its answer should not wait.
         self._background = ThreadPoolExecutor(1, "plan")
         self._residents: dict[bytes, ResidentDataset] = {}
         self._lock = threading.Lock()
+        self._activity = Activity()
         _warm_up(self)
+        self._calibrator = IdleCalibrator(calibration, self._planner, self._activity)
+        self._calibrator.start()
 
     @property
     def multiprocessors(self) -> int:
@@ -167,9 +174,11 @@ class CudaEngine:
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
         try:
-            if not _is_compilable(evaluation):
-                return (yield from self._derivatives.evaluate(resident, evaluation, outputs))
-            return (yield from self._evaluate(resident, evaluation, outputs))
+            with self._activity.count():
+                if not _is_compilable(evaluation):
+                    tier = yield from self._derivative_tier()
+                    return (yield from tier.evaluate(resident, evaluation, outputs))
+                return (yield from self._evaluate(resident, evaluation, outputs))
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -185,11 +194,13 @@ class CudaEngine:
         resident = self._resident(evaluation.dataset_id)
         self._device.use()
         try:
-            return (
-                yield from self._derivatives.linearise(
-                    resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
+            with self._activity.count():
+                tier = yield from self._derivative_tier()
+                return (
+                    yield from tier.linearise(
+                        resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
+                    )
                 )
-            )
         except self._device.errors as error:
             raise self._translate(error) from error
 
@@ -199,23 +210,46 @@ class CudaEngine:
 
     def close(self) -> None:
         """Stop the compiler and free all device memory."""
+        self._calibrator.close()
         self._background.shutdown(cancel_futures=True)
         self._compiled.close()
-        self._derivatives.forget()
+        if not self._derivatives.cancel() and self._derivatives.exception() is None:
+            self._derivatives.result().forget()
         with self._lock:
             self._residents.clear()
         self._device.close()
 
-    def _calibrate(self, kernels: KernelStore) -> CostModel:
+    def _calibration(self, kernels: KernelStore) -> Calibration:
         tiers: dict[Tier, EvaluationTier] = {
             Tier.INTERPRETER: self._interpreter,
             Tier.COMPILED: self._compiled,
         }
-        try:
-            return Calibration(self._device, tiers, kernels.compile_queue.counters).costs()
-        except ResourceExhaustedError as error:
-            _LOG.warning("the planner starts from the costs of an H200: %s", error)
-            return DEFAULT_COSTS
+        return Calibration(self._device, tiers, kernels.compile_queue.counters)
+
+    def _load_derivatives(self) -> Future[DerivativeTier]:
+        """Load the tier of derivatives while the engine serves; the first time it is compiled."""
+
+        def load() -> DerivativeTier:
+            started = time.perf_counter()
+            where = self._device.cache_directory, self._device.architecture
+            parts.compile_group("derivatives", *where, self._threads, urgent=False)
+            self._device.use()
+            tier = DerivativeTier(self._device, self._threads)
+            tier.prepare_all()
+            _LOG.info("derivatives ready after %.2f s", time.perf_counter() - started)
+            return tier
+
+        return BACKGROUND.submit(load)
+
+    def _derivative_tier(self) -> Steps[DerivativeTier]:
+        """Return the tier of derivatives once it is loaded."""
+        loading = self._derivatives
+        if loading.done() and loading.exception() is not None:  # memory may have been short
+            loading = self._derivatives = self._load_derivatives()
+        if not loading.done():
+            yield loading
+            self._device.use()
+        return loading.result()
 
     def _evaluate(
         self, resident: ResidentDataset, evaluation: Evaluation, outputs: Outputs
@@ -225,8 +259,8 @@ class CudaEngine:
             plan = self._choose(resident, evaluation)
             tier = Tier.INTERPRETER if plan is None else Tier.COMPILED
         interpreter: EvaluationTier = self._interpreter
-        if evaluation.gradient:
-            interpreter = self._derivatives
+        if evaluation.gradient and tier is not Tier.COMPILED:
+            interpreter = yield from self._derivative_tier()
         started = time.perf_counter()
         if tier is Tier.COMPILED:
             timings = yield from self._compiled.evaluate(resident, evaluation, outputs, plan)

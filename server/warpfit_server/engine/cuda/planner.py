@@ -104,7 +104,7 @@ class Planner:
 
     Args:
         compiler_threads: threads that compile in the background at the same time.
-        start: the costs at the start, which observations correct.
+        start: the costs at the start; observations correct them, a calibration replaces them.
 
     """
 
@@ -116,11 +116,16 @@ class Planner:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        """Copy the costs at the start, and derive those of gradients."""
-        self.costs = dict(self.start.tiers)
-        for (tier, mode), cost in self.start.tiers.items():
-            rate = cost.rate * _GRADIENT_RATE[tier]
-            self.costs[tier, mode + GRADIENT] = replace(cost, rate=rate)
+        """Start from the costs that are known."""
+        self.restart(self.start)
+
+    def restart(self, start: CostModel) -> None:
+        """Replace all costs, as after a calibration; those of gradients are derived."""
+        costs = dict(start.tiers)
+        for (tier, mode), cost in start.tiers.items():
+            costs[tier, mode + GRADIENT] = replace(cost, rate=cost.rate * _GRADIENT_RATE[tier])
+        with self._lock:
+            self.start, self.costs = start, costs
 
     def choose(
         self, batch: Hashable, mode: str, token_rows: int, programs: int, *, loaded: bool

@@ -87,7 +87,7 @@ class DerivativeLowering:
     """
 
     def __init__(self, directory: Path, threads: int) -> None:
-        self._lower, parallel = _load(directory)
+        self._lower, parallel = load(directory)
         self._address = address_of(self._lower)
         self._loop = ParallelLoop(threads, parallel)
 
@@ -138,11 +138,16 @@ class DerivativeLowering:
         )
 
 
-def _load(directory: Path) -> tuple[Any, ParallelCode]:
+def directory_name() -> str:
+    """Return the name of the directory, in that of all compiled code, for these sources."""
+    return f"derivatives-{numba_cache.fingerprint(_SOURCES, encoding.__file__, __file__)}"
+
+
+def load(directory: Path) -> tuple[Any, ParallelCode]:
     """Load the compiled code from disk, or compile it (about 15 s) and store it."""
-    name = f"derivatives-{numba_cache.fingerprint(_SOURCES, encoding.__file__, __file__)}"
-    parallel = ParallelCode.load(directory / name)
-    with numba_cache.cached_in(directory / name) as jit:
+    place = directory / directory_name()
+    parallel = ParallelCode.load(place)
+    with numba_cache.cached_in(place) as jit:
         return jit(types.int64(types.int64, types.int64), lower_chunk), parallel
 
 

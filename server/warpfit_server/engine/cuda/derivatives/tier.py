@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -45,7 +44,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
 )
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
 from warpfit_server.engine.cuda.derivatives.source import case_count, derivative_source
-from warpfit_server.engine.cuda.interpreter.compile import compile_switch, load_switch
+from warpfit_server.engine.cuda.interpreter.compile import Switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
@@ -56,6 +55,8 @@ from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.validate import check_tokens
 
 _ALIGNMENT: Final = 256
+#: Variants of the kernels for programs that do not spill.
+VARIANTS: Final = tuple(Variant.of(mode, ROW_BYTES) for mode in Mode)
 
 
 class DerivativeTier:
@@ -76,11 +77,8 @@ class DerivativeTier:
         self._lowering = DerivativeLowering(device.cache_directory, threads)
 
     def prepare_all(self) -> None:
-        """Load every variant but those that spill; the first start on a machine compiles them."""
-        variants = [Variant.of(mode, ROW_BYTES) for mode in Mode]
-        with ThreadPoolExecutor(len(variants), "derivatives") as threads:
-            list(threads.map(lambda variant: self._load(variant, spills=False), variants))
-        for variant in variants:
+        """Load every variant but those that spill."""
+        for variant in VARIANTS:
             self._prepare(variant, spills=False)
 
     def evaluate(
@@ -241,14 +239,12 @@ class DerivativeTier:
             return self._kernels[variant, spills]
 
     def _load(self, variant: Variant, *, spills: bool) -> Any:
-        source = derivative_source(variant, spills=spills)
-        return load_switch(self._device, source, case_count(), variant.options)
+        return derivative_switch(variant, spills=spills).load(self._device)
 
 
-def derivative_cubin(variant: Variant, architecture: int, *, spills: bool) -> bytes:
-    """Compile one variant for compute capability ``architecture``; needs no GPU."""
-    source = derivative_source(variant, spills=spills)
-    return compile_switch(source, case_count(), variant.options, architecture)
+def derivative_switch(variant: Variant, *, spills: bool) -> Switch:
+    """Return the source of the kernels of one variant, with its options."""
+    return Switch(derivative_source(variant, spills=spills), case_count(), variant.options)
 
 
 def _to_upload(batch: Batch, code: DerivativeCode) -> DeviceCode:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
 from warpfit_server.engine.cuda.runtime import nvjitlink, nvrtc
-from warpfit_server.engine.cuda.runtime.device import CudaDevice
+from warpfit_server.engine.cuda.runtime.device import CudaDevice, cached_cubin
 
 
-def compile_switch(source: str, cases: int, options: Sequence[str], architecture: int) -> bytes:
-    """Compile CUDA C++ whose switch over labels 0 to ``cases - 1`` gets a jump table.
+class Switch(NamedTuple):
+    """CUDA C++ whose switch over labels 0 to ``cases - 1`` gets a jump table."""
 
-    Args:
-        source: CUDA C++.
-        cases: number of case labels.
-        options: of NVRTC, without the architecture.
-        architecture: compute capability, 90 for 9.0.
+    source: str
+    cases: int
+    options: tuple[str, ...]
+    """Options of NVRTC, without the architecture."""
 
-    """
-    ptx = nvrtc.to_ptx(source, architecture, options)
-    return nvjitlink.link(with_jump_table(ptx, cases), architecture)
+    def key(self, architecture: int) -> list[str]:
+        """Return everything that the machine code for a compute capability depends on."""
+        versions = nvrtc.version(), nvjitlink.version(), str(architecture)
+        return [*versions, *self.options, self.source]
 
+    def compile(self, architecture: int) -> bytes:
+        """Compile for a compute capability, 90 for 9.0; needs no GPU."""
+        ptx = nvrtc.to_ptx(self.source, architecture, self.options)
+        return nvjitlink.link(with_jump_table(ptx, self.cases), architecture)
 
-def load_switch(device: CudaDevice, source: str, cases: int, options: Sequence[str]) -> Any:
-    """Load what `compile_switch` makes, or the same from the disk cache; return a CuPy module."""
-    architecture = device.architecture
-    key = [nvrtc.version(), nvjitlink.version(), str(architecture), *options, source]
-    return device.load(key, lambda: compile_switch(source, cases, options, architecture))
+    def cached(self, architecture: int, directory: Path) -> bytes:
+        """Return the machine code from a cache directory, or compile and store it."""
+        return cached_cubin(directory, self.key(architecture), lambda: self.compile(architecture))
+
+    def load(self, device: CudaDevice) -> Any:
+        """Load the machine code for a device from its cache, or compile it; return a module."""
+        architecture = device.architecture
+        return device.load(self.key(architecture), lambda: self.compile(architecture))

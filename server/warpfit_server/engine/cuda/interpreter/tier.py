@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from warpfit_server.engine.cuda.interpreter.chunks import (
     launch_chunk,
     lower_batch,
 )
-from warpfit_server.engine.cuda.interpreter.compile import compile_switch, load_switch
+from warpfit_server.engine.cuda.interpreter.compile import Switch
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     InterpreterGeometry,
     InterpreterKernels,
@@ -43,6 +42,12 @@ from warpfit_server.engine.interface import Outputs, Steps
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
 _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = {Mode.FAST: 64, Mode.PRECISE: 32, Mode.DOUBLE: 32}
+#: Variants of the kernels that `InterpreterTier.variant` chooses from.
+VARIANTS: Final = tuple(
+    Variant.of(mode, row_bytes)
+    for mode, most in _MOST_BYTES.items()
+    for row_bytes in (_LEAST_BYTES, most)
+)
 #: Threads that fill a multiprocessor.
 _FULL_THREADS: Final = 32 * 32
 #: Most jobs of one launch.
@@ -108,17 +113,8 @@ class InterpreterTier:
         return most if is_much else Variant.of(mode, _LEAST_BYTES)
 
     def prepare_all(self) -> None:
-        """Load every variant that `variant` chooses; the first start on a machine compiles them."""
-        variants = [
-            Variant.of(mode, row_bytes)
-            for mode, most in _MOST_BYTES.items()
-            for row_bytes in (_LEAST_BYTES, most)
-        ]
-        with ThreadPoolExecutor(len(variants) + 1, "interpreter") as threads:
-            lowering = threads.submit(load_lowering, self._device)
-            list(threads.map(self._load, variants))  # compiled in parallel into the disk cache
-            lowering.result()
-        for variant in variants:
+        """Load every variant that `variant` chooses."""
+        for variant in VARIANTS:
             self.prepare(variant)
 
     def prepare(self, variant: Variant) -> InterpreterKernels:
@@ -143,7 +139,7 @@ class InterpreterTier:
         return self._lowering_kernels
 
     def _load(self, variant: Variant) -> Any:
-        return load_switch(self._device, interpreter_source(variant), CASES, variant.options)
+        return interpreter_switch(variant).load(self._device)
 
     def _jobs_to_fill_device(
         self, resident: ResidentDataset, evaluation: Evaluation, rows_per_thread: int
@@ -248,6 +244,6 @@ class InterpreterTier:
         )
 
 
-def interpreter_cubin(variant: Variant, architecture: int) -> bytes:
-    """Compile one variant for compute capability ``architecture``; needs no GPU."""
-    return compile_switch(interpreter_source(variant), CASES, variant.options, architecture)
+def interpreter_switch(variant: Variant) -> Switch:
+    """Return the source of the kernels of one variant, with its options."""
+    return Switch(interpreter_source(variant), CASES, variant.options)

@@ -103,7 +103,7 @@ def test_compile_seconds_are_those_of_new_programs_without_the_library(monkeypat
         Tier.INTERPRETER: Compiling(clock, CompileCounters(), 0.0, 0.0),
         Tier.COMPILED: Compiling(clock, counters, library=3.0, compiling=0.5),
     }
-    costs = Calibration(None, tiers, counters)._measure()
+    costs = Calibration(None, tiers, counters)._measure(lambda: True)
     expected = pytest.approx(0.5 / 100)
     assert costs.compile_seconds == {"fast": expected, "precise": expected, "float64": expected}
     assert costs.tiers[Tier.COMPILED, "fast"].launch == pytest.approx(1e-3, rel=0.1)

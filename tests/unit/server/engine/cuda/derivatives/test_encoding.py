@@ -35,7 +35,7 @@ from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
-from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier, derivative_cubin
+from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier, derivative_switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.system.compile_cache import default_cache_directory
@@ -273,6 +273,6 @@ ASSEMBLED = [
 
 @pytest.mark.parametrize(("architecture", "variant", "spills"), ASSEMBLED, ids=str)
 def test_kernels_assemble_for_every_architecture(architecture, variant, spills):
-    cubin = derivative_cubin(variant, architecture, spills=spills)
+    cubin = derivative_switch(variant, spills=spills).compile(architecture)
     for kernel in (b"linearise", b"evaluate_scalars", b"combine", b"measure"):
         assert kernel in cubin

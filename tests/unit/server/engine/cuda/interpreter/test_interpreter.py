@@ -136,9 +136,9 @@ def test_frequent_operators_need_no_scratch_levels():
 )
 def test_kernels_assemble_for_every_architecture(architecture, variant):
     pytest.importorskip("cuda.bindings.nvjitlink")
-    from warpfit_server.engine.cuda.interpreter.tier import interpreter_cubin
+    from warpfit_server.engine.cuda.interpreter.tier import interpreter_switch
 
-    cubin = interpreter_cubin(variant, architecture)
+    cubin = interpreter_switch(variant).compile(architecture)
     assert cubin.startswith(b"\x7fELF")
     for kernel in (b"interpret", b"evaluate_slots", b"sum_partials"):
         assert kernel in cubin
