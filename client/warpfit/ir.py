@@ -198,6 +198,10 @@ class Program:
 
     bind = methods.bind
     simplify = methods.simplify
+    to_numpy = methods.to_numpy
+    code = methods.code
+    latex = methods.latex
+    sympy = methods.sympy
 
     def __str__(self) -> str:
         """Return the text that `warpfit.parse` reads back, over x1, x2, ... and p1, p2, ...."""

@@ -5,13 +5,16 @@ The modules that do the work build on `warpfit.ir`, so they are loaded by name, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from warpfit.errors import InvalidArgumentError
+from warpfit.expressions.printing import to_latex
 from warpfit.ops import CONSTANT, PARAMETER
 
 if TYPE_CHECKING:
@@ -73,3 +76,80 @@ def simplify(
     rules = import_module("warpfit.formulas.rules")
     simplified: Program = rules.simplified(bound, assume_defined)
     return simplified
+
+
+def to_numpy(program: Program, names: Sequence[str] = ()) -> Callable[..., NDArray[np.float64]]:
+    """Return a function of X [rows, variables] that needs NumPy alone, and gives values [rows].
+
+    A program with parameters gives a function of X and p [parameters]. The attribute ``source`` of
+    the function is its text, which a project can keep instead of warpfit.
+
+    Args:
+        program: the program.
+        names: names of the variables, for the text.
+
+    """
+    code = import_module("warpfit.formulas.code")
+    function: Callable[..., NDArray[np.float64]] = code.to_numpy(program, names)
+    return function
+
+
+def code(program: Program, language: str, names: Sequence[str] = ()) -> str:
+    """Return the program as source text in another language.
+
+    Args:
+        program: the program.
+        language: ``"numpy"``, ``"jax"`` or ``"torch"`` for a function of X [rows, variables];
+            ``"c"`` for a function of one row; ``"fortran"``, ``"javascript"``, ``"julia"``,
+            ``"mathematica"``, ``"matlab"``, ``"octave"``, ``"r"`` or ``"rust"`` for an expression,
+            by SymPy.
+        names: names of the variables; those that are no identifiers become x1, x2, ....
+
+    Raises:
+        InvalidArgumentError: for another language, an operator that SymPy does not print in it, or
+            if SymPy is needed and missing.
+
+    """
+    with _sympy_needed():
+        source: str = import_module("warpfit.formulas.code").to_code(program, language, names)
+    return source
+
+
+def latex(program: Program, names: Sequence[str] = ()) -> str:
+    """Return the program as LaTeX for mathematical mode.
+
+    Args:
+        program: the program.
+        names: names of the variables; those beyond them become x_{1}, x_{2}, ....
+
+    """
+    return to_latex(program, names)
+
+
+def sympy(program: Program, names: Sequence[str] = ()) -> Any:
+    """Return the program as a SymPy expression, which SymPy simplifies by its own rules.
+
+    Args:
+        program: the program.
+        names: names of the variables; those beyond them become x1, x2, ....
+
+    Raises:
+        InvalidArgumentError: if SymPy is not installed.
+
+    """
+    with _sympy_needed():
+        return import_module("warpfit.frontends.sympy").to_sympy(program, names)
+
+
+@contextmanager
+def _sympy_needed() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "sympy":
+            raise
+        raise InvalidArgumentError(
+            "this needs SymPy, which is not installed",
+            "SYMPY_MISSING",
+            "Install warpfit[sympy]",
+        ) from error

@@ -29,7 +29,7 @@ ORDERS = {
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [
-        *("errors", "expressions", "formulas", "frontends", "codec", "transport", "calls", "sklearn"),
+        *("errors", "expressions", "frontends", "formulas", "codec", "transport", "calls", "sklearn"),
         *("bench", "cli"),
     ],
 }
