@@ -380,19 +380,23 @@ class Batch(Population):
                 not the number of programs, or if K differs between programs.
 
         """
+        vectors = ParameterVectors.of(len(programs), parameters)
+        return cls.joined(Population.of(programs), vectors)
+
+    @classmethod
+    def joined(cls, programs: Population, vectors: ParameterVectors) -> Batch:
+        """Return a batch of programs, whose arrays it shares, and parameter vectors.
+
+        Raises:
+            InvalidArgumentError: if there are no programs.
+
+        """
         if not len(programs):
             raise InvalidArgumentError(
                 "the batch holds no programs", "EMPTY_BATCH", "Send at least one", "programs"
             )
-        tokens = Population.of(programs)
-        vectors = ParameterVectors.of(len(programs), parameters)
-        batch = cls(tokens.codes, tokens.values, tokens.lengths, vectors.counts, vectors.numbers)
-        return replace(batch, vectors=vectors.count)
-
-    def with_parameters(self, vectors: ParameterVectors) -> Batch:
-        """Return a batch of the same programs, which share their arrays, with these parameters."""
-        return replace(
-            self,
+        return cls(
+            *(programs.codes, programs.values, programs.lengths),
             parameter_counts=vectors.counts,
             parameters=vectors.numbers,
             vectors=vectors.count,

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.calls.batches import BatchCache, Parameters, build_batch
+from warpfit.calls.batches import Parameters, PopulationCache, build_batch
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.progress import Progress
 from warpfit.dataset import Dataset
@@ -129,7 +129,7 @@ def build_evaluation(
     parameters: Parameters,
     values: bool | None,
     options: EvaluateOptions,
-    cache: BatchCache | None = None,
+    cache: PopulationCache | None = None,
 ) -> tuple[Evaluation, bool]:
     """Turn a caller's arguments into an evaluation; the server checks its tokens.
 
@@ -149,7 +149,9 @@ def build_evaluation(
         ParseError: for the text of an expression.
 
     """
-    batch, leading_axis = build_batch(expressions, parameters, data.names, cache or BatchCache())
+    batch, leading_axis = build_batch(
+        expressions, parameters, data.names, cache or PopulationCache()
+    )
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
     outputs = {name: bool(options.get(name)) for name in _OUTPUTS}

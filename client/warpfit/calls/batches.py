@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.parameter_vectors import ParameterVectors
-from warpfit.frontends import as_programs
-from warpfit.ir import Batch, Program
+from warpfit.frontends import as_population
+from warpfit.ir import Batch, Population, Program
 
 #: One vector [n] or K vectors [K, n] for each expression; for a single expression its own alone.
 Parameters: TypeAlias = Sequence[ArrayLike] | ArrayLike | None
@@ -21,8 +21,8 @@ _MOST_BATCHES: Final = 8
 _MOST_TOKENS: Final = 1 << 17
 
 
-class BatchCache:
-    """The last few batches of a client without their parameters; threads may share it.
+class PopulationCache:
+    """The last few lists of programs of a client as populations; threads may share it.
 
     A local search sends the same programs again and again, and joining their tokens takes longer
     than finding them here. The state is one tuple that is replaced as a whole: if two threads add
@@ -30,15 +30,10 @@ class BatchCache:
     """
 
     def __init__(self) -> None:
-        self._recent: tuple[tuple[list[Program], Batch], ...] = ()
+        self._recent: tuple[tuple[list[Program], Population], ...] = ()
 
-    def of(self, programs: Sequence[Program]) -> Batch:
-        """Return a batch of these programs without parameters.
-
-        Raises:
-            InvalidArgumentError: if there are no programs.
-
-        """
+    def of(self, programs: Sequence[Program]) -> Population:
+        """Return a population of these programs."""
         for known, batch in self._recent:
             # The first and the last one tell most batches apart before equality looks at tokens.
             if (
@@ -48,19 +43,20 @@ class BatchCache:
                 and known == programs
             ):
                 return batch
-        batch = Batch.of(programs)
+        batch = Population.of(programs)
         if len(batch.codes) <= _MOST_TOKENS:
             self._recent = ((list(programs), batch), *self._recent[: _MOST_BATCHES - 1])
         return batch
 
 
 def build_batch(
-    expressions: Any, parameters: Parameters, names: tuple[str, ...], cache: BatchCache
+    expressions: Any, parameters: Parameters, names: tuple[str, ...], cache: PopulationCache
 ) -> tuple[Batch, bool]:
     """Turn expressions and parameters into a batch.
 
     Args:
-        expressions: one expression, several, or a `Batch`, which contains its parameters.
+        expressions: one expression, several, a `Population`, or a `Batch`, which contains its
+            parameters.
         parameters: as for `warpfit.Client.evaluate`.
         names: names of the variables, or empty.
         cache: the client's last batches.
@@ -83,13 +79,15 @@ def build_batch(
             )
         expressions.check_shapes()
         return expressions, expressions.vectors > 1
-    programs = [expressions] if is_single(expressions) else list(expressions)
-    if set(map(type, programs)) != {Program}:
-        programs = as_programs(programs, names)
-    batch = cache.of(programs)
-    entries = _entries(parameters, is_single(expressions), len(programs))
+    single = is_single(expressions)
+    programs = [expressions] if single else expressions
+    if not isinstance(programs, Population):
+        programs = list(programs)
+        is_converted = set(map(type, programs)) == {Program}
+        programs = cache.of(programs) if is_converted else as_population(programs, names)
+    entries = _entries(parameters, single, len(programs))
     vectors = ParameterVectors.of(len(programs), entries)
-    return batch.with_parameters(vectors), vectors.leading_axis
+    return Batch.joined(programs, vectors), vectors.leading_axis
 
 
 def is_single(expressions: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, Rows, as_member, build_evaluation
-from warpfit.calls.batches import BatchCache, Parameters, is_single
+from warpfit.calls.batches import Parameters, PopulationCache, is_single
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.errors import InvalidArgumentError
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
@@ -68,7 +68,7 @@ def build_fit(
     expressions: Any,
     parameters: Parameters,
     options: FitOptions,
-    cache: BatchCache | None = None,
+    cache: PopulationCache | None = None,
 ) -> FitRequest:
     """Turn a caller's arguments into a fit; the server checks its tokens.
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 from warpfit import codec
 from warpfit.calls.arguments import EvaluateOptions, UploadOptions, build_dataset, build_evaluation
 from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operation, T
-from warpfit.calls.batches import BatchCache, Parameters
+from warpfit.calls.batches import Parameters, PopulationCache
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions, build_fit
 from warpfit.calls.progress import Progress, reporter
@@ -64,7 +64,7 @@ class ClientOperations:
     """Every operation that a client offers; `warpfit.Client` describes them."""
 
     attempts: Attempts
-    batches: BatchCache = field(default_factory=BatchCache)
+    batches: PopulationCache = field(default_factory=PopulationCache)
     limits: KnownLimits = field(default_factory=KnownLimits)
 
     @classmethod

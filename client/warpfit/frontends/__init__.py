@@ -1,12 +1,18 @@
-"""Expressions of other libraries to `Program`; no library is imported before one is used."""
+"""Expressions of other libraries to `Population`; no library is imported before one is used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.ir import Program
+from warpfit.ir import Population, Program
 from warpfit.parse import parser
+
+#: Converts expressions of one kind, with the names of the variables.
+Converter = Callable[[Sequence[object], Sequence[str]], Population]
 
 
 def as_program(expression: object, names: Sequence[str] = ()) -> Program:
@@ -25,37 +31,21 @@ def as_program(expression: object, names: Sequence[str] = ()) -> Program:
     """
     if isinstance(expression, Program):
         return expression
-    if isinstance(expression, str):
-        return parser(tuple(names)).parse(expression)
-    libraries = {cls.__module__.partition(".")[0] for cls in type(expression).__mro__}
-    if "sympy" in libraries:
-        from warpfit.frontends.sympy import from_sympy
-
-        return from_sympy(expression, names)
-    if "deap" in libraries:
-        from warpfit.frontends.deap import from_deap
-
-        return from_deap(expression, names=names)
-    if "gplearn" in libraries:
-        from warpfit.frontends.gplearn import from_gplearn
-
-        return from_gplearn(expression)
-    raise InvalidArgumentError(
-        f"{type(expression).__name__} is no expression",
-        "UNKNOWN_EXPRESSION_TYPE",
-        "Give text, a Program, a SymPy expression, a DEAP PrimitiveTree or a gplearn program; "
-        "for pyoperon, PySR and Kozax warpfit.frontends has converters",
-        "expressions",
-    )
+    return _converter(type(expression))([expression], names)[0]
 
 
-def as_programs(expressions: Iterable[object], names: Sequence[str] = ()) -> list[Program]:
+def as_population(expressions: Iterable[object], names: Sequence[str] = ()) -> Population:
     """Convert expressions as `as_program` does; an error names the expression's index.
 
+    Expressions of one kind are converted together, which takes much less time than one by one.
+
     Raises:
-        InvalidArgumentError: if an expression cannot be converted, or if the argument is one text.
+        InvalidArgumentError: if an expression cannot be converted, or if the argument is one text
+            or an array of numbers.
 
     """
+    if isinstance(expressions, Population):
+        return expressions
     if isinstance(expressions, str | Program):
         raise InvalidArgumentError(
             "one expression stands where a list of expressions is wanted",
@@ -63,12 +53,63 @@ def as_programs(expressions: Iterable[object], names: Sequence[str] = ()) -> lis
             "Put it in a list",
             "expressions",
         )
-    names = tuple(names)
-    programs = []
-    for index, expression in enumerate(expressions):
+    listed, names = list(expressions), tuple(names)
+    kinds = set(map(type, listed))
+    if len(kinds) == 1:
+        return _converter(kinds.pop())(listed, names)
+    return _one_by_one(as_program)(listed, names)
+
+
+def _one_by_one(convert: Callable[[Any, Sequence[str]], Program]) -> Converter:
+    """Return the converter of many expressions from that of one."""
+
+    def converter(expressions: Sequence[object], names: Sequence[str]) -> Population:
+        programs: list[Program] = []
         try:
-            programs.append(as_program(expression, names))
+            for expression in expressions:
+                programs.append(convert(expression, names))  # noqa: PERF401 (counts for the error)
         except InvalidArgumentError as error:
-            error.expression = index
+            error.expression = len(programs)
             raise
-    return programs
+        return Population.of(programs)
+
+    return converter
+
+
+def _converter(kind: type) -> Converter:
+    """Return the converter of a type of expressions."""
+    if issubclass(kind, Program):
+        return lambda programs, _: Population.of(programs)  # type: ignore[arg-type]
+    if issubclass(kind, str):
+        return _one_by_one(lambda text, names: parser(tuple(names)).parse(text))
+    libraries = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
+    if "sympy" in libraries:
+        from warpfit.frontends.sympy import from_sympy
+
+        return _one_by_one(from_sympy)
+    if "deap" in libraries:
+        from warpfit.frontends import deap
+
+        return lambda trees, names: deap.population(trees, names=names)
+    if "gplearn" in libraries:
+        from warpfit.frontends import gplearn
+
+        return lambda programs, _: gplearn.population(programs)
+    raise _unknown(kind)
+
+
+def _unknown(kind: type) -> InvalidArgumentError:
+    if issubclass(kind, np.generic | np.ndarray | int | float):
+        return InvalidArgumentError(
+            "numbers stand where expressions are wanted",
+            "UNKNOWN_EXPRESSION_TYPE",
+            "Give texts such as 'x1 + p1'; data are uploaded first: client.upload(X, y)",
+            "expressions",
+        )
+    return InvalidArgumentError(
+        f"{kind.__name__} is no expression",
+        "UNKNOWN_EXPRESSION_TYPE",
+        "Give text, a Program, a SymPy expression, a DEAP PrimitiveTree or a gplearn program; "
+        "for pyoperon, PySR and Kozax warpfit.frontends has converters",
+        "expressions",
+    )

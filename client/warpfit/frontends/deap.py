@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.frontends.prefix import Node, from_prefix, operator_node
-from warpfit.ir import Program
+from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
+from warpfit.ir import Population, Program
 from warpfit.losses import as_function, as_loss
 from warpfit.ops import CONSTANT, VARIABLE
 
@@ -62,7 +62,17 @@ def from_deap(
             calls an automatically defined function (ADF).
 
     """
-    return _Converter(pset, operators or {}, tuple(names)).program(tree)
+    return population([tree], pset, operators, names)[0]
+
+
+def population(
+    trees: Sequence[Any],
+    pset: Any = None,
+    operators: Mapping[str, str] | None = None,
+    names: Sequence[str] = (),
+) -> Population:
+    """Convert DEAP trees, as `from_deap` does; an error names the tree's index."""
+    return _Converter(pset, operators or {}, tuple(names)).read(trees).population()
 
 
 class Evaluator:
@@ -131,31 +141,23 @@ class Evaluator:
         """
         if not individuals:
             return []
-        programs = self._programs(individuals)
+        converter = _Converter(self.pset, self.operators or {}, self.data.names)
+        prefix = converter.read(individuals)
+        programs = prefix.population()
         if self.fit_iterations:
-            losses = self._fit(individuals, programs)
+            losses = self._fit(individuals, prefix, programs)
         else:
             losses = self.client.evaluate(self.data, programs, loss=self.loss, rows=self.rows)
         return [(loss if np.isfinite(loss) else self._worst,) for loss in losses.tolist()]
 
-    def _programs(self, trees: Sequence[Any]) -> list[Program]:
-        converter = self._converter()
-        programs: list[Program] = []
-        try:
-            for tree in trees:
-                programs.append(converter.program(tree))  # noqa: PERF401 (counts for the error)
-        except InvalidArgumentError as error:
-            error.expression = len(programs)
-            raise
-        return programs
-
-    def _converter(self) -> _Converter:
-        return _Converter(self.pset, self.operators or {}, self.data.names)
-
-    def _fit(self, trees: Sequence[Any], programs: Sequence[Program]) -> NDArray[np.float64]:
-        lifted, starts = zip(*(program.lift_constants() for program in programs), strict=True)
-        converter = self._converter()
-        ephemeral = [_ephemeral_places(tree, converter) for tree in trees]
+    def _fit(
+        self, trees: Sequence[Any], prefix: PrefixTrees, programs: Population
+    ) -> NDArray[np.float64]:
+        lifted, starts = programs.lift_constants()
+        # Leaves have the same order in prefix and in postfix.
+        constants = np.flatnonzero(prefix.codes[prefix.kinds] == CONSTANT)
+        is_ephemeral = np.array([_is_ephemeral(entry) for entry in prefix.objects], dtype=bool)
+        ephemeral = is_ephemeral[prefix.kinds[constants]]
         fit = self.client.optimize(
             self.data,
             lifted,
@@ -163,30 +165,29 @@ class Evaluator:
             loss=self.loss,
             rows=self.rows,
             max_iterations=self.fit_iterations,
-            fixed=[[place is None for place in places] for places in ephemeral],
+            fixed=np.split(~ephemeral, np.cumsum(list(map(len, starts)))[:-1]),
         )
-        for tree, places, values in zip(trees, ephemeral, fit.parameters, strict=True):
-            for place, value in zip(places, values.tolist(), strict=True):
-                if place is not None:
-                    # Parents and children share their nodes.
-                    tree[place] = copy.copy(tree[place])
-                    tree[place].value = value
+        ends = np.cumsum(prefix.lengths)
+        owners = np.searchsorted(ends, constants, side="right")
+        places = constants - (ends - prefix.lengths)[owners]
+        values = np.concatenate(fit.parameters)
+        chosen = (array[ephemeral].tolist() for array in (owners, places, values))
+        for owner, place, value in zip(*chosen, strict=True):
+            tree = trees[owner]
+            # Parents and children share their nodes.
+            tree[place] = copy.copy(tree[place])
+            tree[place].value = value
         return fit.loss
 
 
-def _ephemeral_places(tree: Any, converter: _Converter) -> list[int | None]:
-    """Return the place of each constant of a tree if it is an ephemeral one, else None."""
+def _is_ephemeral(entry: Any) -> bool:
     from deap.gp import MetaEphemeral
 
-    return [
-        place if isinstance(type(node), MetaEphemeral) else None
-        for place, node in enumerate(tree)
-        if converter.node(node)[0] == CONSTANT
-    ]
+    return isinstance(type(entry), MetaEphemeral)
 
 
 class _Converter:
-    """Converts trees of one primitive set; each name is looked up once."""
+    """Converts trees of one primitive set."""
 
     def __init__(self, pset: Any, operators: Mapping[str, str], names: Sequence[str]) -> None:
         self.context: Mapping[str, Any] | None = None if pset is None else pset.context
@@ -194,22 +195,18 @@ class _Converter:
         self.operators = operators
         self.arguments = _indices(() if pset is None else pset.arguments)
         self.variables = _indices(names)
-        self._known: dict[tuple[str, int], Node] = {}
 
-    def program(self, tree: Any) -> Program:
-        return from_prefix(map(self.node, tree))
+    def read(self, trees: Sequence[Any]) -> PrefixTrees:
+        """Read trees, whose nodes in common are converted once."""
+        return PrefixTrees.of(trees, self._node)
 
-    def node(self, entry: Any) -> Node:
+    def _node(self, entry: Any) -> Node:
         arity = getattr(entry, "arity", None)
         if arity is None:
             raise _adf("an individual of several trees")
         if arity == 0 and not isinstance(entry.value, str):
             return CONSTANT, _number(entry.value, entry.name), 0
-        key = entry.name if arity else entry.value, arity
-        node = self._known.get(key)
-        if node is None:
-            node = self._known[key] = self._primitive(entry) if arity else self._named(entry)
-        return node
+        return self._primitive(entry) if arity else self._named(entry)
 
     def _primitive(self, entry: Any) -> Node:
         name = entry.name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from warpfit.frontends.prefix import Node, from_prefix, operator_node
-from warpfit.ir import Program
+from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
+from warpfit.ir import Population, Program
 from warpfit.ops import CONSTANT, VARIABLE
 
 #: gplearn's functions that do not mean what the operator of the same name means.
@@ -28,14 +28,17 @@ def from_gplearn(program: Any, operators: Mapping[str, str] | None = None) -> Pr
         InvalidArgumentError: if a function is unknown.
 
     """
+    return population([program], operators)[0]
+
+
+def population(programs: Sequence[Any], operators: Mapping[str, str] | None = None) -> Population:
+    """Convert gplearn programs, as `from_gplearn` does; an error names the program's index."""
     functions = {**FUNCTIONS, **(operators or {})}
-    tree = getattr(program, "_program", program).program
-    return from_prefix(_node(entry, functions) for entry in tree)
 
+    def node(entry: Any) -> Node:
+        if hasattr(entry, "arity"):
+            return operator_node(entry.name, entry.arity, functions, "gplearn")
+        return CONSTANT if isinstance(entry, float) else VARIABLE, float(entry), 0
 
-def _node(entry: Any, functions: Mapping[str, str]) -> Node:
-    if hasattr(entry, "arity"):
-        return operator_node(entry.name, entry.arity, functions, "gplearn")
-    if isinstance(entry, float):
-        return CONSTANT, float(entry), 0
-    return VARIABLE, float(entry), 0
+    trees = [getattr(program, "_program", program).program for program in programs]
+    return PrefixTrees.of(trees, node).population()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.grammar import INFIX
-from warpfit.frontends.prefix import Node, from_prefix, operator_node
+from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, VARIABLE
 
@@ -58,7 +58,8 @@ def from_kozax(
     leaves = [strings[index] for index in sorted(strings) if not strategy.slots[index]]
     indices = {name: index for index, name in enumerate(names or leaves)}
     functions = {**SYMBOLS, **(operators or {})}
-    return from_prefix(_nodes(tree, strings, indices, functions))
+    nodes = _nodes(tree, strings, indices, functions)
+    return PrefixTrees.of([nodes], tuple).population()[0]
 
 
 def _nodes(

@@ -1,49 +1,162 @@
-"""Conversion of trees in prefix order, which several front ends share."""
+"""Conversion of trees in prefix order, which several front ends share: many trees at once.
+
+The nodes of all trees are looked at in one pass. Trees share most of their nodes, and each object
+is converted once; the rest is done with whole arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
-from warpfit.errors import InvalidArgumentError
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions.grammar import ALIASES, CHAINED
-from warpfit.ir import Program
-from warpfit.ops import BY_CODE, OPERATORS
+from warpfit.ir import Population
+from warpfit.ops import ARITIES, OPERATORS
 
 #: Code, value and number of operands of one node; a leaf has no operands.
 Node = tuple[int, float, int]
 
 
-def from_prefix(nodes: Iterable[Node]) -> Program:
-    """Turn a tree in prefix order into a program.
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixTrees:
+    """Trees in prefix order as flat arrays.
 
     A node of an operator may have more operands than the operator's arity: a chain from the left.
+    """
+
+    lengths: NDArray[np.int64]
+    """Nodes of each tree; [trees]."""
+    objects: Sequence[Any]
+    """The different objects among the nodes."""
+    kinds: NDArray[np.intp]
+    """Index of each node's object in ``objects``; [nodes]."""
+    codes: NDArray[np.uint8]
+    """Token code of each object; [objects]."""
+    values: NDArray[np.float64]
+    """Value of each object; [objects]."""
+    operands: NDArray[np.int64]
+    """Number of operands of each object; [objects]."""
+
+    @classmethod
+    def of(cls, trees: Sequence[Sequence[Any]], node: Callable[[Any], Node]) -> PrefixTrees:
+        """Read trees.
+
+        Args:
+            trees: the objects of each tree in prefix order.
+            node: converts one object.
+
+        Raises:
+            InvalidArgumentError: what ``node`` raises, with the index of the tree.
+
+        """
+        entries = list(chain.from_iterable(trees))
+        identities = list(map(id, entries))
+        different = dict(zip(identities, entries, strict=True))
+        lengths = np.fromiter(map(len, trees), np.int64, len(trees))
+        nodes: list[Node] = []
+        try:
+            nodes.extend(map(node, different.values()))
+        except InvalidArgumentError as error:
+            first = identities.index(list(different)[len(nodes)])
+            error.expression = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
+            raise
+        number = dict(zip(different, range(len(different)), strict=True))
+        return cls(
+            lengths,
+            list(different.values()),
+            np.fromiter(map(number.__getitem__, identities), np.intp, len(identities)),
+            np.array([code for code, _, _ in nodes], dtype=np.uint8),
+            np.array([value for _, value, _ in nodes], dtype=np.float64),
+            np.array([operands for _, _, operands in nodes], dtype=np.int64),
+        )
+
+    def population(self) -> Population:
+        """Return the programs.
+
+        Raises:
+            ProgramError: if the nodes of a tree are not one whole tree.
+
+        """
+        operands, kinds, lengths = self.operands, self.kinds, self.lengths
+        arities = ARITIES[self.codes]
+        # A chain of k operands is k - 1 operators of two, one below the other.
+        repeats = np.where(operands > arities, operands - arities + 1, 1)
+        if (repeats > 1).any():
+            operands = np.where(repeats > 1, arities, operands)
+            trees = np.repeat(np.arange(len(lengths)), lengths)
+            lengths = np.bincount(trees, repeats[kinds], len(lengths)).astype(np.int64)
+            kinds = np.repeat(kinds, repeats[kinds])
+        operands = operands[kinds]
+        order = postfix_order(operands, lengths)
+        kinds = kinds[order]
+        return Population(self.codes[kinds], self.values[kinds], lengths.astype(np.uint32))
+
+
+def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the nodes of trees in prefix order in the order of postfix.
+
+    The number of operands that are missing after each node tells where its subtree ends: at the
+    next node after which one less is missing than before it. A node stands in postfix where the
+    subtrees that end before it are, plus the rest of its own.
+
+    Args:
+        operands: number of operands of each node, prefix order, [nodes].
+        lengths: nodes of each tree, [trees].
 
     Raises:
-        ProgramError: if the nodes are not one whole tree.
+        ProgramError: if the nodes of a tree are not one whole tree.
 
     """
-    codes: list[int] = []
-    values: list[float] = []
-    unfinished: list[list[int]] = []
-    for code, value, operands in nodes:
-        if operands:
-            unfinished.append([code, operands, 0])
-            continue
-        codes.append(code)
-        values.append(value)
-        while unfinished:
-            parent = unfinished[-1]
-            parent[2] += 1
-            if parent[2] >= BY_CODE[parent[0]].arity:
-                codes.append(parent[0])
-                values.append(0.0)
-            if parent[2] < parent[1]:
-                break
-            unfinished.pop()
-    for code, *_ in reversed(unfinished):
-        codes.append(code)
-        values.append(0.0)
-    return Program(codes, values)
+    count = len(operands)
+    missing = np.cumsum(operands - 1)
+    ends = np.cumsum(lengths)
+    # Each tree lowers the sum by one.
+    before = missing + np.repeat(np.arange(len(lengths)), lengths) + 2 - operands
+    after = before + operands - 1
+    _check_whole(before, after, ends, lengths)
+    # Ends and beginnings, sorted by what is missing and then by place: each beginning is followed
+    # by the end of its subtree. NumPy sorts 16-bit integers by radix.
+    events = np.empty((count, 2), dtype=np.int16 if after.max() < 2**15 - 1 else np.int64)
+    events[:, 0], events[:, 1] = before - 1, after
+    order = np.argsort(events.ravel(), kind="stable")
+    is_end = (order & 1).astype(bool)
+    next_end = order[is_end][np.cumsum(is_end) - is_end] >> 1
+    end = np.empty(count, dtype=np.int64)
+    end[order[~is_end] >> 1] = next_end[~is_end]
+    ended = np.cumsum(np.bincount(end, minlength=count))
+    ended[1:] = ended[:-1]
+    ended[:1] = 0
+    result = np.empty(count, dtype=np.int64)
+    nodes = np.arange(count)
+    result[ended + end - nodes] = nodes
+    return result
+
+
+def _check_whole(
+    before: NDArray[np.int64],
+    after: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> None:
+    """Check that each tree has all operands and nothing behind its end."""
+    if lengths.all() and before.min(initial=1) >= 1 and not after[ends - 1].any():
+        return
+    bad = lengths == 0
+    bad[lengths > 0] = after[ends[lengths > 0] - 1] != 0
+    bad[np.repeat(np.arange(len(lengths)), lengths)[before < 1]] = True
+    raise ProgramError(
+        "the nodes are not one whole tree",
+        "STACK_LEFTOVERS",
+        "Give every operator its operands, and nothing behind them",
+        "expressions",
+        int(bad.argmax()),
+    )
 
 
 def operator_node(name: str, operands: int, names: Mapping[str, str], library: str) -> Node:

@@ -7,7 +7,7 @@ import pytest
 
 from warpfit import Program, parse
 from warpfit.calls import batches
-from warpfit.calls.batches import BatchCache
+from warpfit.calls.batches import PopulationCache
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.parameter_vectors import ParameterVectors
 
@@ -23,7 +23,7 @@ def assert_batch_of(programs, batch):
 
 
 def test_the_same_programs_are_joined_once():
-    cache, programs = BatchCache(), parsed(*TEXTS)
+    cache, programs = PopulationCache(), parsed(*TEXTS)
     first = cache.of(programs)
     assert_batch_of(programs, first)
     assert cache.of(list(programs)) is first
@@ -31,7 +31,7 @@ def test_the_same_programs_are_joined_once():
 
 @pytest.mark.parametrize("place", range(4))
 def test_other_programs_are_another_batch(place):
-    cache, programs = BatchCache(), parsed(*TEXTS)
+    cache, programs = PopulationCache(), parsed(*TEXTS)
     cache.of(programs)
     other = [*programs[:place], parse("exp(x1)"), *programs[place + 1 :]]
     assert_batch_of(other, cache.of(other))
@@ -41,7 +41,7 @@ def test_other_programs_are_another_batch(place):
 
 
 def test_only_the_last_small_batches_are_kept(monkeypatch):
-    cache, first = BatchCache(), parsed(*TEXTS)
+    cache, first = PopulationCache(), parsed(*TEXTS)
     batch = cache.of(first)
     for index in range(batches._MOST_BATCHES - 1):
         cache.of(parsed(f"x{index + 1}", "x2"))
@@ -54,7 +54,7 @@ def test_only_the_last_small_batches_are_kept(monkeypatch):
 
 
 def test_threads_share_a_cache():
-    cache, failures = BatchCache(), []
+    cache, failures = PopulationCache(), []
     lists = [parsed(f"x{index} + p1", "x1") for index in range(1, 13)]
 
     def work(programs):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.frontends import as_program, as_programs
+from warpfit.frontends import as_program, as_population
 from warpfit.ir import Program
 
 HEAVY = ("sympy", "deap", "gplearn", "sklearn", "pandas", "scipy", "numba")
@@ -30,8 +30,8 @@ def test_other_things_are_refused(thing):
 def test_lists_of_mixed_expressions():
     sympy = pytest.importorskip("sympy")
     mixed = ["x1 * b", Program.parameter(0), sympy.Symbol("b")]
-    assert list(map(str, as_programs(mixed, ["a", "b"]))) == ["x1 * x2", "p1", "x2"]
-    assert as_programs(iter(["x1"])) == [Program.variable(0)]
+    assert list(map(str, as_population(mixed, ["a", "b"]))) == ["x1 * x2", "p1", "x2"]
+    assert list(as_population(iter(["x1"]))) == [Program.variable(0)]
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,21 @@ def test_lists_of_mixed_expressions():
 )
 def test_errors_name_the_expression(bad, reason):
     with pytest.raises(InvalidArgumentError, match="expression 2") as caught:
-        as_programs(["x1", "x2", bad])
+        as_population(["x1", "x2", bad])
     assert (caught.value.expression, caught.value.reason) == (2, reason)
 
 
 @pytest.mark.parametrize("thing", ["x1", Program.variable(0)])
 def test_one_expression_is_no_list(thing):
     with pytest.raises(InvalidArgumentError) as caught:
-        as_programs(thing)
+        as_population(thing)
     assert caught.value.reason == "NOT_A_LIST"
 
 
 def test_imports_stay_light():
     script = (
         "import sys, warpfit.parse, warpfit.expressions.printing, warpfit.frontends as f;"
-        "f.as_programs(['x1 + sin(p1)']);"
+        "f.as_population(['x1 + sin(p1)']);"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     done = subprocess.run(
