@@ -60,10 +60,12 @@ class Program:
         self._codes, self._values = code_array.tobytes(), value_array.tobytes()
 
     @classmethod
-    def _unchecked(cls, codes: NDArray[np.uint8], values: NDArray[np.float64]) -> Program:
-        """Make a program of tokens that are known to be well-formed."""
+    def _unchecked(
+        cls, codes: bytes | NDArray[np.uint8], values: bytes | NDArray[np.float64]
+    ) -> Program:
+        """Make a program of tokens, or their bytes, that are known to be well-formed."""
         program = object.__new__(cls)
-        program._codes, program._values = codes.tobytes(), values.tobytes()
+        program._codes, program._values = bytes(codes), bytes(values)
         return program
 
     @cached_property
@@ -112,17 +114,14 @@ class Program:
                 "WRONG_ARITY",
                 "Give each operand of the operator",
             )
-        root = cls._unchecked(np.array([op.code], dtype=np.uint8), np.zeros(1))
-        pieces = [*operands, root]
+        root = bytes([op.code]), bytes(8)
+        pieces = [(operand._codes, operand._values) for operand in operands]
         if is_chain:
-            pieces = [
-                operands[0],
-                *(piece for operand in operands[1:] for piece in (operand, root)),
-            ]
-        return cls._unchecked(
-            np.concatenate([piece.codes for piece in pieces]),
-            np.concatenate([piece.values for piece in pieces]),
-        )
+            pieces = [pieces[0], *(part for piece in pieces[1:] for part in (piece, root))]
+        else:
+            pieces.append(root)
+        codes, values = zip(*pieces, strict=True)
+        return cls._unchecked(b"".join(codes), b"".join(values))
 
     def __len__(self) -> int:
         """Count the tokens."""
@@ -275,9 +274,9 @@ class Population(Sequence[Program]):
 
         """
         self._check_structure()
-        ends = self.starts.tolist()
-        for start, stop in pairwise(ends):
-            yield Program._unchecked(self.codes[start:stop], self.values[start:stop])
+        codes, values = self.codes.tobytes(), self.values.tobytes()
+        for start, stop in pairwise(self.starts.tolist()):
+            yield Program._unchecked(codes[start:stop], values[8 * start : 8 * stop])
 
     def __add__(self, other: Population) -> Population:
         """Join two populations."""

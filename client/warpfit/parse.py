@@ -33,39 +33,60 @@ from __future__ import annotations
 import difflib
 import re
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, Generic, NoReturn, TypeVar
+from types import MappingProxyType
+from typing import Final, NoReturn
 
-import numpy as np
-
-from warpfit.errors import ParseError
+from warpfit.errors import InvalidArgumentError, ParseError
 from warpfit.expressions.grammar import (
     ALIASES,
     CHAINED,
     COMPARISONS,
     CONSTANTS,
+    IDENTIFIER,
     INDEXED,
     INFIX,
     PREFIX,
     RIGHT_ASSOCIATIVE,
     TOKEN,
+    WORDS,
 )
+from warpfit.expressions.macros import STANDARD, Macro, Macros
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
-T = TypeVar("T")
-
-_SPACE: Final = re.compile(r"\s*")
-_PARENTHESES: Final = re.compile(r"[()]|`(?:[^`]|``)*`")
-
-#: Longest text, and longest call or group in parentheses, that a parser caches, in characters.
-_LONGEST_TEXT: Final = 4096
-_LONGEST_GROUP: Final = 256
-#: Numbers of texts and of groups that a parser caches.
+#: Texts that a parser caches: their number, and the longest in characters.
 _MOST_TEXTS: Final = 4096
-_MOST_GROUPS: Final = 16384
+_LONGEST_TEXT: Final = 4096
+#: Names whose tokens a parser caches.
+_MOST_LEAVES: Final = 4096
+
+_DIGITS: Final = frozenset("0123456789")
+_NEGATION: Final = PREFIX["-"]
+#: What is on the stack for an open group; no operator has such a low precedence.
+_OPEN: Final = (-1, 0, -1)
+_COMPARISON_CODES: Final = frozenset(OPERATORS[name].code for name in COMPARISONS)
+
+
+def _infix(row: Operator) -> tuple[int, int, int]:
+    """Return the precedence above which an infix operator lets others go first, its own, its code.
+
+    Operators of the same precedence go first, too, unless they associate to the right or do not
+    chain.
+    """
+    alone = row.name in RIGHT_ASSOCIATIVE or row.name in COMPARISONS
+    return row.precedence if alone else row.precedence - 1, row.precedence, row.code
+
+
+_INFIX: Final = {symbol: _infix(row) for symbol, row in INFIX.items()}
+#: Symbols before which a minus is an operator, not the sign of the number between.
+_BEFORE_MINUS: Final = frozenset(s for s, row in _INFIX.items() if row[0] >= _NEGATION.precedence)
+
+_MACROS: Final = Macros()
+_MACROS_LOCK: Final = threading.RLock()
 
 
 def parse(text: str, names: Sequence[str] = ()) -> Program:
@@ -88,80 +109,120 @@ def parser(names: tuple[str, ...] = ()) -> Parser:
     return Parser(names)
 
 
-class _Cache(Generic[T]):
-    """Cache by text in two halves; when the younger is full, the older is dropped.
+def define(name: str, text: str) -> None:
+    """Define a function of one's own, for all expressions of this process.
 
-    Each step is one atomic operation on a dict, so threads can share it; a race costs a miss.
+    ::
+
+        warpfit.define("sinc", "where(a == 0, 1, sin(a)/a)")
+        client.evaluate(data, ["sinc(x1)"])
+
+    The function is replaced by the operators that it is written with before anything is sent, so
+    that every server computes it, with its derivatives. It is known by its name in texts, and to
+    the front ends of other libraries. A later definition of the same name replaces it.
+
+    Args:
+        name: the function's name.
+        text: an expression over its operands ``a``, ``b`` and ``c``; it may call functions that
+            are defined already, but not itself.
+
+    Raises:
+        ParseError: if the text is no expression.
+        InvalidArgumentError: if the name is an operator's or no name, if the operands are not a,
+            a and b, or a, b and c, or if the function is too long.
+
     """
+    if not IDENTIFIER.fullmatch(name) or name in {*OPERATORS, *ALIASES, *WORDS}:
+        raise InvalidArgumentError(
+            f"{name!r} cannot be the name of a function",
+            "BAD_NAME",
+            "Give a name of letters, digits and _ that no operator has; OPERATORS.md lists theirs",
+            "name",
+        )
+    if re.search(rf"\b{name}\s*\(", text):
+        raise InvalidArgumentError(
+            f"{name!r} calls itself", "RECURSION", "Write it without a call of itself", "text"
+        )
+    program = Parser(("a", "b", "c"), indexed=False).parse(text)
+    with _MACROS_LOCK:
+        code = _MACROS.free_code(name)
+        tokens = program.codes.tolist(), program.values.tolist()
+        _MACROS.add(Macro.of(name, text, *tokens, code))
+        parser.cache_clear()
 
-    def __init__(self, capacity: int) -> None:
-        self._half = capacity // 2
-        self._young: dict[str, T] = {}
-        self._old: dict[str, T] = {}
 
-    def get(self, text: str) -> T | None:
-        found = self._young.get(text)
-        if found is None:
-            found = self._old.get(text)
-            if found is not None:
-                self.put(text, found)
-        return found
+def function(name: str) -> Operator | Macro | None:
+    """Return the operator or macro of a name or alias; None if there is none."""
+    name = ALIASES.get(name, name)
+    found = OPERATORS.get(name) or _MACROS.by_name.get(name)
+    if found is None and name in STANDARD:
+        with _MACROS_LOCK:
+            if name not in _MACROS.by_name:
+                define(name, STANDARD[name])
+        found = _MACROS.by_name[name]
+    return found
 
-    def put(self, text: str, value: T) -> None:
-        if len(self._young) >= self._half:
-            self._old, self._young = self._young, {}
-        self._young[text] = value
+
+def function_names() -> list[str]:
+    """Return the names of all operators and macros."""
+    return [*OPERATORS, *dict.fromkeys([*STANDARD, *_MACROS.by_name])]
+
+
+def macro_of(code: int) -> Macro | None:
+    """Return the macro that has a token code while a tree is converted, or None."""
+    return _MACROS.by_code.get(code)
 
 
 class Parser:
-    """Parser for one list of variable names, with bounded caches; threads can share it.
+    """Parser for one list of variable names, with bounded caches; threads can share it."""
 
-    The tokens of each text, call and group in parentheses are cached, because successive
-    generations of genetic programming repeat most of their subtrees.
-    """
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        functions: Mapping[str, Macro] = MappingProxyType({}),
+        *,
+        indexed: bool = True,
+    ) -> None:
+        """Take the names of variables and what functions mean.
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        """Take the names of the data set's variables in order, all different, or none."""
+        Args:
+            names: names of the data set's variables in order, all different, or none.
+            functions: macros that take precedence over the operators of their names.
+            indexed: whether x1 and p1 are variables and parameters.
+
+        """
         self.names = tuple(names)
+        self.indexed = indexed
         self.variables = {name: float(index) for index, name in enumerate(self.names)}
-        self.groups: _Cache[tuple[list[int], list[float]]] = _Cache(_MOST_GROUPS)
-        self._texts: _Cache[Program] = _Cache(_MOST_TEXTS)
+        self.leaves = {name: (VARIABLE, index) for name, index in self.variables.items()}
+        self.leaves = {name: leaf for name, leaf in self.leaves.items() if name not in INFIX}
+        self._functions = functions
+        self._cached = lru_cache(_MOST_TEXTS)(self._parse)
 
     def parse(self, text: str) -> Program:
         """Parse one expression, as `warpfit.parse.parse`."""
-        program = self._texts.get(text)
-        if program is None:
-            codes, values = _Reader(self, text).read()
-            program = Program._unchecked(np.array(codes, dtype=np.uint8), np.array(values))
-            if len(text) <= _LONGEST_TEXT:
-                self._texts.put(text, program)
-        return program
+        return self._cached(text) if len(text) <= _LONGEST_TEXT else self._parse(text)
+
+    def function(self, name: str) -> Operator | Macro | None:
+        """Return the operator or macro that a name means."""
+        return self._functions.get(name) or function(name)
+
+    def _parse(self, text: str) -> Program:
+        codes, values = _Reader(self, text).read()
+        return Program._unchecked(bytes(codes), array("d", values).tobytes())
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A prefix or infix operator whose last operand is still being read."""
-
-    row: Operator
-    start: int
-    """Number of tokens written before the operator was read."""
-    before_number: bool = False
-    """Whether the operand begins with a number."""
-
-
-@dataclass(slots=True)
 class _Group:
     """An open call or group in parentheses."""
 
-    row: Operator | None
-    """Operator that is called; None for a group."""
-    position: int
-    """Index of its first character."""
-    first_pending: int
-    """Index of the first pending operator inside it."""
-    start: int
-    """Number of tokens written before it."""
-    operands: int = 1
+    __slots__ = ("first", "operands", "row")
+
+    def __init__(self, row: Operator | Macro | None, first: int) -> None:
+        self.row = row
+        """What is called; None for a group."""
+        self.first = first
+        """Index of its first token of the text."""
+        self.operands = 1
 
 
 class _Reader:
@@ -170,226 +231,228 @@ class _Reader:
     def __init__(self, parser: Parser, text: str) -> None:
         self.parser = parser
         self.text = text
+        self.tokens = [*TOKEN.findall(text), "", ""]
         self.at = 0
         self.codes: list[int] = []
         self.values: list[float] = []
-        self.pending: list[_Pending] = []
-        self.group = _Group(None, 0, 0, 0)
-        self.outer: list[_Group] = []
-        self.closing = _closing(text)
-        self.wants_operand = True
+        #: Operators whose last operand is still being read: precedence, code, and the number of
+        #: tokens before; `_OPEN` for each open group.
+        self.stack: list[tuple[int, int, int]] = [_OPEN]
+        self.groups: list[_Group] = []
 
     def read(self) -> tuple[list[int], list[float]]:
         """Return the token codes and values of the text."""
+        tokens, leaves, stack = self.tokens, self.parser.leaves, self.stack
+        codes, values = self.codes, self.values
+        wants_operand, at = True, 0
         while True:
-            match = TOKEN.match(self.text, self.at)
-            if match is None:
-                self._bad_character()
-            kind = str(match.lastgroup)
-            token, position = match[kind], match.start(kind)
-            self.at = match.end()
-            if self.wants_operand:
-                self._operand(kind, token, position)
-            elif kind == "end":
-                break
+            token = tokens[at]
+            at += 1
+            if wants_operand:
+                leaf = leaves.get(token)
+                if leaf is not None and tokens[at] != "(":
+                    codes.append(leaf[0])
+                    values.append(leaf[1])
+                    wants_operand = False
+                else:
+                    self.at = at
+                    wants_operand = self._operand(token)
+                    at = self.at
+                continue
+            infix = _INFIX.get(token)
+            if infix is not None:
+                first, precedence, code = infix
+                while stack[-1][0] > first:
+                    codes.append(stack.pop()[1])
+                    values.append(0.0)
+                if stack[-1][1] in _COMPARISON_CODES and code in _COMPARISON_CODES:
+                    remedy = "Write 'a < b and b < c', or put one comparison in parentheses"
+                    self._fail("comparisons do not chain", "CHAINED_COMPARISON", remedy, at - 1)
+                stack.append((precedence, code, -1))
+                wants_operand = True
+                continue
+            self.at = at
+            self._write_pending()
+            if token == ")":
+                self._close()
+            elif token == ",":
+                self._comma()
+                wants_operand = True
+            elif token:
+                self._missing_operator(token)
+            elif self.groups:
+                opened = self.groups[-1].first
+                self._fail("'(' is never closed", "UNBALANCED", "Add ')'", opened)
             else:
-                self._operator(token, position)
-        if self.outer:
-            self._fail("'(' is never closed", "UNBALANCED", "Add ')'", self.group.position)
-        self._reduce(-1)
-        return self.codes, self.values
+                return codes, values
 
-    def _operand(self, kind: str, token: str, position: int) -> None:
-        if kind == "number":
-            self._constant(_number(token))
-        elif kind == "quoted":
-            self._quoted(token, position)
-        elif token == "(":
-            self._open(None, position, self.at)
-        elif kind == "name" and (called := self._call(token, position)) is not None:
-            self._open(called, position, self.at)
-        elif token in PREFIX:
-            self.pending.append(_Pending(PREFIX[token], len(self.codes)))
-        elif kind == "name" and token not in INFIX:
-            self._name(token, position)
-        elif token != "+":
-            found = f"before {token!r}" if token else "at the end"
-            self._fail(
-                f"an operand is missing {found}",
-                "EXPECTED_OPERAND",
-                "Write a number, a variable, a parameter, a call or a group in parentheses",
-                position,
-            )
-
-    def _operator(self, token: str, position: int) -> None:
-        row = INFIX.get(token)
+    def _operand(self, token: str) -> bool:
+        """Read an operand that is no name; return whether an operand is still missing."""
+        if token[:1] in _DIGITS:
+            return self._constant(float(token))
+        if token == "(":
+            self._open(None, self.at - 1)
+            return True
+        if self.tokens[self.at] == "(" and token not in PREFIX and IDENTIFIER.fullmatch(token):
+            self._open(self._called(token), self.at - 1)
+            self.at += 1
+            return True
+        row = PREFIX.get(token)
         if row is not None:
-            self._infix(row, position)
-        elif token == ")":
-            self._close(position)
-        elif token == ",":
-            self._comma(position)
+            self.stack.append((row.precedence, row.code, len(self.codes)))
+            return True
+        return token == "+" or self._rare_operand(token)
+
+    def _rare_operand(self, token: str) -> bool:
+        if token[:1] == "`" and len(token) > 1:
+            self._leaf(token, *self._quoted(token))
+        elif token[:1] == "#" and len(token) > 1:
+            (value,) = struct.unpack(">d", bytes.fromhex(token[1:]))
+            self._constant(value)
+        elif IDENTIFIER.fullmatch(token) and token not in INFIX:
+            self._name(token)
+        elif _is_number(token):
+            self._constant(float(token))
+        elif token and token not in (*INFIX, ")", ","):
+            self._bad_character(token)
         else:
             self._fail(
-                f"an operator is missing before {token!r}",
-                "EXPECTED_OPERATOR",
-                "Write an operator between the operands; * is never left out",
-                position,
+                f"an operand is missing {f'before {token!r}' if token else 'at the end'}",
+                "EXPECTED_OPERAND",
+                "Write a number, a variable, a parameter, a call or a group in parentheses",
             )
+        return False
 
-    def _emit(self, code: int, value: float) -> None:
+    def _leaf(self, token: str, code: int, value: float) -> None:
+        if len(self.parser.leaves) < _MOST_LEAVES:
+            self.parser.leaves[token] = code, value
         self.codes.append(code)
         self.values.append(value)
-        self.wants_operand = False
 
-    def _constant(self, value: float) -> None:
-        if len(self.pending) > self.group.first_pending and self.pending[-1].start == len(
-            self.codes
-        ):
-            self.pending[-1].before_number = True
-        self._emit(CONSTANT, value)
+    def _constant(self, value: float) -> bool:
+        """Write a constant; a minus directly before it is its sign."""
+        _, code, before = self.stack[-1]
+        is_signed = code == _NEGATION.code and before == len(self.codes)
+        if is_signed and self.tokens[self.at] not in _BEFORE_MINUS:
+            self.stack.pop()
+            value = -value
+        self.codes.append(CONSTANT)
+        self.values.append(value)
+        return False
 
-    def _quoted(self, token: str, position: int) -> None:
+    def _quoted(self, token: str) -> tuple[int, float]:
         name = token[1:-1].replace("``", "`")
         if name not in self.parser.variables:
-            self._unknown(name, "variable", self.parser.names, position)
-        self._emit(VARIABLE, self.parser.variables[name])
+            self._unknown(name, "variable", self.parser.names)
+        return VARIABLE, self.parser.variables[name]
 
-    def _name(self, name: str, position: int) -> None:
-        indexed = INDEXED.fullmatch(name)
+    def _name(self, name: str) -> None:
+        indexed = INDEXED.fullmatch(name) if self.parser.indexed else None
         if name in self.parser.variables:
-            self._emit(VARIABLE, self.parser.variables[name])
+            self._leaf(name, VARIABLE, self.parser.variables[name])
         elif indexed and int(indexed[2]) < 2**31:
-            self._emit(VARIABLE if indexed[1] == "x" else PARAMETER, float(indexed[2]) - 1)
+            code = VARIABLE if indexed[1] == "x" else PARAMETER
+            self._leaf(name, code, float(indexed[2]) - 1)
         elif name in CONSTANTS:
             self._constant(CONSTANTS[name])
         else:
-            known = (*self.parser.names, *CONSTANTS, *OPERATORS)
-            self._unknown(name, "name", known, position)
+            known = (*self.parser.names, *CONSTANTS, *function_names())
+            self._unknown(name, "name", known)
 
-    def _call(self, name: str, position: int) -> Operator | None:
-        """Return the operator if ``name`` is called, and advance behind the parenthesis."""
-        opening = _SPACE.match(self.text, self.at)
-        after = self.at if opening is None else opening.end()
-        if not self.text.startswith("(", after) or name in PREFIX:
-            return None
-        row = OPERATORS.get(ALIASES.get(name, name))
+    def _called(self, name: str) -> Operator | Macro:
+        row = self.parser.function(name)
         if row is None:
-            self._unknown(name, "function", (*OPERATORS, *ALIASES), position)
-        self.at = after + 1
+            self._unknown(name, "function", (*function_names(), *ALIASES))
         return row
 
-    def _open(self, row: Operator | None, position: int, inside: int) -> None:
-        end = self.closing.get(inside - 1, len(self.text)) + 1
-        if end - position <= _LONGEST_GROUP:
-            known = self.parser.groups.get(self.text[position:end])
-            if known is not None:
-                self.codes += known[0]
-                self.values += known[1]
-                self.at, self.wants_operand = end, False
-                return
-        self.outer.append(self.group)
-        self.group = _Group(row, position, len(self.pending), len(self.codes))
+    def _open(self, row: Operator | Macro | None, first: int) -> None:
+        self.groups.append(_Group(row, first))
+        self.stack.append(_OPEN)
 
-    def _comma(self, position: int) -> None:
-        group = self.group
-        if group.row is None:
+    def _comma(self) -> None:
+        group = self.groups[-1] if self.groups else None
+        if group is None or group.row is None:
             remedy = "Only calls have commas; decimals are written with a point"
-            self._fail("',' stands outside a call", "UNEXPECTED_COMMA", remedy, position)
-        self._reduce(-1)
+            self._fail("',' stands outside a call", "UNEXPECTED_COMMA", remedy)
         if group.operands > 1 and group.row.name in CHAINED:
-            self._emit(group.row.code, 0.0)
+            self._apply(group.row)
         group.operands += 1
-        self.wants_operand = True
 
-    def _close(self, position: int) -> None:
-        if not self.outer:
-            self._fail("')' was never opened", "UNBALANCED", "Remove it, or add '('", position)
-        self._reduce(-1)
-        group = self.group
+    def _close(self) -> None:
+        if not self.groups:
+            self._fail("')' was never opened", "UNBALANCED", "Remove it, or add '('")
+        self.stack.pop()
+        group = self.groups.pop()
         if group.row is not None:
-            self._check_arity(group.row)
-            self._emit(group.row.code, 0.0)
-        self.group = self.outer.pop()
-        if self.at - group.position <= _LONGEST_GROUP:
-            tokens = self.codes[group.start :], self.values[group.start :]
-            self.parser.groups.put(self.text[group.position : self.at], tokens)
+            self._check_arity(group, group.row)
+            self._apply(group.row)
 
-    def _check_arity(self, row: Operator) -> None:
+    def _apply(self, row: Operator | Macro) -> None:
+        if isinstance(row, Macro):
+            row.apply(self.codes, self.values)
+        else:
+            self.codes.append(row.code)
+            self.values.append(0.0)
+
+    def _check_arity(self, group: _Group, row: Operator | Macro) -> None:
         chained = row.name in CHAINED
-        operands = self.group.operands
-        if operands != row.arity and not (chained and operands > row.arity):
+        if group.operands != row.arity and not (chained and group.operands > row.arity):
             wanted = f"{row.arity} or more" if chained else str(row.arity)
             plural = "s" if row.arity > 1 else ""
             self._fail(
-                f"{row.name} takes {wanted} operand{plural}, got {operands}",
+                f"{row.name} takes {wanted} operand{plural}, got {group.operands}",
                 "WRONG_ARITY",
                 f"Write {row.name}({', '.join(row.operands)})",
-                self.group.position,
+                group.first,
             )
 
-    def _infix(self, row: Operator, position: int) -> None:
-        right = row.name in RIGHT_ASSOCIATIVE
-        self._reduce(row.precedence if right or row.name in COMPARISONS else row.precedence - 1)
-        waiting = self.pending[-1].row if len(self.pending) > self.group.first_pending else None
-        if row.name in COMPARISONS and waiting is not None and waiting.name in COMPARISONS:
-            remedy = "Write 'a < b and b < c', or put one comparison in parentheses"
-            self._fail("comparisons do not chain", "CHAINED_COMPARISON", remedy, position)
-        self.pending.append(_Pending(row, len(self.codes)))
-        self.wants_operand = True
+    def _write_pending(self) -> None:
+        """Write the pending operators of this group."""
+        while self.stack[-1][0] >= 0:
+            self.codes.append(self.stack.pop()[1])
+            self.values.append(0.0)
 
-    def _reduce(self, precedence: int) -> None:
-        """Write the pending operators of this group with a higher precedence."""
-        while len(self.pending) > self.group.first_pending:
-            if self.pending[-1].row.precedence <= precedence:
-                return
-            last = self.pending.pop()
-            if last.before_number and last.row.name == "neg" and len(self.codes) == last.start + 1:
-                self.values[-1] = -self.values[-1]
-            else:
-                self._emit(last.row.code, 0.0)
-
-    def _unknown(self, name: str, what: str, known: Iterable[str], position: int) -> NoReturn:
+    def _unknown(self, name: str, what: str, known: Iterable[str]) -> NoReturn:
         close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
         remedy = f"Did you mean {' or '.join(close)}?" if close else self._known(what)
-        self._fail(f"unknown {what} {name!r}", f"UNKNOWN_{what.upper()}", remedy, position)
+        self._fail(f"unknown {what} {name!r}", f"UNKNOWN_{what.upper()}", remedy)
 
     def _known(self, what: str) -> str:
         if what == "function":
-            return f"Functions are {', '.join(OPERATORS)}"
+            return f"Functions are {', '.join(function_names())}; warpfit.define adds one"
         names = self.parser.names or ("x1", "x2", "...")
         listed = ", ".join([*names[:8], *["..."] * (len(names) > 8)])
         return f"Variables are {listed}; parameters are p1, p2, ..."
 
-    def _bad_character(self) -> NoReturn:
-        space = _SPACE.match(self.text, self.at)
-        position = self.at if space is None else space.end()
-        character = self.text[position]
+    def _missing_operator(self, token: str) -> NoReturn:
+        is_known = token in (*PREFIX, "(") or IDENTIFIER.match(token) or len(token) > 1
+        if not (is_known or _is_number(token)):
+            self._bad_character(token)
+        self._fail(
+            f"an operator is missing before {token!r}",
+            "EXPECTED_OPERATOR",
+            "Write an operator between the operands; * is never left out",
+        )
+
+    def _bad_character(self, character: str) -> NoReturn:
         remedy = {
             "=": "Write == to compare",
             "`": "Close the quoted name with another backtick",
             "[": "Use parentheses; variables are x1, x2, ...",
         }.get(character, "Remove it, or put a variable's name in backticks")
-        self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy, position)
+        self._fail(f"{character!r} has no meaning", "UNEXPECTED_CHARACTER", remedy)
 
-    def _fail(self, message: str, reason: str, remedy: str, position: int) -> NoReturn:
+    def _fail(self, message: str, reason: str, remedy: str, token: int | None = None) -> NoReturn:
+        """Raise the error of a token of the text, by default the one that was read last."""
+        places = [match.start(1) for match in TOKEN.finditer(self.text)]
+        position = [*places, len(self.text)][self.at - 1 if token is None else token]
         raise ParseError(message, reason, remedy, text=self.text, position=position)
 
 
-def _number(token: str) -> float:
-    if token.startswith("#"):
-        (value,) = struct.unpack(">d", bytes.fromhex(token[1:]))
-        return float(value)
-    return float(token)
-
-
-def _closing(text: str) -> dict[int, int]:
-    """Return the index of the closing parenthesis by that of the opening one."""
-    closing: dict[int, int] = {}
-    opened: list[int] = []
-    for match in _PARENTHESES.finditer(text):
-        if match[0] == "(":
-            opened.append(match.start())
-        elif match[0] == ")" and opened:
-            closing[opened.pop()] = match.start()
-    return closing
+def _is_number(token: str) -> bool:
+    """Tell a number from other tokens; digits of other scripts count as in Python."""
+    try:
+        float(token)
+    except ValueError:
+        return False
+    return True

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import operator
 import os
 import random
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import save
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 20261123
@@ -85,7 +85,7 @@ KINDS: dict[str, Callable[[int], list[Any]]] = {
 
 
 def serve() -> None:
-    """Convert what each line of the standard input asks for; print processor microseconds an expression."""
+    """Print the processor time, in microseconds an expression, of what each line asks for."""
     from warpfit.calls.arguments import build_evaluation
     from warpfit.calls.dataset_handle import DatasetHandle
     from warpfit.dataset import Dataset
@@ -161,10 +161,7 @@ def main() -> None:
         "rounds": options.rounds,
         "median_microseconds_an_expression": found,
     }
-    print(json.dumps(content, indent=2))
-    from harness import save
-
-    pass
+    save("conversion", content)
 
 
 if __name__ == "__main__":

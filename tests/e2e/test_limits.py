@@ -229,8 +229,10 @@ class TestMemory:
                 client.upload(np.zeros((self.ROWS + 1, 1)))
             assert (caught.value.needed, caught.value.available) == (self.ROWS + 1, self.ROWS)
             data = client.upload(X)
+            # The client sends such a batch in parts; one program is a part that is too large.
+            assert client.evaluate(data, [LONG] * 300).shape == (len(X), 300)
             with pytest.raises(warpfit.ResourceExhaustedError) as caught:
-                client.evaluate(data, [LONG] * 1000)
+                client.evaluate(data, ["p1*x1"], [np.ones((400_000, 1))])
             assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
     def test_the_least_recently_used_data_set_goes_and_comes_back_unseen(self, server):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.calls.arguments import Rows
-from warpfit.calls.batches import BatchCache, Parameters, build_batch
+from warpfit.calls.batches import Parameters, PopulationCache, build_batch
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import TextTable
 from warpfit.calls.fit_arguments import FitOptions
@@ -166,7 +166,7 @@ class SimplifyTask:
 
 def _programs(data: DatasetHandle, expressions: Any, parameters: Parameters) -> list[Program]:
     """Return the programs of a call with their parameters as constants."""
-    batch, _ = build_batch(expressions, parameters, data.names, BatchCache())
+    batch, _ = build_batch(expressions, parameters, data.names, PopulationCache())
     if batch.vectors > 1:
         raise InvalidArgumentError(
             f"{batch.vectors} parameter vectors for each expression",

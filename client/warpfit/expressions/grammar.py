@@ -67,11 +67,11 @@ _SYMBOLS: Final = sorted(
     key=len,
     reverse=True,
 )
-#: The next token of a text, after white space; the group that matches is its kind.
+#: The next token of a text, behind white space; a character that has no meaning is one, too.
 TOKEN: Final = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\#[0-9a-fA-F]{16})"
-    rf"|(?P<name>{IDENTIFIER.pattern})"
-    r"|(?P<quoted>`(?:[^`]|``)*`)"
-    rf"|(?P<symbol>{'|'.join(re.escape(symbol) for symbol in _SYMBOLS)})"
-    r"|(?P<end>\Z))"
+    r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\#[0-9a-fA-F]{16}"
+    rf"|{IDENTIFIER.pattern}"
+    r"|`(?:[^`]|``)*`"
+    rf"|{'|'.join(re.escape(symbol) for symbol in _SYMBOLS)}"
+    r"|\S)"
 )

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
+
 from warpfit.frontends.prefix import Node, PrefixTrees, operator_node
 from warpfit.ir import Population, Program
 from warpfit.ops import CONSTANT, VARIABLE
@@ -36,9 +38,11 @@ def population(programs: Sequence[Any], operators: Mapping[str, str] | None = No
     functions = {**FUNCTIONS, **(operators or {})}
 
     def node(entry: Any) -> Node:
-        if hasattr(entry, "arity"):
-            return operator_node(entry.name, entry.arity, functions, "gplearn")
-        return CONSTANT if isinstance(entry, float) else VARIABLE, float(entry), 0
+        if isinstance(entry, float):
+            return CONSTANT, entry, 0
+        if isinstance(entry, int | np.integer):
+            return VARIABLE, float(entry), 0
+        return operator_node(entry.name, entry.arity, functions, "gplearn")
 
     trees = [getattr(program, "_program", program).program for program in programs]
     return PrefixTrees.of(trees, node).population()

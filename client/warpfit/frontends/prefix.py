@@ -6,9 +6,10 @@ is converted once; the rest is done with whole arrays.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -56,21 +57,23 @@ class PrefixTrees:
 
         """
         entries = list(chain.from_iterable(trees))
-        identities = list(map(id, entries))
-        different = dict(zip(identities, entries, strict=True))
+        numbers: defaultdict[int, int] = defaultdict(count().__next__)
+        kinds = np.fromiter(map(numbers.__getitem__, map(id, entries)), np.intp, len(entries))
+        first = np.empty(len(numbers), dtype=np.int64)
+        first[kinds[::-1]] = np.arange(len(entries))[::-1]
+        objects = [entries[place] for place in first.tolist()]
         lengths = np.fromiter(map(len, trees), np.int64, len(trees))
         nodes: list[Node] = []
         try:
-            nodes.extend(map(node, different.values()))
+            nodes.extend(map(node, objects))
         except InvalidArgumentError as error:
-            first = identities.index(list(different)[len(nodes)])
-            error.expression = int(np.searchsorted(np.cumsum(lengths), first, side="right"))
+            place = first[len(nodes)]
+            error.expression = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
             raise
-        number = dict(zip(different, range(len(different)), strict=True))
         return cls(
             lengths,
-            list(different.values()),
-            np.fromiter(map(number.__getitem__, identities), np.intp, len(identities)),
+            objects,
+            kinds,
             np.array([code for code, _, _ in nodes], dtype=np.uint8),
             np.array([value for _, value, _ in nodes], dtype=np.float64),
             np.array([operands for _, _, operands in nodes], dtype=np.int64),
@@ -113,7 +116,7 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
         ProgramError: if the nodes of a tree are not one whole tree.
 
     """
-    count = len(operands)
+    size = len(operands)
     missing = np.cumsum(operands - 1)
     ends = np.cumsum(lengths)
     # Each tree lowers the sum by one.
@@ -122,18 +125,18 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     _check_whole(before, after, ends, lengths)
     # Ends and beginnings, sorted by what is missing and then by place: each beginning is followed
     # by the end of its subtree. NumPy sorts 16-bit integers by radix.
-    events = np.empty((count, 2), dtype=np.int16 if after.max() < 2**15 - 1 else np.int64)
+    events = np.empty((size, 2), dtype=np.int16 if after.max() < 2**15 - 1 else np.int64)
     events[:, 0], events[:, 1] = before - 1, after
     order = np.argsort(events.ravel(), kind="stable")
     is_end = (order & 1).astype(bool)
     next_end = order[is_end][np.cumsum(is_end) - is_end] >> 1
-    end = np.empty(count, dtype=np.int64)
+    end = np.empty(size, dtype=np.int64)
     end[order[~is_end] >> 1] = next_end[~is_end]
-    ended = np.cumsum(np.bincount(end, minlength=count))
+    ended = np.cumsum(np.bincount(end, minlength=size))
     ended[1:] = ended[:-1]
     ended[:1] = 0
-    result = np.empty(count, dtype=np.int64)
-    nodes = np.arange(count)
+    result = np.empty(size, dtype=np.int64)
+    nodes = np.arange(size)
     result[ended + end - nodes] = nodes
     return result
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.frontends import as_program, as_population
+from warpfit.frontends import as_population, as_program
 from warpfit.ir import Program
 
 HEAVY = ("sympy", "deap", "gplearn", "sklearn", "pandas", "scipy", "numba")
