@@ -15,7 +15,7 @@ from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
-from warpfit.dataset import Dataset
+from warpfit.dataset import ClientDataset
 from warpfit.errors import WarpfitError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address, Target, target_of
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class AsyncUploadedDataset(DatasetHandle):
     """Handle that releases the data set when its ``async with`` block ends."""
 
-    def __init__(self, dataset: Dataset, client: AsyncClient) -> None:
+    def __init__(self, dataset: ClientDataset, client: AsyncClient) -> None:
         super().__init__(dataset)
         self._client = client
 

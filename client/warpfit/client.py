@@ -16,7 +16,7 @@ from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
-from warpfit.dataset import Dataset
+from warpfit.dataset import ClientDataset
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address, Target, target_of
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class UploadedDataset(DatasetHandle):
     """Handle that releases the data set when its ``with`` block ends."""
 
-    def __init__(self, dataset: Dataset, client: Client) -> None:
+    def __init__(self, dataset: ClientDataset, client: Client) -> None:
         super().__init__(dataset)
         self._client = client
 
@@ -70,17 +70,24 @@ class Client:
         """Make a data set resident on the server; send nothing if its content is there already.
 
         Args:
-            X: [rows, variables]: NumPy array, pandas DataFrame, or anything array-like.
-            y: target [rows], needed for losses.
-            weights: non-negative weight of each row in losses, [rows].
-            **options: ``names``, ``dtype`` ("float32" or "float64") and ``progress``
-                (callable(bytes_done, bytes_total), or True for a tqdm bar).
+            X: [rows, variables]: a NumPy array (also a memory map) or anything array-like, a pandas
+                frame, a Polars frame, a pyarrow table, record batch, reader or iterator of these,
+                anything else with Arrow's stream interface, or the path of a Parquet file.
+            y: target [rows], needed for losses: an array or series, or the name of a column of X.
+            weights: non-negative weight of each row in losses, as ``y``.
+            **options: ``x`` (names of the columns that are variables; all others by default),
+                ``names`` of the variables (those of the columns by default), ``dtype``
+                ("float32" or "float64") and ``progress`` (callable(bytes_done, bytes_total), or
+                True for a tqdm bar).
 
         Returns:
-            A handle, which is also a context manager that releases the data set.
+            A handle, which is also a context manager that releases the data set. Of more than
+            32 MiB it keeps no copy but reads X again when the data set must be sent again, so X
+            must not change while the handle is in use.
 
         Raises:
-            InvalidArgumentError: if shapes do not fit or a cell is no number.
+            InvalidArgumentError: if shapes do not fit, a column is not there, a cell is missing or
+                no number, or pyarrow is needed and not installed.
             ResourceExhaustedError: if the server has no room for it.
 
         """

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.progress import Progress
-from warpfit.dataset import Dataset
+from warpfit.dataset import ClientDataset, client_dataset, open_table
 from warpfit.errors import InvalidArgumentError
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import Evaluation, Loss, Precision, Tier
@@ -24,8 +23,10 @@ Rows: TypeAlias = slice | tuple[int, int] | None
 class UploadOptions(TypedDict, total=False):
     """Keywords of `upload`."""
 
+    x: Sequence[str] | str | None
+    """Columns of a table that are variables; by default all but ``y`` and ``weights``."""
     names: Sequence[str] | None
-    """One name for each variable; by default a DataFrame's column names, or none."""
+    """One name for each variable; by default the column names of a table, or none."""
     dtype: DTypeLike
     """float32 (default) or float64: what the server computes in."""
     progress: Progress | bool | None
@@ -72,55 +73,17 @@ def build_dataset(
     y: Any = None,
     weights: Any = None,
     *,
+    x: Sequence[str] | str | None = None,
     names: Sequence[str] | None = None,
     dtype: DTypeLike = "float32",
-) -> Dataset:
-    """Turn anything array-like into a data set.
-
-    Args:
-        X: [rows, variables]: an array, nested sequences, or a pandas DataFrame, whose column names
-            become the variables' names.
-        y: target [rows], or None.
-        weights: non-negative weight of each row [rows], or None.
-        names: one name for each variable; None takes a DataFrame's column names.
-        dtype: float32 or float64.
+) -> ClientDataset:
+    """Turn a table into a data set; arguments, errors and warnings as for `warpfit.Client.upload`.
 
     Raises:
-        InvalidArgumentError: if a cell is no number, or as `Dataset.of`.
-
-    Warns:
-        PrecisionWarning: as `Dataset.of`.
+        InvalidArgumentError: if a cell is no number, or the arguments do not fit together.
 
     """
-    if names is None:
-        names = _column_names(X)
-    columns = [
-        None if column is None else _numbers(column, name)
-        for column, name in ((y, "y"), (weights, "weights"))
-    ]
-    return Dataset.of(_numbers(X, "X"), *columns, names=names, dtype=dtype)
-
-
-def _column_names(X: Any) -> tuple[str, ...]:
-    columns = tuple(getattr(X, "columns", ()))
-    # pandas numbers the columns of a DataFrame that was made without names.
-    return columns if all(isinstance(column, str) for column in columns) else ()
-
-
-def _numbers(data: Any, name: str) -> NDArray[Any]:
-    """Return an array of real numbers; copy only what is not one already."""
-    try:
-        array = np.asarray(data)
-        if array.dtype.kind not in "biufO":
-            raise TypeError(f"its dtype is {array.dtype}")
-        return array.astype(np.float64) if array.dtype.kind == "O" else array
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"{name} is no table of numbers: {error}",
-            "NOT_NUMBERS",
-            f"Convert text, dates and ragged lists in {name} to numbers first",
-            name,
-        ) from error
+    return client_dataset(open_table(X, y, weights, x), names=names, dtype=dtype)
 
 
 def build_evaluation(

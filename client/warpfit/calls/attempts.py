@@ -10,10 +10,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 from warpfit import codec
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
-from warpfit.dataset import Dataset
+from warpfit.dataset import ClientDataset, changed_data
 from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
+    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
     WarpfitError,
@@ -87,7 +88,7 @@ class Attempts:
         self,
         act: Callable[[Server], Operation[T]],
         retries: Retries,
-        dataset: Dataset | None = None,
+        dataset: ClientDataset | None = None,
     ) -> Operation[T]:
         """Act at one server after the other, and again after a pause, until it succeeds.
 
@@ -144,7 +145,7 @@ class Attempts:
         method: str,
         attempt: Attempt[C],
         retries: Retries,
-        dataset: Dataset,
+        dataset: ClientDataset,
         work: int,
     ) -> Operation[C]:
         """Call a method that needs a data set, and upload the data set if it is not resident."""
@@ -160,7 +161,7 @@ class Attempts:
                 yield from self.send(server, dataset, retries, silent)
 
     def send(
-        self, server: Server, dataset: Dataset, retries: Retries, report: Progress
+        self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> Operation[None]:
         """Upload a data set to a server."""
         chunk_bytes = self.config.transport.chunk_bytes
@@ -174,6 +175,10 @@ class Attempts:
             if error.retry_after is None:
                 self.servers.refused(server, dataset.content_id)
             raise
+        except InvalidArgumentError as error:
+            if error.reason != "BAD_DIGEST":
+                raise
+            raise changed_data() from error
         retries.restart()
 
     def _at(
@@ -206,7 +211,7 @@ class Attempts:
         server: Server,
         failure: UnavailableError | ResourceExhaustedError,
         started: float,
-        dataset: Dataset | None,
+        dataset: ClientDataset | None,
     ) -> None:
         """Take note of a failure; raise it if no server would answer otherwise."""
         has_room = dataset is None or dataset.content_id not in server.refusals

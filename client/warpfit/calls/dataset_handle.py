@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import ClientDataset, Layout
 
 
 class DatasetHandle:
@@ -12,7 +12,7 @@ class DatasetHandle:
     that the handle keeps the numbers, in the dtype and order in which they travel.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: ClientDataset) -> None:
         self.dataset = dataset
 
     @property

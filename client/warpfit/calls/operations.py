@@ -36,7 +36,7 @@ from warpfit.calls.splitting import (
     split,
     token_weights,
 )
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import ClientDataset, Layout
 from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
@@ -74,11 +74,16 @@ class ClientOperations:
         servers = Servers(target.addresses, replicas=config.replicas, is_fixed=is_fixed)
         return cls(Attempts(config, target, servers))
 
-    def upload(self, X: Any, y: Any, weights: Any, options: UploadOptions) -> Operation[Dataset]:
+    def upload(
+        self, X: Any, y: Any, weights: Any, options: UploadOptions
+    ) -> Operation[ClientDataset]:
         """Make a data set resident; send nothing but a question if it already is."""
-        dataset: Dataset = yield Compute(
+        dataset: ClientDataset = yield Compute(
             lambda: build_dataset(
-                X, y, weights, names=options.get("names"), dtype=options.get("dtype", "float32")
+                *(X, y, weights),
+                x=options.get("x"),
+                names=options.get("names"),
+                dtype=options.get("dtype", "float32"),
             )
         )
         retries = self._retries(None)
@@ -252,7 +257,7 @@ class ClientOperations:
             raise
 
     def _make_resident(
-        self, server: Server, dataset: Dataset, retries: Retries, report: Progress
+        self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> Operation[None]:
         try:
             yield from self._ask(server, "GetVariables", codec.get_message(dataset))

@@ -11,7 +11,7 @@ from warpfit.codec.framing import (
     read_varint,
     varint,
 )
-from warpfit.dataset import DTYPES, Dataset, Layout
+from warpfit.dataset import DTYPES, ClientDataset, Layout
 from warpfit.errors import InvalidArgumentError
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -58,7 +58,7 @@ def layout_from_message(message: pb.DatasetLayout) -> Layout:
     return layout
 
 
-def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[bytes]:
+def upload_messages(dataset: ClientDataset, chunk_bytes: int) -> Iterator[bytes]:
     """Serialize an upload: the header, then the payload in pieces of ``chunk_bytes``.
 
     The pieces are framed by hand, because protobuf would copy each of them twice more.
@@ -70,12 +70,12 @@ def upload_messages(dataset: Dataset, chunk_bytes: int) -> Iterator[bytes]:
         yield b"".join((_DATA_TAG, varint(len(chunk)), chunk))
 
 
-def get_message(dataset: Dataset) -> pb.GetVariablesRequest:
+def get_message(dataset: ClientDataset) -> pb.GetVariablesRequest:
     """Encode the request of GetVariables."""
     return pb.GetVariablesRequest(content_id=dataset.content_id)
 
 
-def release_message(dataset: Dataset) -> pb.ReleaseVariablesRequest:
+def release_message(dataset: ClientDataset) -> pb.ReleaseVariablesRequest:
     """Encode the request of ReleaseVariables."""
     return pb.ReleaseVariablesRequest(content_id=dataset.content_id)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from warpfit import codec
-from warpfit.dataset import Dataset
+from warpfit.dataset import ClientDataset
 from warpfit.errors import CancelledError
 
 
@@ -105,7 +105,7 @@ class UploadStream:
     """
 
     def __init__(
-        self, dataset: Dataset, chunk_bytes: int, report: Callable[[int, int], None]
+        self, dataset: ClientDataset, chunk_bytes: int, report: Callable[[int, int], None]
     ) -> None:
         self.failure: Exception | None = None
         self._messages = self._stream(dataset, chunk_bytes, report)
@@ -117,7 +117,7 @@ class UploadStream:
         return next(self._messages)
 
     def _stream(
-        self, dataset: Dataset, chunk_bytes: int, report: Callable[[int, int], None]
+        self, dataset: ClientDataset, chunk_bytes: int, report: Callable[[int, int], None]
     ) -> Iterator[bytes]:
         """Yield each message, and report it when the next one is asked for."""
         total = dataset.layout.nbytes

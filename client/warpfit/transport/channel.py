@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -171,7 +172,9 @@ class AsyncGrpcTransport:
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
         method = self._channels.method(call)
-        rpc = method(call.request, timeout=call.timeout, metadata=self._metadata)
+        is_upload = isinstance(call.request, UploadStream)
+        request = _read_in_threads(call.request) if is_upload else call.request
+        rpc = method(request, timeout=call.timeout, metadata=self._metadata)
         try:
             if hasattr(rpc, "__aiter__"):
                 async for message in rpc:
@@ -193,6 +196,12 @@ class AsyncGrpcTransport:
         """Close the channels."""
         for channel in self._channels.take_all():
             await channel.close(grace=None)
+
+
+async def _read_in_threads(stream: UploadStream) -> AsyncIterator[bytes]:
+    """Yield messages, which may have to be read from a file and converted first."""
+    while (message := await asyncio.to_thread(next, stream, None)) is not None:
+        yield message
 
 
 class _Methods:

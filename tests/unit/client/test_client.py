@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pytest
 
 import warpfit
@@ -109,6 +110,30 @@ def test_a_data_frame_names_the_variables(client):
     assert data.names == ("bmi", "age", "blood pressure")
     np.testing.assert_array_equal(client.evaluate(data, "age")[:, 0], X[:, 1])
     assert client.upload(pd.DataFrame(X)).names == ()
+
+
+def test_a_table_is_uploaded_by_its_columns(client, tmp_path):
+    frame = pl.DataFrame({"a": X[:, 0], "y": Y, "w": WEIGHTS, "b": X[:, 1]})
+    frame.write_parquet(tmp_path / "table.parquet")
+    expected = client.upload(X[:, :2], Y, WEIGHTS, names=("a", "b"))
+    for table in (frame, frame.to_arrow().to_batches(), tmp_path / "table.parquet"):
+        table = iter(table) if isinstance(table, list) else table
+        data = client.upload(table, "y", weights="w", x=["a", "b"])
+        assert data.content_id == expected.content_id
+        assert data.names == ("a", "b")
+        assert client.upload(frame, y="y", weights="w").content_id == expected.content_id
+
+
+def test_large_data_sets_are_read_again_and_must_not_have_changed(client, server, monkeypatch):
+    monkeypatch.setattr(warpfit.dataset.canonical, "_COPIED_BYTES", 0)
+    data = client.upload(own := X.copy(), Y)
+    server.forget()
+    np.testing.assert_array_equal(client.evaluate(data, "x2")[:, 0], own[:, 1])
+    server.forget()
+    own[3, 1] += 1
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        client.evaluate(data, "x2")
+    assert caught.value.reason == "DATA_CHANGED"
 
 
 def test_lists_and_integers_are_array_like(client):

@@ -1,0 +1,314 @@
+"""Data sets in canonical form: their columns in order, their content id, their payload."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from warpfit.dataset.checks import RoundingCheck, check_weights, warn_of_lost_digits
+from warpfit.dataset.layout import Layout
+from warpfit.dataset.sources import BLOCK_BYTES, Columns, changed_data
+from warpfit.dataset.tables import Table, open_table
+
+#: Rows and bytes of each row that are transposed at a time: few enough for the cache, which makes
+#: it six times as fast, and one cache line.
+_TRANSPOSED_ROWS: Final = 512
+_TRANSPOSED_BYTES: Final = 64
+#: Data sets of at least this size are hashed in a thread of their own.
+_HASHED_IN_THREAD: Final = 8 << 20
+#: Most bytes of a data set of which a client keeps a copy of its own; of others it sends views.
+_COPIED_BYTES: Final = 2 * BLOCK_BYTES
+
+
+class PayloadDigest:
+    """SHA-256 of a data set, for a large one computed in a thread while its bytes arrive.
+
+    Args:
+        layout: layout of the data set.
+        most_behind: `update` waits until at most this many bytes are not hashed yet.
+
+    """
+
+    def __init__(self, layout: Layout, most_behind: float = math.inf) -> None:
+        self._sha256 = hashlib.sha256(layout.header())
+        is_large = layout.nbytes >= _HASHED_IN_THREAD
+        self._thread = ThreadPoolExecutor(1, "hash") if is_large else None
+        self._most_behind = most_behind
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._behind = 0
+
+    def update(self, data: memoryview) -> None:
+        """Hash the next bytes, which must not change any more."""
+        if self._thread is None:
+            self._sha256.update(data)
+            return
+        self._pending.append((self._thread.submit(self._sha256.update, data), data.nbytes))
+        self._behind += data.nbytes
+        self._wait(self._most_behind)
+
+    def finish(self) -> bytes:
+        """Return the digest, 32 bytes."""
+        self._wait(0)
+        self.close()
+        return self._sha256.digest()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _wait(self, behind: float) -> None:
+        while self._behind > behind:
+            future, size = self._pending.popleft()
+            future.result()
+            self._behind -= size
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set in canonical form, as it is uploaded and as it is resident on a server.
+
+    ``matrix`` is C-contiguous [columns, rows]: the variables, then the target if there is one,
+    then the weights if there are any. The arrays must not be written to afterwards.
+    """
+
+    layout: Layout
+    matrix: NDArray[Any]
+
+    @classmethod
+    def of(
+        cls,
+        X: NDArray[Any],
+        y: NDArray[Any] | None = None,
+        weights: NDArray[Any] | None = None,
+        *,
+        names: Sequence[str] = (),
+        dtype: DTypeLike = np.float32,
+    ) -> Dataset:
+        """Bring scikit-learn shaped arrays into canonical form.
+
+        Args:
+            X: [rows, variables]; a one-dimensional array is one variable.
+            y: target [rows], or None.
+            weights: weight of each row [rows], non-negative, or None.
+            names: one name for each variable, or empty.
+            dtype: float32 or float64; what the server computes in.
+
+        Raises:
+            InvalidArgumentError: if shapes do not fit, the dtype is neither, a weight is negative
+                or not finite, or a number is too large for float32.
+
+        Warns:
+            PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
+
+        """
+        table = open_table(X, y, weights)
+        return cls.loaded(checked_layout(table, names, dtype), table.sources)
+
+    @classmethod
+    def loaded(cls, layout: Layout, sources: Iterable[Columns]) -> Dataset:
+        """Convert columns to a canonical matrix; see `content_id` for errors and warnings."""
+        matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
+        return cls.resident(layout, matrix, content_id(layout, sources, matrix))
+
+    @classmethod
+    def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
+        """Wrap a canonical matrix whose content id is known, without hashing it again."""
+        dataset = cls(layout, matrix)
+        dataset.__dict__["content_id"] = content_id
+        return dataset
+
+    @property
+    def variables(self) -> NDArray[Any]:
+        """Variable matrix, [variables, rows]."""
+        return self.matrix[: self.layout.variables]
+
+    @property
+    def target(self) -> NDArray[Any] | None:
+        """Target [rows], or None."""
+        return self.matrix[self.layout.variables] if self.layout.has_target else None
+
+    @property
+    def weights(self) -> NDArray[Any] | None:
+        """Weights [rows], or None."""
+        return self.matrix[-1] if self.layout.has_weights else None
+
+    @cached_property
+    def content_id(self) -> bytes:
+        """SHA-256 of header and payload, 32 bytes."""
+        digest = hashlib.sha256(self.layout.header())
+        digest.update(self.matrix.data)
+        return digest.digest()
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Return views of the payload, of ``size`` bytes each, the last one shorter."""
+        return _cut([self.matrix], size)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnsInPlace:
+    """A large data set whose numbers stay where the caller has them, and are converted by blocks.
+
+    It takes memory for one block while it is hashed or sent. The numbers must stay what they are.
+    """
+
+    layout: Layout
+    content_id: bytes
+    sources: tuple[Columns, ...]
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Return the payload in pieces of ``size`` bytes, the last one shorter.
+
+        Raises:
+            InvalidArgumentError: if a file or table is not what it was any more.
+
+        """
+        return _cut((block.numbers for block in _blocks(self.layout, self.sources)), size)
+
+
+#: A data set as a client keeps it.
+ClientDataset: TypeAlias = Dataset | ColumnsInPlace
+
+
+def client_dataset(
+    table: Table, *, names: Sequence[str] | None = None, dtype: DTypeLike = np.float32
+) -> ClientDataset:
+    """Hash a table for an upload; copy it only if it is small.
+
+    Args:
+        table: the columns.
+        names: one name for each variable; None takes the table's.
+        dtype: float32 or float64.
+
+    Raises:
+        InvalidArgumentError: as `Dataset.of`, and for missing values and what is no number.
+
+    Warns:
+        PrecisionWarning: as `Dataset.of`.
+
+    """
+    layout = checked_layout(table, names, dtype)
+    if layout.nbytes <= _COPIED_BYTES:
+        return Dataset.loaded(layout, table.sources)
+    return ColumnsInPlace(layout, content_id(layout, table.sources), table.sources)
+
+
+def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
+    """Return the layout of a table, after a look at its weights.
+
+    Raises:
+        InvalidArgumentError: for what does not fit, and for weights that are none.
+
+    """
+    layout = table.layout(names, dtype)
+    if table.weights is not None:
+        start = 0
+        for block in table.weights.blocks():
+            check_weights(block[0], start)
+            start += block.shape[1]
+    return layout
+
+
+def content_id(
+    layout: Layout, sources: Iterable[Columns], matrix: NDArray[Any] | None = None
+) -> bytes:
+    """Return the SHA-256 of header and payload, 32 bytes, in one pass over the numbers.
+
+    Each block is hashed as soon as it is complete, while the next one is converted.
+
+    Args:
+        layout: the shape.
+        sources: all columns in order.
+        matrix: where the converted numbers are kept, [columns, rows], or None.
+
+    Raises:
+        InvalidArgumentError: if a cell is no number, or too large for float32.
+
+    Warns:
+        PrecisionWarning: if float32 rounds a column by more than 1e-4 of what it spans.
+
+    """
+    rounding = RoundingCheck(layout)
+    digest = PayloadDigest(layout, BLOCK_BYTES if matrix is None else math.inf)
+    with closing(digest):
+        for block in _blocks(layout, sources, matrix):
+            rounding.check(block.numbers, block.given, block.first, block.start)
+            digest.update(block.numbers.data)
+        warn_of_lost_digits(rounding.lost_digits())
+        return digest.finish()
+
+
+class _Block(NamedTuple):
+    """All rows of some columns, or some rows of one."""
+
+    numbers: NDArray[Any]
+    """[columns, rows], C-contiguous, in the data set's dtype."""
+    given: NDArray[Any]
+    """The same as it was given."""
+    first: int
+    """Index of the first column."""
+    start: int
+    """Index of the first row."""
+
+
+def _blocks(
+    layout: Layout, sources: Iterable[Columns], matrix: NDArray[Any] | None = None
+) -> Iterator[_Block]:
+    """Yield the payload block after block; ``matrix`` is as for `content_id`."""
+    first = start = 0
+    for source in sources:
+        for given in source.blocks():
+            columns, rows = given.shape
+            if first + columns > layout.columns or start + rows > layout.rows:
+                raise changed_data()
+            out = None if matrix is None else matrix[first : first + columns, start : start + rows]
+            yield _Block(_converted(given, layout.dtype, out), given, first, start)
+            start += rows
+            if start == layout.rows:
+                first, start = first + columns, 0
+    if first != layout.columns:
+        raise changed_data()
+
+
+def _converted(given: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | None) -> NDArray[Any]:
+    """Return numbers in another dtype, C-contiguous; copy only what is not so already."""
+    if out is None:
+        if given.dtype == dtype and given.flags.c_contiguous:
+            return given
+        out = np.empty(given.shape, dtype)
+    columns, rows = given.shape
+    is_transposed = columns > 1 and given.strides[1] != given.itemsize
+    group = max(1, _TRANSPOSED_BYTES // dtype.itemsize) if is_transposed else columns
+    strip = _TRANSPOSED_ROWS if is_transposed else max(1, rows)
+    with np.errstate(over="ignore"):
+        for first in range(0, columns, group):
+            for start in range(0, rows, strip):
+                part = slice(first, first + group), slice(start, start + strip)
+                out[part] = given[part]
+    return out
+
+
+def _cut(blocks: Iterable[NDArray[Any]], size: int) -> Iterator[memoryview]:
+    """Cut the bytes of blocks into pieces of one size; join only what comes from several blocks."""
+    parts: list[memoryview] = []
+    missing = size
+    for block in blocks:
+        view = block.reshape(-1).data.cast("B")
+        while view:
+            parts.append(view[:missing])
+            view, missing = view[missing:], missing - len(parts[-1])
+            if not missing:
+                yield parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+                parts, missing = [], size
+    if parts:
+        yield memoryview(b"".join(parts))

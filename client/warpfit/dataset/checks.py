@@ -1,0 +1,156 @@
+"""Checks of a data set's numbers: digits that float32 loses, overflow, weights."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.dataset.layout import Layout
+from warpfit.errors import InvalidArgumentError
+
+#: Largest error of rounding to float32: relative, and absolute for numbers next to 0.
+_RELATIVE_ROUNDING: Final = 2.0**-24
+_ABSOLUTE_ROUNDING: Final = 2.0**-150
+#: Rounding by more than this share of a column's span is worth a warning.
+_WARNED_SHARE: Final = 1e-4
+#: Rows that are compared number by number at a time.
+_COMPARED_ROWS: Final = 1 << 16
+
+
+class PrecisionWarning(UserWarning):
+    """A data set is uploaded in float32, which loses digits that matter."""
+
+
+class RoundingCheck:
+    """Finds columns that lose digits, or overflow, when they are rounded to float32."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._names = layout.column_names
+        self._low = np.full(layout.columns, np.inf)
+        self._high = np.full(layout.columns, -np.inf)
+        self._error = np.zeros(layout.columns)
+
+    def check(self, rounded: NDArray[Any], given: NDArray[Any], first: int, start: int) -> None:
+        """Compare some rows of some columns with what was given.
+
+        Most columns pass by their least and greatest number, which are found while the columns are
+        in cache; the others are compared number by number.
+
+        Args:
+            rounded: numbers in the data set's dtype, [columns, rows].
+            given: the same numbers as they were given.
+            first: index of the first of the columns in the data set.
+            start: index of the first of the rows.
+
+        Raises:
+            InvalidArgumentError: if a number is too large for the dtype.
+
+        """
+        dtype = self._layout.dtype
+        if np.can_cast(given.dtype, dtype) or dtype.itemsize > 4:
+            return
+        low = np.fmin.reduce(rounded, axis=1).astype(np.float64)
+        high = np.fmax.reduce(rounded, axis=1).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            largest = np.maximum(np.abs(low), np.abs(high))
+            error = _RELATIVE_ROUNDING * largest + _ABSOLUTE_ROUNDING
+            passes = (error <= _WARNED_SHARE * (high - low)) & (largest < np.inf)
+        for column in range(len(given)):
+            if passes[column]:
+                self._widen(first + column, low[column], high[column])
+            else:
+                self._compare(rounded[column], given[column], first + column, start)
+
+    def lost_digits(self) -> str:
+        """Say which columns lose digits that matter; empty if none does."""
+        with np.errstate(invalid="ignore"):
+            span = self._high - self._low
+            is_lossy = (span > 0) & (self._error > _WARNED_SHARE * span)
+        if self._layout.has_weights:
+            is_lossy[-1] = False
+        lossy = [
+            f"{self._names[column]} (rounds by {self._error[column]:.2g} where the column spans "
+            f"{span[column]:.2g})"
+            for column in np.flatnonzero(is_lossy).tolist()
+        ]
+        return f"float32 loses digits of {'; '.join(lossy)}" if lossy else ""
+
+    def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
+        for start in range(0, len(rounded), _COMPARED_ROWS):
+            exact = given[start : start + _COMPARED_ROWS].astype(np.float64)
+            single = rounded[start : start + _COMPARED_ROWS].astype(np.float64)
+            finite = np.isfinite(exact)
+            overflows = finite & ~np.isfinite(single)
+            _check_overflow(exact, overflows, first + start, self._names[column])
+            if finite.any():
+                exact, single = exact[finite], single[finite]
+                error = float(np.abs(exact - single).max())
+                self._error[column] = max(self._error[column], error)
+                self._widen(column, exact.min(), exact.max())
+
+    def _widen(self, column: int, low: float, high: float) -> None:
+        self._low[column] = min(self._low[column], low)
+        self._high[column] = max(self._high[column], high)
+
+
+def warn_of_lost_digits(text: str) -> None:
+    """Warn the caller of this package, if there is anything to warn of."""
+    if text:
+        warnings.warn(
+            f'{text}. Upload with dtype="float64", or subtract an offset',
+            PrecisionWarning,
+            stacklevel=_caller_level(),
+        )
+
+
+def check_weights(weights: NDArray[Any], start: int = 0) -> None:
+    """Check that weights [rows] are non-negative and finite.
+
+    Args:
+        weights: the weights of some rows.
+        start: index of the first of these rows.
+
+    Raises:
+        InvalidArgumentError: for the first one that is not.
+
+    """
+    if weights.min() >= 0 and weights.max() < np.inf:
+        return
+    row = int(np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0])
+    raise InvalidArgumentError(
+        f"the weight of row {start + row} (counted from 0) is {weights[row]}",
+        "BAD_WEIGHT",
+        "Give finite weights that are not negative; 0 leaves a row out",
+        "weights",
+    )
+
+
+def _check_overflow(
+    exact: NDArray[np.float64], overflows: NDArray[np.bool_], start: int, name: str
+) -> None:
+    if overflows.any():
+        row = int(overflows.argmax())
+        raise InvalidArgumentError(
+            f"{name} is {exact[row]:.6g} in row {start + row} (counted from 0), "
+            "too large for float32",
+            "OVERFLOW",
+            'Upload with dtype="float64", or choose another unit',
+            name,
+        )
+
+
+def _caller_level() -> int:
+    """Return the ``stacklevel`` for `warnings.warn` of the code that called this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]

@@ -1,0 +1,107 @@
+"""Tables of any kind as the columns of a data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from warpfit.dataset.arrow import ParquetColumns, read_columns
+from warpfit.dataset.layout import Layout, canonical_dtype
+from warpfit.dataset.sources import ArrayColumns, ColumnNames, Columns, FrameColumns
+from warpfit.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The columns of a data set."""
+
+    variables: Columns
+    target: Columns | None = None
+    weights: Columns | None = None
+
+    @property
+    def sources(self) -> tuple[Columns, ...]:
+        """All columns, in the order of the payload."""
+        return tuple(c for c in (self.variables, self.target, self.weights) if c is not None)
+
+    def layout(self, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
+        """Return the layout of the data set.
+
+        Args:
+            names: one name for each variable; None takes the columns' names.
+            dtype: float32 or float64.
+
+        Raises:
+            InvalidArgumentError: if the columns do not fit together.
+
+        """
+        rows, variables = self.variables.shape
+        layout = Layout(
+            dtype=canonical_dtype(dtype),
+            variables=variables,
+            rows=rows,
+            has_target=self.target is not None,
+            has_weights=self.weights is not None,
+            names=tuple(self.variables.names if names is None else names),
+        )
+        layout.check()
+        for column, name in ((self.target, "y"), (self.weights, "weights")):
+            if column is not None and column.shape != (rows, 1):
+                raise InvalidArgumentError(
+                    f"{name} has shape {column.shape}, X has {rows} rows",
+                    "BAD_SHAPE",
+                    f"Send {name} as [{rows}]",
+                    name,
+                )
+        return layout
+
+
+def open_table(
+    X: Any, y: Any = None, weights: Any = None, x: Sequence[str] | str | None = None
+) -> Table:
+    """Return the columns of anything that holds a table of numbers, without reading them.
+
+    Args:
+        X: [rows, variables]: an array or what NumPy makes one of, a pandas frame, anything with
+            Arrow's stream interface, an iterator of such tables, or the path of a Parquet file.
+            What can be read only once is read here.
+        y: target [rows], or the name of a column of X, or None.
+        weights: weight of each row [rows], or the name of a column of X, or None.
+        x: names of the columns of X that are variables; None takes all but y and weights.
+
+    Raises:
+        InvalidArgumentError: if X is no table, or a column that is named is not there.
+
+    """
+    named = ColumnNames(
+        x=[x] if isinstance(x, str) else x,
+        y=y if isinstance(y, str) else None,
+        weights=weights if isinstance(weights, str) else None,
+    )
+    source = _open(X, "X", named)
+
+    def column(given: Any, name: str) -> Columns | None:
+        if isinstance(given, str):
+            return source.select([given])
+        return None if given is None else _open(given, name, ColumnNames())
+
+    variables = source
+    if named != ColumnNames():
+        named.read(source.names)
+        variables = source.select(named.variables(source.names))
+    return Table(variables, column(y, "y"), column(weights, "weights"))
+
+
+def _open(data: Any, name: str, named: ColumnNames) -> Columns:
+    is_path = isinstance(data, str | os.PathLike)
+    if not is_path and hasattr(data, "iloc"):
+        return FrameColumns(data.to_frame() if data.ndim == 1 else data, name)
+    if is_path or any(
+        hasattr(data, way) for way in ("__arrow_c_stream__", "__arrow_c_array__", "__next__")
+    ):
+        return ParquetColumns(data) if is_path else read_columns(data, name, named)
+    return ArrayColumns(data, name)
