@@ -154,13 +154,14 @@ class SimplifyTask:
         loss, dataset = as_function(self._loss), self._data.dataset
         rounding = _ROUNDING * float(np.finfo(self._data.layout.dtype).eps)
         is_squared = loss.is_squares and loss.closing is not Closing.ROOT
-        step = max(1, self._data.layout.rows // _SAMPLE)
+        layout = dataset.layout
+        sample = dataset.every(max(1, layout.rows // _SAMPLE)).astype(np.float64)
         return SnapSettings(
             tolerance=tolerance,
             rounding=rounding**2 if is_squared else rounding,
             assume_defined=bool(self._options.get("assume_defined")),
-            sample=dataset.variables[:, ::step].astype(np.float64),
-            middle=0.0 if dataset.target is None else float(np.median(dataset.target[::step])),
+            sample=sample[: layout.variables],
+            middle=float(np.median(sample[layout.variables])) if layout.has_target else 0.0,
         )
 
 

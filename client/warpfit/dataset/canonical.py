@@ -154,6 +154,10 @@ class Dataset:
         """Return views of the payload, of ``size`` bytes each, the last one shorter."""
         return _cut([self.matrix], size)
 
+    def every(self, step: int) -> NDArray[Any]:
+        """Return the first row and each one ``step`` rows behind it, of all columns."""
+        return self.matrix[:, ::step]
+
 
 @dataclass(frozen=True, eq=False)
 class ColumnsInPlace:
@@ -174,6 +178,17 @@ class ColumnsInPlace:
 
         """
         return _cut((block.numbers for block in _blocks(self.layout, self.sources)), size)
+
+    def every(self, step: int) -> NDArray[Any]:
+        """Return some rows of all columns, as `Dataset.every`."""
+        rows = -(-self.layout.rows // step)
+        taken = np.empty((self.layout.columns, rows), self.layout.dtype)
+        for block in _blocks(self.layout, self.sources):
+            part = block.numbers[:, -block.start % step :: step]
+            first = -(-block.start // step)
+            columns = slice(block.first, block.first + len(part))
+            taken[columns, first : first + part.shape[1]] = part
+        return taken
 
 
 #: A data set as a client keeps it.

@@ -84,6 +84,8 @@ def test_every_kind_of_table_is_the_same_data_set(rows, dtype, tmp_path, small_b
         for _ in range(2):
             assert b"".join(dataset.chunks(24)) == expected.matrix.tobytes(), kind
             assert {len(chunk) for chunk in list(dataset.chunks(24))[:-1]} <= {24}
+        for step in (1, 3, 16, 200):
+            np.testing.assert_array_equal(dataset.every(step), expected.every(step), kind)
 
 
 @given(st.data())
