@@ -37,7 +37,7 @@ from warpfit.ir import Batch, Population, Program
 from warpfit.losses import Closing, Loss, LossFunction
 
 # Bound now, because importing the module `warpfit.parse` later would shadow the function.
-from warpfit.parse import parse
+from warpfit.parse import define, parse
 from warpfit.request import Precision, Tier
 from warpfit.transport.settings import RetryPolicy, TransportConfig, configure_grpc
 
@@ -91,6 +91,7 @@ __all__ = [
     "__version__",
     "connect",
     "connect_async",
+    "define",
     "parse",
     "simplify",
 ]

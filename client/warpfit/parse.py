@@ -16,8 +16,8 @@ Operands are
 * numbers: ``2``, ``.5``, ``1e-3``; ``#`` and 16 hexadecimal digits is the float64 with these bits;
 * variables: ``x1``, ``x2``, ... by position, or the names of the data set;
 * parameters ``p1``, ``p2``, ..., and the constants ``pi``, ``e``, ``inf`` and ``nan``;
-* calls of any operator by its name or an alias. ``add``, ``mul``, ``min``, ``max``, ``and`` and
-  ``or`` take two or more operands;
+* calls of any operator, or function of `define`, by its name or an alias. ``add``, ``mul``,
+  ``min``, ``max``, ``and`` and ``or`` take two or more operands;
 * any expression in parentheses.
 
 A name of the data set takes precedence over everything but a call. Where it hides ``x1`` or ``p1``,
@@ -31,16 +31,14 @@ and the nesting of a text.
 from __future__ import annotations
 
 import difflib
-import re
 import struct
-import threading
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NoReturn
 
-from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.errors import ParseError
 from warpfit.expressions.grammar import (
     ALIASES,
     CHAINED,
@@ -52,9 +50,8 @@ from warpfit.expressions.grammar import (
     PREFIX,
     RIGHT_ASSOCIATIVE,
     TOKEN,
-    WORDS,
 )
-from warpfit.expressions.macros import STANDARD, Macro, Macros
+from warpfit.expressions.macros import Macro, Macros
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
 
@@ -85,8 +82,8 @@ _INFIX: Final = {symbol: _infix(row) for symbol, row in INFIX.items()}
 #: Symbols before which a minus is an operator, not the sign of the number between.
 _BEFORE_MINUS: Final = frozenset(s for s, row in _INFIX.items() if row[0] >= _NEGATION.precedence)
 
-_MACROS: Final = Macros()
-_MACROS_LOCK: Final = threading.RLock()
+#: The functions that are written with operators.
+MACROS: Final = Macros(lambda text: Parser(("a", "b", "c"), indexed=False).tokens(text))
 
 
 def parse(text: str, names: Sequence[str] = ()) -> Program:
@@ -132,45 +129,19 @@ def define(name: str, text: str) -> None:
             a and b, or a, b and c, or if the function is too long.
 
     """
-    if not IDENTIFIER.fullmatch(name) or name in {*OPERATORS, *ALIASES, *WORDS}:
-        raise InvalidArgumentError(
-            f"{name!r} cannot be the name of a function",
-            "BAD_NAME",
-            "Give a name of letters, digits and _ that no operator has; OPERATORS.md lists theirs",
-            "name",
-        )
-    if re.search(rf"\b{name}\s*\(", text):
-        raise InvalidArgumentError(
-            f"{name!r} calls itself", "RECURSION", "Write it without a call of itself", "text"
-        )
-    program = Parser(("a", "b", "c"), indexed=False).parse(text)
-    with _MACROS_LOCK:
-        code = _MACROS.free_code(name)
-        tokens = program.codes.tolist(), program.values.tolist()
-        _MACROS.add(Macro.of(name, text, *tokens, code))
-        parser.cache_clear()
+    MACROS.define(name, text)
+    parser.cache_clear()
 
 
 def function(name: str) -> Operator | Macro | None:
     """Return the operator or macro of a name or alias; None if there is none."""
     name = ALIASES.get(name, name)
-    found = OPERATORS.get(name) or _MACROS.by_name.get(name)
-    if found is None and name in STANDARD:
-        with _MACROS_LOCK:
-            if name not in _MACROS.by_name:
-                define(name, STANDARD[name])
-        found = _MACROS.by_name[name]
-    return found
+    return OPERATORS.get(name) or MACROS.find(name)
 
 
 def function_names() -> list[str]:
     """Return the names of all operators and macros."""
-    return [*OPERATORS, *dict.fromkeys([*STANDARD, *_MACROS.by_name])]
-
-
-def macro_of(code: int) -> Macro | None:
-    """Return the macro that has a token code while a tree is converted, or None."""
-    return _MACROS.by_code.get(code)
+    return [*OPERATORS, *MACROS.names()]
 
 
 class Parser:
@@ -208,8 +179,12 @@ class Parser:
         return self._functions.get(name) or function(name)
 
     def _parse(self, text: str) -> Program:
-        codes, values = _Reader(self, text).read()
+        codes, values = self.tokens(text)
         return Program._unchecked(bytes(codes), array("d", values).tobytes())
+
+    def tokens(self, text: str) -> tuple[list[int], list[float]]:
+        """Return the token codes and values of one expression."""
+        return _Reader(self, text).read()
 
 
 class _Group:

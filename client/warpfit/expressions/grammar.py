@@ -38,7 +38,7 @@ CONSTANTS: Final[Mapping[str, float]] = MappingProxyType(
     }
 )
 
-#: Names of operators in other languages and libraries.
+#: Names of operators and standard macros in other languages and libraries.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         **{"plus": "add", "Add": "add", "subtract": "sub", "minus": "sub"},
@@ -53,6 +53,8 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
         **{"logical_and": "and", "logical_or": "or", "logical_not": "not"},
         **{"ifelse": "where", "ite": "where", "cond": "where", "select": "where"},
         **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
+        **{"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh", "Mod": "mod"},
+        **{"Heaviside": "heaviside", "silu": "swish", "gauss": "gaussian", "clamp": "clip"},
         **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},
     }
 )

@@ -7,13 +7,21 @@ reading of a tree and the replacement a macro has a token code of its own, above
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from threading import RLock
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.ops import ARITIES, BY_CODE, VARIABLE
+from warpfit.expressions.grammar import ALIASES, IDENTIFIER, WORDS
+from warpfit.ops import ARITIES, BY_CODE, OPERATORS, VARIABLE
 
 #: Most tokens that one macro, and one program with its macros replaced, may have.
 _MOST_MACRO_TOKENS: Final = 1_000
@@ -36,7 +44,6 @@ STANDARD: Final[Mapping[str, str]] = MappingProxyType(
         "coth": "inv(tanh(a))",
         "sinc": "where(a == 0, 1, sin(a)/a)",
         "mod": "a - floor(a/b)*b",
-        "hypot": "abs(a)*sqrt(1 + square(b/a))",
         "heaviside": "0.5*(sign(a) + 1)",
         "clip": "min(max(a, b), c)",
         "erfc": "1 - erf(a)",
@@ -64,8 +71,8 @@ class Macro:
     codes: tuple[int, ...]
     """Token codes of the text, where variable 0 is the first operand."""
     values: tuple[float, ...]
-    code: int = 0
-    """Token code that stands for it while a tree is converted; 0 in a text."""
+    code: int
+    """Token code that stands for it while a tree is converted."""
 
     @property
     def operands(self) -> str:
@@ -74,7 +81,7 @@ class Macro:
 
     @classmethod
     def of(
-        cls, name: str, text: str, codes: Sequence[int], values: Sequence[float], code: int = 0
+        cls, name: str, text: str, codes: Sequence[int], values: Sequence[float], code: int
     ) -> Macro:
         """Make a macro of the tokens of its text.
 
@@ -143,29 +150,93 @@ def _check_size(tokens: int, most: int, name: str) -> None:
 
 
 class Macros:
-    """The macros by name and by code; threads may share it."""
+    """The macros of this process by name; threads may share it."""
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, Macro] = {}
-        self.by_code: dict[int, Macro] = {}
+    def __init__(self, parse: Callable[[str], tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Take the function that returns the token codes and values of a text over a, b and c."""
+        self._parse = parse
+        self._by_name: dict[str, Macro] = {}
+        self._by_code: dict[int, Macro] = {}
+        self._lock = RLock()
 
-    def free_code(self, name: str) -> int:
-        """Return the code of a macro, or one that none has.
+    def define(self, name: str, text: str) -> None:
+        """Add a macro, or replace the one of its name; see `warpfit.define`."""
+        if not IDENTIFIER.fullmatch(name) or name in {*OPERATORS, *ALIASES, *WORDS}:
+            raise InvalidArgumentError(
+                f"{name!r} cannot be the name of a function",
+                "BAD_NAME",
+                "Give a name of letters, digits and _ that no operator has; see OPERATORS.md",
+                "name",
+            )
+        if re.search(rf"\b{name}\s*\(", text):
+            raise InvalidArgumentError(
+                f"{name!r} calls itself", "RECURSION", "Write it without a call of itself", "text"
+            )
+        tokens = self._parse(text)
+        with self._lock:
+            macro = Macro.of(name, text, *tokens, self._free_code(name))
+            self._by_code[macro.code] = self._by_name[name] = macro
+
+    def find(self, name: str) -> Macro | None:
+        """Return the macro of a name, or None."""
+        if name not in self._by_name and name in STANDARD:
+            with self._lock:
+                if name not in self._by_name:
+                    self.define(name, STANDARD[name])
+        return self._by_name.get(name)
+
+    def names(self) -> list[str]:
+        """Return the names of all macros."""
+        return list(dict.fromkeys([*STANDARD, *self._by_name]))
+
+    def written_out(
+        self, codes: NDArray[np.uint8], values: NDArray[np.float64], lengths: NDArray[Any]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.float64], NDArray[np.uint32]]:
+        """Replace the macros of programs, which are given as in a `warpfit.ir.Population`.
 
         Raises:
-            InvalidArgumentError: if there is none left.
+            InvalidArgumentError: if a program becomes too long, with its index.
 
         """
-        known = self.by_name.get(name)
+        if not (ARITIES[codes] < 0).any():
+            return codes, values, lengths.astype(np.uint32)
+        all_codes, all_values, sizes = bytearray(), array("d"), []
+        ends = np.cumsum(lengths).tolist()
+        for program, (start, stop) in enumerate(pairwise([0, *ends])):
+            try:
+                own = self._program(codes[start:stop].tolist(), values[start:stop].tolist())
+            except InvalidArgumentError as error:
+                error.expression = program
+                raise
+            all_codes += bytes(own[0])
+            all_values.extend(own[1])
+            sizes.append(len(own[0]))
+        return (
+            np.frombuffer(bytes(all_codes), dtype=np.uint8),
+            np.frombuffer(all_values.tobytes()),
+            np.array(sizes, dtype=np.uint32),
+        )
+
+    def _program(self, codes: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+        if self._by_code.keys().isdisjoint(codes):
+            return codes, values
+        written: tuple[list[int], list[float]] = [], []
+        for code, value in zip(codes, values, strict=True):
+            macro = self._by_code.get(code)
+            if macro is not None:
+                macro.apply(*written)
+            else:
+                written[0].append(code)
+                written[1].append(value)
+        return written
+
+    def _free_code(self, name: str) -> int:
+        known = self._by_name.get(name)
         if known is not None:
             return known.code
-        free = [code for code in range(255, 127, -1) if code not in {*BY_CODE, *self.by_code}]
-        if not free:
-            raise InvalidArgumentError(
-                "there is no room for another function", "TOO_MANY_MACROS", "Define fewer", "name"
-            )
-        return free[0]
-
-    def add(self, macro: Macro) -> None:
-        """Add a macro, or replace the one of its name."""
-        self.by_code[macro.code] = self.by_name[macro.name] = macro
+        for code in range(255, 127, -1):
+            if code not in BY_CODE and code not in self._by_code:
+                return code
+        raise InvalidArgumentError(
+            "there is no room for another function", "TOO_MANY_MACROS", "Define fewer", "name"
+        )

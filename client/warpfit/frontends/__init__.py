@@ -82,7 +82,7 @@ def _converter(kind: type) -> Converter:
         return lambda programs, _: Population.of(programs)  # type: ignore[arg-type]
     if issubclass(kind, str):
         return _one_by_one(lambda text, names: parser(tuple(names)).parse(text))
-    libraries = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
+    libraries = {str(cls.__module__).partition(".")[0] for cls in kind.__mro__}
     if "sympy" in libraries:
         from warpfit.frontends.sympy import from_sympy
 

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import InvalidArgumentError, ProgramError
-from warpfit.expressions.grammar import ALIASES, CHAINED
+from warpfit.expressions.grammar import CHAINED
 from warpfit.ir import Population
-from warpfit.ops import ARITIES, OPERATORS
+from warpfit.ops import ARITIES
+from warpfit.parse import MACROS, function
 
 #: Code, value and number of operands of one node; a leaf has no operands.
 Node = tuple[int, float, int]
@@ -84,10 +85,11 @@ class PrefixTrees:
 
         Raises:
             ProgramError: if the nodes of a tree are not one whole tree.
+            InvalidArgumentError: if functions written out make a program too long.
 
         """
         operands, kinds, lengths = self.operands, self.kinds, self.lengths
-        arities = ARITIES[self.codes]
+        arities = np.where(ARITIES[self.codes] < 0, operands, ARITIES[self.codes])
         # A chain of k operands is k - 1 operators of two, one below the other.
         repeats = np.where(operands > arities, operands - arities + 1, 1)
         if (repeats > 1).any():
@@ -98,7 +100,7 @@ class PrefixTrees:
         operands = operands[kinds]
         order = postfix_order(operands, lengths)
         kinds = kinds[order]
-        return Population(self.codes[kinds], self.values[kinds], lengths.astype(np.uint32))
+        return Population(*MACROS.written_out(self.codes[kinds], self.values[kinds], lengths))
 
 
 def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -175,12 +177,13 @@ def operator_node(name: str, operands: int, names: Mapping[str, str], library: s
         InvalidArgumentError: if the name or the number of operands is unknown.
 
     """
-    row = OPERATORS.get(names.get(name, ALIASES.get(name, name)))
+    row = function(names.get(name, name))
     if row is None:
         raise InvalidArgumentError(
             f"{library} function {name!r} is no operator of warpfit",
             "UNKNOWN_FUNCTION",
-            f"Pass operators={{{name!r}: '...'}} with one of {', '.join(OPERATORS)}",
+            f"Pass operators={{{name!r}: '...'}} with one of OPERATORS.md, or write it with them: "
+            f"warpfit.define({name!r}, '...')",
             "expressions",
         )
     if operands != row.arity and not (row.name in CHAINED and operands > row.arity):

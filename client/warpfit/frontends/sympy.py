@@ -19,9 +19,11 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanFalse, BooleanTrue
 
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.grammar import COMPARISONS, INDEXED
+from warpfit.expressions.grammar import ALIASES, COMPARISONS, INDEXED
+from warpfit.expressions.macros import Macro
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
+from warpfit.parse import MACROS, function
 
 #: Operator for each class of SymPy nodes; Min, Max, And and Or are chains.
 CLASSES: Final[Mapping[str, str]] = MappingProxyType(
@@ -68,7 +70,12 @@ def from_sympy(expression: Any, names: Sequence[str] = ()) -> Program:
     while waiting:
         piece = waiting.pop()
         if isinstance(piece, str):
-            code, value = OPERATORS[piece].code, 0.0
+            row = function(piece)
+            if isinstance(row, Macro):
+                row.apply(codes, values)
+                continue
+            assert row is not None
+            code, value = row.code, 0.0
         elif piece.is_Symbol:
             code, value = _symbol(piece, indices)
         elif isinstance(piece, BooleanTrue | BooleanFalse):
@@ -112,10 +119,16 @@ def _pieces(node: Any) -> _Pieces:
         return [node.args[0]]
     if isinstance(node, sympy.im):
         return [sympy.S.Zero]
-    name = CLASSES.get(type(node).__name__)
-    if name is None or isinstance(node, AppliedUndef):
-        raise _unknown(node)
-    return _chain(list(node.args), name) if OPERATORS[name].arity == 2 else [*node.args, name]
+    if isinstance(node, sympy.Heaviside):
+        return [node.rewrite(sympy.Piecewise)]
+    kind = type(node).__name__
+    row = None if isinstance(node, AppliedUndef) else function(CLASSES.get(kind, ""))
+    if row is None:
+        row = MACROS.find(ALIASES.get(kind, kind))
+        if row is None or len(node.args) != row.arity:
+            raise _unknown(node)
+        return [*node.args, row.name]
+    return _chain(list(node.args), row.name) if row.arity == 2 else [*node.args, row.name]
 
 
 def _chain(operands: _Pieces, name: str) -> _Pieces:
@@ -187,7 +200,7 @@ def _unknown(node: Any) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"SymPy's {type(node).__name__} is no operator of warpfit",
         "UNKNOWN_FUNCTION",
-        "Rewrite the expression with functions of the operator table",
+        "Rewrite the expression with functions of the operator table, or add it by warpfit.define",
         "expressions",
     )
 

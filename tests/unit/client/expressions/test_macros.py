@@ -1,0 +1,179 @@
+"""Functions that are written with operators: the standard ones and a user's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.special
+
+import warpfit
+from warpfit import testing
+from warpfit.errors import InvalidArgumentError, ParseError
+from warpfit.expressions import reference
+from warpfit.expressions.macros import STANDARD
+from warpfit.frontends import as_population, as_program
+from warpfit.ops import CONSTANT
+from warpfit.parse import MACROS
+
+MEANINGS = {
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "sec": lambda a: 1 / np.cos(a),
+    "csc": lambda a: 1 / np.sin(a),
+    "cot": lambda a: 1 / np.tan(a),
+    "sech": lambda a: 1 / np.cosh(a),
+    "csch": lambda a: 1 / np.sinh(a),
+    "coth": lambda a: 1 / np.tanh(a),
+    "sinc": lambda a: np.where(a == 0, 1, np.sin(a) / a),
+    "mod": np.mod,
+    "heaviside": lambda a: np.heaviside(a, 0.5),
+    "clip": np.clip,
+    "erfc": scipy.special.erfc,
+    "exp2": np.exp2,
+    "exp10": lambda a: 10.0**a,
+    "softplus": lambda a: np.logaddexp(a, 0),
+    "softsign": lambda a: a / (1 + np.abs(a)),
+    "swish": lambda a: a * scipy.special.expit(a),
+    "gelu": lambda a: a * scipy.special.ndtr(a),
+    "elu": lambda a: np.where(a > 0, a, np.expm1(a)),
+    "gaussian": lambda a: np.exp(-(a**2)),
+}
+A = np.concatenate([[0.0, 1e-9, -1e-9, 1e-3, 1.0, 300.0, -300.0], np.linspace(-5, 5, 33) + 0.01])
+ROWS = np.stack([A, np.roll(A, 3) + 0.5, np.abs(A) + 1.0])
+
+
+@pytest.fixture
+def own():
+    """Names of functions that the test defines, and that are forgotten after it."""
+    before = dict(MACROS._by_name), dict(MACROS._by_code)
+    yield
+    MACROS._by_name.clear()
+    MACROS._by_code.clear()
+    MACROS._by_name.update(before[0])
+    MACROS._by_code.update(before[1])
+    warpfit.parse.__globals__["parser"].cache_clear()
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_standard_functions_are_what_numpy_and_scipy_compute(name):
+    operands = {"mod": 2, "clip": 3}.get(name, 1)
+    program = warpfit.parse(f"{name}({', '.join(['x1', 'x2', 'x3'][:operands])})")
+    with np.errstate(all="ignore"):
+        wanted = MEANINGS[name](*ROWS[:operands])
+        got = reference.evaluate_program(program, ROWS)
+    tolerance = {"erfc": 1e-15, "gelu": 1e-15, "mod": 1e-13}.get(name, 0)
+    np.testing.assert_allclose(got, wanted, rtol=1e-13, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(set(STANDARD) - {"mod", "clip", "heaviside"}))
+def test_standard_functions_have_their_derivatives(name):
+    points = np.array([[1.5], [2.25]] if name == "acosh" else [[0.5], [-0.25], [0.75]])
+    step = 1e-6
+    with testing.client() as client:
+        data = client.upload(points, dtype="float64")
+        jacobian = client.evaluate(data, [f"{name}(x1 + p1)"], [[0.0]], jacobian=True)[0][:, 0]
+        at_zero = client.upload([[0.0]], dtype="float64")
+        if name in ("asinh", "atanh", "sinc", "softplus", "swish", "gelu", "softsign", "gaussian"):
+            wanted = {"sinc": 0.0, "gaussian": 0.0, "softplus": 0.5, "swish": 0.5, "gelu": 0.5}
+            found = client.evaluate(at_zero, [f"{name}(x1 + p1)"], [[0.0]], jacobian=True)[0]
+            assert found[0, 0] == pytest.approx(wanted.get(name, 1.0), abs=1e-15)
+    function = MEANINGS[name]
+    differences = (function(points[:, 0] + step) - function(points[:, 0] - step)) / (2 * step)
+    np.testing.assert_allclose(jacobian, differences, rtol=1e-6, atol=1e-9)
+
+
+def test_asinh_neither_cancels_nor_overflows():
+    with np.errstate(over="ignore"):
+        got = reference.evaluate_program(warpfit.parse("asinh(x1)"), [[1e300, -1e300, 1e-300]])
+    np.testing.assert_allclose(got, np.arcsinh([1e300, -1e300, 1e-300]), rtol=1e-15)
+
+
+def test_a_function_of_ones_own_is_known_everywhere(own):
+    warpfit.define("ratio", "where(b == 0, 1, sin(a)/b)")
+    wanted = warpfit.parse("where(x2 + 1 == 0, 1, sin(x1)/(x2 + 1))")
+    assert warpfit.parse("ratio(x1, x2 + 1)") == wanted
+    assert warpfit.parse("2*ratio(x1, x2 + 1)") == warpfit.parse(f"2*{wanted}")
+
+    sympy = pytest.importorskip("sympy")
+    x1, x2 = sympy.symbols("x1 x2")
+    assert as_program(sympy.Function("ratio")(x1, x2)) == warpfit.parse("ratio(x1, x2)")
+
+    gp = pytest.importorskip("deap.gp")
+    pset = gp.PrimitiveSet("MAIN", 2)
+    pset.addPrimitive(lambda a, b: a, 2, name="ratio")
+    pset.addPrimitive(max, 3, name="max")
+    trees = [
+        gp.PrimitiveTree.from_string(text, pset)
+        for text in ("ratio(ARG0, ratio(ARG1, ARG0))", "max(ARG0, ratio(ARG0, ARG1), 2.0)", "ARG1")
+    ]
+    texts = ["ratio(x1, ratio(x2, x1))", "max(x1, ratio(x1, x2), 2.0)", "x2"]
+    assert as_population(trees) == as_population(texts)
+
+
+def test_a_later_definition_replaces_the_first_one(own):
+    warpfit.define("twice", "a + a")
+    assert warpfit.parse("twice(x1)") == warpfit.parse("x1 + x1")
+    warpfit.define("fourfold", "twice(twice(a))")
+    warpfit.define("twice", "2*a")
+    assert warpfit.parse("twice(x1)") == warpfit.parse("2*x1")
+    assert warpfit.parse("fourfold(x1)") == warpfit.parse("x1 + x1 + (x1 + x1)")
+
+
+def test_names_of_the_standard_functions_in_sympy():
+    sympy = pytest.importorskip("sympy")
+    x1, x2 = sympy.symbols("x1 x2", real=True)
+    for expression in (
+        *(f(x1 / 7) for f in (sympy.asinh, sympy.atanh, sympy.sec, sympy.csc, sympy.cot)),
+        *(f(x1) for f in (sympy.sinc, sympy.erfc, sympy.sech, sympy.Heaviside)),
+        *(sympy.Mod(x1, x2), sympy.acosh(x1**2 + 1), sympy.Heaviside(x1, 1)),
+    ):
+        columns = np.array([[0.5, -1.25, 2.0, 0.0], [2.0, 1.5, -0.75, 3.0]])
+        with np.errstate(all="ignore"):
+            wanted = [
+                complex(expression.subs({x1: a, x2: b}).evalf()) for a, b in columns.T.tolist()
+            ]
+            got = reference.evaluate_program(as_program(expression), columns)
+        both = np.isfinite(wanted) & np.isfinite(got)
+        assert both.sum() >= 3, expression
+        np.testing.assert_allclose(got[both], np.real(wanted)[both], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("sin", "cos(a)", "BAD_NAME"),
+        ("plus", "a + b", "BAD_NAME"),
+        ("not", "1 - a", "BAD_NAME"),
+        ("two words", "a", "BAD_NAME"),
+        ("loop", "1 + loop(a)", "RECURSION"),
+        ("none", "2 + 3", "BAD_OPERANDS"),
+        ("gap", "a + c", "BAD_OPERANDS"),
+        ("indexed", "a + x1", "UNKNOWN_NAME"),
+        ("fitted", "p1*a", "UNKNOWN_NAME"),
+        ("later", "not_yet(a)", "UNKNOWN_FUNCTION"),
+        ("long", "+".join(["a"] * 600), "MACRO_TOO_LONG"),
+    ],
+)
+def test_definitions_that_are_refused(own, name, text, reason):
+    with pytest.raises(InvalidArgumentError) as caught:
+        warpfit.define(name, text)
+    assert caught.value.reason == reason
+    assert caught.value.remedy
+
+
+def test_nested_calls_are_written_out_up_to_a_limit(own):
+    warpfit.define("many", "+".join(["a"] * 100))
+    assert (warpfit.parse("many(many(2))").codes == CONSTANT).sum() == 10_000
+    with pytest.raises(InvalidArgumentError) as caught:
+        as_population(["x1", "many(many(many(x1)))"])
+    assert (caught.value.reason, caught.value.expression) == ("MACRO_TOO_LONG", 1)
+
+
+def test_definitions_run_out(own):
+    with pytest.raises(InvalidArgumentError) as caught:
+        for number in range(200):
+            warpfit.define(f"function{number}", "a + 1")
+    assert caught.value.reason == "TOO_MANY_MACROS"
+    with pytest.raises(ParseError, match="unknown function"):
+        warpfit.parse("function199(x1)")
