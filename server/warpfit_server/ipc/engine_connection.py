@@ -46,12 +46,13 @@ class EngineConnection:
 
     def __init__(self, pool: SegmentPool, suspects: KnownSuspects | None = None) -> None:
         self.pool = pool
+        pool.on_close.append(self._unmap)
         self.on_loss: Callable[[], None] = lambda: None
         """Called by any thread when the connection is lost, which may happen while the engine
         lives, and by `renew` if there is none."""
         self.report: Callable[[InterruptedBatch | ClearedSuspect], None] = lambda outcome: None
         """Called with what became of requests that were lost, and of suspects."""
-        self._suspects = suspects or KnownSuspects()
+        self.suspects = suspects or KnownSuspects()
         self._channel: Channel | None = None
         self._replies: ReplyDispatcher | None = None
         self._engine = 0
@@ -132,19 +133,25 @@ class EngineConnection:
     def submit(self, request: InFlightRequest) -> InFlightRequest:
         """Send a request and return it, as `start` does; if that fails, nothing was sent."""
         if request.tenant != PROBE:
-            dataset = request.evaluation.dataset_id
-            request.alone = self._suspects.check(dataset, request.digest)
+            request.alone = self.suspects.check(request.evaluation.dataset_id, request.digest)
         segment = self.pool.acquire(request.segment_layout.nbytes, request.tenant)
         try:
             request.write(segment)
-            self._send(request)
+            self.send(request)
         except BaseException:  # nothing was sent
-            with self._lock:
-                self._in_flight.pop(request.number, None)
-                self._mapped.discard(segment.identifier)  # sending it again does no harm
             self.pool.release(segment)
             raise
         return request
+
+    def send(self, request: InFlightRequest) -> None:
+        """Send a request that has a segment; if that fails, nothing was sent."""
+        try:
+            self._send(request)
+        except BaseException:
+            with self._lock:
+                self._in_flight.pop(request.number, None)
+                self._mapped.discard(request.segment.identifier)  # another time does no harm
+            raise
 
     def _send(self, request: InFlightRequest) -> None:
         identifier = request.segment.identifier
@@ -167,6 +174,8 @@ class EngineConnection:
         if isinstance(reply, messages.RequestFinished):
             self._in_flight.pop(reply.request, None)
         if request is not None:
+            if isinstance(reply, messages.FitProgressed):
+                request.progress = reply.progress
             request.queue.put(reply)
 
     def _watch(self, channel: Channel, replies: ReplyDispatcher) -> None:
@@ -195,12 +204,10 @@ class EngineConnection:
         for request in lost.values():
             request.notice(LOST)
 
-    def release(self, segment: Segment) -> None:
-        """Take a segment back that the engine does not use any more; for `InFlightRequest`."""
-        if self.pool.release(segment):
-            return
+    def _unmap(self, segment: Segment) -> None:
+        """Let the engine unmap a segment that will not be used again."""
         with self._lock:
-            channel = self._channel
+            channel = self._channel if segment.identifier in self._mapped else None
             self._mapped.discard(segment.identifier)
         if channel is not None:
             with suppress(ChannelClosedError, WarpfitError):  # it is unmapped with the connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from warpfit.dataset import Layout
 from warpfit.errors import CancelledError, UnavailableError, WarpfitError
-from warpfit.fitting import FitRequest, FitSettings
+from warpfit.fitting import FitProgress, FitRequest, FitSettings
 from warpfit.request import Evaluation, Timings
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, digest
@@ -68,6 +68,8 @@ class InFlightRequest:
     """Seconds for which nothing may run beside it, if it is a suspect."""
     timings: Timings | None = None
     """Timings of the engine, once it has finished without an error."""
+    progress: FitProgress | None = None
+    """The latest of a fit, once there is any."""
 
     def __init__(
         self,
@@ -128,14 +130,41 @@ class InFlightRequest:
             deadline,
         )
 
+    @property
+    def is_fit(self) -> bool:
+        """Whether it is a fit."""
+        return self._fit_settings is not None
+
+    def split(self, bounds: Sequence[int]) -> list[InFlightRequest]:
+        """Return requests for parts of the programs, which use this one's segment.
+
+        Each counts as the whole request where it may have crashed an engine.
+
+        Args:
+            bounds: see `SegmentLayout.split`.
+
+        """
+        evaluation, settings = self.evaluation, (self._arrays, self._fit_settings, self._deadline)
+        parts = [
+            InFlightRequest(layout, evaluation, self._rows, self.tenant, *settings)
+            for layout in self.segment_layout.split(evaluation.batch, bounds)
+        ]
+        for part in parts:
+            part.attach(self.segment)
+        return parts
+
     def digest(self) -> bytes:
         """Return a hash of all that is requested."""
         return digest(self.evaluation, self._arrays, self._fit_settings)
 
     def write(self, segment: Segment) -> None:
         """Copy all inputs into a segment, which is the request's from now on."""
-        self.segment = segment
         self.segment_layout.write(segment, self.evaluation, self._arrays)
+        self.attach(segment)
+
+    def attach(self, segment: Segment) -> None:
+        """Use a segment that has all inputs."""
+        self.segment = segment
         self._flag = self.segment_layout.cancelled(segment)
 
     def message(self) -> messages.Submission:
@@ -165,6 +194,11 @@ class InFlightRequest:
     def array(self, name: str) -> NDArray[Any] | None:
         """View of a result, final once `next_reply` has returned RequestFinished, or None."""
         return self.segment_layout.array(name, self.segment)
+
+    def shares(self) -> Iterator[tuple[float, Timings]]:
+        """Yield 1 and the timings, if it has finished; see `SplitRequest.shares`."""
+        if self.timings is not None:
+            yield 1.0, self.timings
 
     def next_reply(self) -> messages.Reply:
         """Wait for the engine.
@@ -214,6 +248,11 @@ class InFlightRequest:
 
     def close(self) -> None:
         """Wait until the engine is done, then give the segment back."""
+        # An engine that is being killed may still write to it.
+        self.connection.pool.release(self.segment, is_clean=self.end())
+
+    def end(self) -> bool:
+        """Wait until the engine is done; return False if the engine was lost."""
         if not self._is_over:
             self.cancel()
         while not self._is_over:
@@ -222,10 +261,7 @@ class InFlightRequest:
         self.on_end()
         with self._lock:
             self._flag = None  # the segment may soon be another call's
-        if self._is_lost:
-            self.segment.close()  # an engine that is being killed may still write to it
-        else:
-            self.connection.release(self.segment)
+        return not self._is_lost
 
     def _report_loss(self) -> None:
         """Report the request if the engine had begun it when it was lost."""

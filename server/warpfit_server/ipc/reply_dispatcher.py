@@ -77,6 +77,15 @@ class ReplyDispatcher:
             if self._leader is queue and not self._is_closed:
                 os.eventfd_write(self._wake, 1)
 
+    def receive_now(self) -> None:
+        """Deliver what has arrived, unless another thread does; any thread may call this."""
+        if self._reading.acquire(blocking=False):
+            try:
+                if not self._is_closed:
+                    self._read(0)
+            finally:
+                self._reading.release()
+
     def watch(self) -> None:
         """Wait until the engine is gone, deliver its last replies, and close the channel."""
         hang_up = select.poll()

@@ -3,27 +3,38 @@
 The estimates are those of admission. What is outstanding in all front ends stands in the table of
 quotas, which they share. An engine that lacks the data set counts as busy for as long as loading it
 takes. Among engines that are about equally busy a batch goes to the same one each time, which may
-have compiled kernels of it.
+have compiled kernels of it. A request of several milliseconds is split over idle engines.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, Protocol
+
+import numpy as np
 
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.ir import Batch
+from warpfit.request import Precision
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
+from warpfit_server.ipc.segment_layout import MOST_PARTS
+from warpfit_server.ipc.split_request import SplitRequest, end_parts
 from warpfit_server.tenancy.quotas import QuotaTable
 
 #: Bytes of a data set that an engine loads in a nanosecond.
 _LOAD_BYTES: Final = 8.0
 #: Engines whose outstanding work differs by less than this part of a request are equally busy.
 _EQUAL_PART: Final = 0.5
+#: Least estimated nanoseconds of a part of a request that is split: a part costs some 0.1 ms.
+_LEAST_PART: Final = 2_000_000
+#: An engine is idle for a request if its outstanding work is at most this part of the request.
+_IDLE_PART: Final = 0.1
+#: Most sums over rows that CPU engines add up over the same spans of rows in any batch.
+_MOST_CPU_SUMS: Final = 2**19
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
 
@@ -61,11 +72,14 @@ class Router:
         self._connections = connections
         self._labels = labels
         self._table = table
+        self._is_cpu = labels[0].startswith("cpu")
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer rightly; calls avoid the others where they can."""
 
-    def start(self, request: InFlightRequest, data: Leased, nanoseconds: int) -> InFlightRequest:
-        """Send a request to an engine; the caller must close it.
+    def start(
+        self, request: InFlightRequest, data: Leased, nanoseconds: int
+    ) -> InFlightRequest | SplitRequest:
+        """Send a request to an engine, or its parts to idle engines; the caller must close it.
 
         Args:
             request: a checked evaluation or fit.
@@ -79,8 +93,65 @@ class Router:
                 room for the data set.
 
         """
+        waits = self._waits(data)
+        order = self._order(request.evaluation.batch, waits, nanoseconds)
+        engines = self._idle(order, waits, nanoseconds)
+        batch = request.evaluation.batch
+        count = min(len(engines), nanoseconds // _LEAST_PART, len(batch), MOST_PARTS)
+        if count > 1 and self._may_split(request):
+            return self._start_parts(request, data, nanoseconds, engines[:count])
+        return self._start_whole(request, data, nanoseconds, order)
+
+    def _start_whole(
+        self, request: InFlightRequest, data: Leased, nanoseconds: int, order: Sequence[int]
+    ) -> InFlightRequest:
+        """Send a request to the first engine of some that takes it."""
+
+        def submit(number: int) -> None:
+            self._connections[number].submit(request)
+
+        self._send(request, data, nanoseconds, order, submit)
+        return request
+
+    def _start_parts(
+        self, request: InFlightRequest, data: Leased, nanoseconds: int, engines: Sequence[int]
+    ) -> SplitRequest:
+        """Send parts of a request to some engines, each to another one if its engine is lost."""
+        batch = request.evaluation.batch
+        bounds = equal_bounds(batch, len(engines))
+        pool = self._connections[0].pool
+        segment = pool.acquire(request.segment_layout.nbytes, request.tenant)
+        sent: list[InFlightRequest] = []
+        try:
+            request.write(segment)
+            for number, part in enumerate(request.split(bounds)):
+                order = [*engines[number:], *engines[:number]]
+                share = part.segment_layout.tokens / max(1, len(batch.codes))
+
+                def send(engine: int, part: InFlightRequest = part) -> None:
+                    self._connections[engine].send(part)
+
+                self._send(part, data, int(share * nanoseconds), order, send)
+                sent.append(part)
+        except BaseException:
+            if sent:
+                end_parts(sent)
+            else:
+                pool.release(segment)
+            raise
+        return SplitRequest(request, sent)
+
+    def _send(
+        self,
+        request: InFlightRequest,
+        data: Leased,
+        nanoseconds: int,
+        order: Sequence[int],
+        send: Callable[[int], None],
+    ) -> None:
+        """Send a request to the first engine that has or loads the data set, and is there."""
         refusal: ResourceExhaustedError | None = None
-        for number in self.order(request.evaluation.batch, data, nanoseconds):
+        for number in order:
             try:
                 if not data.has(number):
                     data.load(number).result()
@@ -90,21 +161,29 @@ class Router:
             request.device = self._labels[number]
             request.on_end = self._charge(number, nanoseconds)
             try:
-                return self._connections[number].submit(request)
+                send(number)
             except UnavailableError:  # lost a moment ago
                 request.on_end()
             except BaseException:
                 request.on_end()
                 raise
+            else:
+                return
         raise refusal or unavailable()
 
-    def order(self, batch: Batch, data: Leased, nanoseconds: int) -> list[int]:
-        """Return the numbers of the connected engines, the best one for a batch first."""
-        connected = [n for n, connection in enumerate(self._connections) if connection.is_open]
-        if len(connected) <= 1:
-            return connected
+    def _waits(self, data: Leased) -> dict[int, float]:
+        """Return the estimated nanoseconds after which each connected engine has time."""
         outstanding, load = self._table.work(), data.layout.nbytes / _LOAD_BYTES
-        waits = {n: outstanding[n] + (0.0 if data.has(n) else load) for n in connected}
+        return {
+            number: outstanding[number] + (0.0 if data.has(number) else load)
+            for number, connection in enumerate(self._connections)
+            if connection.is_open
+        }
+
+    def _order(self, batch: Batch, waits: Mapping[int, float], nanoseconds: int) -> list[int]:
+        """Return the numbers of the connected engines, the best one for a batch first."""
+        if len(waits) <= 1:
+            return list(waits)
         least = min(waits.values()) + _EQUAL_PART * nanoseconds
         name = zlib.crc32(batch.codes.data)
 
@@ -113,9 +192,54 @@ class Router:
             is_away = self._labels[number] not in self.serving
             return is_away, max(0.0, waits[number] - least), preference
 
-        return sorted(connected, key=rank)
+        return sorted(waits, key=rank)
+
+    def _idle(
+        self, order: Sequence[int], waits: Mapping[int, float], nanoseconds: int
+    ) -> list[int]:
+        """Return the engines that could begin with a part of a request almost at once."""
+        soon = _IDLE_PART * nanoseconds
+        return [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
+
+    def _may_split(self, request: InFlightRequest) -> bool:
+        """Return whether parts of a request give the same bits, and cannot crash an engine."""
+        evaluation = request.evaluation
+        if self._connections[0].suspects.check(evaluation.dataset_id, request.digest):
+            return False
+        if request.is_fit and evaluation.precision is Precision.FAST:
+            return False  # one search that leaves the range of float32 has all computed precisely
+        # CPU engines add up so many sums over fewer spans of rows, which may round otherwise.
+        return not self._is_cpu or _most_sums(request) <= _MOST_CPU_SUMS
 
     def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
         """Count outstanding work of an engine; return what ends that."""
         self._table.add_work(number, nanoseconds)
         return lambda: self._table.add_work(number, -nanoseconds)
+
+
+def equal_bounds(batch: Batch, parts: int) -> list[int]:
+    """Return the bounds of ranges of programs with about as many tokens each.
+
+    Args:
+        batch: of at least as many programs as parts.
+        parts: number of ranges, none of which is empty.
+
+    """
+    starts, numbers = batch.starts, np.arange(1, parts)
+    inner = np.searchsorted(starts, starts[-1] * numbers / parts)
+    inner = numbers + np.maximum.accumulate(np.maximum(inner, numbers) - numbers)  # ascending
+    return [0, *np.minimum(inner, len(batch) - parts + numbers).tolist(), len(batch)]
+
+
+def _most_sums(request: InFlightRequest) -> int:
+    """Return the most sums over rows that a request needs for derivatives and statistics."""
+    evaluation, layout = request.evaluation, request.segment_layout
+    derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
+    has_statistics = evaluation.reductions or evaluation.needs_moments
+    if not (request.is_fit or derives or has_statistics or evaluation.custom_loss is not None):
+        return 0
+    columns = 1 + evaluation.batch.parameter_counts.astype(np.int64)
+    if evaluation.variable_gradient:
+        columns += layout.arrays["variable_gradients"][1][-1]
+    products = np.square(columns) if request.is_fit else 0
+    return int((columns + products).sum()) * layout.vectors

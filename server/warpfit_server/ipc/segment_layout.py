@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,8 @@ _DTYPES: Final = {name: np.dtype(name) for name in ("<f8", "<f4", "<u4", "u1")}
 #: States of a request in the engine, which a front end reads when the engine has died: it waits, it
 #: has begun, or it runs and nothing else does.
 QUEUED, BEGUN, ALONE = 0, 1, 2
+#: Most parts of a request; each has two bytes of flags.
+MOST_PARTS: Final = 32
 #: Arrays of a fit's result with one number for each program and parameter vector, and their types.
 FIT_RESULT_ARRAYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -42,6 +45,14 @@ _BATCH_ARRAYS: Final = {
 _INPUTS: Final = frozenset(
     ("flags", *_BATCH_ARRAYS, "loss_values", "loss_codes", *FIT_SETTING_ARRAYS)
 )
+#: What the first dimension of an array counts, if it is not programs; "whole" arrays are not split.
+_UNITS: Final = {
+    **dict.fromkeys(("flags", "loss_values", "loss_codes"), "whole"),
+    **dict.fromkeys(("batch_values", "batch_codes"), "tokens"),
+    **dict.fromkeys(("batch_parameters", "gradients", "jacobian", "parameters"), "parameters"),
+    **dict.fromkeys((*FIT_SETTING_ARRAYS, "standard_errors"), "parameters"),
+    "covariances": "squares",
+}
 #: Name, type and shape of an array.
 _Array = tuple[str, str, tuple[int, ...]]
 
@@ -80,7 +91,7 @@ class SegmentLayout(NamedTuple):
         programs, vectors, rows = evaluation.shape(layout)
         tokens = len(batch.codes)
         inputs: list[_Array] = [
-            ("flags", "u1", (2,)),
+            ("flags", "u1", (2 * MOST_PARTS,)),
             ("batch_values", "<f8", (tokens,)),
             ("batch_parameters", "<f8", (len(batch.parameters),)),
             ("batch_lengths", "<u4", (programs,)),
@@ -92,6 +103,49 @@ class SegmentLayout(NamedTuple):
             inputs += [("loss_values", "<f8", shape), ("loss_codes", "u1", shape)]
         program_bytes = vectors * rows * layout.dtype.itemsize
         return cls(programs, tokens, vectors, rows, program_bytes, *_placed((*inputs, *others)))
+
+    def split(self, batch: Batch, bounds: Sequence[int]) -> list[SegmentLayout]:
+        """Return the layouts of parts of the request, in the segment of the whole one.
+
+        The results of all parts together are those of the whole request.
+
+        Args:
+            batch: of the whole request.
+            bounds: ascending numbers of programs from 0 to all; part i has those from ``bounds[i]``
+                to ``bounds[i + 1]``, and ends with the arrays that belong to them.
+
+        """
+        counts = batch.parameter_counts.astype(np.int64)
+        edges = {
+            "programs": np.arange(self.programs + 1),
+            "tokens": batch.starts,
+            "parameters": np.concatenate([[0], np.cumsum(counts)]),
+            "squares": np.concatenate([[0], np.cumsum(np.square(counts))]),
+        }
+        return [
+            self._part(number, {name: at[[first, stop]].tolist() for name, at in edges.items()},
+                       {name: int(at[-1]) for name, at in edges.items()})
+            for number, (first, stop) in enumerate(pairwise(bounds))
+        ]  # fmt: skip
+
+    def _part(
+        self, number: int, ranges: Mapping[str, Sequence[int]], totals: Mapping[str, int]
+    ) -> SegmentLayout:
+        """Return the layout of a part by its ranges of programs, tokens, parameters, squares."""
+        arrays = dict(self.arrays)
+        dtype, _, offset = arrays["flags"]
+        arrays["flags"] = (dtype, (2,), offset + 2 * number)
+        for name, (dtype, shape, offset) in self.arrays.items():
+            unit = _UNITS.get(name, "programs")
+            if unit == "whole":
+                continue
+            first, stop = ranges[unit]
+            copies = shape[0] // totals[unit] if totals[unit] else 0  # one for each vector
+            row_bytes = math.prod(shape[1:]) * _DTYPES[dtype].itemsize
+            own = ((stop - first) * copies, *shape[1:])
+            arrays[name] = (dtype, own, offset + first * copies * row_bytes)
+        (first, stop), (begin, end) = ranges["programs"], ranges["tokens"]
+        return self._replace(programs=stop - first, tokens=end - begin, arrays=arrays)
 
     def array(self, name: str, segment: Segment) -> NDArray[Any] | None:
         """View of an array in the segment; None if this request has none of that name."""
@@ -118,11 +172,11 @@ class SegmentLayout(NamedTuple):
 
     def cancelled(self, segment: Segment) -> NDArray[np.uint8]:
         """View of the cancellation flag, [1], which the front end sets and the engine polls."""
-        return segment.array("u1", (1,), 0)
+        return segment.array("u1", (1,), self.arrays["flags"][2])
 
     def state(self, segment: Segment) -> NDArray[np.uint8]:
         """View of the request's state, [1]: `QUEUED`, `BEGUN` or `ALONE`."""
-        return segment.array("u1", (1,), 1)
+        return segment.array("u1", (1,), self.arrays["flags"][2] + 1)
 
     def batch(self, segment: Segment) -> Batch:
         """View of the batch in the segment."""

@@ -15,7 +15,7 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -149,6 +149,8 @@ class SegmentPool:
         self._idle: dict[int, list[Segment]] = {}
         self._idle_bytes = 0
         self._next = 0
+        self.on_close: list[Callable[[Segment], None]] = []
+        """Called with each segment that will not be used again, for processes that map it."""
 
     def acquire(self, size: int, owner: str = "") -> Segment:
         """Return a segment of at least ``size`` bytes for a tenant, to give back with `release`."""
@@ -178,12 +180,19 @@ class SegmentPool:
             identifier = self._next
         return Segment.create(identifier, size)
 
-    def release(self, segment: Segment) -> bool:
-        """Take a segment back; return False if it was closed because enough are idle."""
+    def release(self, segment: Segment, *, is_clean: bool = True) -> None:
+        """Take a segment back; close it if enough are idle.
+
+        Args:
+            segment: from `acquire`.
+            is_clean: whether no other process writes to it any more; if not, it is closed.
+
+        """
         with self._lock:
-            if self._idle_bytes + segment.size <= self._most_idle_bytes:
+            if is_clean and self._idle_bytes + segment.size <= self._most_idle_bytes:
                 self._idle_bytes += segment.size
                 self._idle.setdefault(segment.size, []).append(segment)
-                return True
+                return
         segment.close()
-        return False
+        for forget in self.on_close:
+            forget(segment)

@@ -33,6 +33,7 @@ from warpfit_server.ipc import messages
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Leased, Router
+from warpfit_server.ipc.split_request import SplitRequest
 from warpfit_server.limits import (
     check_batch,
     check_fit,
@@ -113,8 +114,11 @@ class ComputeServicer:
             calls.record_work(evaluation, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            in_flight = InFlightRequest.of_evaluation(evaluation, layout, tenant)
-            self._router.start(in_flight, data, self._admission.costs.estimate(cost))
+            in_flight = self._router.start(
+                InFlightRequest.of_evaluation(evaluation, layout, tenant),
+                data,
+                self._admission.costs.estimate(cost),
+            )
             self._end_with_call(in_flight, cost, context, held)
             start = codec.result_start(layout, evaluation.shape(layout))
             yield from self._stream_result(in_flight, start, decode)
@@ -141,14 +145,17 @@ class ComputeServicer:
             calls.record_work(request.problem, layout)
             decode = time.monotonic_ns() - arrived
             _check_wanted(context)
-            in_flight = InFlightRequest.of_fit(request, layout, deadline, tenant)
-            self._router.start(in_flight, data, self._admission.costs.estimate(cost))
+            in_flight = self._router.start(
+                InFlightRequest.of_fit(request, layout, deadline, tenant),
+                data,
+                self._admission.costs.estimate(cost),
+            )
             self._end_with_call(in_flight, cost, context, held)
             yield from _stream_fit(in_flight, decode)
 
     def _end_with_call(
         self,
-        in_flight: InFlightRequest,
+        in_flight: InFlightRequest | SplitRequest,
         cost: CallCost,
         context: grpc.ServicerContext,
         held: ExitStack,
@@ -156,8 +163,9 @@ class ComputeServicer:
         """Cancel a request when its call ends early; at the end close it and learn its time."""
 
         def learn() -> None:
-            if in_flight.timings is not None:
-                self._admission.costs.observe(cost, in_flight.timings.compute)
+            for share, timings in in_flight.shares():
+                part = cost._replace(units=share * cost.units)
+                self._admission.costs.observe(part, timings.compute)
 
         held.callback(learn)
         held.callback(in_flight.close)  # before `learn`, as it may still receive the timings
@@ -165,7 +173,7 @@ class ComputeServicer:
             in_flight.cancel()
 
     def _stream_result(
-        self, in_flight: InFlightRequest, start: bytes, decode: int
+        self, in_flight: InFlightRequest | SplitRequest, start: bytes, decode: int
     ) -> Iterator[bytes]:
         """Send values in chunks as they become ready, and all else with the last message."""
         layout = in_flight.segment_layout
@@ -298,7 +306,7 @@ def _check_wanted(context: grpc.ServicerContext) -> None:
         )
 
 
-def _record_answer(in_flight: InFlightRequest, decode: int) -> Timings:
+def _record_answer(in_flight: InFlightRequest | SplitRequest, decode: int) -> Timings:
     """Record and return the timings of a call that the engine has finished."""
     assert in_flight.timings is not None  # it has finished
     timings = replace(in_flight.timings, decode=decode, device=in_flight.device)
@@ -306,7 +314,7 @@ def _record_answer(in_flight: InFlightRequest, decode: int) -> Timings:
     return timings
 
 
-def _stream_fit(in_flight: InFlightRequest, decode: int) -> Iterator[bytes]:
+def _stream_fit(in_flight: InFlightRequest | SplitRequest, decode: int) -> Iterator[bytes]:
     while True:
         reply = in_flight.next_reply()
         if isinstance(reply, messages.FitProgressed):

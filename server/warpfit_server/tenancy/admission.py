@@ -6,6 +6,7 @@ retry is likely to be accepted. Accepted calls wait in a queue that these limits
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,15 +28,16 @@ _LONGEST_RETRY: Final = 1.0
 _LARGEST_PART: Final = 0.5
 #: A limit that is none, in 64 bits.
 _UNLIMITED: Final = 2**62
-#: Sums over observed points (units x, nanoseconds y): count, x, y, x^2, xy. They start with two
-#: assumed points: a call of no units takes 0.1 ms, one of 10^9 token-rows 0.3 s.
-_ASSUMED: Final = (2.0, 1e9, 3.001e8, 1e18, 3e17)
+#: Assumed nanoseconds of a call, and of each of its units.
+_CALL_NS, _UNIT_NS = 1e5, 0.2999
+#: Assumed nanoseconds of a call whose units matter as much as what every call costs.
+_TELLING_NS: Final = 1e7
 #: Longest estimate in nanoseconds, some days: the sums of many must fit 64 bits.
 _LONGEST_ESTIMATE: Final = 2.0**50
 #: Most passes over the data that are expected of a fit; most searches end long before they must.
 _FIT_PASSES: Final = 20
-#: Factor by which each later measurement reduces the weight of a measurement.
-_DECAY: Final = 0.98
+#: Least weight of a new measurement against those before it.
+_NEWEST_WEIGHT: Final = 0.02
 #: For each field of `Amounts`: reason of a refusal, its words, and the flag that raises the limit.
 _REFUSALS: Final = {
     "calls": ("TOO_MANY_REQUESTS", "calls are in flight", "--max-requests"),
@@ -68,35 +70,51 @@ class CallCost(NamedTuple):
 
 
 class CostModel:
-    """Estimates the engine time of each kind of work with a line through what was observed.
+    """Estimates the engine time of each kind of work from what calls of about its size took.
 
-    The line has the time of a call and that of its units. The assumed points stay in the sums, so
-    that small calls, whose time says nothing about the units, do not decide about large ones.
+    For each power of two of the units it remembers by which factor calls took longer than assumed.
+    Between two observed sizes the factor is interpolated. Beyond the observed sizes it counts less
+    the shorter the smaller of the two calls is: what small calls take says nothing about large
+    ones, and the other way round.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float, float, float, float]] = {}
+        self._factors: dict[str, dict[int, tuple[float, float]]] = {}
+        """For each kind and size: weight of the observations, and the mean factor."""
 
     def estimate(self, cost: CallCost) -> int:
         """Return the estimated engine time in nanoseconds."""
-        n, x, y, xx, xy = self._sums.get(cost.kind, _ASSUMED)
-        slope = max(0.0, (n * xy - x * y) / (n * xx - x * x))
-        return int(min(_LONGEST_ESTIMATE, max(0.0, (y - slope * x) / n) + slope * cost.units))
+        assumed, size = _assumed(cost.units), _size(cost.units)
+        known = self._factors.get(cost.kind, {})
+        below = max((s for s in known if s <= size), default=None)
+        above = min((s for s in known if s >= size), default=None)
+        if below is not None and above is not None:
+            share = (size - below) / (above - below) if above > below else 0.0
+            factor = known[below][1] ** (1 - share) * known[above][1] ** share
+        else:
+            nearest = below if above is None else above
+            shorter = assumed if nearest is None else min(assumed, _assumed(2.0**nearest))
+            factor = known[nearest][1] if nearest is not None else 1.0
+            factor **= shorter / (shorter + _TELLING_NS)
+        return int(min(_LONGEST_ESTIMATE, assumed * factor))
 
     def observe(self, cost: CallCost, nanoseconds: float) -> None:
         """Add an observation. Takes no lock: losing one of two at the same time does no harm."""
-        kind, units = cost
-        n, x, y, xx, xy = (
-            assumed + _DECAY * (old - assumed)
-            for assumed, old in zip(_ASSUMED, self._sums.get(kind, _ASSUMED), strict=True)
-        )
-        self._sums[kind] = (
-            n + 1.0,
-            x + units,
-            y + nanoseconds,
-            xx + units * units,
-            xy + units * nanoseconds,
-        )
+        known = self._factors.get(cost.kind, {})
+        weight, mean = known.get(_size(cost.units), (1.0, 0.0))
+        mean += weight * (max(1.0, nanoseconds) / _assumed(cost.units) - mean)
+        weight = max(_NEWEST_WEIGHT, 1.0 / (1.0 / weight + 1.0))
+        self._factors[cost.kind] = {**known, _size(cost.units): (weight, mean)}
+
+
+def _assumed(units: float) -> float:
+    """Return the nanoseconds that a call is assumed to take before any was observed."""
+    return _CALL_NS + _UNIT_NS * units
+
+
+def _size(units: float) -> int:
+    """Return the power of two that is next below some units."""
+    return math.frexp(max(1.0, units))[1]
 
 
 class Admission:

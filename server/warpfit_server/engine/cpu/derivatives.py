@@ -140,8 +140,9 @@ class DerivativeRun:
         self._rows = rows[1] - rows[0]
         loss_rows, count = span_rows(rows, block_rows(layout)), len(plan.sizes)
         starts = np.concatenate([[0], np.cumsum(plan.sizes)])
-        self._sums = np.zeros((spans, int(starts[-1])))
-        self._totals = np.empty(int(starts[-1]))
+        # NumPy adds up a single column in another order than several.
+        self._sums = np.zeros((spans, max(2, int(starts[-1]))))
+        self._totals = np.empty(self._sums.shape[1])
         has_loss, has_reductions, has_moments = (
             array is not None
             for array in (requested.row_loss, requested.reductions, requested.moments)

@@ -6,6 +6,8 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from warpfit.dataset import Dataset
 from warpfit.errors import ResourceExhaustedError, UnavailableError
@@ -13,26 +15,37 @@ from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Loss
 from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
-from warpfit_server.ipc.router import Router
+from warpfit_server.ipc.quarantine import InterruptedBatch, KnownSuspects, Quarantine
+from warpfit_server.ipc.router import Router, equal_bounds
+from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.ipc.split_request import SplitRequest
 from warpfit_server.tenancy.quotas import QuotaTable
 
 DATASET = Dataset.of(np.ones((1000, 3), "f4"), np.ones(1000, "f4"))
 MILLISECOND = 1_000_000
 
 
+def evaluation(seed=1, **outputs):
+    batch = Batch.of(*thesis_mix(seed, 5, variables=3))
+    return Evaluation(DATASET.content_id, batch, loss=Loss.MSE, **{"values": False} | outputs)
+
+
 class Connection:
     """Takes requests, or says that there is no engine."""
 
-    def __init__(self):
+    def __init__(self, pool):
         self.is_open = True
         self.is_lost = False
         self.sent = []
+        self.pool = pool
+        self.suspects = KnownSuspects()
 
-    def submit(self, request):
+    def send(self, request):
         if self.is_lost:
             raise unavailable()
         self.sent.append(request)
-        return request
+
+    submit = send
 
 
 class Data:
@@ -58,17 +71,16 @@ class Data:
 
 class Front:
     def __init__(self, engines=3):
-        self.connections = [Connection() for _ in range(engines)]
+        pool = SegmentPool(1 << 20)
+        self.connections = [Connection(pool) for _ in range(engines)]
         self.labels = [f"cpu:{number}" for number in range(engines)]
         self.table = QuotaTable.create(2, engines)
         self.router = Router(self.connections, self.labels, self.table)
         self.router.serving = frozenset(self.labels)
 
     def start(self, seed=1, data=None, nanoseconds=MILLISECOND):
-        batch = Batch.of(*thesis_mix(seed, 5, variables=3))
-        evaluation = Evaluation(DATASET.content_id, batch, loss=Loss.MSE, values=False)
-        request = InFlightRequest.of_evaluation(evaluation, DATASET.layout)
-        self.router.start(request, data or Data(), nanoseconds)
+        request = InFlightRequest.of_evaluation(evaluation(seed), DATASET.layout)
+        assert self.router.start(request, data or Data(), nanoseconds) is request
         (number,) = [n for n, c in enumerate(self.connections) if request in c.sent]
         assert request.device == self.labels[number]
         return number, request
@@ -138,3 +150,92 @@ def test_lost_and_silent_engines_are_avoided_and_none_is_an_error(front):
     with pytest.raises(UnavailableError):
         front.start()
     assert front.table.work()[2] == 6 * MILLISECOND
+
+
+class TestSplitting:
+    def split(self, front, nanoseconds=10 * MILLISECOND, data=None, **outputs):
+        whole = InFlightRequest.of_evaluation(evaluation(**outputs), DATASET.layout)
+        return front.router.start(whole, data or Data(), nanoseconds)
+
+    def test_a_long_request_is_split_over_idle_engines(self, front):
+        request = self.split(front)
+        assert isinstance(request, SplitRequest)
+        assert set(request.device.split(",")) == {"cpu:0", "cpu:1", "cpu:2"}
+        parts = [connection.sent[0] for connection in front.connections]
+        assert sum(part.segment_layout.programs for part in parts) == 5
+        assert len({part.segment.identifier for part in parts}) == 1
+        assert sum(front.table.work()) == pytest.approx(10 * MILLISECOND, abs=3)
+
+    @pytest.mark.parametrize("nanoseconds", [MILLISECOND, 3 * MILLISECOND])
+    def test_a_short_request_is_not_split(self, front, nanoseconds):
+        assert isinstance(self.split(front, nanoseconds), InFlightRequest)
+
+    def test_busy_silent_and_loading_engines_get_no_part(self, front):
+        front.table.add_work(1, 5 * MILLISECOND)
+        assert "cpu:1" not in self.split(front).device
+        front.table.clear_process(0)
+        front.router.serving = frozenset(["cpu:0", "cpu:1"])
+        assert set(self.split(front).device.split(",")) == {"cpu:0", "cpu:1"}
+        front.table.clear_process(0)
+        data = Data(loaded=[0])
+        data.layout = DATASET.layout.__class__(np.dtype("<f4"), 3, 1 << 30, has_target=True)
+        assert (
+            front.router.start(
+                InFlightRequest.of_evaluation(evaluation(), DATASET.layout), data, 10 * MILLISECOND
+            ).device
+            == "cpu:0"
+        )
+
+    def test_the_part_of_an_engine_that_is_lost_goes_to_another(self, front):
+        front.connections[2].is_lost = True
+        assert set(self.split(front).device.split(",")) == {"cpu:0", "cpu:1"}
+        assert sum(len(connection.sent) for connection in front.connections) == 3
+
+    def test_a_suspect_is_not_split(self, front):
+        whole = InFlightRequest.of_evaluation(evaluation(), DATASET.layout)
+        quarantine = Quarantine()
+        quarantine.engine_died(1, is_blamed=True, loading=None, at_start=False)
+        quarantine.report(InterruptedBatch(1, DATASET.content_id, whole.digest(), False))
+        front.connections[0].suspects.update(quarantine.current)
+        assert isinstance(self.split(front), InFlightRequest)
+
+    def test_a_part_is_the_request_for_its_programs(self, front):
+        """Each array of a part, read from the whole segment, is that of the part alone."""
+        whole = InFlightRequest.of_evaluation(
+            evaluation(values=True, gradient=True, jacobian=True), DATASET.layout
+        )
+        segment = SegmentPool(0).create(whole.segment_layout.nbytes)
+        whole.write(segment)
+        for number, array in enumerate(whole.segment_layout.results(segment).values()):
+            array[...] = np.arange(array.size).reshape(array.shape) + number
+        parts = whole.split([0, 2, 3, 5])
+        for name in ("losses", "values", "gradients", "jacobian"):
+            joined = np.concatenate([part.array(name) for part in parts])
+            np.testing.assert_array_equal(joined, whole.array(name))
+        batches = [part.segment_layout.batch(segment) for part in parts]
+        for got, expected in zip(batches, (slice(0, 2), slice(2, 3), slice(3, 5)), strict=True):
+            wanted = whole.evaluation.batch[expected]
+            for field in ("codes", "values", "lengths", "parameter_counts", "parameters"):
+                np.testing.assert_array_equal(getattr(got, field), getattr(wanted, field))
+        parts[1].cancel()
+        flags = [int(part.segment_layout.cancelled(segment)[0]) for part in parts]
+        assert flags == [0, 1, 0]
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=40), parts=st.integers(2, 8))
+def test_bounds_are_ascending_and_about_equal(lengths, parts):
+    parts = min(parts, len(lengths))
+    total = np.array(lengths)
+    batch = Batch(
+        codes=np.zeros(total.sum(), np.uint8),
+        values=np.zeros(total.sum()),
+        lengths=total.astype(np.uint32),
+        parameter_counts=np.zeros(len(lengths), np.uint32),
+        parameters=np.zeros(0),
+    )
+    bounds = equal_bounds(batch, parts)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(lengths), parts + 1)
+    assert (np.diff(bounds) > 0).all()
+    tokens = np.diff(batch.starts[bounds])
+    if len(lengths) >= 4 * parts:
+        assert tokens.max() <= total.sum() / parts + 2 * total.max() + parts
