@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -225,14 +226,16 @@ def _by_program(
     if flat is None:
         return None
     k = batch.vectors if vectors is None else vectors
-    pieces, start = [], 0
-    for n in batch.parameter_counts.tolist():
-        stop = start + k * n * (n if square else 1)
-        shape = (k, n, n) if square else (k, n, *flat.shape[1:])
-        piece = flat[start:stop].reshape(shape)
+    counts = batch.parameter_counts.tolist()
+    ends = [0, *accumulate(k * n * (n if square else 1) for n in counts)]
+    parts = [flat[start:stop] for start, stop in pairwise(ends)]
+    if k == 1 and flat.ndim == 1 and not (square or leading_axis):
+        return parts  # the usual case, for which reshaping would take most of the time
+    pieces = []
+    for n, part in zip(counts, parts, strict=True):
+        piece = part.reshape((k, n, n) if square else (k, n, *flat.shape[1:]))
         piece = piece.swapaxes(1, 2) if flat.ndim == 2 else piece
         pieces.append(piece if leading_axis else piece[0])
-        start = stop
     return pieces
 
 
