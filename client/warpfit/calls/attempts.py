@@ -115,8 +115,8 @@ class Attempts:
                 return (yield from self._at(server, act, retries.deadline))
             except (UnavailableError, ResourceExhaustedError) as failure:
                 self._note(server, failure, started, dataset)
+                error = min(error, failure, key=_severity) if tried and error else failure
                 tried.append(server)
-                error = failure
             finally:
                 self.servers.release(server)
 
@@ -135,7 +135,11 @@ class Attempts:
         """
         request, collector = attempt()
         started = self.servers.clock()
-        yield Call(method, request, collector, seconds, server.address)
+        try:
+            yield Call(method, request, collector, seconds, server.address)
+        except DeadlineExceededError:
+            server.is_trusted = False  # it may hang: the next call asks first
+            raise
         self.servers.succeeded(server, method, work, self.servers.clock() - started)
         return collector
 
@@ -151,9 +155,14 @@ class Attempts:
         """Call a method that needs a data set, and upload the data set if it is not resident."""
         uploads = 0
         while True:
+            left = retries.deadline.remaining()
+            seconds = left if left is None else self.servers.share(method, work, left)
             try:
-                seconds = retries.deadline.remaining()
                 return (yield from self.call(server, method, attempt, seconds, work))
+            except DeadlineExceededError as error:
+                if seconds == left or seconds is None:
+                    raise
+                raise _no_answer(server, seconds) from error
             except DatasetNotFoundError:
                 uploads += 1
                 if uploads > _MOST_UPLOADS:
@@ -196,11 +205,7 @@ class Attempts:
         try:
             yield from self.call(server, "GetServerInfo", lambda: question, seconds)
         except DeadlineExceededError as error:
-            raise UnavailableError(
-                f"{server.address} has not answered within {seconds:g} s",
-                "NO_ANSWER",
-                "Check that the server runs and that the network lets its port pass",
-            ) from error
+            raise _no_answer(server, seconds) from error
         except UnavailableError:
             raise
         except WarpfitError:
@@ -265,6 +270,19 @@ class Attempts:
             self.servers.update(self.target.find())
         except Exception:  # whatever a resolver raises; the servers that are known stay
             _log.warning("the addresses of %s cannot be found", self.target.text, exc_info=True)
+
+
+def _no_answer(server: Server, seconds: float) -> UnavailableError:
+    return UnavailableError(
+        f"{server.address} has not answered within {seconds:g} s",
+        "NO_ANSWER",
+        "Check that the server runs and that the network lets its port pass",
+    )
+
+
+def _severity(error: WarpfitError) -> tuple[bool, float]:
+    """Return what the failures at several servers are compared by: the least is waited for."""
+    return _is_over_a_limit(error), error.retry_after or 0.0
 
 
 def _is_over_a_limit(error: WarpfitError) -> bool:

@@ -34,6 +34,8 @@ _RESOLVE_SECONDS: Final = (10.0, 1.0)
 _REFUSAL_SECONDS: Final = 30.0
 #: Shortest part in seconds of a batch that is split.
 _PART_SECONDS: Final = 0.02
+#: Factor by which a call has to take longer than expected to be a sign that its server hangs.
+_SURPRISE: Final = 16.0
 #: Work a second that is assumed before the first answer: more than a CPU does, less than a GPU.
 _USUAL_RATE: Final = 1e10
 #: Weight of all earlier calls in averages that follow the recent ones.
@@ -207,6 +209,18 @@ class Servers:
             up = sum(server.down_until <= now for server in self.homes(content_id, nbytes))
             seconds = self._costs.setdefault(method, CostModel()).seconds(work)
         return max(1, min(up, int(seconds / _PART_SECONDS)))
+
+    def share(self, method: str, work: float, seconds: float) -> float:
+        """Return how much of the seconds to its deadline a call may spend at one server.
+
+        An evaluation that is expected to be quick leaves time for another server, in case this one
+        hangs. Fits are given everything, because a fit uses its time.
+        """
+        if not self.is_several or method != "Evaluate":
+            return seconds
+        with self._lock:
+            expected = self._costs.setdefault(method, CostModel()).seconds(work)
+        return seconds / 2 if _SURPRISE * expected < seconds else seconds
 
     def probe_seconds(self, server: Server) -> float:
         """Return how long to wait for a server's first answer: longer if there is no other one."""

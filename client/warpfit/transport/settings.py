@@ -93,11 +93,14 @@ class TransportConfig:
     def channel_options(self) -> list[tuple[str, int]]:
         """Return the same settings as gRPC channel arguments."""
         first, longest = (round(1000 * seconds) for seconds in self.reconnect_seconds)
+        timeout = round(1000 * (self.keepalive_timeout_seconds or 10.0))
         return [
             ("grpc.max_send_message_length", self.message_bytes),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.keepalive_time_ms", round(1000 * (self.keepalive_seconds or 30.0))),
-            ("grpc.keepalive_timeout_ms", round(1000 * (self.keepalive_timeout_seconds or 10.0))),
+            ("grpc.keepalive_timeout_ms", timeout),
+            # A keepalive ping waits for the longer of the two times (grpcio 1.85): a minute.
+            ("grpc.http2.ping_timeout_ms", timeout),
             ("grpc.initial_reconnect_backoff_ms", first),
             ("grpc.min_reconnect_backoff_ms", round(1000 * self.connect_seconds)),
             ("grpc.max_reconnect_backoff_ms", longest),

@@ -74,6 +74,7 @@ def make_server(
             # sends a ping every second, which gRPC would otherwise treat as an attack.
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+            ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
             ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
         ],
     )

@@ -253,6 +253,20 @@ def test_servers_come_and_go(monkeypatch, kind):
     assert all("Evaluate" in server.calls for server in servers)
 
 
+def test_a_server_that_hangs_costs_a_share_of_the_deadline():
+    with ExitStack() as stack:
+        served = [stack.enter_context(serve(testing.InProcessServer())) for _ in range(2)]
+        client = stack.enter_context(warpfit.connect([address for address, _ in served]))
+        data = client.upload(X)
+        for _ in range(10):
+            client.evaluate(data, "x1")
+        hanging = served[0][1]
+        hanging.hang = True
+        for _ in range(10):
+            np.testing.assert_array_equal(client.evaluate(data, "x1", timeout=1.0)[:, 0], X[:, 0])
+        assert hanging.cancelled.wait(10)
+
+
 def test_a_server_that_does_not_answer_is_passed_over(fleet):
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
