@@ -187,6 +187,21 @@ def close_losses(closing: Closing, sums: Floats, statistics: TargetStatistics) -
         return relative if closing is Closing.RELATIVE else 1.0 - relative
 
 
+def coefficients_of_determination(
+    closing: Closing, losses: Floats, statistics: TargetStatistics
+) -> Floats:
+    """Return R2 = 1 - SSE / SST (weighted) for losses of squared differences, of any shape."""
+    with np.errstate(all="ignore"):
+        sums = {
+            Closing.SUM: losses,
+            Closing.MEAN: losses * statistics.weight,
+            Closing.ROOT: np.square(losses) * statistics.weight,
+            Closing.RELATIVE: losses * statistics.variation,
+        }
+        found = losses if closing is Closing.SCORE else 1.0 - sums[closing] / statistics.variation
+        return np.asarray(found)
+
+
 def close_gradients(
     closing: Closing, gradients: Floats, losses: Floats, statistics: TargetStatistics
 ) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from warpfit.dataset import ClientDataset, Layout
+from warpfit.losses import TargetStatistics
 
 
 class DatasetHandle:
@@ -14,6 +15,7 @@ class DatasetHandle:
 
     def __init__(self, dataset: ClientDataset) -> None:
         self.dataset = dataset
+        self._statistics: TargetStatistics | None = None
 
     @property
     def content_id(self) -> bytes:
@@ -29,6 +31,19 @@ class DatasetHandle:
     def names(self) -> tuple[str, ...]:
         """Variable names, or empty."""
         return self.layout.names
+
+    def statistics(self, rows: tuple[int, int] | None = None) -> TargetStatistics:
+        """Return statistics of the target, which there is, over a half-open range of the rows."""
+        if self._statistics is None:
+            target, weights = self.dataset.target, self.dataset.weights
+            assert target is not None  # the request was checked
+            self._statistics = TargetStatistics(target, weights)
+        whole = self._statistics
+        if rows is None:
+            return whole
+        part = slice(*rows)
+        weights = None if whole.weights is None else whole.weights[part]
+        return TargetStatistics(whole.target[part], weights)
 
     def __repr__(self) -> str:
         """Show the shape, not the numbers."""

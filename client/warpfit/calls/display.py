@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 #: Number of rows that are shown of a long table.
-_MOST_ROWS: Final = 20
+MOST_ROWS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class TextTable:
     rows: Sequence[tuple[str, ...]]
     note: str = ""
     """A line below the table."""
+    total: int = 0
+    """Number of all rows, where not all that are not shown are given."""
 
     def text(self) -> str:
         """Return the table as right-aligned columns."""
@@ -41,10 +43,10 @@ class TextTable:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
     def _shown(self) -> Sequence[tuple[str, ...]]:
-        return self.rows[:_MOST_ROWS]
+        return self.rows[:MOST_ROWS]
 
     def _notes(self) -> list[str]:
-        rest = len(self.rows) - _MOST_ROWS
+        rest = max(len(self.rows), self.total) - MOST_ROWS
         more = [f"... and {rest} more row{'s' if rest > 1 else ''}"] if rest > 0 else []
         return [*more, *([self.note] if self.note else [])]
 
@@ -53,3 +55,14 @@ def numbers(values: Sequence[float], most: int = 6) -> str:
     """Return numbers to five digits, of a long list the first ``most``."""
     shown = [f"{value:.5g}" for value in values[:most]]
     return ", ".join([*shown, *["..."] * (len(values) > most)])
+
+
+def with_errors(values: Sequence[float], errors: Sequence[float], most: int = 6) -> str:
+    """Return numbers to five digits with their standard errors to two, as `numbers`."""
+    shown = [f"{value:.5g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)]
+    return ", ".join([*shown[:most], *["..."] * (len(shown) > most)])
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Return a text of at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from warpfit.calls.arguments import EvaluateOptions, Rows, as_member, build_evaluation
 from warpfit.calls.batches import Parameters, PopulationCache, is_single
 from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.losses import Loss, LossFunction
@@ -46,9 +48,11 @@ class FitOptions(TypedDict, total=False):
     """Parameters that keep their start: for each expression one truth value for each parameter."""
     all_starts: bool
     """Return the outcome of every start vector, on a leading axis, instead of the best."""
-    standard_errors: bool
-    """Ask for standard errors. A parameter that ends at a bound has the one that it would have
-    without bounds; fix it to have the errors of the others given its value."""
+    standard_errors: bool | None
+    """Ask for standard errors; None (default) does for up to 20 expressions, as many as a result
+    prints, if Levenberg-Marquardt fits them, which has them at no cost. A parameter that ends at a
+    bound has the one that it would have without bounds; fix it to have the errors of the others
+    given its value."""
     covariance: bool
     """Ask for the covariance of each expression's parameters; bounds are ignored, as above."""
     rows: Rows
@@ -89,6 +93,9 @@ def build_fit(
     )
     request = FitRequest(problem, settings)
     request.check_options(data.layout)
+    if options.get("standard_errors") is None:
+        is_free = len(problem.batch) <= MOST_ROWS and request.method == Method.LM
+        request = replace(request, settings=replace(settings, standard_errors=is_free))
     return request
 
 

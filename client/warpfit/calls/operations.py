@@ -48,6 +48,7 @@ from warpfit.errors import (
 from warpfit.expressions.printing import locate
 from warpfit.fitting import FitRequest, FitResult
 from warpfit.ir import Batch
+from warpfit.losses import coefficients_of_determination
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Target
@@ -137,7 +138,13 @@ class ClientOperations:
             return self._fit(data, part, PartProgress.of(part, report), deadline)
 
         result = yield from self._over_servers("Optimize", request, data, in_parts)
-        return Fit.of(result, request.problem.batch, all_starts=request.settings.all_starts)
+        r2 = None
+        if request.loss.is_squares:
+            statistics = data.statistics(request.problem.rows)
+            closing = request.loss.closing
+            r2 = coefficients_of_determination(closing, result.losses, statistics)
+        batch, all_starts = request.problem.batch, request.settings.all_starts
+        return Fit.of(result, batch, all_starts=all_starts, names=data.names, r2=r2)
 
     def release(self, data: DatasetHandle) -> Operation[None]:
         """Release a data set at all servers; nothing happens if it is not resident."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.display import TextTable, numbers
+from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened, with_errors
+from warpfit.expressions.printing import to_latex, to_text
 from warpfit.fitting import REASONS, FitResult
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.request import Result, Timings
 
 
@@ -122,10 +124,34 @@ class Fit:
     """A matrix for each expression, [n, n] or [K, n, n]."""
     timings: Timings
     """Durations of the stages on the server."""
+    r2: NDArray[np.float64] | None
+    """Coefficient of determination, [expressions] or [K, expressions]; None if the loss is not one
+    of squared differences."""
+    batch: Batch
+    """The expressions and their starts."""
+    names: tuple[str, ...]
+    """Names of the variables, or empty."""
 
     @classmethod
-    def of(cls, result: FitResult, batch: Batch, *, all_starts: bool) -> Fit:
-        """Return views of a result, which is in the memory order of the wire."""
+    def of(
+        cls,
+        result: FitResult,
+        batch: Batch,
+        *,
+        all_starts: bool,
+        names: tuple[str, ...] = (),
+        r2: NDArray[np.float64] | None = None,
+    ) -> Fit:
+        """Return views of a result, which is in the memory order of the wire.
+
+        Args:
+            result: the result.
+            batch: the programs and starts of the request.
+            all_starts: whether arrays have a leading axis of start vectors.
+            names: names of the variables.
+            r2: coefficients of determination, [programs, V] as ``result.losses``.
+
+        """
 
         def shaped(array: NDArray[Any]) -> NDArray[Any]:
             return array.T if all_starts else array[:, 0]
@@ -148,32 +174,53 @@ class Fit:
             standard_errors=split(result.standard_errors),
             covariance=split(result.covariances, square=True),
             timings=result.timings,
+            r2=None if r2 is None else shaped(r2),
+            batch=batch,
+            names=names,
         )
+
+    def formula(self, expression: int = 0, start: int = 0) -> Program:
+        """Return an expression with its fitted parameters as constants.
+
+        Args:
+            expression: index of the expression.
+            start: index of the start vector, where ``all_starts`` was asked for.
+
+        """
+        vector = self.parameters[expression]
+        return self.batch.program(expression).bind(vector[start] if vector.ndim == 2 else vector)
 
     def __str__(self) -> str:
         """Return a small table with a row for each expression, and each start of ``all_starts``."""
-        return self._table().text()
+        return self._table(lambda program: shortened(to_text(program, self.names))).text()
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        return self._table(lambda program: f"${to_latex(program, self.names)}$").html()
 
-    def _table(self) -> TextTable:
+    def _table(self, shown: Callable[[Program], str]) -> TextTable:
         by_start = self.loss.ndim == 2
         rows = []
-        for index in np.ndindex(self.loss.shape):
+        for index in list(np.ndindex(self.loss.shape))[:MOST_ROWS]:
             *start, expression = index
-            vector = self.parameters[expression][tuple(start)]
+            vector = self.parameters[expression][tuple(start)].tolist()
+            errors = self.standard_errors
+            rounded = [float(f"{value:.5g}") for value in vector]
             rows.append(
                 (
                     *map(str, (expression, *start)),
-                    numbers(vector.tolist()),
+                    shown(self.batch.program(expression).bind(rounded)),
+                    numbers(vector)
+                    if errors is None
+                    else with_errors(vector, errors[expression][tuple(start)].tolist()),
+                    *([] if self.r2 is None else [f"{self.r2[index]:.6g}"]),
                     *(f"{losses[index]:.6g}" for losses in (self.initial_loss, self.loss)),
                     *map(str, (self.iterations[index], self.reason[index])),
                 )
             )
         places = ("expression", "start") if by_start else ("expression",)
-        header = (*places, "parameters", "initial loss", "loss", "iterations", "reason")
-        return TextTable(header, rows)
+        score = () if self.r2 is None else ("R2",)
+        header = (*places, "formula", "parameters", *score, "initial loss", "loss")
+        return TextTable((*header, "iterations", "reason"), rows, total=self.loss.size)
 
     @property
     def x(self) -> list[NDArray[np.float64]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from warpfit.errors import InvalidArgumentError, WarpfitError
+from warpfit.expressions.printing import to_text
 from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
 from warpfit.request import Loss, Precision, Tier, Timings
@@ -328,7 +329,10 @@ def _print_answer(
 
 
 def _print_fit(fit: Fit, loss: str) -> None:
+    print(to_text(fit.formula(), fit.names))
     print(f"{loss}  {fit.initial_loss[0]:.8g} -> {fit.loss[0]:.8g}")
+    if fit.r2 is not None and loss != Loss.R2:
+        print(f"R2  {fit.r2[0]:.8g}")
     print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
     parameters = fit.parameters[0].tolist()
     columns = [

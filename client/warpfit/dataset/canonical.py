@@ -170,6 +170,20 @@ class ColumnsInPlace:
     content_id: bytes
     sources: tuple[Columns, ...]
 
+    @property
+    def target(self) -> NDArray[Any] | None:
+        """A copy of the target [rows], or None."""
+        return self._column(1) if self.layout.has_target else None
+
+    @property
+    def weights(self) -> NDArray[Any] | None:
+        """A copy of the weights [rows], or None."""
+        return self._column(-1) if self.layout.has_weights else None
+
+    def _column(self, source: int) -> NDArray[Any]:
+        blocks = [block.reshape(-1) for block in self.sources[source].blocks()]
+        return np.concatenate(blocks, dtype=self.layout.dtype, casting="unsafe")
+
     def chunks(self, size: int) -> Iterator[memoryview]:
         """Return the payload in pieces of ``size`` bytes, the last one shorter.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -327,10 +328,12 @@ def test_fit_prints_losses_and_parameters(capsys, data, address):
     status, out, err = run(capsys, *words, "--address", address, "--loss", "sse")
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("sse  334 -> ")
-    assert lines[1].startswith("ended after ")
-    assert [line.split()[0] for line in lines[2:]] == ["parameter", "p1", "p2"]
-    fitted = [float(line.split()[1]) for line in lines[3:]]
+    assert re.fullmatch(r"\S+ \* x1 \+ \S+ \* x2", lines[0])
+    assert lines[1].startswith("sse  334 -> ")
+    assert lines[2] == "R2  1"
+    assert lines[3].startswith("ended after ")
+    assert [line.split()[0] for line in lines[4:]] == ["parameter", "p1", "p2"]
+    fitted = [float(line.split()[1]) for line in lines[5:]]
     np.testing.assert_allclose(fitted, [3.0, 1.0], rtol=1e-4)
 
 
@@ -338,5 +341,6 @@ def test_fit_takes_a_loss_of_ones_own(capsys, data, address):
     words = ["fit", data, "p1", "--target", "y", "--loss", "abs(d)"]
     status, out, _ = run(capsys, *words, "--address", address)
     assert status == 0
-    assert out.splitlines()[0].startswith("abs(d)  ")
+    assert out.splitlines()[1].startswith("abs(d)  ")
     assert "standard error" not in out
+    assert "R2" not in out

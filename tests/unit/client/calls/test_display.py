@@ -28,27 +28,54 @@ def test_programs_show_as_latex():
     assert r"\sqrt" in shown
 
 
-def test_fits_show_as_tables(client):
-    data = client.upload(X, 2 * X[:, 0] + 1, dtype="float64")
+def test_fits_show_formulas_r2_and_standard_errors(client):
+    data = client.upload(X, 2 * X[:, 0] + 1 + 0.1 * (-1) ** np.arange(10), dtype="float64")
     fit = client.optimize(data, ["p1*x1 + p2", "p1", "x1"], [[1.0, 0.0], [0.0], []])
     lines = str(fit).splitlines()
     assert len(lines) == 4
-    assert lines[0].split() == [
-        *("expression", "parameters", "initial", "loss", "loss", "iterations", "reason")
-    ]
-    assert re.match(r" +0 +2, 1 +\S+ +\S+ +\d+ +(gradient|step|loss)$", lines[1])
+    header = "expression formula parameters R2 initial loss loss iterations reason"
+    assert " ".join(lines[0].split()) == header
+    _, covariance = np.polyfit(X[:, 0], data.dataset.target, 1, cov=True)
+    slope, intercept = (f"± {error:.2g}" for error in np.sqrt(np.diag(covariance)))
+    formula = r" +0 +(\S+) \* x1 \+ (\S+) +"
+    numbers = rf"\1 {re.escape(slope)}, \2 {re.escape(intercept)} +0\.9999\d+ +\S+ +\S+ +1 +\w+$"
+    assert re.match(formula + numbers, lines[1])
     assert len({len(line) for line in lines}) == 1
+    residuals = data.dataset.target - client.evaluate(data, fit.formula())[:, 0]
+    np.testing.assert_allclose(fit.r2[0], 1 - residuals.var() / data.dataset.target.var())
     html = fit._repr_html_()
     assert html.count("<tr>") == 4
-    assert "<td>2, 1</td>" in html
+    assert re.search(r"<td>\$\S+ \\cdot x_\{1\} \+ \S+\$</td>", html)
 
 
 def test_fits_of_all_starts_show_each_start(client):
-    data = client.upload(X, 2 * X[:, 0], dtype="float64")
-    fit = client.optimize(data, ["p1*x1", "p1"], [[[1.0], [3.0]], [[0.0], [5.0]]], all_starts=True)
-    cells = [line.split()[:3] for line in str(fit).splitlines()[1:]]
+    data = client.upload(X, 2 * X[:, 0], dtype="float64", names=("a", "b"))
+    starts = [[[1.0], [3.0]], [[0.0], [5.0]]]
+    fit = client.optimize(data, ["p1*a", "p1"], starts, all_starts=True, standard_errors=False)
+    cells = [line.split()[:6] for line in str(fit).splitlines()[1:]]
     mean = f"{2 * X[:, 0].mean():.5g}"
-    assert cells == [["0", "0", "2"], ["1", "0", mean], ["0", "1", "2"], ["1", "1", mean]]
+    assert cells[0] == ["0", "0", "2", "*", "a", "2"]
+    assert [row[:4] for row in cells[1:]] == [
+        *(["1", "0", mean, mean], ["0", "1", "2", "*"], ["1", "1", mean, mean])
+    ]
+    assert fit.formula(1, 1).values[0] == fit.parameters[1][1][0]
+
+
+@pytest.mark.parametrize("loss", ["sse", "mse", "rmse", "r2", "nmse"])
+def test_r2_follows_from_every_loss_of_squares(client, loss):
+    weights = np.arange(1.0, 11.0)
+    data = client.upload(X, np.sqrt(X[:, 0]), weights, dtype="float64")
+    fit = client.optimize(data, ["p1*x1"], [[1.0]], loss=loss, rows=(2, 9))
+    np.testing.assert_allclose(fit.r2, client.evaluate(data, fit.formula(), loss="r2", rows=(2, 9)))
+    assert client.optimize(data, ["p1*x1"], [[1.0]], loss="huber").r2 is None
+
+
+def test_many_expressions_come_without_standard_errors_unless_asked_for(client):
+    data = client.upload(X, X[:, 0], dtype="float64")
+    assert client.optimize(data, ["p1"] * 21, [[1.0]] * 21).standard_errors is None
+    fit = client.optimize(data, ["p1"] * 21, [[1.0]] * 21, standard_errors=True)
+    assert len(fit.standard_errors) == 21
+    assert str(fit).endswith("... and 1 more row")
 
 
 def test_timings_show_as_a_table():

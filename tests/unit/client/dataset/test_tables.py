@@ -86,6 +86,8 @@ def test_every_kind_of_table_is_the_same_data_set(rows, dtype, tmp_path, small_b
             assert {len(chunk) for chunk in list(dataset.chunks(24))[:-1]} <= {24}
         for step in (1, 3, 16, 200):
             np.testing.assert_array_equal(dataset.every(step), expected.every(step), kind)
+        np.testing.assert_array_equal(dataset.target, expected.target, kind)
+        np.testing.assert_array_equal(dataset.weights, expected.weights, kind)
 
 
 @given(st.data())
