@@ -224,8 +224,6 @@ class Config:
         )
         for setting in fields(cls):
             _add_flag(parser, setting, environment)
-        former, hidden = "--front-doors", argparse.SUPPRESS
-        parser.add_argument(former, dest="front_ends", type=int, default=hidden, help=hidden)
         return cls(**vars(parser.parse_args(arguments)))
 
 
