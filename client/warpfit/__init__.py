@@ -45,14 +45,14 @@ configure_grpc()
 
 if TYPE_CHECKING:
     from warpfit.aio import AsyncClient, connect_async
-    from warpfit.client import Client, connect, simplify
+    from warpfit.client import Client, connect, local, simplify
     from warpfit.transport.security import TlsConfig
 
     __version__: str
 
 _LAZY: Final = {
     "warpfit.aio": ("AsyncClient", "connect_async"),
-    "warpfit.client": ("Client", "connect", "simplify"),
+    "warpfit.client": ("Client", "connect", "local", "simplify"),
     "warpfit.transport.security": ("TlsConfig",),
 }
 
@@ -92,6 +92,7 @@ __all__ = [
     "connect",
     "connect_async",
     "define",
+    "local",
     "parse",
     "simplify",
 ]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from warpfit.calls.arguments import EvaluateOptions, UploadOptions
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.calls.arguments import EvaluateOptions, SharedOptions, UploadOptions
 from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -22,7 +25,7 @@ from warpfit.transport.addresses import Address, Target, target_of
 from warpfit.transport.call import Call
 from warpfit.transport.channel import AsyncGrpcTransport, AsyncTransport
 from warpfit.transport.security import Security, TlsConfig
-from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
+from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig, picklable
 
 T = TypeVar("T")
 
@@ -33,6 +36,9 @@ class AsyncUploadedDataset(DatasetHandle):
     def __init__(self, dataset: ClientDataset, client: AsyncClient) -> None:
         super().__init__(dataset)
         self._client = client
+
+    def _owner(self) -> tuple[Any, ...]:
+        return (self._client,)
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,6 +57,11 @@ class AsyncClient:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
         self._transport = transport
         self._operations = ClientOperations.of(config, target)
+        self._arguments: dict[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
+        return _connected, (picklable(self._arguments),)
 
     async def upload(
         self,
@@ -62,6 +73,46 @@ class AsyncClient:
         """Make a data set resident on the server."""
         dataset = await self._run(self._operations.upload(X, y, weights, options))
         return AsyncUploadedDataset(dataset, self)
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[SharedOptions],
+    ) -> NDArray[Any]: ...
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        *,
+        gradient: Literal[True],
+        **options: Unpack[SharedOptions],
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]: ...
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        *,
+        linear_scaling: Literal[True],
+        **options: Unpack[SharedOptions],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
+
+    @overload
+    async def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[EvaluateOptions],
+    ) -> Any: ...
 
     async def evaluate(
         self,
@@ -180,4 +231,14 @@ def connect_async(
     target = target_of(address)
     config = ClientConfig.of(retry, transport, wait, replicas)
     security = Security.of(target, token, tls)
-    return AsyncClient(AsyncGrpcTransport(target, config.transport, security), config, target)
+    client = AsyncClient(AsyncGrpcTransport(target, config.transport, security), config, target)
+    client._arguments = {
+        "address": list(target.addresses) or address or target.text,
+        **{"token": token, "tls": tls, "retry": retry, "transport": transport},
+        **{"wait": wait, "replicas": replicas},
+    }
+    return client
+
+
+def _connected(arguments: dict[str, Any]) -> AsyncClient:
+    return connect_async(**arguments)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, Self, TypeVar, Unpack
+from contextlib import contextmanager
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from warpfit.calls.arguments import EvaluateOptions, UploadOptions
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.calls.arguments import EvaluateOptions, SharedOptions, UploadOptions
 from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -17,13 +21,14 @@ from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
 from warpfit.dataset import ClientDataset
+from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address, Target, target_of
 from warpfit.transport.call import Call, Cancellation
 from warpfit.transport.channel import GrpcTransport, Transport
 from warpfit.transport.security import Security, TlsConfig
-from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig
+from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig, picklable
 
 T = TypeVar("T")
 
@@ -34,6 +39,9 @@ class UploadedDataset(DatasetHandle):
     def __init__(self, dataset: ClientDataset, client: Client) -> None:
         super().__init__(dataset)
         self._client = client
+
+    def _owner(self) -> tuple[Any, ...]:
+        return (self._client,)
 
     def __enter__(self) -> Self:
         return self
@@ -59,6 +67,11 @@ class Client:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._transport = transport
         self._operations = ClientOperations.of(config, target)
+        self._arguments: dict[str, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
+        return _connected, (picklable(self._arguments),)
 
     def upload(
         self,
@@ -93,6 +106,46 @@ class Client:
         """
         return UploadedDataset(self._run(self._operations.upload(X, y, weights, options)), self)
 
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[SharedOptions],
+    ) -> NDArray[Any]: ...
+
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        *,
+        gradient: Literal[True],
+        **options: Unpack[SharedOptions],
+    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]: ...
+
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        *,
+        linear_scaling: Literal[True],
+        **options: Unpack[SharedOptions],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]: ...
+
+    @overload
+    def evaluate(
+        self,
+        data: DatasetHandle,
+        expressions: Any,
+        parameters: Parameters = None,
+        **options: Unpack[EvaluateOptions],
+    ) -> Any: ...
+
     def evaluate(
         self,
         data: DatasetHandle,
@@ -105,7 +158,8 @@ class Client:
         Args:
             data: a handle that `upload` of this or another client has returned.
             expressions: strings, Programs, SymPy expressions, DEAP trees or gplearn programs; a
-                sequence of them or a single one; or a `warpfit.Batch`, which is sent as it is.
+                sequence of them or a single one; a `warpfit.Population`; or a `warpfit.Batch`,
+                which is sent as it is.
             parameters: for each expression one vector [n] or K vectors [K, n]; for a single
                 expression its vector or vectors alone.
             **options: ``loss`` ("sse", "mse", "rmse", "mae", "r2", "nmse", "huber", ..., a
@@ -328,7 +382,41 @@ def connect(
     target = target_of(address)
     config = ClientConfig.of(retry, transport, wait, replicas)
     security = Security.of(target, token, tls)
-    return Client(GrpcTransport(target, config.transport, security), config, target)
+    client = Client(GrpcTransport(target, config.transport, security), config, target)
+    client._arguments = {
+        "address": list(target.addresses) or address or target.text,
+        **{"token": token, "tls": tls, "retry": retry, "transport": transport},
+        **{"wait": wait, "replicas": replicas},
+    }
+    return client
+
+
+def _connected(arguments: dict[str, Any]) -> Client:
+    return connect(**arguments)
+
+
+@contextmanager
+def local(*flags: str) -> Iterator[Client]:
+    """Start a server on this machine for the time of a ``with`` block, and connect to it.
+
+    ::
+
+        with warpfit.local() as client:
+            data = client.upload(X, y)
+
+    The server computes on the GPU if there is one. Processes of this machine that get the client,
+    or a handle, by pickle may use it while the block lasts.
+
+    Args:
+        flags: further flags of ``warpfit serve``, such as ``"--threads", "2"``.
+
+    Raises:
+        InvalidArgumentError: if the server is not installed.
+        UnavailableError: if it does not start; the message quotes the end of its log.
+
+    """
+    with embedded_server(flags) as address, connect(address, tls=False) as client:
+        yield client
 
 
 def simplify(

@@ -347,11 +347,18 @@ def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
 
     Raises:
         ParseError: for a text that is no expression.
-        InvalidArgumentError: for an unknown name.
+        InvalidArgumentError: for an unknown name, and for what is no text, such as a callable.
 
     """
     if isinstance(given, LossFunction):
         return given
+    if not isinstance(given, str):
+        raise InvalidArgumentError(
+            f"a loss cannot be of type {type(given).__name__}: servers run no code of callers",
+            "BAD_LOSS",
+            "Write it as a text over f, y, w and d = f - y, such as loss='abs(d)^1.5'",
+            "loss",
+        )
     if given in Loss.__members__.values():
         return Loss(given)
     if given in BY_NAME:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 from numpy.typing import DTypeLike
 
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
-from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.progress import Progress
 from warpfit.dataset import ClientDataset, client_dataset, open_table
 from warpfit.errors import InvalidArgumentError
@@ -28,13 +28,14 @@ class UploadOptions(TypedDict, total=False):
     names: Sequence[str] | None
     """One name for each variable; by default the column names of a table, or none."""
     dtype: DTypeLike
-    """float32 (default) or float64: what the server computes in."""
+    """float32 (default) or float64: what the server computes in; "auto" for float64 where float32
+    would lose digits that matter."""
     progress: Progress | bool | None
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
 
 
-class EvaluateOptions(TypedDict, total=False):
-    """Keywords of `evaluate` and `run`."""
+class SharedOptions(TypedDict, total=False):
+    """Keywords of `evaluate` and `run` that do not ask for further outputs."""
 
     loss: Loss | LossFunction | str | None
     """Ask for this loss of each expression; None for none. A name, a `warpfit.LossFunction`, or
@@ -47,6 +48,11 @@ class EvaluateOptions(TypedDict, total=False):
     """Evaluator of a CUDA engine: ``"auto"`` (default), ``"interpreter"`` or ``"compiled"``."""
     timeout: float | None
     """Seconds for the whole call, retries and a repeated upload included; None for no limit."""
+
+
+class EvaluateOptions(SharedOptions, total=False):
+    """Keywords of `evaluate` and `run`."""
+
     gradient: bool
     """Ask for the derivatives of each loss by the parameters."""
     jacobian: bool
@@ -112,6 +118,7 @@ def build_evaluation(
         ParseError: for the text of an expression.
 
     """
+    data = checked_handle(data)
     batch, leading_axis = build_batch(
         expressions, parameters, data.names, cache or PopulationCache()
     )

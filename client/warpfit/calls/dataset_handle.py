@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from warpfit.dataset import ClientDataset, Layout
+from typing import Any, Self
+
+from warpfit.dataset import ClientDataset, DatasetReference, Layout
+from warpfit.errors import InvalidArgumentError
 from warpfit.losses import TargetStatistics
 
 
@@ -10,12 +13,25 @@ class DatasetHandle:
     """Handle of an uploaded data set.
 
     Any client can use it with any server: where the data set is not resident, it is uploaded. For
-    that the handle keeps the numbers, in the dtype and order in which they travel.
+    that the handle keeps the numbers, in the dtype and order in which they travel. It is pickled
+    without them, as its client, layout and content id.
     """
 
     def __init__(self, dataset: ClientDataset) -> None:
         self.dataset = dataset
         self._statistics: TargetStatistics | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the numbers."""
+        return type(self), (DatasetReference(self.layout, self.content_id), *self._owner())
+
+    def _owner(self) -> tuple[Any, ...]:
+        """Return the client that made the handle, as the constructor takes it."""
+        return ()
+
+    def __deepcopy__(self, _: Any) -> Self:
+        """Return the handle itself, which never changes."""
+        return self
 
     @property
     def content_id(self) -> bytes:
@@ -32,8 +48,13 @@ class DatasetHandle:
         """Variable names, or empty."""
         return self.layout.names
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the numbers are in this process; a handle from a pickle has none."""
+        return not isinstance(self.dataset, DatasetReference)
+
     def statistics(self, rows: tuple[int, int] | None = None) -> TargetStatistics:
-        """Return statistics of the target, which there is, over a half-open range of the rows."""
+        """Return statistics of the target, which is here, over a half-open range of the rows."""
         if self._statistics is None:
             target, weights = self.dataset.target, self.dataset.weights
             assert target is not None  # the request was checked
@@ -54,3 +75,20 @@ class DatasetHandle:
             f"<{type(self).__name__} {self.content_id.hex()[:12]}: {layout.rows} rows x "
             f"{layout.variables} variables, {layout.dtype.name}{with_extras}>"
         )
+
+
+def checked_handle(data: object) -> DatasetHandle:
+    """Check that a caller passed a handle.
+
+    Raises:
+        InvalidArgumentError: if not.
+
+    """
+    if isinstance(data, DatasetHandle):
+        return data
+    raise InvalidArgumentError(
+        f"data is of type {type(data).__name__}, not the handle of an uploaded data set",
+        "BAD_DATA",
+        "Pass what client.upload(X, y) returned",
+        "data",
+    )

@@ -139,7 +139,7 @@ class ClientOperations:
 
         result = yield from self._over_servers("Optimize", request, data, in_parts)
         r2 = None
-        if request.loss.is_squares:
+        if request.loss.is_squares and data.has_numbers:
             statistics = data.statistics(request.problem.rows)
             closing = request.loss.closing
             r2 = coefficients_of_determination(closing, result.losses, statistics)

@@ -3,6 +3,7 @@
 from warpfit.dataset.canonical import (
     ClientDataset,
     Dataset,
+    DatasetReference,
     PayloadDigest,
     client_dataset,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "DTYPE_CODES",
     "ClientDataset",
     "Dataset",
+    "DatasetReference",
     "Layout",
     "PayloadDigest",
     "PrecisionWarning",

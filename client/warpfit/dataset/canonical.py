@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from warpfit.dataset.checks import RoundingCheck, check_weights, warn_of_lost_di
 from warpfit.dataset.layout import Layout
 from warpfit.dataset.sources import BLOCK_BYTES, Columns, changed_data
 from warpfit.dataset.tables import Table, open_table
+from warpfit.errors import DatasetNotFoundError, InvalidArgumentError
 
 #: Rows and bytes of each row that are transposed at a time: few enough for the cache, which makes
 #: it six times as fast, and one cache line.
@@ -28,6 +29,9 @@ _TRANSPOSED_BYTES: Final = 64
 _HASHED_IN_THREAD: Final = 8 << 20
 #: Most bytes of a data set of which a client keeps a copy of its own; of others it sends views.
 _COPIED_BYTES: Final = 2 * BLOCK_BYTES
+
+#: Reason of an error that never leaves this module: float32 would lose digits.
+_LOST_DIGITS: Final = "LOST_DIGITS"
 
 
 class PayloadDigest:
@@ -116,10 +120,15 @@ class Dataset:
         return cls.loaded(checked_layout(table, names, dtype), table.sources)
 
     @classmethod
-    def loaded(cls, layout: Layout, sources: Iterable[Columns]) -> Dataset:
-        """Convert columns to a canonical matrix; see `content_id` for errors and warnings."""
+    def loaded(
+        cls,
+        layout: Layout,
+        sources: Iterable[Columns],
+        tell: Callable[[str], None] = warn_of_lost_digits,
+    ) -> Dataset:
+        """Convert columns to a canonical matrix; see `content_id` for ``tell`` and errors."""
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
-        return cls.resident(layout, matrix, content_id(layout, sources, matrix))
+        return cls.resident(layout, matrix, content_id(layout, sources, matrix, tell))
 
     @classmethod
     def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
@@ -205,8 +214,32 @@ class ColumnsInPlace:
         return taken
 
 
+@dataclass(frozen=True, eq=False)
+class DatasetReference:
+    """A data set that another process has uploaded; this one does not have its numbers."""
+
+    layout: Layout
+    content_id: bytes
+    target: None = None
+    weights: None = None
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Raise the error of `_missing`."""
+        raise self._missing()
+
+    def every(self, step: int) -> NDArray[Any]:
+        """Raise the error of `_missing`."""
+        raise self._missing()
+
+    def _missing(self) -> DatasetNotFoundError:
+        return DatasetNotFoundError(
+            "the data set is not resident, and its numbers are in another process",
+            remedy="Upload it here: client.upload(X, y) sends nothing to servers that have it",
+        )
+
+
 #: A data set as a client keeps it.
-ClientDataset: TypeAlias = Dataset | ColumnsInPlace
+ClientDataset: TypeAlias = Dataset | ColumnsInPlace | DatasetReference
 
 
 def client_dataset(
@@ -217,7 +250,7 @@ def client_dataset(
     Args:
         table: the columns.
         names: one name for each variable; None takes the table's.
-        dtype: float32 or float64.
+        dtype: float32, float64, or "auto": float64 where float32 would be refused or warned of.
 
     Raises:
         InvalidArgumentError: as `Dataset.of`, and for missing values and what is no number.
@@ -226,10 +259,29 @@ def client_dataset(
         PrecisionWarning: as `Dataset.of`.
 
     """
+    if not (isinstance(dtype, str) and dtype == "auto"):
+        return _client_dataset(table, names, dtype, warn_of_lost_digits)
+    try:
+        return _client_dataset(table, names, np.float32, _refuse_lost_digits)
+    except InvalidArgumentError as error:
+        if error.reason not in ("OVERFLOW", _LOST_DIGITS):
+            raise
+    return _client_dataset(table, names, np.float64, warn_of_lost_digits)
+
+
+def _client_dataset(
+    table: Table, names: Sequence[str] | None, dtype: DTypeLike, tell: Callable[[str], None]
+) -> ClientDataset:
     layout = checked_layout(table, names, dtype)
     if layout.nbytes <= _COPIED_BYTES:
-        return Dataset.loaded(layout, table.sources)
-    return ColumnsInPlace(layout, content_id(layout, table.sources), table.sources)
+        return Dataset.loaded(layout, table.sources, tell)
+    identity = content_id(layout, table.sources, tell=tell)
+    return ColumnsInPlace(layout, identity, table.sources)
+
+
+def _refuse_lost_digits(text: str) -> None:
+    if text:
+        raise InvalidArgumentError(text, _LOST_DIGITS)
 
 
 def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) -> Layout:
@@ -249,7 +301,10 @@ def checked_layout(table: Table, names: Sequence[str] | None, dtype: DTypeLike) 
 
 
 def content_id(
-    layout: Layout, sources: Iterable[Columns], matrix: NDArray[Any] | None = None
+    layout: Layout,
+    sources: Iterable[Columns],
+    matrix: NDArray[Any] | None = None,
+    tell: Callable[[str], None] = warn_of_lost_digits,
 ) -> bytes:
     """Return the SHA-256 of header and payload, 32 bytes, in one pass over the numbers.
 
@@ -259,6 +314,7 @@ def content_id(
         layout: the shape.
         sources: all columns in order.
         matrix: where the converted numbers are kept, [columns, rows], or None.
+        tell: called with what float32 loses, which may be nothing.
 
     Raises:
         InvalidArgumentError: if a cell is no number, or too large for float32.
@@ -273,7 +329,7 @@ def content_id(
         for block in _blocks(layout, sources, matrix):
             rounding.check(block.numbers, block.given, block.first, block.start)
             digest.update(block.numbers.data)
-        warn_of_lost_digits(rounding.lost_digits())
+        tell(rounding.lost_digits())
         return digest.finish()
 
 

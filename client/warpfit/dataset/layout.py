@@ -100,12 +100,15 @@ def canonical_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         InvalidArgumentError: if it is neither float32 nor float64.
 
     """
-    canonical = np.dtype(dtype).newbyteorder("<")
+    try:
+        canonical = np.dtype(dtype).newbyteorder("<")
+    except TypeError:
+        canonical = np.dtype(object)
     if canonical not in DTYPE_CODES:
         raise InvalidArgumentError(
-            f"dtype {np.dtype(dtype)} is not supported",
+            f"dtype {dtype} is not supported",
             "BAD_DTYPE",
-            "Use float32 or float64",
+            "Use float32 or float64; an upload also takes auto",
             "dtype",
         )
     return canonical

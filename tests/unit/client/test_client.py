@@ -203,3 +203,35 @@ def test_a_with_block_releases_the_data_set(client, server):
         assert "60 rows x 3 variables" in repr(data)
     assert not server.holds(data.content_id)
     client.release(data)  # a second release is no error
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (lambda client, data: client.evaluate(data, X), "client.upload"),
+        (lambda client, data: client.evaluate(data, 3.5), "client.upload"),
+        (lambda client, data: client.evaluate(X, ["x1"]), "client.upload"),
+        (lambda client, data: client.optimize(X, ["p1"], [[1.0]]), "client.upload"),
+        (lambda client, data: client.evaluate(data, ["x1"], loss=np.mean), "loss='abs"),
+        (lambda client, data: client.upload(X, ["a"] * len(X)), "Convert text"),
+        (lambda client, data: client.upload(X, dtype="double precision"), "auto"),
+    ],
+)
+def test_what_newcomers_mistake_for_arguments_is_told(client, call, remedy):
+    data = client.upload(X)
+    with pytest.raises(warpfit.InvalidArgumentError) as caught:
+        call(client, data)
+    assert remedy in caught.value.remedy
+
+
+def test_a_population_is_taken_wherever_programs_are(client):
+    data = client.upload(X, X[:, 0])
+    population = warpfit.Population.of([warpfit.parse(text) for text in ("x1 + p1", "p1*x2")])
+    starts = [[0.5], [2.0]]
+    wanted = client.evaluate(data, list(population), starts, loss="mse")
+    np.testing.assert_array_equal(client.evaluate(data, population, starts, loss="mse"), wanted)
+    np.testing.assert_array_equal(
+        client.evaluate(data, population[1:], [[2.0]], loss="mse"), wanted[1:]
+    )
+    fits = [client.optimize(data, given, starts).loss for given in (population, list(population))]
+    np.testing.assert_array_equal(*fits)

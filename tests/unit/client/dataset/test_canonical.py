@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from warpfit.dataset import Dataset, PayloadDigest, PrecisionWarning
+from warpfit.dataset import Dataset, PayloadDigest, PrecisionWarning, client_dataset, open_table
 from warpfit.errors import InvalidArgumentError
 
 MATRICES = st.sampled_from([np.float32, np.float64, np.int16]).flatmap(
@@ -216,3 +216,20 @@ def test_shapes_names_and_dtypes_are_checked(arguments, options, reason):
         Dataset.of(*arguments, **options)
     assert caught.value.reason == reason
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("column", "wanted"),
+    [
+        ([0.5, 1.5, 2.5], "float32"),
+        (np.array([1, 2, 3], dtype=np.float32) + 1e7, "float32"),
+        ([1.7e9, 1.7e9 + 1, 1.7e9 + 2], "float64"),
+        ([1e300, 1.0, 2.0], "float64"),
+    ],
+)
+def test_auto_takes_float64_where_float32_would_lose_digits(column, wanted):
+    columns = np.array(column)[:, np.newaxis]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for X, y in ((columns, None), (np.ones((3, 1)), columns[:, 0])):
+            assert client_dataset(open_table(X, y), dtype="auto").layout.dtype == wanted

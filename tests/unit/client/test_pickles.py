@@ -1,0 +1,82 @@
+"""Clients and handles in other processes, and what type checkers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import multiprocessing
+import pickle
+import typing
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+import warpfit
+from support.servers.loopback import serve
+from warpfit import testing
+from warpfit.transport.settings import TransportConfig
+
+X = np.random.default_rng(2).normal(size=(40, 2))
+Y = X[:, 0] + 1.0
+
+
+def test_a_process_that_gets_client_and_handle_uses_the_resident_data():
+    server = testing.InProcessServer()
+    processes = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with serve(server) as (address, _), warpfit.connect(address) as client, processes as pool:
+        data = client.upload(X, Y, names=("a", "b"))
+        calls = len(server.calls)
+        loss = pool.submit(client.evaluate, data, ["a + 1", "b"], loss="mse").result()
+        np.testing.assert_array_equal(loss, client.evaluate(data, ["a + 1", "b"], loss="mse"))
+        assert server.calls[calls:] == ["Evaluate", "Evaluate"]
+        server.forget()
+        with pytest.raises(warpfit.DatasetNotFoundError, match=r"client\.upload"):
+            pool.submit(client.evaluate, data, ["a"]).result()
+        client.evaluate(data, ["a"])  # here the numbers are
+        assert pool.submit(client.evaluate, data, ["a"]).result().shape == (40, 1)
+
+
+def test_a_client_is_pickled_as_its_arguments(monkeypatch):
+    monkeypatch.setenv("WARPFIT_ADDRESS", "127.0.0.1:1,127.0.0.1:2")
+    transport = TransportConfig(chunk_bytes=1234)
+    with warpfit.connect(token="secret", transport=transport, replicas=1) as client:
+        monkeypatch.delenv("WARPFIT_ADDRESS")
+        with pickle.loads(pickle.dumps(client)) as again:
+            assert again._arguments == client._arguments
+            assert again._arguments["address"] == ["127.0.0.1:1", "127.0.0.1:2"]
+            assert again._operations.attempts.config == client._operations.attempts.config
+
+
+def test_an_asyncio_client_and_its_handles_are_pickled_too():
+    async def body(address):
+        async with warpfit.connect_async(address) as client:
+            data = await client.upload(X, Y)
+            again = pickle.loads(pickle.dumps(data))
+            async with again._client as other:
+                return await other.evaluate(again, ["x1 + 1"], loss="mse")
+
+    server = testing.InProcessServer()
+    with serve(server) as (address, _):
+        assert asyncio.run(body(address)) == pytest.approx([0.0], abs=1e-12)
+    assert server.calls.count("UploadVariables") == 1
+
+
+def test_a_client_without_a_server_says_that_it_cannot_be_pickled():
+    with testing.client() as client:
+        data = client.upload(X, Y)
+        for thing in (client, data):
+            with pytest.raises(warpfit.InvalidArgumentError, match="cannot be pickled"):
+                pickle.dumps(thing)
+        assert copy.deepcopy(data) is data
+
+
+def test_type_checkers_know_what_both_clients_return():
+    def told(cls):
+        overloads = typing.get_overloads(cls.evaluate)
+        return [{**f.__annotations__, "only": f.__kwdefaults__} for f in overloads]
+
+    assert told(warpfit.Client) == told(warpfit.AsyncClient)
+    returns = [each["return"] for each in told(warpfit.Client)]
+    assert returns[0] == "NDArray[Any]"
+    assert len(returns) == 4
