@@ -126,7 +126,7 @@ class Fit:
     """Durations of the stages on the server."""
     r2: NDArray[np.float64] | None
     """Coefficient of determination, [expressions] or [K, expressions]; None if the loss is not one
-    of squared differences."""
+    of squared differences, or the handle came from another process."""
     batch: Batch
     """The expressions and their starts."""
     names: tuple[str, ...]

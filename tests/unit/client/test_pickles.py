@@ -35,6 +35,9 @@ def test_a_process_that_gets_client_and_handle_uses_the_resident_data():
             pool.submit(client.evaluate, data, ["a"]).result()
         client.evaluate(data, ["a"])  # here the numbers are
         assert pool.submit(client.evaluate, data, ["a"]).result().shape == (40, 1)
+        fit = pool.submit(client.optimize, data, ["p1*a"], [[0.5]]).result()
+        assert fit.r2 is None
+        assert fit.parameters == client.optimize(data, ["p1*a"], [[0.5]]).parameters
 
 
 def test_a_client_is_pickled_as_its_arguments(monkeypatch):
