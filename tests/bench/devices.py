@@ -1,0 +1,370 @@
+"""Several engines behind one server against one: throughput, split calls, loss of an engine.
+
+``python tests/bench/devices.py --devices 0 0,1`` starts a server for each setting, measures them in
+turns, so that other load on the machine meets all alike, and writes results/devices.json. The first
+setting is what the others are compared with. On a machine without a GPU:
+``--devices cpu cpu:2 --threads 1 --workers 2 4 --scale 0.05``.
+
+* ``sustained``: token-rows a second of many workers, each a process; no batch comes again;
+* ``one client``: losses of 5,000 programs on 1,000,000 rows, which are split over the devices;
+* ``fits``: one call of 3,000 searches, split likewise;
+* ``loss of an engine``: one engine is killed while 16 workers repeat a batch.
+
+``--scale`` multiplies the numbers of rows, but not below 1,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import RESULTS, SEED, ServerProcess, percentiles, save, write_result
+
+import warpfit
+from warpfit.calls.results import Fit
+from warpfit.errors import WarpfitError
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch
+
+VARIABLES = 10
+#: Programs that fresh batches are drawn from.
+POOL = 6_000
+#: Programs and rows of the calls of many workers.
+SHAPES = ((300, 100_000), (5_000, 10_000))
+LARGE = (5_000, 1_000_000)
+SEARCHES = (3_000, 10_000)
+#: Seconds that the loss of an engine is watched.
+LOSS_SECONDS = 8.0
+LOSS_WORKERS = 16
+
+
+def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(SEED)
+    X = rng.uniform(0.5, 2.0, size=(rows, VARIABLES)).astype(np.float32)
+    y = 1.5 * X[:, 0] * np.exp(-0.5 * X[:, 1]) + np.log(X[:, 2])
+    return X, y.astype(np.float32)
+
+
+class Pool:
+    """Programs as flat arrays, to draw batches from; each time others in another order."""
+
+    def __init__(self, seed: int, size: int = POOL) -> None:
+        self.batch = Batch.of(*thesis_mix(seed, size, variables=VARIABLES))
+        self.random = np.random.default_rng(seed)
+
+    def draw(self, count: int) -> Batch:
+        chosen = self.random.choice(len(self.batch), count, replace=count > len(self.batch))
+        return self.batch[chosen]
+
+
+# ------------------------------------------------------------------------------------- workers
+
+
+def work(number: int, orders: Connection) -> None:
+    """Serve the orders of the main process: connect, then call until the time is up."""
+    pool = Pool(SEED + 1 + number % 16, 2_000)
+    pool.random = np.random.default_rng(SEED + number)
+    while True:
+        order = orders.recv()
+        if order is None:
+            return
+        address, programs, rows, seconds, repeats = order
+        with warpfit.connect(address) as client:
+            data = client.upload(*table(rows))
+            known = Pool(SEED, programs).batch if repeats else None
+            client.run(data, known or pool.draw(programs), loss="mse", precision="fast")
+            orders.send(None)
+            orders.recv()  # all workers are ready
+            orders.send(call(client, data, pool, programs, seconds, known))
+
+
+def call(
+    client: warpfit.Client, data: Any, pool: Pool, programs: int, seconds: float, known: Any
+) -> dict[str, Any]:
+    """Call until the time is up: moments and durations of all calls, and what went wrong."""
+    tokens, failed, ended, walls = 0, 0, [], []
+    losses: set[bytes] = set()
+    devices: dict[str, int] = {}
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        batch = pool.draw(programs) if known is None else known
+        before = time.perf_counter()
+        try:
+            answer = client.run(
+                data, batch, loss="mse", precision="fast", tier="interpreter" if known else "auto"
+            )
+        except WarpfitError:
+            failed += 1
+            continue
+        ended.append(time.time())
+        walls.append(time.perf_counter() - before)
+        tokens += len(batch.codes)
+        for device in answer.timings.device.split(","):
+            devices[device] = devices.get(device, 0) + 1
+        if known is not None:
+            losses.add(answer.losses.tobytes())
+    taken = time.perf_counter() - started
+    found = {"tokens": tokens, "failed": failed, "ended": ended, "walls": walls, "taken": taken}
+    return {**found, "devices": devices, "losses": losses}
+
+
+class Workers:
+    """Worker processes that wait for orders."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends, self._processes = [], []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            self._ends.append(ours)
+            self._processes.append(context.Process(target=work, args=(number, theirs)))
+            self._processes[-1].start()
+
+    def run(
+        self, count: int, order: tuple[Any, ...], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[dict[str, Any]]:
+        """Have some workers call at the same time; return what each has found."""
+        ends = self._ends[:count]
+        for end in ends:
+            end.send(order)
+        for end in ends:
+            end.recv()
+        for end in ends:
+            end.send(None)
+        meanwhile()
+        return [end.recv() for end in ends]
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(30)
+
+
+# ------------------------------------------------------------------------------------- measures
+
+
+def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any) -> list[Any]:
+    """Throughput of each number of workers and each shape, the servers in turns."""
+    found = []
+    for programs, rows in options.shapes:
+        for count in options.workers:
+            rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+            for _ in range(options.rounds):
+                for name, server in servers.items():
+                    order = (server.address, programs, rows, options.seconds, False)
+                    rounds[name].append(throughput(workers.run(count, order), rows))
+            rates = {
+                name: statistics.median(each["token_rows_per_second"] for each in several)
+                for name, several in rounds.items()
+            }
+            shape = {"programs": programs, "rows": rows, "workers": count}
+            found.append({**shape, "servers": rounds, "times_the_first": ratios(rates)})
+            print(shape, found[-1]["times_the_first"], flush=True)
+    return found
+
+
+def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
+    devices: dict[str, int] = {}
+    for result in results:
+        for device, count in result["devices"].items():
+            devices[device] = devices.get(device, 0) + count
+    return {
+        "token_rows_per_second": sum(rows * each["tokens"] / each["taken"] for each in results),
+        "calls_per_second": sum(len(each["walls"]) / each["taken"] for each in results),
+        "failed": sum(each["failed"] for each in results),
+        "calls_by_device": dict(sorted(devices.items())),
+        **percentiles([wall for each in results for wall in each["walls"]] or [0.0]),
+    }
+
+
+def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, float]:
+    """How many times faster each setting is than the first one."""
+    first = next(iter(values.values()))
+    return {
+        name: round(first / value if of_times else value / first, 3)
+        for name, value in values.items()
+    }
+
+
+def one_client(servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
+    """Large batches of one client: median wall time, and where they ran; the servers in turns."""
+    programs, rows = options.large
+
+    def prepare(client: warpfit.Client) -> Callable[[Batch], Any]:
+        data = client.upload(*table(rows))
+        return lambda batch: client.run(data, batch, loss="mse", precision="fast")
+
+    pool = Pool(SEED)
+    found = in_turns(servers, prepare, lambda: pool.draw(programs), options.calls)
+    return {"programs": programs, "rows": rows, **found}
+
+
+def fits(servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
+    """Fits of one client, likewise."""
+    searches, rows = options.searches
+
+    def prepare(client: warpfit.Client) -> Callable[[Batch], Any]:
+        data = client.upload(*table(rows))
+        return lambda batch: client.optimize(data, batch, max_iterations=20)
+
+    pool = Pool(SEED)
+    found = in_turns(servers, prepare, lambda: pool.draw(searches), options.calls)
+    return {"searches": searches, "rows": rows, **found}
+
+
+def in_turns(
+    servers: dict[str, ServerProcess],
+    prepare: Callable[[warpfit.Client], Callable[[Batch], Any]],
+    draw: Callable[[], Batch],
+    calls: int,
+) -> dict[str, Any]:
+    """Time calls with the same batches on all servers; compare the bits of the answers."""
+    with ExitStack() as held:
+        run = {
+            name: prepare(held.enter_context(warpfit.connect(server.address)))
+            for name, server in servers.items()
+        }
+        for name in servers:  # loads the data everywhere, and lets the server learn what calls take
+            for _ in range(3):
+                run[name](draw())
+        walls: dict[str, list[float]] = {name: [] for name in servers}
+        devices: dict[str, set[str]] = {name: set() for name in servers}
+        differing = 0
+        for _ in range(calls):
+            batch, answers = draw(), set()
+            for name in servers:
+                before = time.perf_counter()
+                answer = run[name](batch)
+                walls[name].append(time.perf_counter() - before)
+                devices[name].add(answer.timings.device)
+                answers.add(bits(answer))
+            differing += len(answers) > 1
+    medians = {name: statistics.median(series) for name, series in walls.items()}
+    found = {
+        "milliseconds": {name: round(1e3 * median, 3) for name, median in medians.items()},
+        "times_the_first": ratios(medians, of_times=True),
+        "devices": {name: sorted(each) for name, each in devices.items()},
+        "calls": calls,
+        "calls_whose_answers_differ_in_bits": differing,
+    }
+    print(found, flush=True)
+    return found
+
+
+def bits(answer: Any) -> bytes:
+    """The losses of an evaluation; the parameters and losses of a fit."""
+    if isinstance(answer, Fit):
+        return np.concatenate([*map(np.ravel, answer.parameters), np.ravel(answer.loss)]).tobytes()
+    return np.ascontiguousarray(answer.losses).tobytes()
+
+
+def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> dict[str, Any]:
+    """Kill an engine under load: failures, wrong answers, and for how long nobody had an answer."""
+    programs, rows = options.shapes[0]
+    killed: list[float] = []
+    others = {number: one.pid for number, one in server.engines().items() if number != 1}
+
+    def kill() -> None:
+        time.sleep(LOSS_SECONDS / 3)
+        server.kill_engine(1)
+        killed.append(time.time())
+
+    order = (server.address, programs, rows, LOSS_SECONDS, True)
+    count = min(LOSS_WORKERS, max(options.workers))
+    results = workers.run(count, order, lambda: threading.Thread(target=kill).start())
+    moments = np.array(sorted(moment for each in results for moment in each["ended"]))
+    losses = {one for each in results for one in each["losses"]}
+    after = [wall for each in results for moment, wall in zip(each["ended"], each["walls"],
+             strict=True) if moment > killed[0]]  # fmt: skip
+    return {
+        "workers": count,
+        "calls": len(moments),
+        "failed": sum(each["failed"] for each in results),
+        "answers_that_differ": len(losses) - 1,
+        "longest_gap_seconds": round(float(np.diff(moments).max()), 4),
+        "longest_call_seconds": round(max(after), 4),
+        "calls_per_second_before": round(int((moments < killed[0]).sum()) / (LOSS_SECONDS / 3), 1),
+        "calls_in_the_second_after": int(
+            ((moments >= killed[0]) & (moments < killed[0] + 1)).sum()
+        ),
+        "others_lived": all(server.engine(number).pid == pid for number, pid in others.items()),
+    }
+
+
+@contextmanager
+def running(options: Any) -> Iterator[dict[str, ServerProcess]]:
+    """A server for each setting, by its name."""
+    with ExitStack() as held:
+        servers = {}
+        for devices in options.devices:
+            flags = ["--max-requests", "1024"]
+            if options.front_ends:
+                flags += ["--front-ends", str(options.front_ends)]
+            if options.threads:
+                count = int(devices.partition(":")[2] or 1) if devices.startswith("cpu") else 1
+                flags += ["--threads", str(options.threads * count)]
+            started = time.perf_counter()
+            servers[devices] = held.enter_context(ServerProcess(*flags, devices=devices))
+            print(servers[devices].banner.strip(), flush=True)
+            print(f"started in {time.perf_counter() - started:.1f} s", flush=True)
+        yield servers
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", help="where the result is written")
+    parser.add_argument("--devices", nargs="+", default=["0", "all"], help="settings to compare")
+    parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a sustained run")
+    parser.add_argument("--rounds", type=int, default=2, help="of sustained runs")
+    parser.add_argument("--calls", type=int, default=7, help="of one client, of each kind")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
+    parser.add_argument("--threads", type=int, help="of each CPU engine")
+    parser.add_argument("--front-ends", type=int, help="default: the server's own")
+    parser.add_argument("--name", default="devices", help="of the result")
+    options = parser.parse_args()
+
+    def scaled(shape: tuple[int, int]) -> tuple[int, int]:
+        return shape[0], max(1_000, int(options.scale * shape[1]))
+
+    options.shapes = [scaled(shape) for shape in SHAPES]
+    options.large, options.searches = scaled(LARGE), scaled(SEARCHES)
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    started = time.perf_counter()
+    content: dict[str, Any] = {"seed": SEED, "load_average_before": os.getloadavg()[0]}
+    with running(options) as servers:
+        workers = Workers(max(options.workers))
+        try:
+            content["one client"] = one_client(servers, options)
+            content["fits"] = fits(servers, options)
+            write_result(options.name, content, options.directory or RESULTS)
+            content["sustained"] = sustained(workers, servers, options)
+            write_result(options.name, content, options.directory or RESULTS)
+            content["loss of an engine"] = {
+                name: loss_of_an_engine(workers, server, options)
+                for name, server in servers.items()
+                if len(server.engines()) > 1
+            }
+        finally:
+            workers.close()
+    content["seconds"] = round(time.perf_counter() - started, 1)
+    save(options.name, content, options.directory)
+
+
+if __name__ == "__main__":
+    main()
