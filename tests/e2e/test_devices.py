@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.servers.answers import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
 from warpfit.expressions.workload import thesis_mix
 
 ROWS = 4_000
-RANDOM = np.random.default_rng(5)
-X = RANDOM.uniform(0.5, 2.0, (ROWS, 4)).astype(np.float32)
-Y = np.sin(X[:, 0]) + 0.1 * X[:, 1]
+X, Y = table(ROWS)
 FLAGS = ("--threads", "2", "--health-port", "0", "--metrics-port", "0")
 IMPATIENT = warpfit.RetryPolicy(total_seconds=0)
 
@@ -100,71 +99,34 @@ def test_an_engine_that_dies_costs_its_own_calls_only(server):
         assert server.engine(0).pid == survivor
 
 
-def everything(client):
-    """Bytes of the answers to calls that several engines share, and the devices of each."""
-    data = client.upload(X, Y)
-    programs, parameters = thesis_mix(9, 240, variables=4)
-    calls = {
-        "losses": {"loss": "mse"},
-        "values": {"values": True},
-        "gradients": {"loss": "mae", "gradient": True},
-        "jacobian": {"jacobian": True},
-        "variables": {"loss": "mse", "variable_gradient": True, "values": True},
-        "statistics": {"loss": "mse", "linear_scaling": True, "reductions": True},
-        "fast": {"loss": "rmse", "precision": "fast"},
-    }
-    found, devices = {}, {}
-    for name, options in calls.items():
-        answer = client.run(data, programs, parameters, **options)
-        found[name] = arrays_of(answer)
-        devices[name] = answer.timings.device
-    texts = ["p1*x1 + p2", "p1*exp(p2*x2) + p3", "sin(p1*x1) * p2", "p1*x1^2 + p2*x3 + p3"] * 20
-    counts = [2, 3, 2, 3] * 20
-    starts = [RANDOM_STARTS[:, :count] for count in counts]
-    for method in ("lm", "bfgs"):
-        fit = client.optimize(
-            data,
-            texts,
-            starts,
-            method=method,
-            max_iterations=8,
-            covariance=True,
-            standard_errors=True,
-        )
-        found[method] = arrays_of(fit)
-        devices[method] = fit.timings.device
-    return found, devices
-
-
-def arrays_of(answer):
-    """The bytes of every array of an answer, by name."""
-    fields = {name: getattr(answer, name) for name in type(answer).__slots__}
-    flat = {
-        name: field if isinstance(field, np.ndarray) else np.concatenate([*map(np.ravel, field)])
-        for name, field in fields.items()
-        if isinstance(field, np.ndarray | list | tuple) and len(field)
-    }
-    return {name: array.tobytes() for name, array in flat.items()}
-
-
-RANDOM_STARTS = RANDOM.uniform(0.5, 1.5, (2, 3))
-
-
 def test_all_answers_are_the_same_bits_for_one_two_and_three_engines(server):
-    answers = {}
+    sizes = {"rows": ROWS, "programs": 240, "fits": 80}
+    found = {}
     with warpfit.connect(server.address) as client:
-        answers[2], devices = everything(client)
-        for name, used in devices.items():
-            assert set(used.split(",")) == {"cpu:0", "cpu:1"}, name
+        found[2], devices = answers(client, **sizes)
+    dense = {"values", "jacobian"}  # of too few programs to be split
+    for name in devices.keys() - dense:
+        assert devices[name] == {"cpu:0", "cpu:1"}, name
     for engines in (1, 3):
         with (
             ServerProcess(*FLAGS, "--front-ends", "1", devices=f"cpu:{engines}") as other,
             warpfit.connect(other.address) as client,
         ):
-            answers[engines], _ = everything(client)
-    for name in answers[2]:
-        assert answers[2][name]
-        assert answers[1][name] == answers[2][name] == answers[3][name], name
+            found[engines], _ = answers(client, **sizes)
+    assert found[1] == found[2] == found[3]
+
+
+def test_values_of_a_split_call_arrive_in_order(server):
+    with warpfit.connect(server.address) as client:
+        data = client.upload(X, Y)
+        batch = thesis_mix(9, 240, variables=4)
+        answer = client.run(data, *batch, values=True)
+        assert set(answer.timings.device.split(",")) == {"cpu:0", "cpu:1"}
+        for first in range(0, 240, 80):  # too small to be split
+            part = [each[first : first + 10] for each in batch]
+            alone = client.run(data, *part, values=True)
+            assert "," not in alone.timings.device
+            np.testing.assert_array_equal(answer.values[:, first : first + 10], alone.values)
 
 
 def test_an_error_in_a_part_names_the_program_of_the_whole(server):
