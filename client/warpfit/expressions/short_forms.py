@@ -99,7 +99,6 @@ def _fraction(
     is_near = abs(number - value) <= _NEAR * abs(value)
     if not numerator or abs(numerator) > _LARGEST_NUMERATOR or not is_near:
         return
-    digits = len(str(abs(numerator)).replace("1", "")) + (
-        len(str(denominator)) if denominator > 1 else 0
-    )
-    yield ShortForm(number, 2 * _DIGIT + _DIGIT * digits, numerator, denominator, name)
+    digits = len(str(denominator)) if denominator > 1 else 0
+    digits += len(str(abs(numerator))) if abs(numerator) > 1 or not name else 0
+    yield ShortForm(number, _DIGIT * (2 * bool(name) + digits), numerator, denominator, name)

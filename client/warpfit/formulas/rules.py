@@ -130,6 +130,8 @@ class Rules:
         """Return a sum of nodes with coefficients."""
         given = list(items)
         found = self._collected(constant, given, distribute=False)
+        if not isinstance(found, Sum) or not any(isinstance(term, Sum) for _, term in found.terms):
+            return found
         distributed = self._collected(constant, given, distribute=True)
         return min(distributed, found, key=len)
 
