@@ -232,9 +232,21 @@ class Population(Sequence[Program]):
 
     @classmethod
     def of(cls, programs: Sequence[Program]) -> Population:
-        """Join programs."""
+        """Join programs.
+
+        Raises:
+            InvalidArgumentError: for anything but a `Program`.
+
+        """
         if isinstance(programs, Population):
             return Population(programs.codes, programs.values, programs.lengths)
+        if not all(isinstance(program, Program) for program in programs):
+            raise InvalidArgumentError(
+                "a population is made of Programs",
+                "NOT_PROGRAMS",
+                "Convert texts, trees and the like with warpfit.frontends.as_population",
+                "programs",
+            )
         codes = [program._codes for program in programs]
         return Population(
             np.frombuffer(b"".join(codes), dtype=np.uint8),

@@ -55,6 +55,7 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
         **{"sigmoid": "logistic", "sig": "logistic", "expit": "logistic"},
         **{"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh", "Mod": "mod"},
         **{"Heaviside": "heaviside", "silu": "swish", "gauss": "gaussian", "clamp": "clip"},
+        **{"loggamma": "lgamma", "gammaln": "lgamma"},
         **{"AQ": "aq", "analytic_quotient": "aq", "protectedDiv": "zdiv"},
     }
 )

@@ -149,6 +149,11 @@ def test_a_slice_of_a_population_is_a_view_and_an_index_outside_is_an_error():
         list(Population(np.array([ADD], np.uint8), np.zeros(1), np.array([1], np.uint32)))
 
 
+def test_a_population_of_something_else_is_refused():
+    with pytest.raises(InvalidArgumentError, match="as_population"):
+        Population.of(["x1"])
+
+
 def test_chosen_programs_of_a_batch_keep_their_parameters():
     batch = Batch.of([P1, X1, Program.parameter(1)], [[1.0], [], [2.0, 3.0]])
     for part in (batch[1:], batch[[1, 2]], batch[[False, True, True]]):

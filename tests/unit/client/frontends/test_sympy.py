@@ -97,10 +97,10 @@ def test_symbols_of_the_data_set():
 @pytest.mark.parametrize(
     "expression",
     [
-        S.gamma(x1),
+        S.zeta(x1),
         S.Function("f")(x1),
         S.Function("sin")(x1),
-        S.Integral(S.gamma(x1), x1),
+        S.Integral(S.zeta(x1), x1),
         x1 + S.I,
         S.Symbol("x0"),
     ],
