@@ -22,7 +22,8 @@ START_SECONDS: Final = 600.0
 _STOP_SECONDS: Final = 15.0
 #: Characters of the end of the log that an error quotes; its message has at most 480 bytes.
 _QUOTED_CHARACTERS: Final = 360
-_READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
+#: The line that a server prints when it is ready, with its address.
+READY: Final = re.compile(r"warpfit listening on (\S+:\d+)")
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def _read(process: subprocess.Popen[str], found: SimpleQueue[str | None]) -> Non
     """Report the address, then drain the pipe, so that the server never blocks on it."""
     assert process.stdout is not None
     for line in process.stdout:
-        match = _READY.search(line)
+        match = READY.search(line)
         if match:
             found.put(match[1])
     found.put(None)

@@ -19,7 +19,13 @@ from warpfit.cli import operator_page
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "bench" / "results"
-PAGES = ("README.md", "server/OPERATING.md", "tests/bench/README.md", "deploy/capacity.md")
+PAGES = (
+    "README.md",
+    "server/OPERATING.md",
+    "tests/bench/README.md",
+    "deploy/README.md",
+    "deploy/capacity.md",
+)
 _BLOCK = re.compile(
     r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL | re.MULTILINE
 )
@@ -423,6 +429,32 @@ def faults() -> Iterator[str]:
     )
 
 
+def faults_ray() -> Iterator[str]:
+    """Faults of a Ray cluster of three nodes, and what clients of its servers see of them."""
+    found = result("faults_ray")["faults"]
+    rows: list[tuple[Any, ...]] = [
+        ("three nodes, 4 clients", "wrong answers, failed calls", "longest gap of a client")
+    ]
+    for title, name in (
+        ("a server SIGKILL", "server_sigkill"),
+        ("a node SIGKILL, with all that runs on it", "node_sigkill"),
+        ("`warpfit ray restart`", "rolling_restart"),
+    ):
+        case = found[name]
+        wrong = f"{case['wrong_answers']}, {case['failures_after_retry']}"
+        gap = f"{case['client_gap_seconds_max']:.2f} s"
+        rows.append((f"{title}, {case['faults']} times", wrong, gap))
+    yield from table(*rows)
+    searched = found["search_while_a_worker_a_server_and_a_node_are_killed"]
+    same = "the same formulas as" if searched["same_formulas"] else "other formulas than"
+    yield ""
+    yield (
+        "A search by `client/examples/islands_on_ray.py` during which a worker, a server and a "
+        f"node were killed found\n{same} one that nothing disturbed, after "
+        f"{searched['seconds']:.0f} instead of {searched['seconds_undisturbed']:.0f} s."
+    )
+
+
 # ------------------------------------------------------------------------------------ capacity
 
 
@@ -588,7 +620,7 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
         *(front_page, cpu_engine, fits, found_equations, service, transport, device),
         *(gpu_service, gpu_fits, overload, faults),
         *(capacity_check, capacity_costs, capacity_clusters, capacity_replicas),
-        *(capacity_losses, capacity_terabyte),
+        *(capacity_losses, capacity_terabyte, faults_ray),
     )
 }
 

@@ -13,6 +13,8 @@ from warpfit.transport.settings import RetryPolicy
 
 #: Seconds between two lines of the log about a call that waits.
 _TELL_SECONDS: Final = 10.0
+#: Not the module's own functions, whose seed decides the searches of callers.
+_RANDOM: Final = random.SystemRandom()
 
 
 class Deadline:
@@ -80,10 +82,10 @@ class Retries:
         self.failures += 1
         time_left = self.first_failure + total_seconds - now
         # The time that the server asks for is spread, so that workers do not return all at once.
-        asked = (error.retry_after or 0.0) * (1.0 + self.policy.jitter * random.random())
+        asked = (error.retry_after or 0.0) * (1.0 + self.policy.jitter * _RANDOM.random())
         if time_left <= 0 or asked > time_left:
             raise error
-        pause = max(asked, min(time_left, self.policy.pause(self.failures, random.random())))
+        pause = max(asked, min(time_left, self.policy.pause(self.failures, _RANDOM.random())))
         remaining = self.deadline.remaining()
         if remaining is not None and pause >= remaining:
             raise DeadlineExceededError(

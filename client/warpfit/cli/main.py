@@ -37,6 +37,7 @@ _DELEGATED: Final = {
     "serve": "warpfit_server.__main__",
     "precompile": "warpfit_server.precompile",
     "bench": "warpfit.bench.command",
+    "ray": "warpfit.cli.ray_command",
 }
 
 
@@ -99,10 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=metadata.version("warpfit"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # These three are here for the list of commands alone: see `_DELEGATED`.
+    # These are here for the list of commands alone: see `_DELEGATED`.
     commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
     commands.add_parser("precompile", help="compile what a server's first start would compile")
     commands.add_parser("bench", help="measure this machine, or load a running server")
+    commands.add_parser("ray", help="run servers on the nodes of a Ray cluster")
     _add_eval(commands)
     _add_fit(commands)
     info = commands.add_parser("info", help="describe a running server")

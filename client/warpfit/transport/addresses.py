@@ -29,6 +29,7 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:50551"
 SCHEMES: Final[Mapping[str, str]] = {
     "dns": "warpfit.transport.addresses:dns_target",
     "file": "warpfit.transport.addresses:file_target",
+    "ray": "warpfit.ray:ray_target",
 }
 #: Most characters of an address in a file.
 _LONGEST: Final = 300

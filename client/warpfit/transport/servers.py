@@ -20,7 +20,7 @@ from typing import Final
 from warpfit.errors import UnavailableError, WarpfitError
 
 #: Reasons of errors that say that there is no server, rather than one that is in trouble.
-NOBODY_THERE: Final = frozenset({"CONNECTION_REFUSED", "NAME_NOT_RESOLVED"})
+NOBODY_THERE: Final = frozenset({"CONNECTION_REFUSED", "NAME_NOT_RESOLVED", "NO_SERVERS"})
 #: Data sets of at most this size live on every server, up to a number of them.
 SMALL_BYTES: Final = 16 << 20
 _SMALL_REPLICAS: Final = 16
@@ -41,6 +41,8 @@ _USUAL_RATE: Final = 1e10
 #: Weight of all earlier calls in averages that follow the recent ones.
 _MEMORY: Final = 0.95
 _MOST_RANKINGS: Final = 256
+#: Not the module's own functions, whose seed decides the searches of callers.
+_RANDOM: Final = random.SystemRandom()
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +109,7 @@ class Servers:
         replicas: int = 2,
         is_fixed: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = _RANDOM.random,
     ) -> None:
         self.has_answered = False
         """Whether any server has ever answered."""

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from warpfit.calls.retries import Deadline, Retries
 from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.transport.servers import SMALL_BYTES, CostModel, Servers
+from warpfit.transport.settings import RetryPolicy
 
 LARGE = SMALL_BYTES + 1
 GONE = UnavailableError("gone", "CONNECTION_REFUSED")
@@ -242,3 +244,16 @@ def test_one_server_alone_is_always_chosen_once(tried):
     servers = Servers(["a:1"])
     (only,) = servers
     assert servers.acquire([only] if tried else []) is (None if tried else only)
+
+
+def test_the_generator_of_the_caller_is_left_alone():
+    """The seed of a search gives the same formulas, whatever its calls have met."""
+    state = random.getstate()
+    servers = Servers(["a:1", "b:2", "c:3"])
+    for _ in range(20):
+        server = servers.acquire()
+        servers.succeeded(server, "Evaluate", 1, 0.01)
+        servers.failed(server, GONE, 0.0)
+        servers.release(server)
+    Retries(RetryPolicy(), Deadline(None)).pause_after(GONE, 20.0)
+    assert random.getstate() == state
