@@ -1,8 +1,7 @@
 """Work on the CPU, cut into chunks that threads take one after the other.
 
-A chunk is a range of instances (program and parameter vector) over a span of rows. Spans depend on
-the number of rows alone, and what is summed for an instance is added up over its spans in their
-order, so the results do not depend on the number of threads.
+A chunk is a range of instances (program and parameter vector) over a span of rows. A span is a node
+of the tree of `sum_tree`, so that results do not depend on the threads or on how work is cut.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff import differentiate
 from warpfit_server.engine.cpu.interpreter import CONTEXT
+from warpfit_server.engine.cpu.sum_tree import RADIX
 from warpfit_server.engine.lowering import lower
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import RANGE, argument_block
 
 #: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
 _BLOCK_BYTES: Final = 4096
-#: Blocks in a span of rows, and how many spans there are at most.
-_SPAN_BLOCKS: Final = 4
+#: Most spans of rows, unless each is one of the smallest nodes above blocks.
 _MOST_SPANS: Final = 64
 #: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
 _LEAST_CHUNK: Final = 500_000
@@ -58,6 +57,12 @@ class Cut(NamedTuple):
     """RANGE of rows for each column of chunks."""
     cost: int
     """Token-rows of all chunks."""
+    level: int = 0
+    """Level of the nodes that spans are; blocks have level 0."""
+
+    def first_node(self, block: int) -> int:
+        """Return the number of the first node on its level, for blocks of so many rows."""
+        return int(self.spans["start"][0] // (block * RADIX**self.level))
 
 
 @dataclass(slots=True, eq=False)
@@ -96,30 +101,16 @@ def block_rows(layout: Layout) -> int:
     return _BLOCK_BYTES // layout.dtype.itemsize
 
 
-def span_rows(rows: tuple[int, int], block: int) -> int:
-    """Return the rows of a span where there are as many as possible: the spans of losses."""
-    blocks = -(-(rows[1] - rows[0]) // block)
-    return max(_SPAN_BLOCKS, -(-blocks // _MOST_SPANS)) * block
-
-
-def sum_spans(parts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add up sums of spans, [spans, sums], each in an order that the others do not change."""
-    with np.errstate(all="ignore"):
-        return np.asarray(np.ascontiguousarray(parts.T).sum(axis=1))
-
-
-def cut_rows(rows: tuple[int, int], block: int, most: int = _MOST_SPANS) -> NDArray[np.void]:
-    """Cut rows into at most ``most`` spans of whole blocks.
-
-    Fewer spans than possible are each made of several of those.
-    """
+def cut_rows(
+    rows: tuple[int, int], block: int, most: int = _MOST_SPANS
+) -> tuple[NDArray[np.void], int]:
+    """Cut rows into at most ``most`` spans; return them and their level, which is 1 or more."""
     start, stop = rows
-    blocks = -(-(stop - start) // block)
-    shortest = span_rows(rows, block)
-    length = -(-blocks * block // (shortest * min(most, _MOST_SPANS))) * shortest
-    edges = np.arange(start, stop + length, length, dtype=np.int64)
-    edges[-1] = stop
-    return _between(edges)
+    level, length = 1, RADIX * block
+    while -(-stop // length) - start // length > max(1, min(most, _MOST_SPANS)):
+        level, length = level + 1, RADIX * length
+    edges = np.arange(start // length * length, stop + length, length, dtype=np.int64)
+    return _between(edges.clip(start, stop)), level
 
 
 def _between(edges: NDArray[np.int64]) -> NDArray[np.void]:
@@ -134,9 +125,12 @@ def cut_instances(
     scalars: NDArray[np.int64],
     vectors: int,
     rows: tuple[int, int],
-    spans: NDArray[np.void],
+    most_spans: int = _MOST_SPANS,
+    *,
+    block: int,
 ) -> Cut:
-    """Cut the instances of programs into ranges of about equal cost."""
+    """Cut rows into spans of blocks, and the instances of programs into ranges of equal cost."""
+    spans, level = cut_rows(rows, block, most_spans)
     tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
     span = int(spans["stop"][0] - spans["start"][0])
@@ -146,7 +140,7 @@ def cut_instances(
     if total > _MANY_CHUNKS * few_instances:
         chunk = max(chunk, few_instances)
     share = tokens * (span / chunk) + scalars / _CHUNK_SCALARS
-    return Cut(_grouped(np.cumsum(share).astype(np.int64)), spans, total)
+    return Cut(_grouped(np.cumsum(share).astype(np.int64)), spans, total, level)
 
 
 def _grouped(groups: NDArray[np.int64]) -> NDArray[np.void]:
@@ -200,7 +194,7 @@ def _cut_programs(batch: Batch) -> NDArray[np.void]:
 
 
 def new_context(
-    dataset: Dataset, evaluation: Evaluation, values: NDArray[Any] | None
+    dataset: Dataset, evaluation: Evaluation, values: NDArray[Any] | None, level: int
 ) -> NDArray[np.void]:
     """Return the CONTEXT of an evaluation, without losses and derivatives."""
     layout, batch = dataset.layout, evaluation.batch
@@ -210,7 +204,7 @@ def new_context(
     context["variable_pitch"] = layout.rows * layout.dtype.itemsize
     context["vectors"], context["instances"] = batch.vectors, len(batch) * batch.vectors
     context["row_start"], context["row_stop"] = evaluation.row_range(layout)
-    context["block_rows"] = block_rows(layout)
+    context["block_rows"], context["levels"] = block_rows(layout), level + 1
     columns = {"values": values, "target": dataset.target, "weights": dataset.weights}
     for name, column in columns.items():
         context[name] = 0 if column is None else column.ctypes.data

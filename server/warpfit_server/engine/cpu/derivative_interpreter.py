@@ -12,7 +12,7 @@ The simple form, for one instance (program and parameter vector):
     for each two entries:
         curvature[p, q] += d1 d2 products[k1, k2]
 
-All sums are float64: over the lanes of a block, then over the blocks of a span, then over spans.
+All sums are float64: over the lanes of a block, then over blocks in the order of `sum_tree`.
 The loss has spans of its own, the same whatever else is summed, so that its bits are the same, too.
 """
 
@@ -50,8 +50,11 @@ from warpfit_server.engine.cpu.statistics import (
     REDUCTIONS,
     add_moments,
     add_reductions,
+    carry_moments,
     merge_spans,
+    node_moments,
 )
+from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.lowering.lowered import NONE
 from warpfit_server.engine.native.arguments import (
     CANCEL_FLAG,
@@ -74,8 +77,10 @@ from warpfit_server.engine.native.intrinsics import inlined
 # Arrays of an argument block after the inputs.
 _ROW_LOSS: Final = OWN_ARRAYS + INPUT_ARRAYS
 _DOTS: Final = _ROW_LOSS + INPUT_ARRAYS
-_STARTS, _SUMS, _REDUCTIONS, _MOMENTS, _LOSSES = range(_DOTS + 1, _DOTS + 6)
-_TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES = range(_LOSSES + 1, _LOSSES + 5)
+_STARTS, _SUMS, _REDUCTIONS, _MOMENTS, _FIRST = range(_DOTS + 1, _DOTS + 6)
+_TOTALS, _GRADIENTS, _VARIABLE_GRADIENTS, _CURVATURES = range(_FIRST + 1, _FIRST + 5)
+#: Sums that each instance begins with: of the row losses and of the values.
+LOSS_SUM, VALUE_SUM, COLUMN_SUMS = range(3)
 
 
 class ChunkSums(NamedTuple):
@@ -84,37 +89,42 @@ class ChunkSums(NamedTuple):
     dots: Any
     """Addresses of kernels, in the order of `dot_products.DOT_SHAPES`."""
     starts: Any
-    """First sum of each instance, and the end of the last one's."""
+    """First sum of each instance of the batch, and the end of the last one's."""
     sums: Any
-    """A sum for each column and, if requested, products of all columns, [columns, columns], of
-    which the lower triangle is valid."""
+    """[levels, sums of the chunk]; of each instance those of losses and values, one for each
+    column and, if requested, products of all columns, [columns, columns], of which the lower
+    triangle is valid."""
     reductions: Any
-    """[instances, REDUCTIONS]."""
+    """[instances of the batch, REDUCTIONS]."""
     moments: Any
-    """[instances, MOMENTS]."""
-    losses: Any
-    """[spans of the loss, instances]."""
+    """[levels, instances of the chunk, MOMENTS]."""
 
 
 def linearise_chunk(block: int, chunk: int) -> int:
     """Run a range of instances over a span of rows; see `arguments`.
 
-    ChunkSums, reductions and moments of an argument block have spans as their first dimension.
+    Sums, reductions and moments of an argument block have spans as their first dimension.
     """
     instances, rows, span = chunk_ranges(block, chunk)
     spans = len(ranges(block, SPANS))
+    inputs, starts = inputs_of(block, OWN_ARRAYS), words(block, _STARTS)
+    found = _of_span(floats(block, _SUMS), spans, span)
+    found = found[starts[instances.start] : starts[instances.stop]]
+    found_moments = _of_span(floats(block, _MOMENTS), spans, span).reshape((-1, MOMENTS))
     try:
+        context = inputs.context[0]
+        count = (instances.stop - instances.start) * (context.wants_moments != 0)
         sums = ChunkSums(
-            words(block, _DOTS), words(block, _STARTS),
-            _of_span(floats(block, _SUMS), spans, span),
+            words(block, _DOTS), starts, np.zeros((context.levels, len(found))),
             _of_span(floats(block, _REDUCTIONS), spans, span).reshape((-1, REDUCTIONS)),
-            _of_span(floats(block, _MOMENTS), spans, span).reshape((-1, MOMENTS)),
-            floats(block, _LOSSES),
+            np.zeros((context.levels, count, MOMENTS)),
         )  # fmt: skip
         finished = _linearise(
-            inputs_of(block, OWN_ARRAYS), inputs_of(block, _ROW_LOSS), sums, instances, rows,
-            octets(block, CANCEL_FLAG),
+            inputs, inputs_of(block, _ROW_LOSS), sums, instances, rows, octets(block, CANCEL_FLAG),
         )  # fmt: skip
+        found[:] = node_sums(sums.sums)
+        if count:
+            found_moments[instances.start : instances.stop] = node_moments(sums.moments)
     except Exception:  # compiled code tells exceptions apart no further: memory is short
         return FAILED
     return FINISHED if finished else CANCELLED
@@ -153,8 +163,10 @@ def _run(
         run_prologue(inputs, instance, scalars_of(memory, instance))
         columns = max(columns, inputs.lowered.headers[instance // context.vectors].columns)
     addresses = np.empty(columns, dtype=np.int64)
-    for row in range(rows.start, rows.stop, context.block_rows):
-        count = min(context.block_rows, rows.stop - row)
+    row = rows.start
+    while row < rows.stop:
+        block = row // context.block_rows
+        count = min((block + 1) * context.block_rows, rows.stop) - row
         offset = row * context.item_bytes
         begin_block(context, row_loss, loss_memory, offset, count)
         for instance in range(instances.start, instances.stop):
@@ -166,47 +178,57 @@ def _run(
                 location = inputs.lowered.columns[header.first_column + k]
                 addresses[k] = address_of(location, bases, pitches)
             derivative = address_of(max(header.loss_derivative, 0), bases, pitches)
+            first = sums.starts[instance] - sums.starts[instances.start]
+            own = sums.sums[0, first : first + sums.starts[instance + 1] - sums.starts[instance]]
             if context.wants_losses:
-                span = (row - context.row_start) // context.loss_span_rows
-                sums.losses[span * context.instances + instance] += block_loss(
-                    context, row_loss, loss_memory, bases[3], offset, count
-                )
-            _add_sums(inputs, sums, instance, addresses, derivative, offset, count)
+                own[LOSS_SUM] += block_loss(context, row_loss, loss_memory, bases[3], offset, count)
+            _add_sums(
+                inputs, sums.dots, own[COLUMN_SUMS:], instance, addresses, derivative, offset, count
+            )
             if context.jacobian:
                 scalars = scalars_of(memory, instance)
                 _store_jacobian(inputs, instance, scalars, addresses, row, count)
             # A call costs a microsecond, also if it finds nothing to do.
             if context.wants_reductions or context.wants_moments:
                 is_first = row == rows.start
-                _add_statistics(context, sums, instance, bases[3], row, count, is_first)
+                place = instance - instances.start
+                own[VALUE_SUM] += _add_statistics(
+                    context, sums, instance, place, bases[3], row, count, is_first
+                )
+        carry(sums.sums, block + 1)
+        carry_moments(sums.moments, block + 1)
+        row += count
     return True
 
 
 @inlined
 def _add_statistics(
-    context: Any, sums: ChunkSums, instance: int, result: int, row: int, count: int, is_first: bool
-) -> None:
-    """Add a block of values to the reductions and moments that are requested."""
+    context: Any, sums: ChunkSums, instance: int, place: int, result: int, row: int, count: int,
+    is_first: bool,
+) -> float:  # fmt: skip
+    """Add a block of values to the reductions and moments that are requested; return their sum."""
     offset = row * context.item_bytes
     weights = context.weights + offset if context.weights else 0
+    total = 0.0
     if context.wants_reductions:
-        add_reductions(result, context.item_bytes, count, sums.reductions[instance], is_first)
+        own = sums.reductions[instance]
+        total = add_reductions(result, context.item_bytes, count, own, is_first)
     if context.wants_moments:
         add_moments(
             result, context.target + offset, weights, context.item_bytes, count,
-            sums.moments[instance], is_first,
+            sums.moments[0, place],
         )  # fmt: skip
+    return total
 
 
 @inlined
 def _add_sums(
-    inputs: Inputs, sums: ChunkSums, instance: int, addresses: Any, derivative: int, offset: int,
-    count: int,
+    inputs: Inputs, dots: Any, own: Any, instance: int, addresses: Any, derivative: int,
+    offset: int, count: int,
 ) -> None:  # fmt: skip
     """Add a block's sums over columns and products of columns."""
     context = inputs.context[0]
     columns = inputs.lowered.headers[instance // context.vectors].columns
-    own = sums.sums[sums.starts[instance] : sums.starts[instance + 1]]
     weights = context.weights + offset if context.weights else 0
     left = np.empty(1, dtype=np.int64)
     left[0] = derivative
@@ -214,7 +236,7 @@ def _add_sums(
         loss_weights = weights if context.weighs_loss else 0
         for k in range(0, columns, LARGEST_TILE):
             width = min(columns - k, LARGEST_TILE)
-            _add_tile(sums.dots, own, k, 1, left, 0, 1, addresses, k, width, loss_weights, count)
+            _add_tile(dots, own, k, 1, left, 0, 1, addresses, k, width, loss_weights, count)
     if context.wants_curvatures:
         for i in range(0, columns, LARGEST_TILE):
             height = min(columns - i, LARGEST_TILE)
@@ -222,7 +244,7 @@ def _add_sums(
                 width = min(columns - j, LARGEST_TILE)
                 first = columns + i * columns + j
                 _add_tile(
-                    sums.dots, own, first, columns, addresses, i, height, addresses, j, width,
+                    dots, own, first, columns, addresses, i, height, addresses, j, width,
                     weights, count,
                 )  # fmt: skip
     left[0] = addresses[0]  # both arrays live until here
@@ -303,7 +325,7 @@ def combine_chunk(block: int, chunk: int) -> int:
     """
     inputs = inputs_of(block, OWN_ARRAYS)
     moments, spans = floats(block, _MOMENTS), len(ranges(block, SPANS))
-    merge_spans(moments.reshape((spans, -1, MOMENTS)))
+    merge_spans(moments.reshape((spans, -1, MOMENTS)), words(block, _FIRST)[0])
     try:
         _combine(
             inputs, words(block, _STARTS), floats(block, _TOTALS), floats(block, _GRADIENTS),
@@ -335,7 +357,7 @@ def _combine(
         run_prologue(inputs, instance, scalars)
         header = lowered.headers[program]
         entries = lowered.entries[header.first_entry : header.first_entry + header.entries]
-        own = totals[starts[instance] : starts[instance + 1]]
+        own = totals[starts[instance] + COLUMN_SUMS : starts[instance + 1]]
         if context.wants_gradients:
             mine = variable_gradients[instance * variables : (instance + 1) * variables]
             _add_gradient(context, entries, scalars, own, gradients[first:], mine)

@@ -21,18 +21,17 @@ from warpfit_server.engine.cpu.chunked_work import (
     Cut,
     block_rows,
     cut_instances,
-    cut_rows,
     differentiation_work,
     lowering_work,
     new_context,
-    span_rows,
-    sum_spans,
 )
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.codegen.loader import CompiledDerivatives
+from warpfit_server.engine.cpu.derivative_interpreter import COLUMN_SUMS, LOSS_SUM, VALUE_SUM
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.row_loss import row_loss_inputs
 from warpfit_server.engine.cpu.statistics import MOMENTS, REDUCTIONS, from_zero, merge_reductions
+from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.interface import Outputs
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import FAILED
@@ -100,14 +99,16 @@ def make_plan(
     headers, rows = lowered.headers, evaluation.row_range(layout)
     columns = headers["columns"]
     products = columns * columns * (requested.curvatures is not None)
-    sizes = np.repeat(columns + products, batch.vectors)
+    sizes = np.repeat(COLUMN_SUMS + columns + products, batch.vectors)
     most_spans = max(1, _MOST_SUMS // max(1, int(sizes.sum())))
-    spans = cut_rows(rows, block_rows(layout), most_spans)
+    block = block_rows(layout)
     instructions = headers["end"] - headers["start"]
     return DerivativePlan(
         lowered,
         row_loss,
-        cut_instances(instructions, headers["scalars"], batch.vectors, rows, spans),
+        cut_instances(
+            instructions, headers["scalars"], batch.vectors, rows, most_spans, block=block
+        ),
         sizes,
         weighs_loss=loss is not None and not mentions_weight(loss),
     )
@@ -138,23 +139,22 @@ class DerivativeRun:
         self._combine = code.combine
         rows = evaluation.row_range(layout)
         self._rows = rows[1] - rows[0]
-        loss_rows, count = span_rows(rows, block_rows(layout)), len(plan.sizes)
+        self._first = np.array([plan.cut.first_node(block_rows(layout))])
+        count = len(plan.sizes)
         starts = np.concatenate([[0], np.cumsum(plan.sizes)])
-        # NumPy adds up a single column in another order than several.
-        self._sums = np.zeros((spans, max(2, int(starts[-1]))))
-        self._totals = np.empty(self._sums.shape[1])
-        has_loss, has_reductions, has_moments = (
-            array is not None
-            for array in (requested.row_loss, requested.reductions, requested.moments)
+        self._sums = np.zeros((spans, int(starts[-1])))
+        self._totals = np.empty(int(starts[-1]))
+        self._starts = starts[:-1]
+        has_reductions, has_moments = (
+            array is not None for array in (requested.reductions, requested.moments)
         )
         self._reductions = np.zeros((spans, count * has_reductions, REDUCTIONS))
         self._moments = np.zeros((spans, count * has_moments, MOMENTS))
-        self._losses = np.zeros((-(-self._rows // loss_rows), count * has_loss))
 
         kernels = code.kernels[Flavour.of(layout, evaluation.precision)]
         suffix = "_weighted" if layout.has_weights and plan.weighs_loss else ""
-        context = _context(dataset, evaluation, requested)
-        context["weighs_loss"], context["loss_span_rows"] = plan.weighs_loss, loss_rows
+        context = _context(dataset, evaluation, requested, plan.cut.level)
+        context["weighs_loss"] = plan.weighs_loss
         if requested.deviation:
             context["loss_kernel"] = kernels.losses[requested.deviation + suffix]
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
@@ -162,7 +162,7 @@ class DerivativeRun:
         wide = code.kernels[_WIDE]
         sum_kernel = wide.losses["given" + suffix] if len(plan.row_loss.headers) else 0
         row_loss = row_loss_inputs(wide.addresses, sum_kernel, plan.row_loss)
-        sums = (starts, self._sums, self._reductions, self._moments, self._losses, self._totals)
+        sums = (starts, self._sums, self._reductions, self._moments, self._first, self._totals)
         arrays = requested.gradients, requested.variable_gradients, requested.curvatures
         gradients = [np.empty(0) if array is None else array for array in arrays]
         arrays_of_block = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, *sums, *gradients)
@@ -176,17 +176,17 @@ class DerivativeRun:
 
         """
         requested = self._requested
-        with np.errstate(all="ignore"):
-            self._sums.sum(axis=0, out=self._totals)
+        self._totals[:] = sum_nodes(self._sums, int(self._first[0]))
         for array in (requested.gradients, requested.variable_gradients, requested.curvatures):
             if array is not None:
                 array.fill(0.0)
         if self._combine(self.work.block.ctypes.data, 0) == FAILED:
             raise MemoryError("no memory to combine sums")
         if requested.losses is not None:
-            requested.losses.reshape(-1)[:] = sum_spans(self._losses)
+            requested.losses.reshape(-1)[:] = self._totals[self._starts + LOSS_SUM]
         if requested.reductions is not None:
-            found: NDArray[Any] = merge_reductions(self._reductions, self._rows)
+            totals = self._totals[self._starts + VALUE_SUM]
+            found: NDArray[Any] = merge_reductions(totals, self._reductions, self._rows)
             requested.reductions.reshape(found.shape)[:] = found
         if requested.moments is not None:
             found = from_zero(self._moments[0])
@@ -194,9 +194,9 @@ class DerivativeRun:
 
 
 def _context(
-    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs
+    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int
 ) -> NDArray[np.void]:
-    context = new_context(dataset, evaluation, requested.values)
+    context = new_context(dataset, evaluation, requested.values, level)
     context["wants_losses"] = requested.row_loss is not None
     context["wants_gradients"] = requested.needs_loss_derivative
     context["wants_curvatures"] = requested.curvatures is not None

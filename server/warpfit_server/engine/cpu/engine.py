@@ -43,14 +43,13 @@ from warpfit_server.engine.cpu.chunked_work import (
     Cut,
     block_rows,
     cut_instances,
-    cut_rows,
     lowering_work,
     new_context,
-    sum_spans,
 )
 from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs
+from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.interface import Device, Linearisation, Outputs, Steps, timed
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import LoweringCache
@@ -233,7 +232,7 @@ class CpuEngine:
         kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
         rows = evaluation.row_range(layout)
         cut = programs.cut(batch.vectors, rows, block_rows(layout))
-        context = new_context(dataset, evaluation, outputs.values)
+        context = new_context(dataset, evaluation, outputs.values, cut.level)
         if outputs.losses is not None and evaluation.loss is not None:
             context["loss_kernel"] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
         sums = np.zeros((len(cut.spans), len(batch) * batch.vectors))
@@ -243,7 +242,7 @@ class CpuEngine:
         work = ChunkedWork(self._code.interpret, arrays, cut, outputs.cancelled)
         yield from self._run_in_steps(work, outputs, batch.vectors)
         if outputs.losses is not None and evaluation.loss is not None:
-            outputs.losses.reshape(-1)[:] = sum_spans(sums)
+            outputs.losses.reshape(-1)[:] = sum_nodes(sums, cut.first_node(block_rows(layout)))
 
 
 class _LoweredPrograms:
@@ -259,8 +258,7 @@ class _LoweredPrograms:
         key, last = (vectors, rows, block), self._last
         if last is None or last[0] != key:
             scalars = self.lowered.headers["scalars"]
-            spans = cut_rows(rows, block)
-            last = key, cut_instances(self._lengths, scalars, vectors, rows, spans)
+            last = key, cut_instances(self._lengths, scalars, vectors, rows, block=block)
             self._last = last
         return last[1]
 

@@ -6,7 +6,7 @@ The simple form, for one program and parameter vector:
     for each block of rows:
         for each instruction:
             kernel[code](result, a, b, c)          # over the rows of the block
-        add the block's loss
+        add the block's loss to the tree of sums (`sum_tree`)
 
 An *instance* is a program with one of its parameter vectors, numbered in wire order. One call runs
 a range of instances over a span of rows, blocks outside and instances inside, so that a block's
@@ -22,6 +22,7 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
+from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.lowering.lowered import NONE, Lowered, lowered_of
 from warpfit_server.engine.native.arguments import (
     CANCEL_FLAG,
@@ -50,10 +51,18 @@ CONTEXT: Final = np.dtype(
         (name, np.int64)
         for name in (
             *("item_bytes", "variables", "variable_pitch", "target", "weights", "values"),
-            *("loss_kernel", "instances", "vectors", "row_start", "row_stop", "block_rows"),
+            *(
+                "loss_kernel",
+                "instances",
+                "vectors",
+                "row_start",
+                "row_stop",
+                "block_rows",
+                "levels",
+            ),
             # for `derivative_interpreter` alone:
             *("wants_losses", "wants_gradients", "wants_curvatures", "jacobian"),
-            *("wants_reductions", "wants_moments", "is_squares", "weighs_loss", "loss_span_rows"),
+            *("wants_reductions", "wants_moments", "is_squares", "weighs_loss"),
         )
     ]
 )
@@ -144,11 +153,14 @@ def _run(
     inputs: Inputs, memory: Memory, instances: Any, rows: Any, cancelled: Any, losses: Any
 ) -> bool:
     context = inputs.context[0]
-    for instance in range(instances.start, instances.stop):
-        losses[instance] = 0.0
+    first = instances.start
+    sums = np.zeros((context.levels, instances.stop - first))
+    for instance in range(first, instances.stop):
         run_prologue(inputs, instance, scalars_of(memory, instance))
-    for row in range(rows.start, rows.stop, context.block_rows):
-        count = min(context.block_rows, rows.stop - row)
+    row = rows.start
+    while row < rows.stop:
+        block = row // context.block_rows
+        count = min((block + 1) * context.block_rows, rows.stop) - row
         offset = row * context.item_bytes
         for instance in range(instances.start, instances.stop):
             if cancelled[0]:
@@ -156,7 +168,10 @@ def _run(
             bases, _ = run_body(inputs, memory, instance, row, count)
             if context.loss_kernel:
                 operands = bases[3], context.target + offset, context.weights + offset, count
-                losses[instance] += call_sum(context.loss_kernel, operands)
+                sums[0, instance - first] += call_sum(context.loss_kernel, operands)
+        carry(sums, block + 1)
+        row += count
+    losses[first : instances.stop] = node_sums(sums)
     return True
 
 

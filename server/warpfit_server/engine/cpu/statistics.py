@@ -8,14 +8,15 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
+from warpfit_server.engine.cpu.sum_tree import RADIX
 from warpfit_server.engine.native.arguments import pointer32, pointer64
 from warpfit_server.engine.native.intrinsics import inlined
 
 Floats = NDArray[np.float64]
 #: Sums that are added side by side, so that one addition need not wait for the other.
 _LANES: Final = 4
-#: Numbers of an instance's reductions: sum, least, greatest, number of non-finite values.
-REDUCTIONS: Final = 4
+#: Numbers of an instance's reductions: least, greatest, number of non-finite values.
+REDUCTIONS: Final = 3
 #: Numbers of an instance's moments: sum of weights; means of values and target; sums of squares of
 #: both and of products; what the best line leaves of the target's squares; and the first row's
 #: value and target, from which the means are counted, so that a large mean costs no digits.
@@ -25,20 +26,19 @@ _FIRST_F, _FIRST_Y = 7, 8
 
 
 @inlined
-def add_reductions(address: int, item_bytes: int, count: int, found: Any, is_first: bool) -> None:
-    """Add a block of values to an instance's reductions, which the first block begins."""
+def add_reductions(address: int, item_bytes: int, count: int, found: Any, is_first: bool) -> float:
+    """Add a block of values to an instance's reductions and return their sum."""
     if is_first:
-        found[0], found[1], found[2], found[3] = 0.0, np.inf, -np.inf, 0.0
+        found[0], found[1], found[2] = np.inf, -np.inf, 0.0
     if item_bytes == 4:
-        _reduce(carray(pointer32(address), count), found)
-    else:
-        _reduce(carray(pointer64(address), count), found)
+        return float(_reduce(carray(pointer32(address), count), found))
+    return float(_reduce(carray(pointer64(address), count), found))
 
 
 @inlined
-def _reduce(values: Any, found: Any) -> None:
+def _reduce(values: Any, found: Any) -> float:
     total = np.zeros(_LANES)
-    least, greatest, strange = found[1], found[2], 0
+    least, greatest, strange = found[0], found[1], 0
     for row in range(len(values)):
         value = np.float64(values[row])
         total[row % _LANES] += value
@@ -46,24 +46,21 @@ def _reduce(values: Any, found: Any) -> None:
         greatest = value if value > greatest or value != value else greatest
         if not np.isfinite(value):
             strange += 1
-    found[0] += (total[0] + total[1]) + (total[2] + total[3])
-    found[1], found[2] = least, greatest
-    found[3] += strange
+    found[0], found[1] = least, greatest
+    found[2] += strange
+    return float((total[0] + total[1]) + (total[2] + total[3]))
 
 
-def merge_reductions(parts: Floats, rows: int) -> Floats:
-    """Turn reductions of spans, [spans, instances, 4], into those of `Outputs`, [instances, 5]."""
+def merge_reductions(total: Floats, parts: Floats, rows: int) -> Floats:
+    """Turn sums, [instances], and reductions of spans into those of `Outputs`, [instances, 5]."""
     with np.errstate(all="ignore"):
-        total = parts[:, :, 0].sum(axis=0)
-        least, greatest = parts[:, :, 1].min(axis=0), parts[:, :, 2].max(axis=0)
-        strange = parts[:, :, 3].sum(axis=0)
+        least, greatest = parts[:, :, 0].min(axis=0), parts[:, :, 1].max(axis=0)
+        strange = parts[:, :, 2].sum(axis=0)
         return np.stack([total, total / rows, least, greatest, strange], axis=1)
 
 
 @inlined
-def add_moments(
-    f: int, y: int, w: int, item_bytes: int, count: int, moments: Any, is_first: bool
-) -> None:
+def add_moments(f: int, y: int, w: int, item_bytes: int, count: int, moments: Any) -> None:
     """Add a block of values, target and weights (none at address 0) to an instance's moments."""
     block = np.zeros(MOMENTS)
     if item_bytes == 4:
@@ -76,10 +73,7 @@ def add_moments(
             carray(pointer64(f), count), carray(pointer64(y), count),
             carray(pointer64(w if w else y), count), w != 0, block,
         )  # fmt: skip
-    if is_first:
-        copy(block, moments)
-    else:
-        _merge(moments, block)
+    _merge(moments, block)
 
 
 @inlined
@@ -171,11 +165,54 @@ def _merge(moments: Any, block: Any) -> None:
 
 
 @inlined
-def merge_spans(moments: Any) -> None:
-    """Merge the moments of all spans, [spans, instances, MOMENTS], into those of the first one."""
-    for span in range(1, moments.shape[0]):
-        for instance in range(moments.shape[1]):
-            _merge(moments[0, instance], moments[span, instance])
+def carry_moments(moments: Any, blocks: int) -> None:
+    """Merge the moments of nodes that are complete into those of the level above.
+
+    Args:
+        moments: of the node of each level that is not complete, [levels, instances, MOMENTS].
+        blocks: number of the next block.
+
+    """
+    level = 0
+    while blocks % RADIX == 0 and level + 1 < len(moments):
+        _carry_level(moments, level)
+        blocks //= RADIX
+        level += 1
+
+
+@inlined
+def node_moments(moments: Any) -> Any:
+    """Return the moments of the node on the highest level, whether or not it is complete."""
+    for level in range(len(moments) - 1):
+        _carry_level(moments, level)
+    return moments[len(moments) - 1]
+
+
+@inlined
+def _carry_level(moments: Any, level: int) -> None:
+    for instance in range(moments.shape[1]):
+        _merge(moments[level + 1, instance], moments[level, instance])
+        moments[level, instance] = 0.0
+
+
+@inlined
+def merge_spans(moments: Any, first: int) -> None:
+    """Merge the moments of spans, [spans, instances, MOMENTS], as the tree of sums says.
+
+    Args:
+        moments: of each span; those of all of them are written to the first one.
+        first: number of the first span on its level.
+
+    """
+    width = 1
+    while width < RADIX * len(moments):
+        for index in range(1, len(moments)):
+            parent = (first + index) // (width * RADIX) * (width * RADIX)
+            into = max(parent - first, 0)
+            if (first + index) % width == 0 and into < index:
+                for instance in range(moments.shape[1]):
+                    _merge(moments[into, instance], moments[index, instance])
+        width *= RADIX
 
 
 def from_zero(moments: Floats) -> Floats:

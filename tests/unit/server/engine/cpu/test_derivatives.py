@@ -10,13 +10,11 @@ import pytest
 
 from support.engines.derivative_suite import *  # noqa: F403
 from support.engines.derivative_suite import LossErrors, make_dataset, smooth_programs
-from support.engines.derivatives import derive, linearise
 from warpfit.ir import Batch
 from warpfit.losses import ABSOLUTE, SQUARES
 from warpfit.ops import OPERATORS
 from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
-from warpfit_server.engine.cpu import derivatives
 from warpfit_server.engine.cpu.chunked_work import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import run_to_end
@@ -45,41 +43,12 @@ def loss_errors() -> LossErrors:
     return LossErrors(asked_otherwise=0.0, own_single=0.0)
 
 
-def test_threads_do_not_change_anything():
-    data = make_dataset(60_000, "float32", weights=True)
-    answers = []
-    for threads in (1, 2, 3):
-        engine = CpuEngine(threads)
-        answers.append(
-            (
-                linearise(engine, data, *smooth_programs(), SQUARES),
-                derive(engine, data, *smooth_programs(), row_loss=ABSOLUTE, statistics=True),
-            )
-        )
-        engine.close()
-    for first, second in answers[1:]:
-        for name in ("losses", "gradients", "curvatures"):
-            np.testing.assert_array_equal(getattr(answers[0][0], name), getattr(first, name))
-        for name in ("gradients", "variable_gradients", "reductions", "moments"):
-            np.testing.assert_array_equal(getattr(answers[0][1], name), getattr(second, name))
-
-
 def test_every_operand_has_a_rule():
     table = rules()
     for row in OPERATORS.values():
         kinds = table[3 * row.code : 3 * row.code + row.arity, KIND]
         assert ((kinds > NOTHING) | np.array([text == "0" for text in row.derivative])).all()
         assert (kinds <= COMPUTES).all()
-
-
-def test_fewer_spans_give_the_same_sums(engine, monkeypatch):
-    data = make_dataset(60_000, weights=True)
-    whole = linearise(engine, data, *smooth_programs(), SQUARES)
-    monkeypatch.setattr(derivatives, "_MOST_SUMS", 1)
-    few = linearise(engine, data, *smooth_programs(), SQUARES)
-    np.testing.assert_array_equal(few.losses, whole.losses)
-    for name in ("gradients", "curvatures"):
-        np.testing.assert_allclose(getattr(few, name), getattr(whole, name), rtol=1e-12)
 
 
 def test_plans_of_fits_are_kept_and_told_apart():

@@ -1,0 +1,68 @@
+"""The order in which sums over rows are added up: a tree that depends on nothing but the dtype.
+
+The leaves are the float64 sums of blocks of rows, of which block i holds the rows from i times
+`chunked_work.block_rows` of the data set on. Each node is the sum of four neighbours on the level
+below, added in their order; blocks that are not among the rows count as 0.
+
+So the bits of a sum over rows do not depend on threads, on chunks, or on other programs of the
+batch. Sums of nodes that were computed apart are put together by `sum_nodes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit_server.engine.native.intrinsics import inlined
+
+#: Children of a node.
+RADIX: Final = 4
+
+
+def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
+    """Add up sums of neighbouring nodes of one level, [nodes, sums], as the tree says.
+
+    Args:
+        nodes: the sums of each node; those of some rows only count as nodes, too.
+        first: number of the first node on its level.
+
+    """
+    with np.errstate(all="ignore"):
+        while len(nodes) > 1:
+            before, behind = first % RADIX, -(first + len(nodes)) % RADIX
+            groups = np.pad(nodes, ((before, behind), (0, 0)))
+            nodes, *others = (groups[child::RADIX] for child in range(RADIX))
+            for other in others:
+                nodes = nodes + other
+            first //= RADIX
+    total: NDArray[np.float64] = nodes[0]
+    return total
+
+
+@inlined
+def carry(sums: Any, blocks: int) -> None:
+    """Add the sums of nodes that are complete to those of the level above.
+
+    Args:
+        sums: sums of the node of each level that is not complete, [levels, sums].
+        blocks: number of the next block.
+
+    """
+    level = 0
+    while blocks % RADIX == 0 and level + 1 < len(sums):
+        for index in range(sums.shape[1]):
+            sums[level + 1, index] += sums[level, index]
+            sums[level, index] = 0.0
+        blocks //= RADIX
+        level += 1
+
+
+@inlined
+def node_sums(sums: Any) -> Any:
+    """Return the sums of the node on the highest level, whether or not it is complete."""
+    for level in range(len(sums) - 1):
+        for index in range(sums.shape[1]):
+            sums[level + 1, index] += sums[level, index]
+    return sums[len(sums) - 1]
