@@ -400,6 +400,12 @@ def faults() -> Iterator[str]:
         median, most = (fault[f"seconds_without_answers_{which}"] for which in ("median", "max"))
         return f"no answers for {median:.1f} s at the median, {most:.1f} s at most"
 
+    lost, frozen = (found[f"one_of_three_servers_{name}"] for name in ("sigkill", "sigstop"))
+    rolling = found["three_servers_rolling_restart"]
+
+    def gap(fault: Any) -> str:
+        return f"a client waits {fault['client_gap_seconds_max']:.1f} s at most"
+
     yield from table(
         ("fault", "wrong answers, failed calls", "measured"),
         (f"engine SIGKILL, {kill['kills']} times, 8 clients", seen(kill), silent(kill)),
@@ -415,6 +421,13 @@ def faults() -> Iterator[str]:
             f"SIGTERM and restart, {term['stops']} times",
             seen(term),
             f"stopped after {term['seconds_to_stop_max']:.1f} s at most",
+        ),
+        (f"one of three servers SIGKILL, {lost['kills']} times", seen(lost), gap(lost)),
+        (f"one of three servers SIGSTOP, {frozen['stops']} times", seen(frozen), gap(frozen)),
+        (
+            f"rolling restart of three servers, {rolling['restarts']} restarts",
+            seen(rolling),
+            f"the longest call takes {rolling['longest_call_seconds']:.1f} s",
         ),
         (
             f"{soak['minutes']:.0f} minutes of mixed load, {calls:,} calls",

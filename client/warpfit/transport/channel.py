@@ -11,7 +11,7 @@ import grpc
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
-from warpfit.errors import CancelledError, InvalidArgumentError
+from warpfit.errors import InvalidArgumentError
 from warpfit.transport.addresses import Target
 from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.security import Security
@@ -128,10 +128,10 @@ class GrpcTransport:
                 call.collector.add(answer)
             else:
                 self._stream(call, method, cancellation or Cancellation())
-        except grpc.RpcError as error:
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            if cancellation is not None:
+                cancellation.check()  # so that the server is not blamed
             raise _error_of(call, error) from error
-        except grpc.FutureCancelledError as error:
-            raise CancelledError("the call was cancelled", "CANCELLED") from error
 
     def _stream(self, call: Call, method: Any, cancellation: Cancellation) -> None:
         # A single answer is awaited as a future: unlike a plain call it can be cancelled.

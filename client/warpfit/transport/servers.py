@@ -206,11 +206,13 @@ class Servers:
         """Return into how many parts to split a call of so much work."""
         if not self.is_several:
             return 1
-        now = self.clock()
         with self._lock:
+            most = int(self._costs.setdefault(method, CostModel()).seconds(work) / _PART_SECONDS)
+            if most < 2:
+                return 1
+            now = self.clock()
             up = sum(server.down_until <= now for server in self.homes(content_id, nbytes))
-            seconds = self._costs.setdefault(method, CostModel()).seconds(work)
-        return max(1, min(up, int(seconds / _PART_SECONDS)))
+        return max(1, min(up, most))
 
     def share(self, method: str, work: float, seconds: float) -> float:
         """Return how much of the seconds to its deadline a call may spend at one server.

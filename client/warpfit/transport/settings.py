@@ -40,7 +40,8 @@ class RetryPolicy:
 
     total_seconds: float = 20.0
     """Give up this long after a call failed for the first time; 0 never repeats. An engine that
-    restarts is back within a few seconds."""
+    restarts is back within a few seconds. A first call where nobody listens gives up earlier; see
+    ``wait`` of `warpfit.connect`."""
     initial_backoff: float = 0.05
     """Seconds before the first repetition."""
     maximum_backoff: float = 1.0

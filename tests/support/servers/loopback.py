@@ -28,6 +28,7 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
     def __init__(self, server: InProcessServer) -> None:
         self.server = server
         self.hang = False
+        self.hangs = threading.Event()
         self.cancelled = threading.Event()
 
     def UploadVariables(self, requests, context):
@@ -46,6 +47,7 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
     def Evaluate(self, request, context):
         if self.hang:
             context.add_callback(self.cancelled.set)
+            self.hangs.set()
             self.cancelled.wait(30)
         yield from self._answer("Evaluate", request.SerializeToString(), context)
 

@@ -205,6 +205,8 @@ def test_a_part_that_fails_cancels_the_others(small_parts):
         (_, hanging), (_, failing) = served
         hanging.hang = True
         failing.server.fail(error=warpfit.InternalError("bug", "INTERNAL"))
+        answer = failing.server.answer
+        failing.server.answer = lambda call: hanging.hangs.wait(10) and answer(call)
         with pytest.raises(warpfit.InternalError, match="bug"):
             client.evaluate(data, ["x1", "x2"])
         assert hanging.cancelled.wait(10)
@@ -307,6 +309,15 @@ def test_a_wrong_address_fails_within_two_seconds_and_says_what_to_do(address, c
     assert caught.value.reason in choice.NOBODY_THERE
     assert "wait=SECONDS" in caught.value.remedy
     assert "waiting for a server" in caplog.text
+
+
+def test_no_server_yet_is_a_wrong_address_too():
+    with (
+        warpfit.connect(list) as client,
+        pytest.raises(warpfit.UnavailableError, match="there is no server") as caught,
+    ):
+        client.info()
+    assert caught.value.reason == "NO_SERVERS"
 
 
 def test_a_server_that_is_starting_is_waited_for(monkeypatch):

@@ -27,6 +27,15 @@ def test_local_addresses(address, local):
     assert is_local(address) is local
 
 
+def test_the_servers_of_a_name_are_known_by_it():
+    target = target_of("dns:///servers:1")
+    assert Security.of(target, None, tls=True, environment={}).tls.server_name == "servers"
+    given = TlsConfig(server_name="other")
+    assert Security.of(target, None, tls=given, environment={}).tls == given
+    with pytest.raises(InvalidArgumentError, match="dns:///servers:1 in plain text"):
+        Security.of(target, "secret", None, {})
+
+
 def test_a_token_leaves_the_machine_only_over_tls_or_on_demand():
     with pytest.raises(InvalidArgumentError) as caught:
         Security.of(target_of("example.org:1"), "secret", None, {})
