@@ -371,8 +371,8 @@ def connect(
         wait: seconds for which the first call waits for a server that is still starting. By default
             it fails after 1.5 s if nobody listens. Later calls wait as ``retry`` says.
         replicas: on how many of several servers each data set lives; those of up to 16 MiB live on
-            all, or on 16 of them. It is sent to a server when it is first needed there. Calls go to
-            the less loaded one, and to another one if it fails or is busy; a large batch is split.
+            all, or on 16 of them. Calls go to the less loaded one, and to another one if it fails
+            or is busy; a large batch is split.
 
     Raises:
         InvalidArgumentError: if the address has no port, a file cannot be read, or the token would

@@ -28,6 +28,8 @@ from warpfit.transport.settings import ClientConfig
 _MOST_UPLOADS: Final = 3
 #: Seconds for which a first call waits where nobody listens, unless the caller says otherwise.
 _FIRST_CONTACT_SECONDS: Final = 1.5
+#: Errors that another server may not have.
+_ELSEWHERE: Final = (UnavailableError, ResourceExhaustedError, DatasetNotFoundError)
 _log = logging.getLogger("warpfit")
 T = TypeVar("T")
 C = TypeVar("C", bound=Collector)
@@ -100,7 +102,7 @@ class Attempts:
         """
         place = () if dataset is None else (dataset.content_id, dataset.layout.nbytes)
         tried: list[Server] = []
-        error: UnavailableError | ResourceExhaustedError | None = None
+        error: WarpfitError | None = None
         while True:
             if self.servers.is_several:
                 error = (yield from self._find_servers()) or error
@@ -113,12 +115,24 @@ class Attempts:
             started = self.servers.clock()
             try:
                 return (yield from self._at(server, act, retries.deadline))
-            except (UnavailableError, ResourceExhaustedError) as failure:
+            except _ELSEWHERE as failure:
                 self._note(server, failure, started, dataset)
                 error = min(error, failure, key=_severity) if tried and error else failure
                 tried.append(server)
             finally:
                 self.servers.release(server)
+
+    def at_each(
+        self, servers: Sequence[Server], act: Callable[[Server], Operation[Any]], deadline: Deadline
+    ) -> Operation[None]:
+        """Act at one server after the other; pass over those that do not answer now."""
+        for server in servers:
+            started = self.servers.clock()
+            try:
+                if not server.failures:
+                    yield from self._at(server, act, deadline)
+            except (*_ELSEWHERE, DeadlineExceededError) as error:
+                self.servers.failed(server, error, started)
 
     def call(
         self, server: Server, method: str, attempt: Attempt[C], seconds: float | None, work: int = 0
@@ -180,8 +194,8 @@ class Attempts:
 
         try:
             yield from self.call(server, "UploadVariables", attempt, retries.deadline.remaining())
-        except ResourceExhaustedError as error:
-            if error.retry_after is None:
+        except (ResourceExhaustedError, DatasetNotFoundError) as error:
+            if error.retry_after is None:  # no room there, or no numbers here
                 self.servers.refused(server, dataset.content_id)
             raise
         except InvalidArgumentError as error:
@@ -214,26 +228,26 @@ class Attempts:
     def _note(
         self,
         server: Server,
-        failure: UnavailableError | ResourceExhaustedError,
+        failure: WarpfitError,
         started: float,
         dataset: ClientDataset | None,
     ) -> None:
         """Take note of a failure; raise it if no server would answer otherwise."""
-        has_room = dataset is None or dataset.content_id not in server.refusals
-        if _is_over_a_limit(failure) and has_room:
+        is_refused = dataset is not None and dataset.content_id in server.refusals
+        if _is_final(failure) and not is_refused:
             raise failure
-        if self.servers.is_several and server.is_trusted:
+        if self.servers.is_several and server.is_trusted and isinstance(failure, UnavailableError):
             _log.warning("%s: %s; calls go to other servers", server.address, failure.message)
         self.servers.failed(server, failure, started)
 
-    def _pause(self, retries: Retries, error: UnavailableError | ResourceExhaustedError) -> float:
+    def _pause(self, retries: Retries, error: WarpfitError) -> float:
         """Return the seconds to wait before all servers are tried again.
 
         Raises:
             WarpfitError: ``error``, if waiting cannot help or has taken long enough.
 
         """
-        if _is_over_a_limit(error):
+        if _is_final(error):
             raise error
         patience = self._patience(error)
         pause = retries.pause_after(error, patience)
@@ -282,9 +296,9 @@ def _no_answer(server: Server, seconds: float) -> UnavailableError:
 
 def _severity(error: WarpfitError) -> tuple[bool, float]:
     """Return what the failures at several servers are compared by: the least is waited for."""
-    return _is_over_a_limit(error), error.retry_after or 0.0
+    return _is_final(error), error.retry_after or 0.0
 
 
-def _is_over_a_limit(error: WarpfitError) -> bool:
-    """Return whether the server would refuse the call again."""
-    return isinstance(error, ResourceExhaustedError) and error.retry_after is None
+def _is_final(error: WarpfitError) -> bool:
+    """Return whether the server would fail again: the call is over a limit, or lacks its data."""
+    return error.retry_after is None and not isinstance(error, UnavailableError)

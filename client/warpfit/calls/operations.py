@@ -20,7 +20,7 @@ from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operat
 from warpfit.calls.batches import Parameters, PopulationCache
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.fit_arguments import FitOptions, build_fit
-from warpfit.calls.progress import Progress, reporter
+from warpfit.calls.progress import Progress, reporter, silent
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
@@ -39,10 +39,8 @@ from warpfit.calls.splitting import (
 from warpfit.dataset import ClientDataset, Layout
 from warpfit.errors import (
     DatasetNotFoundError,
-    DeadlineExceededError,
     ProgramError,
     ResourceExhaustedError,
-    UnavailableError,
     WarpfitError,
 )
 from warpfit.expressions.printing import locate
@@ -88,12 +86,19 @@ class ClientOperations:
             )
         )
         retries = self._retries(None)
+        attempts, done = self.attempts, list[Server]()
         with reporter(options.get("progress")) as report:
 
             def make_resident(server: Server) -> Operation[None]:
-                return self._make_resident(server, dataset, retries, report)
+                yield from self._make_resident(server, dataset, retries, silent if done else report)
+                done.append(server)
 
-            yield from self.attempts.anywhere(make_resident, retries, dataset)
+            yield from attempts.anywhere(make_resident, retries, dataset)
+            if attempts.servers.is_several:
+                homes = attempts.servers.homes(dataset.content_id, dataset.layout.nbytes)
+                asked = [*done, *(one for one in homes if dataset.content_id in one.refusals)]
+                others = [server for server in homes if server not in asked]
+                yield from attempts.at_each(others, make_resident, retries.deadline)
         return dataset
 
     def run(
@@ -154,10 +159,14 @@ class ClientOperations:
             with suppress(DatasetNotFoundError):
                 yield from self._unary("ReleaseVariables", message, self._retries(None))
             return
-        for server in servers.homes(data.content_id, data.layout.nbytes):
-            if not server.failures:  # what one that is away holds is evicted some time
-                with suppress(DatasetNotFoundError, DeadlineExceededError, UnavailableError):
-                    yield from self._ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
+
+        def release(server: Server) -> Operation[None]:
+            with suppress(DatasetNotFoundError):
+                yield from self._ask(server, "ReleaseVariables", message, _RELEASE_SECONDS)
+
+        # What a server holds that is away is evicted some time.
+        homes = servers.homes(data.content_id, data.layout.nbytes)
+        yield from self.attempts.at_each(homes, release, Deadline(None))
 
     def wait_ready(self, timeout: float) -> Operation[ServerInfo]:
         """Ask until a server answers, for ``timeout`` seconds whatever the retry policy says."""

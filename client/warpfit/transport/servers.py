@@ -235,6 +235,8 @@ class Servers:
         now = self.clock()
         homes = self.homes(content_id, nbytes)
         alive = [server for server in homes if server.refusals.get(content_id, 0.0) <= now]
+        if not alive and not tried:
+            self._forgive(content_id, now)
         up = [server for server in alive if server.down_until <= now and server not in tried]
         if up:
             return self._less_loaded(up)
@@ -245,6 +247,13 @@ class Servers:
                 if is_asked and server.refusals.get(content_id, 0.0) <= now:
                     return server
         return None if tried or not homes else min(homes, key=lambda one: one.down_until)
+
+    def _forgive(self, content_id: bytes, now: float) -> None:
+        """Ask all servers again about a data set that all have refused."""
+        ranked = self._ranked(content_id)
+        if all(server.refusals.get(content_id, 0.0) > now for server in ranked):
+            for server in ranked:
+                del server.refusals[content_id]
 
     def _less_loaded(self, servers: list[Server]) -> Server:
         for server in servers:
