@@ -51,6 +51,7 @@ def simplify(
     parameters: ArrayLike | None = None,
     *,
     assume_defined: bool = False,
+    algebra: bool = False,
 ) -> Program:
     """Return an equal program in canonical order that is not longer.
 
@@ -66,13 +67,20 @@ def simplify(
         assume_defined: also apply rules that hold only where the formula is defined, such as
             x/x = 1 and exp(log(x)) = x, as for a publication. By default NaN and infinities
             stay where they are for finite variables.
+        algebra: also ask SymPy, for at most ten seconds; what it finds is taken if it is shorter
+            and agrees with the program on random rows.
 
     Raises:
-        InvalidArgumentError: if ``parameters`` are too few.
+        InvalidArgumentError: if ``parameters`` are too few, or SymPy is asked for and missing.
         ResourceExhaustedError: if the program has more than 5,000 tokens.
 
     """
     bound = program if parameters is None else bind(program, parameters)
+    if algebra:
+        shortest: Program = import_module("warpfit.formulas.algebra").algebraic(
+            bound, assume_defined
+        )
+        return shortest
     rules = import_module("warpfit.formulas.rules")
     simplified: Program = rules.simplified(bound, assume_defined)
     return simplified

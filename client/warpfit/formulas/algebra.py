@@ -1,0 +1,144 @@
+"""Shorter equal programs by SymPy's algebra.
+
+SymPy may take any time, so it works in a child process, which is ended after `SECONDS`; what it has
+found by then is used. Nothing is believed: a candidate has to agree with the original on random
+rows, some of them with zeros and equal numbers, where divisions fail.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from warpfit.errors import InternalError, InvalidArgumentError
+from warpfit.expressions.reference import evaluate_program
+from warpfit.formulas.rules import simplified
+from warpfit.ir import Program
+from warpfit.parse import parse
+
+SECONDS: Final = 10.0
+#: Longest program that SymPy is given, in tokens.
+_MOST_TOKENS: Final = 300
+#: Most variables and parameters by which terms are collected.
+_MOST_SYMBOLS: Final = 8
+_ROWS: Final = 200
+_TOLERANCE: Final = 1e-8
+#: Functions of SymPy that are tried in turn, on the program and on what `sympy.simplify` returns.
+_FUNCTIONS: Final = (
+    *(
+        "expand",
+        "factor_terms",
+        "factor",
+        "cancel",
+        "together",
+        "powsimp",
+        "logcombine",
+        "trigsimp",
+    ),
+)
+
+
+def algebraic(program: Program, assume_defined: bool) -> Program:
+    """Return the shortest equal program that the exact rules and SymPy find.
+
+    Raises:
+        InvalidArgumentError: if SymPy is not installed.
+
+    """
+    best = simplified(program, assume_defined)
+    if len(best) > _MOST_TOKENS:
+        return best
+    original = best
+    for text in _answers(str(best)):
+        candidate = simplified(parse(text), assume_defined)
+        if len(candidate) < len(best) and _agrees(original, candidate, assume_defined):
+            best = candidate
+    return best
+
+
+def _answers(text: str) -> list[str]:
+    """Return the texts that a child process finds in time."""
+    command = [sys.executable, "-m", "warpfit.formulas.algebra"]
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=SECONDS, check=True
+        )
+    except subprocess.TimeoutExpired as late:
+        printed: Any = late.stdout or b""
+        complete, _, _ = printed.decode().rpartition("\n")
+        return complete.splitlines()  # type: ignore[no-any-return]
+    except subprocess.CalledProcessError as failed:
+        if "No module named 'sympy'" in failed.stderr:
+            raise InvalidArgumentError(
+                "algebra needs SymPy, which is not installed",
+                "SYMPY_MISSING",
+                "Install warpfit[sympy]",
+                "algebra",
+            ) from failed
+        last = failed.stderr.strip().splitlines()[-1:]
+        raise InternalError(f"SymPy failed: {' '.join(last)}", "SYMPY_FAILED") from failed
+    return done.stdout.splitlines()
+
+
+def _agrees(program: Program, candidate: Program, assume_defined: bool) -> bool:
+    """Compare on random rows; where formulas may be assumed defined, on those that are finite."""
+    rng = np.random.default_rng(0)
+    variables = max(program.variables, candidate.variables, 1)
+    parameters = rng.normal(size=max(program.parameters, candidate.parameters))
+    rows = np.concatenate(
+        [rng.normal(scale=scale, size=(variables, _ROWS)) for scale in (0.1, 1.0, 10.0)]
+        + [rng.integers(-2, 3, size=(variables, _ROWS)), rng.uniform(size=(variables, _ROWS))],
+        axis=1,
+    )
+    a, b = (evaluate_program(each, rows, parameters) for each in (program, candidate))
+    if not assume_defined:
+        return _same(a, b)
+    both = np.isfinite(a) & np.isfinite(b)
+    return int(both.sum()) >= _ROWS // 2 and _same(a[both], b[both])
+
+
+def _same(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
+    finite = np.abs(a[np.isfinite(a)])
+    size = float(np.median(finite)) if finite.size else 0.0
+    return bool(np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * size, equal_nan=True))
+
+
+def _candidates(text: str) -> Iterator[str]:
+    """Yield what SymPy makes of a program over real variables."""
+    import sympy
+
+    from warpfit.frontends.sympy import from_sympy, to_sympy
+
+    expression = to_sympy(parse(text))
+    real = {symbol: sympy.Symbol(symbol.name, real=True) for symbol in expression.free_symbols}
+    expression = expression.xreplace(real)
+    symbols = sorted(real.values(), key=str)[:_MOST_SYMBOLS]
+    functions = [
+        lambda given: given,
+        *(getattr(sympy, name) for name in _FUNCTIONS),
+        *(partial(_collected, symbol=symbol) for symbol in symbols),
+    ]
+    for first in (lambda given: given, sympy.simplify):
+        start = first(expression)
+        for function in functions:
+            try:
+                yield str(from_sympy(function(start)))
+            except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
+                continue  # SymPy cannot do it, or its answer is no program
+
+
+def _collected(expression: Any, symbol: Any) -> Any:
+    import sympy
+
+    return sympy.collect(sympy.expand(expression), symbol)
+
+
+if __name__ == "__main__":
+    for answer in _candidates(sys.stdin.read()):
+        print(answer, flush=True)
