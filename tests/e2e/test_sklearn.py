@@ -33,7 +33,8 @@ def points(rows=300, seed=0):
 @pytest.mark.parametrize("kind", [SymbolicRegressor, ParameterOptimizer])
 def test_scikit_learns_own_checks(server: ServerProcess, kind):
     """Those of `check_estimator`; none is expected to fail."""
-    small = {"population": 20, "generations": 2} if kind is SymbolicRegressor else {}
+    small = {"population": 10, "generations": 1, "simplify": False, "operators": ("add", "mul")}
+    small = small if kind is SymbolicRegressor else {}
     estimator = kind(address=server.address, **small)
     results = check_estimator(estimator, on_skip=None)
     passed = {result["check_name"] for result in results if result["status"] == "passed"}
@@ -68,18 +69,107 @@ def test_equations_trade_length_for_accuracy(server: ServerProcess):
     y = law(X) + np.random.default_rng(5).normal(0, 0.1, len(X))
     settings = {"address": server.address, "random_state": 3, "population": 100, "generations": 8}
     model = SymbolicRegressor(**settings).fit(X, y)
-    sizes = [equation.size for equation in model.equations_]
-    losses = [equation.loss for equation in model.equations_]
+    sizes = [equation.complexity for equation in model.front_]
+    losses = [equation.loss for equation in model.front_]
     assert sizes == sorted(set(sizes))
     assert losses == sorted(losses, reverse=True)
-    assert max(sizes) <= model.max_size
-    for equation in model.equations_:
+    for equation in model.front_:
         error = warpfit.expressions.reference.evaluate_program(equation.program, X.T) - y
         assert np.mean(error**2) == pytest.approx(equation.loss, rel=1e-6)
     again = SymbolicRegressor(**settings).fit(X, y)
     assert again.expression_ == model.expression_
     other = SymbolicRegressor(**{**settings, "random_state": 4}).fit(X, y)
-    assert [e.text for e in other.equations_] != [e.text for e in model.equations_]
+    assert [e.equation for e in other.front_] != [e.equation for e in model.front_]
+
+
+def test_equations_are_chosen_by_criterion_or_index_and_leave_as_other_forms(server: ServerProcess):
+    sympy = pytest.importorskip("sympy")
+    pandas = pytest.importorskip("pandas")
+    X = pandas.DataFrame(points(), columns=["a", "b", "c"])
+    y = law(points()) + np.random.default_rng(5).normal(0, 0.1, len(X))
+    model = SymbolicRegressor(address=server.address, population=60, generations=4, random_state=0)
+    model.fit(X, y)
+    table, front = model.equations_, model.front_
+    assert table.equation.tolist() == [equation.equation for equation in front]
+    assert table.r2.max() > 0.95
+    picked = {}
+    for criterion in ("best", "accuracy", "score", "bic"):
+        model.set_params(model_selection=criterion)
+        picked[criterion] = model.program()
+    assert picked["accuracy"] == front[-1].program == model.program(-1)
+    assert picked["bic"] == min(front, key=lambda equation: equation.bic).program
+    assert picked["score"] == max(front, key=lambda equation: equation.score).program
+    np.testing.assert_array_equal(
+        model.predict(X, index=len(front) - 1), model.predict(X, index=-1)
+    )
+    formula = model.sympy(-1)
+    assert formula.free_symbols <= set(sympy.symbols("a b c"))
+    row = dict(zip("abc", X.iloc[0], strict=True))
+    assert float(formula.evalf(subs=row)) == pytest.approx(model.predict(X[:1], index=-1)[0])
+    assert model.plot_front().get_yscale() == "log"
+    assert model.plot_fit(X, y).lines
+    with pytest.raises(InvalidArgumentError, match="equation 99"):
+        model.predict(X, index=99)
+
+
+def test_constraints_other_losses_and_symbols_hold_in_the_search(server: ServerProcess):
+    X = points(150)
+    y = law(X)
+    y[::10] += 50.0
+    model = SymbolicRegressor(
+        address=server.address,
+        operators=("+", "*", "/", "square", "exp"),
+        loss="mae",
+        constraints={"count": {"exp": 0}, "depth": 4},
+        complexity_of_operators={"/": 2},
+        population=100,
+        generations=15,
+        simplify=False,
+        random_state=0,
+    ).fit(X, y)
+    clean = np.arange(len(X)) % 10 > 0
+    np.testing.assert_allclose(model.predict(X, index=-1)[clean], law(X)[clean], rtol=1e-3)
+    assert "exp" not in " ".join(model.equations_.equation)
+
+
+def test_searches_go_on_from_the_last_one_or_from_a_file(server: ServerProcess, tmp_path):
+    X, heard = points(), []
+    y = law(X) + np.random.default_rng(5).normal(0, 0.1, len(X))
+    settings = {"address": server.address, "population": 60, "random_state": 0}
+
+    def listen(model, generation, front):
+        heard.append((generation, front[-1].loss))
+        return generation == 3
+
+    file = tmp_path / "search.npz"
+    model = SymbolicRegressor(callback=listen, checkpoint=file, **settings).fit(X, y)
+    assert [generation for generation, _ in heard] == [1, 2, 3]
+    assert model.n_iter_ == 3
+    more = SymbolicRegressor(generations=0, checkpoint=file, **settings).fit(X, y)
+    assert more.front_[-1].loss <= model.front_[-1].loss * 1.02
+    cold = SymbolicRegressor(generations=0, **settings).fit(X, y)
+    assert cold.front_[-1].loss >= more.front_[-1].loss
+    again = model.set_params(warm_start=True, generations=0, checkpoint=None).fit(X, y)
+    assert again.front_[-1].loss <= more.front_[-1].loss * 1.02
+    file.write_bytes(b"no archive")
+    with pytest.raises(InvalidArgumentError, match="checkpoint"):
+        SymbolicRegressor(checkpoint=file, **settings).fit(X, y)
+
+
+def test_a_search_without_progress_ends(server: ServerProcess):
+    rng = np.random.default_rng(0)
+    settings = {"address": server.address, "population": 20, "random_state": 0}
+    model = SymbolicRegressor(max_size=3, early_stopping=5, **settings)
+    assert model.fit(points(50), rng.normal(size=50)).n_iter_ < 30
+
+
+def test_several_targets_have_a_front_each(server: ServerProcess):
+    X = points(100)
+    y = np.column_stack([X[:, 0] * X[:, 1], X[:, 2] - 2.0])
+    model = SymbolicRegressor(address=server.address, population=40, generations=3, random_state=0)
+    np.testing.assert_allclose(model.fit(X, y).predict(X), y, rtol=1e-8)
+    assert len(model.equations_) == len(model.program_) == 2
+    assert model.latex(output=1) == "x_{3} - 2"
 
 
 def test_populations_that_stand_still_are_given_up(server: ServerProcess):
@@ -87,7 +177,7 @@ def test_populations_that_stand_still_are_given_up(server: ServerProcess):
     settings = {"address": server.address, "population": 20, "generations": 60, "random_state": 0}
     model = SymbolicRegressor(max_size=3, **settings).fit(points(30), rng.normal(size=30))
     assert model.n_iter_ == 60
-    assert len(model.equations_) >= 2
+    assert len(model.front_) >= 1
 
 
 def test_weights_mean_repetition(server: ServerProcess):
@@ -148,6 +238,11 @@ def test_several_starts_get_out_of_a_wrong_valley(server: ServerProcess):
         ({"population": 1}, "BAD_SETTING"),
         ({"max_size": 0}, "BAD_SETTING"),
         ({"fit_iterations": 0}, "BAD_SETTING"),
+        ({"held_out": 1.0}, "BAD_SETTING"),
+        ({"engine": "abacus"}, "BAD_SETTING"),
+        ({"model_selection": "taste"}, "BAD_SETTING"),
+        ({"constraints": {"width": 3}}, "BAD_SETTING"),
+        ({"loss": "nonsense"}, "BAD_ENUM"),
     ],
 )
 def test_settings_that_make_no_sense(settings, reason):

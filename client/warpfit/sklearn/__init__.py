@@ -5,13 +5,14 @@
     from warpfit.sklearn import ParameterOptimizer, SymbolicRegressor
 
     model = SymbolicRegressor(random_state=0).fit(X, y)     # finds a formula
-    model.expression_, model.predict(X), model.equations_
+    model.expression_, model.predict(X), model.equations_, model.plot_front()
 
     law = ParameterOptimizer("p1*exp(p2*x1)").fit(X, y)     # fits the numbers of a known one
     law.parameters_, law.standard_errors_
 
-Both start a server on this machine's CPU for each ``fit`` unless they are given the address of one;
-``predict`` needs none. They need scikit-learn: ``pip install 'warpfit[sklearn]'``.
+Both start a server on this machine for each ``fit`` unless they are given the address of one;
+``predict`` needs none. They need scikit-learn, ``pip install 'warpfit[sklearn]'``, and without an
+address the server, ``pip install 'warpfit[sklearn,server]'``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ except ModuleNotFoundError as error:
     error.add_note("Install it: pip install 'warpfit[sklearn]'")
     raise
 
+from warpfit.sklearn.equations import Equation
 from warpfit.sklearn.optimizer import ParameterOptimizer
-from warpfit.sklearn.regressor import Equation, SymbolicRegressor
+from warpfit.sklearn.regressor import SymbolicRegressor
 
 __all__ = ["Equation", "ParameterOptimizer", "SymbolicRegressor"]

@@ -32,8 +32,11 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
     """A regressor whose ``fit`` ends with one formula, its numbers included."""
 
     address: str | None
-    program_: Program
-    expression_: str
+    engine: str
+    program_: Any
+    """The formula; a list of them for a target of several columns."""
+    expression_: Any
+    """The same as text."""
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Find the formula, on the server at ``address`` or on one that is started for it.
@@ -50,15 +53,16 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
             UnavailableError: if the server cannot be reached or started.
 
         """
-        training = self._training_data(X, y, sample_weight)
+        trainings = self._trainings(X, y, sample_weight)
         self._check_settings()
-        with (
-            server_at(self.address, ["--devices", "cpu"]) as place,
-            connect(place) as client,
-            client.upload(*training, names=self._names(), dtype="float64") as data,
-        ):
-            self.program_ = self._find(client, data, training)
-        self.expression_ = to_text(self.program_, self._names())
+        names, programs = self._names(), []
+        with server_at(self.address, ["--devices", self.engine]) as place, connect(place) as client:
+            for training in trainings:
+                with client.upload(*training, names=names, dtype="float64") as data:
+                    programs.append(self._find(client, data, training))
+        texts = [to_text(program, names) for program in programs]
+        self.program_ = programs[0] if len(programs) == 1 else programs
+        self.expression_ = texts[0] if len(texts) == 1 else texts
         return self
 
     def predict(self, X: ArrayLike) -> Floats:
@@ -83,12 +87,16 @@ class FormulaRegressor(RegressorMixin, BaseEstimator, ABC):  # type: ignore[misc
         """Return the names of a data frame's columns; empty where ``fit`` was given none."""
         return tuple(getattr(self, "feature_names_in_", ()))
 
-    def _training_data(self, X: Any, y: Any, sample_weight: Any) -> TrainingData:
-        """Check what was given to ``fit``, and add up the weights of rows that are equal.
+    def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
+        """Check what was given to ``fit``, and return the rows of each target."""
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        return [self._training(X, y, sample_weight)]
+
+    def _training(self, X: Floats, y: Floats, sample_weight: Any) -> TrainingData:
+        """Add up the weights of rows that are equal.
 
         So a weight means repetition to the last bit, and the order of the rows does not matter.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         table = np.column_stack([X, y])[weights > 0]
         rows, place = np.unique(table, axis=0, return_inverse=True)

@@ -42,7 +42,9 @@ class ParameterOptimizer(FormulaRegressor):
         Least and greatest values, each one number or one for each parameter.
     address : str, optional
         What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
-        without it a server is started on this machine's CPU for each fit.
+        without it a server is started on this machine for each fit.
+    engine : str
+        What a server that is started here computes on: ``"auto"`` or ``"cpu"``.
     random_state : int, RandomState instance or None
         Seed of the start vectors.
 
@@ -74,6 +76,7 @@ class ParameterOptimizer(FormulaRegressor):
         max_iterations: int | None = None,
         bounds: tuple[Any, Any] | None = None,
         address: str | None = None,
+        engine: str = "auto",
         random_state: Any = None,
     ) -> None:
         self.expression = expression
@@ -85,6 +88,7 @@ class ParameterOptimizer(FormulaRegressor):
         self.max_iterations = max_iterations
         self.bounds = bounds
         self.address = address
+        self.engine = engine
         self.random_state = random_state
 
     def _check_settings(self) -> None:

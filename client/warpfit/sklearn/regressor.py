@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import ArrayLike
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.errors import InvalidArgumentError
-from warpfit.expressions.printing import to_text
+from warpfit.expressions import reference
+from warpfit.expressions.printing import to_latex
 from warpfit.ir import Program
-from warpfit.ops import CONSTANT, OPERATORS
-from warpfit.sklearn.estimator import FormulaRegressor, TrainingData
-from warpfit.sklearn.genome import Breeder, to_program
-from warpfit.sklearn.search import Formula, Search, Settings
+from warpfit.losses import LossFunction, as_loss
+from warpfit.sklearn import equations as eq
+from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
+from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
+from warpfit.sklearn.genomes import Genomes
+from warpfit.sklearn.progress import Progress, formulas_of, load, save
+from warpfit.sklearn.target_search import TargetSearch
 
 #: Operators of the default: those of physics and engineering that have no steps.
 OPERATORS_OF_SCIENCE: Final = (
     *("add", "sub", "mul", "div", "square", "sqrt"),
     *("exp", "log", "sin", "cos"),
 )
-#: Errors below this part of the target's variance count as equal: rounding.
-_ROUNDING: Final = 1e-18
-#: An intercept below this part of the target's spread is rounding.
-_NO_INTERCEPT: Final = 1e-10
-
-
-@dataclass(frozen=True, slots=True)
-class Equation:
-    """A formula that no shorter one equals in accuracy."""
-
-    size: int
-    """Number of operators, variables and constants, slope and intercept not counted."""
-    loss: float
-    """Mean squared error on the training data."""
-    program: Program
-    text: str
 
 
 class SymbolicRegressor(FormulaRegressor):
@@ -54,40 +43,74 @@ class SymbolicRegressor(FormulaRegressor):
     ----------
     address : str, optional
         What `warpfit.connect` takes, such as ``"HOST:PORT"``; by default WARPFIT_ADDRESS, and
-        without it a server is started on this machine's CPU for each fit.
+        without it a server is started on this machine for each fit.
+    engine : str
+        What a server that is started here computes on: ``"auto"`` takes the GPUs if there are some,
+        ``"cpu"`` does not.
     operators : sequence of str
-        Names from `warpfit.ops.OPERATORS` that formulas are made of.
+        Names or symbols from `warpfit.ops.OPERATORS` that formulas are made of.
+    loss : str or LossFunction
+        What is minimised: a name or an expression, as in `warpfit.Client.optimize`. Structures are
+        proposed by least squares, and compared by this loss.
+    model_selection : str
+        Which equation ``predict`` uses: ``"bic"``, the least Bayesian information criterion;
+        ``"accuracy"``, the least loss; ``"score"``, the steepest decrease of the loss; or
+        ``"best"``, the highest score among those with at most 1.5 times the least loss, as in PySR.
     population : int
-        Formulas that survive a generation, and new ones in each.
+        Formulas that survive a generation; twice as many are new in each.
     generations : int
         Most generations.
     max_size : int
-        Most operators, variables and constants of a formula.
+        Greatest complexity of a formula, slope and intercept not counted.
+    complexity_of_operators : dict, optional
+        Complexity of operators that do not count as 1.
+    constraints : dict, optional
+        ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``, all optional: height
+        of the tree, most uses of an operator, and how often one may be nested in another. They hold
+        for the formula f in a + b f.
     fit_iterations : int
-        Iterations of the fit of each new formula's constants.
+        Iterations of the fit of the constants of each promising formula.
+    sample_rows : int
+        Most rows on which structures are compared; the last formulas are fitted to all.
+    held_out : float
+        Part of the rows that the search does not see, for ``r2`` of the table of equations. The
+        last fit of the constants takes them in.
+    simplify : bool
+        Whether formulas are simplified, and the constants of those that a criterion chooses are
+        made short where the loss allows it.
     tolerance : float
-        The search ends when the error is below this part of the target's variance.
+        The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
         The search ends at the generation during which this time passes; results then depend on the
         speed of the machine.
+    early_stopping : int, optional
+        The search ends after so many generations without a loss lower by a tenth.
+    warm_start : bool
+        Whether ``fit`` goes on from the formulas of the last one.
+    checkpoint : path, optional
+        File to which the formulas are saved from time to time, and from which ``fit`` goes on if it
+        exists.
+    callback : callable, optional
+        Called after each generation with the estimator, the generation's number and the equations
+        so far; the search ends if it returns True.
     verbose : bool
-        Print the best formula of each generation.
+        Show a line of progress with the best formula.
     random_state : int, RandomState instance or None
         Seed of the search; with an int the same data give the same formula.
 
     Attributes
     ----------
+    equations_ : DataFrame, or a printable table without pandas
+        The best equation of each complexity, simplest first, as far as more complex ones are more
+        accurate. For a target of several columns a list with one for each.
+    front_ : list of Equation
+        The same with their programs.
     program_ : Program
-        The chosen formula, with its constants.
+        The chosen formula, with its constants; for several targets a list.
     expression_ : str
-        The same as text.
-    equations_ : list of Equation
-        The best formula of each size, shortest first, as far as longer ones are more accurate.
+        The same as text; for several targets a list.
     n_iter_ : int
         Generations until the end.
-
-    The chosen formula is the one with the least Bayesian information criterion (Schwarz 1978),
-    which counts each operator, variable and constant as a parameter.
 
     """
 
@@ -95,92 +118,185 @@ class SymbolicRegressor(FormulaRegressor):
         self,
         *,
         address: str | None = None,
+        engine: str = "auto",
         operators: Sequence[str] = OPERATORS_OF_SCIENCE,
+        loss: str | LossFunction = "mse",
+        model_selection: str = "bic",
         population: int = 500,
-        generations: int = 100,
+        generations: int = 200,
         max_size: int = 25,
+        complexity_of_operators: Mapping[str, int] | None = None,
+        constraints: Mapping[str, Any] | None = None,
         fit_iterations: int = 15,
+        sample_rows: int = 500,
+        held_out: float = 0.1,
+        simplify: bool = True,
         tolerance: float = 1e-18,
         max_seconds: float | None = None,
+        early_stopping: int | None = None,
+        warm_start: bool = False,
+        checkpoint: str | Path | None = None,
+        callback: Callable[[SymbolicRegressor, int, list[eq.Equation]], Any] | None = None,
         verbose: bool = False,
         random_state: Any = None,
     ) -> None:
         self.address = address
+        self.engine = engine
         self.operators = operators
+        self.loss = loss
+        self.model_selection = model_selection
         self.population = population
         self.generations = generations
         self.max_size = max_size
+        self.complexity_of_operators = complexity_of_operators
+        self.constraints = constraints
         self.fit_iterations = fit_iterations
+        self.sample_rows = sample_rows
+        self.held_out = held_out
+        self.simplify = simplify
         self.tolerance = tolerance
         self.max_seconds = max_seconds
+        self.early_stopping = early_stopping
+        self.warm_start = warm_start
+        self.checkpoint = checkpoint
+        self.callback = callback
         self.verbose = verbose
         self.random_state = random_state
 
-    def _check_settings(self) -> None:
-        unknown = [name for name in self.operators if name not in OPERATORS]
-        if unknown or not self.operators:
+    def predict(self, X: ArrayLike, index: int | None = None) -> Floats:
+        """Evaluate the chosen formula, or another one of the front, on X; needs no server.
+
+        Args:
+            X: features, [rows, variables].
+            index: row of ``equations_``, by default the chosen one.
+
+        Returns:
+            Predictions, [rows] or, for a target of several columns, [rows, targets].
+
+        """
+        check_is_fitted(self)
+        rows = np.asarray(validate_data(self, X, dtype=np.float64, reset=False)).T
+        columns = [
+            reference.evaluate_program(self._equation(index, output).program, rows)
+            for output in range(len(self._fronts))
+        ]
+        return columns[0] if isinstance(self.program_, Program) else np.column_stack(columns)
+
+    def program(self, index: int | None = None, output: int = 0) -> Program:
+        """Return a formula of the front, by default the chosen one, of one of the targets."""
+        check_is_fitted(self)
+        return self._equation(index, output).program
+
+    def latex(self, index: int | None = None, output: int = 0) -> str:
+        """Return the LaTeX of a formula; arguments as for `program`."""
+        return to_latex(self.program(index, output), self._names())
+
+    def sympy(self, index: int | None = None, output: int = 0) -> Any:
+        """Return a formula as a SymPy expression over the names of the columns, or x1, x2, ...."""
+        return self.program(index, output).sympy(self._names())
+
+    def to_numpy(self, index: int | None = None, output: int = 0) -> Callable[..., Floats]:
+        """Return a formula as a function of its variables that needs NumPy alone."""
+        return self.program(index, output).to_numpy(self._names())
+
+    def code(self, language: str, index: int | None = None, output: int = 0) -> str:
+        """Return a formula as text in a language, as `warpfit.Program.code`."""
+        return self.program(index, output).code(language, self._names())
+
+    def plot_front(self, ax: Any = None, output: int = 0) -> Any:
+        """Draw loss over complexity with matplotlib; return the axes."""
+        check_is_fitted(self)
+        return eq.plot_front(self._fronts[output], self._equation(None, output), ax)
+
+    def plot_fit(self, X: ArrayLike, y: ArrayLike, index: int | None = None, ax: Any = None) -> Any:
+        """Draw predictions over the target with matplotlib; return the axes."""
+        return eq.plot_fit(np.asarray(y), self.predict(X, index), ax)
+
+    @property
+    def equations_(self) -> Any:
+        """The equations as a table; one for each target."""
+        tables = [eq.as_table(front) for front in self._fronts]
+        return tables[0] if isinstance(self.program_, Program) else tables
+
+    @property
+    def front_(self) -> Any:
+        """The equations with their programs; one list for each target."""
+        return self._fronts[0] if isinstance(self.program_, Program) else self._fronts
+
+    def _equation(self, index: int | None, output: int) -> eq.Equation:
+        front = self._fronts[output]
+        place = eq.selected(front, self.model_selection) if index is None else index
+        if not -len(front) <= place < len(front):
             raise InvalidArgumentError(
-                f"operators {unknown} are not known" if unknown else "there are no operators",
-                "UNKNOWN_OPERATOR",
-                f"Choose from {', '.join(OPERATORS)}",
-                "operators",
+                f"there is no equation {place}",
+                "OUT_OF_RANGE",
+                f"Give an index from 0 to {len(front) - 1}",
+                "index",
             )
-        for name, least in (("population", 2), ("max_size", 1), ("fit_iterations", 1)):
+        return front[place]
+
+    def _check_settings(self) -> None:
+        operator_names(self.operators)
+        as_loss(self.loss)
+        eq.check_selection(self.model_selection)
+        complexity = complexity_measure(self.complexity_of_operators)
+        admission(self.constraints, complexity, self.max_size)
+        least = {"population": 2, "max_size": 1, "fit_iterations": 1, "sample_rows": 1}
+        for name, smallest in {**least, "generations": 0, "early_stopping": 1}.items():
             value = getattr(self, name)
-            if value < least:
-                raise InvalidArgumentError(
-                    f"{name} is {value}", "BAD_SETTING", f"Give a number from {least}", name
-                )
+            if value is not None and value < smallest:
+                raise _bad_setting(name, value, f"a number from {smallest}")
+        if not 0.0 <= self.held_out < 1.0:
+            raise _bad_setting("held_out", self.held_out, "a part from 0 to below 1")
+        if self.engine not in ("auto", "cpu"):
+            raise _bad_setting("engine", self.engine, "auto or cpu")
+
+    def _trainings(self, X: Any, y: Any, sample_weight: Any) -> list[TrainingData]:
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
+        targets = y[:, None] if y.ndim == 1 else y
+        self._fresh_fronts: list[list[eq.Equation]] = []
+        return [self._training(X, target, sample_weight) for target in targets.T]
 
     def _find(self, client: Client, data: DatasetHandle, training: TrainingData) -> Program:
-        rows, target, weights = training
-        mean = np.average(target, weights=weights)
-        variance = float(np.average((target - mean) ** 2, weights=weights))
-        seed = int(check_random_state(self.random_state).randint(2**31))
-        codes = tuple(OPERATORS[name].code for name in self.operators)
-        breeder = Breeder(random.Random(seed), codes, rows.shape[1], self.max_size)
-        search = Search(client, data, breeder, self._settings(variance))
-        front = search.run()
-        self.n_iter_ = search.generation
-        self.equations_ = [self._equation(formula, variance) for formula in front]
-        return _choose(self.equations_, float(weights.sum()), variance).program
-
-    def _settings(self, variance: float) -> Settings:
-        def report(generation: int, best: Formula) -> None:
-            if self.verbose:
-                text = self._equation(best, variance).text
-                print(f"generation {generation:4}  mse {best.loss:.6g}  {text}", flush=True)
-
-        return Settings(
-            population=self.population,
-            generations=self.generations,
-            fit_iterations=self.fit_iterations,
-            stop_loss=self.tolerance * variance,
-            max_seconds=self.max_seconds,
-            report=report,
+        rng = np.random.default_rng(check_random_state(self.random_state).randint(2**31))
+        output = len(self._fresh_fronts)
+        progress = Progress(self._checkpoint_file(output), time.monotonic())
+        task = TargetSearch(
+            self, client, data, training, rng, self._start(output, training), self._names()
         )
+        front, search = task.run(progress)
+        self._fresh_fronts.append(front)
+        found = formulas_of(search)
+        self._formulas = {**(getattr(self, "_formulas", {}) if output else {}), output: found}
+        if progress.checkpoint is not None:
+            save(progress.checkpoint, found)
+        self.n_iter_ = search.generation
+        self._fronts = self._fresh_fronts
+        return self._equation(None, output).program
 
-    def _equation(self, formula: Formula, variance: float) -> Equation:
-        program = _whole(formula, math.sqrt(variance))
-        return Equation(formula.size, formula.loss, program, to_text(program, self._names()))
+    def _checkpoint_file(self, output: int) -> Path | None:
+        """Return the file of a target; those of further targets have a number behind the name."""
+        if self.checkpoint is None:
+            return None
+        path = Path(self.checkpoint)
+        return path if output == 0 else path.with_name(f"{path.name}.{output}")
+
+    def _start(self, output: int, training: TrainingData) -> Genomes | None:
+        """Return the formulas that the search of a target goes on from."""
+        path, variables = self._checkpoint_file(output), training.rows.shape[1]
+        known = getattr(self, "_formulas", {}).get(output) if self.warm_start else None
+        if known is not None:
+            programs = [known.program(row) for row in range(len(known))]
+            fitting = [p for p in programs if len(p) <= self.max_size and p.variables <= variables]
+            return Genomes.of(fitting, self.max_size)
+        return None if path is None else load(path, self.max_size, variables)
+
+    def __sklearn_tags__(self) -> Any:
+        """Tell scikit-learn that the target may have several columns."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
 
 
-def _whole(formula: Formula, spread: float) -> Program:
-    """Build a + b f with its numbers, without an a or b that changes nothing."""
-    program = to_program(formula.genome, fitted=True)
-    if (program.codes == CONSTANT).all():
-        value = formula.slope * float(program.values[0]) if len(program) == 1 else 0.0
-        return Program.constant(value + formula.intercept)
-    if abs(formula.slope - 1.0) > _NO_INTERCEPT:
-        program = Program.apply("mul", Program.constant(formula.slope), program)
-    if abs(formula.intercept) > _NO_INTERCEPT * spread:
-        program = Program.apply("add", program, Program.constant(formula.intercept))
-    return program
-
-
-def _choose(equations: Sequence[Equation], rows: float, variance: float) -> Equation:
-    def criterion(equation: Equation) -> float:
-        error = max(equation.loss, _ROUNDING * variance, math.ulp(0.0))
-        return rows * math.log(error) + equation.size * math.log(max(rows, 2.0))
-
-    return min(equations, key=criterion)
+def _bad_setting(name: str, value: Any, wanted: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name} is {value!r}", "BAD_SETTING", f"Give {wanted}", name)

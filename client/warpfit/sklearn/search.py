@@ -2,70 +2,57 @@
 
 Each generation is two calls: `evaluate` scores every new formula f by the best a + b f, which has
 a closed form (Keijzer 2003, "Improving symbolic regression with interval arithmetic and linear
-scaling"), and `optimize` fits the constants of those that have some, starting from the values that
+scaling"), and `optimize` fits the constants of the most promising, starting from the values that
 they inherit (Kommenda et al. 2020, "Parameter identification for symbolic regression using
-nonlinear least squares"). Survivors are chosen by error and length together, in layers that do not
-dominate each other (Deb et al. 2002, NSGA-II, without the crowding distance: lengths are few), and
-of formulas with the same error only the shortest survives, which keeps the population diverse.
-Beside the children, each generation tries everything that differs in one place from a formula that
-nobody dominates. A population that makes no progress is given up for a new one; its best formulas
-are kept for the end.
+nonlinear least squares"). Survivors are chosen by loss and complexity together, in layers that do
+not dominate each other (Deb et al. 2002, NSGA-II, without the crowding distance: complexities are
+few), and of formulas with the same loss only the simplest survives, which keeps the population
+diverse. A population begins with the best pairs of a library of short formulas, and its best are
+paired with the library from time to time (`pairs`). One that makes no progress is given up for a
+new one; its best formulas are kept for the end.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-import random
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
 from warpfit.fitting import Reason
-from warpfit.sklearn.genome import (
-    VARIABLES,
-    Breeder,
-    Genome,
-    constants,
-    structure,
-    to_program,
-    with_constants,
-)
+from warpfit.losses import Loss, LossFunction, as_function
+from warpfit.sklearn.genomes import Floats, Genomes, Indices, Mask, hashes, joined, simplified
+from warpfit.sklearn.pairs import PairSearch
+from warpfit.sklearn.pool import Pool, merged
+from warpfit.sklearn.variation import Breeder
 
-#: Part of a generation that is drawn anew.
+#: Offspring of a generation for each member of the population, and part that is drawn anew.
+_OFFSPRING: Final = 2.0
 _IMMIGRANTS: Final = 0.1
+#: Fits of a generation for each member of the population.
+_FITS: Final = 0.2
 #: Most entrants of a tournament; small ones keep the population diverse.
 _TOURNAMENT: Final = 6
-#: A population is given up after so many generations without an error lower by a tenth.
-_PATIENCE: Final = 30
+#: A population is given up after so many generations without a loss lower by a tenth.
+_PATIENCE: Final = 40
 _PROGRESS: Final = 0.9
-#: How often a structure with constants may be fitted: each time from where its parents were.
-_ATTEMPTS: Final = 3
-#: Errors are compared to this many significant digits: equal formulas differ in the last bits.
-_DIGITS: Final = 9
+#: Populations that evolve side by side.
+_ISLANDS: Final = 2
+#: Generations between steps of the search for pairs, and members of the population that take part.
+_PAIR_EVERY: Final = 4
+_PAIRED: Final = 50
+#: How often a structure with constants may be tried, about: each time from other numbers.
+_ATTEMPTS: Final = 4
+#: Slots of the filter of structures that have been tried, a power of 2.
+_FILTER: Final = 1 << 21
 #: Iterations of the last fit, of the formulas that are returned.
 _LAST_ITERATIONS: Final = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A formula a + b f with its mean squared error on the training data."""
-
-    genome: Genome
-    loss: float
-    slope: float
-    intercept: float
-    settled: bool = True
-    """Whether further iterations would not change its numbers."""
-
-    @property
-    def size(self) -> int:
-        """Number of genes of f."""
-        return len(self.genome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,185 +65,198 @@ class Settings:
     stop_loss: float
     """The search ends when a formula is at least this good."""
     max_seconds: float | None
-    report: Callable[[int, Formula], None]
-    """Called after each generation with its number and the best formula."""
+    early_stopping: int | None
+    """Generations without progress after which the search ends."""
+    loss: Loss | LossFunction
+    complexity: Callable[[Genomes], Indices]
+    admissible: Callable[[Genomes], Mask]
+    report: Callable[[Search], bool]
+    """Called after each generation; True ends the search."""
+
+
+@dataclass(slots=True)
+class Island:
+    """A population, and what it has tried."""
+
+    population: Pool
+    """Survivors, best first."""
+    tried: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(_FILTER, np.uint64))
+    """Filter of the structures that have been tried: each in the slot of its hash."""
+    milestone: float = math.inf
+    """Loss from which progress is counted."""
+    patience: int = _PATIENCE
+
+    @property
+    def best(self) -> float:
+        """Least loss."""
+        return float(self.population.losses.min())
+
+    def stagnates(self) -> bool:
+        """Count a generation, and return whether there was no progress for too long."""
+        self.patience -= 1
+        if self.best < _PROGRESS * self.milestone:
+            self.milestone, self.patience = self.best, _PATIENCE
+        return self.patience <= 0
 
 
 @dataclass(slots=True)
 class Search:
-    """One search: the population, and how often each structure has been tried."""
+    """One search: its islands, and the best of those that have been given up."""
 
     client: Client
     data: DatasetHandle
+    """All rows, on which the last formulas are fitted."""
+    sample: DatasetHandle
+    """Rows on which formulas are compared during the search."""
     breeder: Breeder
+    pairs: PairSearch
     settings: Settings
-    tried: Counter[Genome] = field(default_factory=Counter)
-    explored: set[Genome] = field(default_factory=set)
-    """Structures whose neighbours have been tried."""
-    population: list[Formula] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
-    """Layer of each member of the population, 0 for those that nobody dominates."""
-    archive: list[Formula] = field(default_factory=list)
-    """The best of the populations that have been given up."""
-    milestone: float = math.inf
-    """Error from which progress is counted."""
-    patience: int = _PATIENCE
-    """Generations that may still pass without progress."""
+    start: Genomes | None = None
+    """Formulas that the first island begins with, beside those that are drawn."""
+    islands: list[Island] = field(default_factory=list)
+    """The first one takes in the best pairs; others would be overrun by them, too."""
+    archive: list[Pool] = field(default_factory=list)
     generation: int = 0
+    _deadline: float = math.inf
+    _milestone: float = math.inf
+    """Least loss of which progress was counted, and its generation."""
+    _progressed: int = 0
 
-    def run(self) -> list[Formula]:
-        """Evolve, and return the formulas that nobody dominates, shortest first, fitted well."""
-        started = time.monotonic()
-        limit = math.inf if self.settings.max_seconds is None else self.settings.max_seconds
-        self._begin()
-        while self.generation < self.settings.generations:
-            best = self._best()
-            if best.loss <= self.settings.stop_loss or time.monotonic() - started >= limit:
+    def run(self) -> Pool:
+        """Evolve, and return the formulas that nothing dominates, simplest first, fitted well."""
+        if self.settings.max_seconds is not None:
+            self._deadline = time.monotonic() + self.settings.max_seconds
+        self.islands = [self._settled()]
+        if self.start is not None and len(self.start):
+            self._admit(self.islands[0], self.start)
+        for _ in self.pairs.views:
+            if not self._over():
+                self._pair()
+        while not self._over():
+            self._advance()
+            if self.settings.report(self):
                 break
-            if best.loss < _PROGRESS * self.milestone:
-                self.milestone, self.patience = best.loss, _PATIENCE
-            elif self.patience == 0:
-                self._begin()
-            self.patience -= 1
-            self.generation += 1
-            self._admit(self._children())
-            self.settings.report(self.generation, self._best())
-        refitted = self._fit(_undominated([*self.archive, *self.population]), _LAST_ITERATIONS)
-        return sorted(_undominated(refitted), key=_by_size)
+        return self._fitted(self.front(), self.data, _LAST_ITERATIONS).distinct().front()
 
-    def _begin(self) -> None:
-        """Draw a new population, and archive the best of the old one."""
-        self.archive = _undominated([*self.archive, *self.population])
-        self.tried.clear()
-        self.explored.clear()
-        self.population, self.layers = [], []
-        self.milestone, self.patience = math.inf, _PATIENCE
-        # The bare variable is finite on finite data, so the population is never empty.
-        drawn = [self.breeder.first() for _ in range(self.settings.population)]
-        self._admit([(VARIABLES,), *drawn])
+    def front(self) -> Pool:
+        """Return all formulas that nothing dominates, simplest first."""
+        return merged([*self.archive, *(island.population for island in self.islands)]).front()
 
-    def _best(self) -> Formula:
-        return min(self.population, key=lambda formula: formula.loss)
-
-    def _admit(self, genomes: Sequence[Genome]) -> None:
-        """Score what is new, and let the best of old and new survive."""
-        fresh: dict[Genome, Genome] = {}
-        for genome in genomes:
-            shape = structure(genome)
-            attempts = _ATTEMPTS if any(isinstance(gene, float) for gene in genome) else 1
-            if self.tried[shape] < attempts:
-                fresh[shape] = genome
-        self.tried.update(fresh.keys())
-        pool = _distinct([*self._refined(), *self._score(list(fresh.values()))])
-        layers = pareto_layers(pool)
-        order = sorted(range(len(pool)), key=lambda i: (layers[i], pool[i].loss, pool[i].size))
-        chosen = order[: self.settings.population]
-        self.population = [pool[index] for index in chosen]
-        self.layers = [layers[index] for index in chosen]
-
-    def _refined(self) -> list[Formula]:
-        """Continue the fits of the best formulas that have not converged."""
-        members = zip(self.population, self.layers, strict=True)
-        waiting = {f for f, layer in members if layer == 0 and not f.settled}
-        others = [f for f in self.population if f not in waiting]
-        return others + self._fit(sorted(waiting, key=_by_size), self.settings.fit_iterations)
-
-    def _score(self, genomes: list[Genome]) -> list[Formula]:
-        """Fit slope and intercept of every formula, then all numbers of those with constants."""
-        if not genomes:
-            return []
-        losses, slopes, intercepts = self.client.evaluate(
-            self.data,
-            [to_program(genome) for genome in genomes],
-            [constants(genome) for genome in genomes],
-            loss="mse",
-            linear_scaling=True,
+    def _over(self) -> bool:
+        best = min(island.best for island in self.islands)
+        if best < _PROGRESS * self._milestone:
+            self._milestone, self._progressed = best, self.generation
+        idle = self.generation - self._progressed
+        return (
+            best <= self.settings.stop_loss
+            or self.generation >= self.settings.generations
+            or time.monotonic() >= self._deadline
+            or idle >= (self.settings.early_stopping or math.inf)
         )
-        numbers = zip(genomes, losses.tolist(), slopes.tolist(), intercepts.tolist(), strict=True)
-        scored = [Formula(*number) for number in numbers]
-        return self._fit(scored, self.settings.fit_iterations)
 
-    def _fit(self, formulas: list[Formula], iterations: int) -> list[Formula]:
-        """Fit the constants of the formulas that have some."""
-        finite = [f for f in formulas if math.isfinite(f.loss)]
-        exact = [f for f in finite if not constants(f.genome)]
-        open_ended = [f for f in finite if constants(f.genome)]
-        if not open_ended:
-            return finite
+    def _advance(self) -> None:
+        """Breed one generation of one island; each has its turn."""
+        place = self.generation % _ISLANDS
+        self.generation += 1
+        if place == len(self.islands):
+            self.islands.append(self._settled())
+        island = self.islands[place]
+        if island.stagnates():
+            self.archive = [merged([*self.archive, island.population]).front()]
+            island = self.islands[place] = self._settled()
+        immigrants = self.breeder.first(int(_IMMIGRANTS * self.settings.population))
+        self._admit(island, joined([self._offspring(island.population), immigrants]))
+        if place == 0 and self.generation // _ISLANDS % _PAIR_EVERY == 0:
+            self._pair()
+
+    def _pair(self) -> None:
+        first = self.islands[0]
+        self._admit(first, self.pairs.step(first.population.genomes[:_PAIRED]))
+
+    def _settled(self) -> Island:
+        """Return an island with a new population."""
+        island = Island(self._scored(self.pairs.library))
+        self._admit(island, self.breeder.first(2 * self.settings.population))
+        return island
+
+    def _offspring(self, population: Pool) -> Genomes:
+        count = int(_OFFSPRING * self.settings.population)
+        sides = (self._parents(len(population), count) for _ in range(2))
+        mothers, fathers = (population.genomes[side] for side in sides)
+        return self.breeder.offspring(mothers, fathers)
+
+    def _parents(self, size: int, count: int) -> Indices:
+        """Return the winners of tournaments of different sizes; the population is sorted."""
+        rng = self.breeder.rng
+        entrants = rng.integers(size, size=(count, _TOURNAMENT))
+        absent = np.arange(_TOURNAMENT) >= rng.integers(1, _TOURNAMENT + 1, size=(count, 1))
+        return np.asarray(np.where(absent, size, entrants).min(axis=1))
+
+    def _admit(self, island: Island, genomes: Genomes) -> None:
+        """Score what is new, fit what promises most, and let the best of old and new survive."""
+        fresh = self._fresh(island, simplified(genomes))
+        pool = merged([island.population, self._scored(fresh)]).distinct()
+        waiting = ~pool.settled
+        ranks = np.lexsort((pool.losses, pool.layers))
+        squares = as_function(self.settings.loss).is_squares
+        # Least squares say little about other losses before the fit.
+        fits = math.ceil((_FITS if squares else 1.0) * self.settings.population)
+        chosen = ranks[waiting[ranks]][:fits]
+        if len(chosen):
+            fitted = self._fitted(pool[chosen], self.sample, self.settings.fit_iterations)
+            pool = merged([pool[np.setdiff1d(np.arange(len(pool)), chosen)], fitted]).distinct()
+        island.population = pool.best(self.settings.population)
+
+    def _fresh(self, island: Island, genomes: Genomes) -> Genomes:
+        """Leave out what is not allowed, and structures that have been tried already."""
+        genomes = genomes[self.settings.admissible(genomes)]
+        keys = hashes(genomes)
+        tries = self.breeder.rng.integers(_ATTEMPTS, size=len(keys)).astype(np.uint64)
+        keys += np.where(genomes.constants > 0, tries, np.uint64(0))
+        keys, first = np.unique(keys, return_index=True)
+        slots = (keys % np.uint64(_FILTER)).astype(np.int64)
+        new = island.tried[slots] != keys
+        island.tried[slots] = keys
+        return genomes[first[new]]
+
+    def _scored(self, genomes: Genomes) -> Pool:
+        """Fit slope and intercept of every formula."""
+        count = len(genomes)
+        if not count:
+            empty = np.empty(0)
+            whole = np.empty(0, np.int64)
+            return Pool(genomes, empty, empty, empty, whole, np.empty(0, bool))
+        losses, slopes, intercepts = self.client.evaluate(
+            self.sample, genomes.population(), loss=Loss.MSE, linear_scaling=True
+        )
+        settled = genomes.constants == 0
+        if not as_function(self.settings.loss).is_squares:
+            settled = np.zeros(count, bool)
+            losses = self.client.evaluate(
+                self.sample, genomes.fit_batch(slopes, intercepts), loss=self.settings.loss
+            )
+        elif self.settings.loss is not Loss.MSE:
+            losses = self.client.evaluate(
+                self.sample, genomes.fit_batch(slopes, intercepts), loss=self.settings.loss
+            )
+        complexities = self.settings.complexity(genomes)
+        return Pool(genomes, losses, slopes, intercepts, complexities, settled)
+
+    def _fitted(self, pool: Pool, data: DatasetHandle, iterations: int) -> Pool:
+        """Fit all numbers of the formulas."""
         fit = self.client.optimize(
-            self.data,
-            [to_program(f.genome, scaled=True) for f in open_ended],
-            [[*constants(f.genome), f.slope, f.intercept] for f in open_ended],
-            loss="mse",
+            data,
+            pool.genomes.fit_batch(pool.slopes, pool.intercepts),
+            loss=self.settings.loss,
             max_iterations=iterations,
         )
-        return exact + [
-            Formula(with_constants(f.genome, values[:-2]), loss, values[-2], values[-1], settled)
-            for f, values, loss, settled in zip(
-                open_ended,
-                [values.tolist() for values in fit.parameters],
-                fit.loss.tolist(),
-                [reason != Reason.ITERATIONS for reason in fit.reason.tolist()],
-                strict=True,
-            )
-            if math.isfinite(loss)
-        ]
-
-    def _children(self) -> list[Genome]:
-        size = self.settings.population
-        immigrants = [self.breeder.first() for _ in range(int(_IMMIGRANTS * size))]
-        bred = [self.breeder.child(self._parent(), self._parent()) for _ in range(size)]
-        return [*immigrants, *self._neighbours(), *bred]
-
-    def _neighbours(self) -> list[Genome]:
-        """Return all neighbours of the shortest undominated formula that was not explored."""
-        for formula in sorted(_undominated(self.population), key=_by_size):
-            shape = structure(formula.genome)
-            if shape not in self.explored:
-                self.explored.add(shape)
-                return self.breeder.neighbours(formula.genome)
-        return []
-
-    def _parent(self) -> Genome:
-        """Return the winner of a tournament by layer, then by error."""
-        rng: random.Random = self.breeder.rng
-        size = rng.randint(1, _TOURNAMENT)
-        entrants = [rng.randrange(len(self.population)) for _ in range(size)]
-        # The population is sorted, so the winner is the first of them.
-        return self.population[min(entrants)].genome
-
-
-def pareto_layers(formulas: Sequence[Formula]) -> list[int]:
-    """Return the layer of each formula by error and size; nothing dominates those of layer 0."""
-    order = sorted(range(len(formulas)), key=lambda i: (formulas[i].size, formulas[i].loss))
-    layers = [0] * len(formulas)
-    # Among formulas at most as long, the best error of each layer; it grows with the layer.
-    best: list[float] = []
-    for index in order:
-        loss = formulas[index].loss
-        layer = bisect.bisect_right(best, loss)
-        layers[index] = layer
-        if layer == len(best):
-            best.append(loss)
-        else:
-            best[layer] = loss
-    return layers
-
-
-def _by_size(formula: Formula) -> tuple[int, float]:
-    return formula.size, formula.loss
-
-
-def _undominated(formulas: Sequence[Formula]) -> list[Formula]:
-    layers = pareto_layers(formulas)
-    return [formula for formula, layer in zip(formulas, layers, strict=True) if layer == 0]
-
-
-def _distinct(formulas: Sequence[Formula]) -> list[Formula]:
-    """Return the formulas without longer ones that have the same error."""
-    kept: dict[float, Formula] = {}
-    for formula in formulas:
-        error = float(f"{formula.loss:.{_DIGITS}g}")
-        if error not in kept or formula.size < kept[error].size:
-            kept[error] = formula
-    return list(kept.values())
+        inner = [vector[:-2] for vector in fit.parameters]
+        ends: Floats = np.array([vector[-2:] for vector in fit.parameters])
+        return Pool(
+            pool.genomes.with_constants(np.concatenate(inner)),
+            fit.loss,
+            ends[:, 0],
+            ends[:, 1],
+            pool.complexities,
+            fit.reason != Reason.ITERATIONS,
+        )

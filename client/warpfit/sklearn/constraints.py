@@ -1,0 +1,148 @@
+"""Which formulas a search may keep, and how complex they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.errors import InvalidArgumentError
+from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.sklearn.genomes import OPERANDS, Codes, Genomes, Indices, Mask, depths, fold
+
+_KINDS: Final = ("depth", "count", "nesting")
+#: Operators by the symbols that users write; "-" with two operands.
+_BY_SYMBOL: Final = {
+    **{row.symbol: name for name, row in OPERATORS.items() if row.symbol and row.arity == 2},
+    "**": "pow",
+}
+
+
+def operator_name(given: str, field: str = "operators") -> str:
+    """Return the name of an operator that is given by its name or its symbol.
+
+    Raises:
+        InvalidArgumentError: if there is none.
+
+    """
+    name = _BY_SYMBOL.get(given, given)
+    if name not in OPERATORS:
+        raise InvalidArgumentError(
+            f"operator {given!r} is not known",
+            "UNKNOWN_OPERATOR",
+            f"Choose from {', '.join([*OPERATORS, *_BY_SYMBOL])}",
+            field,
+        )
+    return name
+
+
+def operator_names(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of different operators, as `operator_name`.
+
+    Raises:
+        InvalidArgumentError: if one is not known, or there is none.
+
+    """
+    names = tuple(dict.fromkeys(operator_name(one) for one in given))
+    if not names:
+        raise InvalidArgumentError(
+            "there are no operators", "UNKNOWN_OPERATOR", "Name at least one", "operators"
+        )
+    return names
+
+
+def complexity_measure(weights: Mapping[str, int] | None) -> Callable[[Genomes], Indices]:
+    """Return the sum of the tokens' weights: 1, or what is given for an operator.
+
+    Raises:
+        InvalidArgumentError: for an unknown operator, or a weight that is no number from 1.
+
+    """
+    table = np.ones(256, np.int64)
+    table[0] = 0
+    for given, weight in (weights or {}).items():
+        name = operator_name(given, "complexity_of_operators")
+        _require_count(weight, f"complexity_of_operators[{given!r}]", 1)
+        table[OPERATORS[name].code] = weight
+    return lambda genomes: np.asarray(table[genomes.codes].sum(axis=1))
+
+
+def admission(
+    constraints: Mapping[str, Any] | None, complexity: Callable[[Genomes], Indices], most: int
+) -> Callable[[Genomes], Mask]:
+    """Return which formulas have a variable, are not too complex, and meet the constraints.
+
+    Args:
+        constraints: ``{"depth": 5, "count": {"exp": 1}, "nesting": {"sin": {"sin": 0}}}``: height
+            of the tree, most uses of an operator, and how often one may be nested in another.
+        complexity: as `complexity_measure`.
+        most: greatest complexity.
+
+    Raises:
+        InvalidArgumentError: for constraints that are not known or are no numbers.
+
+    """
+    checks = [
+        check for kind, given in (constraints or {}).items() for check in _checks(kind, given)
+    ]
+
+    def admit(genomes: Genomes) -> Mask:
+        kept = (genomes.codes == VARIABLE).any(axis=1) & (complexity(genomes) <= most)
+        for check in checks:
+            kept &= check(genomes)
+        return np.asarray(kept)
+
+    return admit
+
+
+def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
+    if kind == "depth":
+        _require_count(given, "constraints['depth']", 1)
+        return [lambda genomes: depths(genomes) <= given]
+    if kind == "count":
+        return [_count_check(_code(name), limit) for name, limit in given.items()]
+    if kind == "nesting":
+        return [
+            _nesting_check(_code(outer), _code(inner), limit)
+            for outer, limits in given.items()
+            for inner, limit in limits.items()
+        ]
+    raise InvalidArgumentError(
+        f"constraint {kind!r} is not known",
+        "BAD_SETTING",
+        f"Choose from {', '.join(_KINDS)}",
+        "constraints",
+    )
+
+
+def _code(name: str) -> int:
+    return OPERATORS[operator_name(name, "constraints")].code
+
+
+def _count_check(code: int, limit: int) -> Callable[[Genomes], Mask]:
+    _require_count(limit, "a limit of constraints['count']", 0)
+    return lambda genomes: np.count_nonzero(genomes.codes == code, axis=1) <= limit
+
+
+def _nesting_check(outer: int, inner: int, limit: int) -> Callable[[Genomes], Mask]:
+    _require_count(limit, "a limit of constraints['nesting']", 0)
+
+    def check(genomes: Genomes) -> Mask:
+        def join(code: Codes, a: Any, b: Any, c: Any) -> Any:
+            second = np.where(OPERANDS[code] > 1, b, 0)
+            third = np.where(OPERANDS[code] > 2, c, 0)
+            return np.maximum(np.maximum(a, second), third) + (code == inner)
+
+        nested = fold(genomes.codes, np.zeros(genomes.codes.shape, np.int64), join)
+        own = int(outer == inner)
+        return np.asarray(~np.any((genomes.codes == outer) & (nested - own > limit), axis=1))
+
+    return check
+
+
+def _require_count(value: Any, what: str, least: int) -> None:
+    if not isinstance(value, int | np.integer) or value < least:
+        raise InvalidArgumentError(
+            f"{what} is {value!r}", "BAD_SETTING", f"Give a number from {least}"
+        )

@@ -1,0 +1,188 @@
+"""The equations that a search returns: their table, the choice among them, and plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+
+from warpfit.calls.display import TextTable
+from warpfit.errors import InvalidArgumentError
+from warpfit.ir import Program
+
+#: Losses below this part of that of the best constant count as equal: rounding.
+_ROUNDING: Final = 1e-18
+#: An equation is in the running for "best" if its loss is at most this multiple of the least.
+_NEAR_BEST: Final = 1.5
+COLUMNS: Final = ("complexity", "loss", "score", "bic", "r2", "equation")
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """An equation that no simpler one equals in accuracy."""
+
+    complexity: int
+    """Sum of the weights of its tokens, 1 each unless others were given."""
+    loss: float
+    """Loss on the training data."""
+    score: float
+    """Decrease of the loss's logarithm for each unit of complexity since the equation before
+    (PySR's score); 0 for the first one."""
+    bic: float
+    """Bayesian information criterion (Schwarz 1978), where each unit of complexity counts as a
+    parameter."""
+    r2: float
+    """R^2 on the rows that were held out, before the last fit took them in; else NaN."""
+    program: Program
+    equation: str
+    """The program as text."""
+
+
+def build_front(
+    found: Sequence[tuple[Program, float, float]],
+    complexity: Callable[[Program], int],
+    text: Callable[[Program], str],
+    rows: float,
+    scale: float,
+) -> list[Equation]:
+    """Rank formulas by complexity, and leave out those that a simpler one equals in loss.
+
+    Args:
+        found: program, loss, and R^2 on rows held out, of each formula.
+        complexity: measures a program.
+        text: writes a program.
+        rows: sum of the weights.
+        scale: loss of the best constant.
+
+    """
+    least = max(_ROUNDING * scale, math.ulp(0.0))
+    ranked = sorted(((complexity(entry[0]), max(entry[1], 0.0), entry) for entry in found),
+                    key=lambda item: item[:2])  # fmt: skip
+    front: list[Equation] = []
+    for size, loss, (program, _, r2) in ranked:
+        level = max(loss, least)
+        if front and level >= max(front[-1].loss, least):
+            continue
+        score = 0.0
+        if front:
+            drop = math.log(max(front[-1].loss, least) / level)
+            score = drop / (size - front[-1].complexity)
+        bic = rows * math.log(level) + size * math.log(max(rows, 2.0))
+        front.append(Equation(size, loss, score, bic, r2, program, text(program)))
+    return front
+
+
+def _best(front: Sequence[Equation]) -> Equation:
+    limit = _NEAR_BEST * min(equation.loss for equation in front)
+    return max((e for e in front if e.loss <= limit), key=lambda equation: equation.score)
+
+
+#: Criteria that choose an equation of a front.
+SELECTIONS: Final[dict[str, Callable[[Sequence[Equation]], Equation]]] = {
+    "best": _best,
+    "accuracy": lambda front: min(front, key=lambda equation: equation.loss),
+    "score": lambda front: max(front, key=lambda equation: equation.score),
+    "bic": lambda front: min(front, key=lambda equation: equation.bic),
+}
+
+
+def check_selection(name: str) -> None:
+    """Raise InvalidArgumentError for a criterion that is not known."""
+    if name not in SELECTIONS:
+        raise InvalidArgumentError(
+            f"model_selection is {name!r}",
+            "BAD_SETTING",
+            f"Choose from {', '.join(SELECTIONS)}",
+            "model_selection",
+        )
+
+
+def selected(front: Sequence[Equation], name: str) -> int:
+    """Return the index of the equation that a criterion chooses."""
+    return list(front).index(SELECTIONS[name](front))
+
+
+def as_table(front: Sequence[Equation]) -> Any:
+    """Return a pandas DataFrame of `COLUMNS`, or a table that prints if there is no pandas."""
+    if find_spec("pandas") is not None:
+        import pandas
+
+        return pandas.DataFrame(
+            {name: [getattr(equation, name) for equation in front] for name in COLUMNS}
+        )
+    return EquationTable(tuple(front))
+
+
+@dataclass(frozen=True)
+class EquationTable:
+    """The equations as a table in text and HTML; a sequence of `Equation`."""
+
+    front: tuple[Equation, ...]
+
+    def __len__(self) -> int:
+        """Count the equations."""
+        return len(self.front)
+
+    def __getitem__(self, index: int) -> Equation:
+        """Return one equation."""
+        return self.front[index]
+
+    def __str__(self) -> str:
+        """Return the table as right-aligned columns."""
+        return self._table().text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> TextTable:
+        cells = [[getattr(equation, name) for name in COLUMNS] for equation in self.front]
+        return TextTable(
+            COLUMNS,
+            [tuple(f"{c:.5g}" if isinstance(c, float) else str(c) for c in row) for row in cells],
+        )
+
+
+def axes_or_new(ax: Any) -> Any:
+    """Return the axes, or those of a new figure.
+
+    Raises:
+        InvalidArgumentError: if matplotlib is not installed.
+
+    """
+    if ax is not None:
+        return ax
+    if find_spec("matplotlib") is None:
+        raise InvalidArgumentError(
+            "plots need matplotlib", "MISSING_PACKAGE", "Install it: pip install matplotlib"
+        )
+    from matplotlib import pyplot
+
+    return pyplot.subplots()[1]
+
+
+def plot_front(front: Sequence[Equation], chosen: Equation, ax: Any) -> Any:
+    """Draw loss over complexity, with the chosen equation marked; return the axes."""
+    ax = axes_or_new(ax)
+    steps = [equation.complexity for equation in front]
+    losses = [max(equation.loss, 1e-300) for equation in front]
+    ax.step(steps, losses, where="post", marker="o")
+    ax.plot([chosen.complexity], [max(chosen.loss, 1e-300)], "s", label=chosen.equation)
+    ax.set(xlabel="complexity", ylabel="loss", yscale="log")
+    ax.legend()
+    return ax
+
+
+def plot_fit(target: np.ndarray[Any, Any], predicted: np.ndarray[Any, Any], ax: Any) -> Any:
+    """Draw predictions over the target, with the diagonal; return the axes."""
+    ax = axes_or_new(ax)
+    ends = [float(np.min(target)), float(np.max(target))]
+    ax.plot(target, predicted, ".", alpha=0.5)
+    ax.plot(ends, ends, "-")
+    ax.set(xlabel="target", ylabel="prediction")
+    return ax

@@ -1,0 +1,208 @@
+"""The search for the equations of one target: rows, settings, and what follows the search."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.client import Client
+from warpfit.expressions import reference
+from warpfit.expressions.printing import to_text
+from warpfit.ir import Program
+from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
+from warpfit.ops import OPERATORS
+from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
+from warpfit.sklearn.equations import SELECTIONS, Equation, build_front, selected
+from warpfit.sklearn.estimator import Floats, TrainingData
+from warpfit.sklearn.genomes import Genomes, Indices
+from warpfit.sklearn.library import library
+from warpfit.sklearn.pairs import PairSearch, views
+from warpfit.sklearn.pool import Pool
+from warpfit.sklearn.progress import Progress
+from warpfit.sklearn.search import Search, Settings
+from warpfit.sklearn.variation import Breeder
+
+if TYPE_CHECKING:
+    from warpfit.sklearn.regressor import SymbolicRegressor
+
+#: A slope this close to 1 is 1, and an intercept below this part of the target's spread is 0.
+_NO_INTERCEPT: Final = 1e-10
+#: Rows on which pairs of formulas are compared.
+_PAIR_ROWS: Final = 128
+#: Formulas of the library for each member of the population.
+_LIBRARY: Final = 6
+#: Iterations of the last fit.
+_LAST_ITERATIONS: Final = 200
+#: Fewer rows are not divided to hold some out.
+_FEWEST_DIVIDED: Final = 40
+
+
+@dataclass(slots=True)
+class TargetSearch:
+    """The search for the equations of one target."""
+
+    options: SymbolicRegressor
+    client: Client
+    data: DatasetHandle
+    """All rows."""
+    training: TrainingData
+    """The same rows here."""
+    rng: np.random.Generator
+    start: Genomes | None
+    """Formulas to go on from."""
+    names: tuple[str, ...]
+
+    def run(self, progress: Progress) -> tuple[list[Equation], Search]:
+        """Search, and return the front with all constants fitted to all rows."""
+        seen, held_out = self._divided()
+        with ExitStack() as stack:
+            search = self._search(stack, seen, progress)
+            pool = search.run()
+        spread = float(np.std(self.training.target))
+        programs = [_whole(pool, row, spread) for row in range(len(pool))]
+        scores = [self._r2(program, held_out) for program in programs]
+        front = self.front(*self._fitted(programs), scores)
+        return (self._shortened(front) if self.options.simplify else front), search
+
+    def front(self, programs: list[Program], losses: Floats, r2: list[float]) -> list[Equation]:
+        """Rank programs by the estimator's complexity."""
+        measure = complexity_measure(self.options.complexity_of_operators)
+        return build_front(
+            list(zip(programs, losses.tolist(), r2, strict=True)),
+            lambda program: int(measure(Genomes.of([program], len(program)))[0]),
+            lambda program: to_text(program, self.names),
+            float(self.training.weights.sum()),
+            self._scale(),
+        )
+
+    def preview(self, search: Search) -> list[Equation]:
+        """Return the front as it is now, with the losses on the sample."""
+        pool = search.front()
+        spread = float(np.std(self.training.target))
+        programs = [_whole(pool, row, spread) for row in range(len(pool))]
+        return self.front(programs, pool.losses, [np.nan] * len(pool))
+
+    @property
+    def loss(self) -> Loss | LossFunction:
+        """The loss, or what is left to 1 of a score."""
+        given = as_loss(self.options.loss)
+        function = as_function(given)
+        return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
+
+    def _scale(self) -> float:
+        """Return the loss of the best constant."""
+        middle = float(np.average(self.training.target, weights=self.training.weights))
+        start = Program.parameter(0)
+        return float(self.client.optimize(self.data, start, [middle], loss=self.loss).loss[0])
+
+    def _divided(self) -> tuple[Indices, Indices]:
+        """Return the rows that the search sees, and those that are held out."""
+        rows = len(self.training.target)
+        count = int(self.options.held_out * rows) if rows >= _FEWEST_DIVIDED else 0
+        shuffled = self.rng.permutation(rows)
+        return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+    def _part(self, stack: ExitStack, rows: Indices) -> DatasetHandle:
+        """Upload some of the rows."""
+        if len(rows) == len(self.training.target):
+            return self.data
+        X, y, weights = self.training
+        return stack.enter_context(
+            self.client.upload(X[rows], y[rows], weights[rows], dtype="float64")
+        )
+
+    def _search(self, stack: ExitStack, seen: Indices, progress: Progress) -> Search:
+        options = self.options
+        operators = operator_names(options.operators)
+        codes = tuple(OPERATORS[name].code for name in operators)
+        breeder = Breeder(self.rng, codes, self.training.rows.shape[1], options.max_size)
+        chosen = np.sort(self.rng.permutation(seen)[: options.sample_rows])
+        settings = self._settings(progress)
+        return Search(
+            self.client,
+            self._part(stack, seen),
+            self._part(stack, chosen),
+            breeder,
+            self._pairs(stack, chosen, operators, settings),
+            settings,
+            self.start,
+        )
+
+    def _pairs(
+        self, stack: ExitStack, rows: Indices, operators: tuple[str, ...], settings: Settings
+    ) -> PairSearch:
+        chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
+        data = self._part(stack, chosen)
+        weights = self.training.weights[chosen]
+
+        def values(genomes: Genomes) -> Floats:
+            return np.asarray(self.client.evaluate(data, genomes.population()).T)
+
+        options = self.options
+        variables, most = self.training.rows.shape[1], _LIBRARY * options.population
+        short = library(operators, variables, options.max_size, most, self.rng)
+        targets = views(operators, self.training.target[chosen], weights / weights.sum())
+        return PairSearch(operators, values, list(targets), short[settings.admissible(short)])
+
+    def _settings(self, progress: Progress) -> Settings:
+        options = self.options
+        complexity = complexity_measure(options.complexity_of_operators)
+        return Settings(
+            population=options.population,
+            generations=options.generations,
+            fit_iterations=options.fit_iterations,
+            stop_loss=options.tolerance * self._scale(),
+            max_seconds=options.max_seconds,
+            early_stopping=options.early_stopping,
+            loss=self.loss,
+            complexity=complexity,
+            admissible=admission(options.constraints, complexity, options.max_size),
+            report=lambda search: progress.report(self, search),
+        )
+
+    def _fitted(self, programs: list[Program]) -> tuple[list[Program], Floats]:
+        """Fit all constants to all rows."""
+        lifted = [program.lift_constants() for program in programs]
+        fit = self.client.optimize(
+            self.data,
+            [program for program, _ in lifted],
+            [constants for _, constants in lifted],
+            loss=self.loss,
+            max_iterations=_LAST_ITERATIONS,
+        )
+        bound = zip((program for program, _ in lifted), fit.parameters, strict=True)
+        return [program.bind(numbers) for program, numbers in bound], fit.loss
+
+    def _shortened(self, front: list[Equation]) -> list[Equation]:
+        """Simplify all equations, and shorten the numbers of those that a criterion chooses."""
+        chosen = sorted({selected(front, criterion) for criterion in SELECTIONS})
+        programs = [equation.program.simplify() for equation in front]
+        losses = np.array([equation.loss for equation in front])
+        short = self.client.simplify(self.data, [programs[i] for i in chosen], loss=self.loss)
+        for place, program, loss in zip(chosen, short.programs, short.loss.tolist(), strict=True):
+            programs[place], losses[place] = program, loss
+        return self.front(programs, losses, [equation.r2 for equation in front])
+
+    def _r2(self, program: Program, rows: Indices) -> float:
+        if len(rows) < 2:
+            return float("nan")
+        X, y, weights = (part[rows] for part in self.training)
+        with np.errstate(all="ignore"):
+            errors = np.square(reference.evaluate_program(program, X.T) - y)
+            spread = np.average(np.square(y - np.average(y, weights=weights)), weights=weights)
+            return float(1.0 - np.average(errors, weights=weights) / spread)
+
+
+def _whole(pool: Pool, row: int, spread: float) -> Program:
+    """Build a + b f with its numbers, without an a or b that changes nothing."""
+    program = pool.genomes.program(row)
+    slope, intercept = float(pool.slopes[row]), float(pool.intercepts[row])
+    if abs(slope - 1.0) > _NO_INTERCEPT:
+        program = Program.apply("mul", Program.constant(slope), program)
+    if abs(intercept) > _NO_INTERCEPT * spread:
+        program = Program.apply("add", program, Program.constant(intercept))
+    return program

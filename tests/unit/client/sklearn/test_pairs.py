@@ -1,0 +1,103 @@
+"""All pairs of a library, the library itself, and the layers of a population."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("sklearn")
+
+from warpfit import parse
+from warpfit.expressions import reference
+from warpfit.ops import OPERATORS
+from warpfit.sklearn.library import library
+from warpfit.sklearn.pairs import PairSearch, views
+from warpfit.sklearn.pool import pareto_layers
+
+NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
+X = np.random.default_rng(0).uniform(1.0, 3.0, (60, 3))
+WEIGHTS = np.full(60, 1 / 60)
+
+
+def evaluate(genomes):
+    return np.array([reference.evaluate_program(p, X.T) for p in genomes.population()])
+
+
+def best_errors(text, steps):
+    """Least part of the target's variance that a + b f of a pair leaves, step by step."""
+    target = reference.evaluate_program(parse(text), X.T)
+    seeds = library(NAMES, 3, 25, 300, np.random.default_rng(1))
+    search = PairSearch(NAMES, evaluate, list(views(NAMES, target, WEIGHTS)), seeds)
+    for _ in range(steps):
+        with np.errstate(all="ignore"):
+            found = search.step(seeds[:0])
+            table = evaluate(found if len(found) else seeds[:1])
+            slopes = np.cov(table, target)[-1, :-1] / np.var(table, axis=1, ddof=1)
+            errors = target - target.mean() - slopes[:, None] * (table - table.mean(1)[:, None])
+            yield float(np.nanmin(np.mean(errors**2, axis=1)) / np.var(target))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "square(x1)*sin(x2) + 3",
+        "2*x1*x2/x3 - 0.7*exp(x1) + 1",
+        "1/(x1 + 2*square(x2))",
+        "sqrt(square(x1) + x2*x3)",
+        "exp(x1*x2/3) ",
+        "asin(x1/(5*x2))",
+        "tanh(x1/x2)",
+    ],
+)
+def test_pairs_find_products_and_sums_inside_of_outer_functions(text):
+    assert any(error < 1e-12 for error in best_errors(text, 11))
+
+
+@pytest.mark.parametrize("text", ["x1*x2 + 0.5*sin(x3) + square(x1)", "x1*sin(x2)*(x3 + x1)"])
+def test_beams_find_what_takes_three_of_the_library(text):
+    assert any(error < 1e-12 for error in best_errors(text, 11))
+
+
+def test_views_leave_out_functions_that_the_target_or_the_operators_do_not_allow():
+    names = {view.outer for view in views(NAMES, X[:, 0] - 2.0, WEIGHTS)}
+    assert ("exp",) not in names
+    assert {(), ("inv",)} <= names
+    assert {view.outer for view in views(("add",), X[:, 0], WEIGHTS)} == {()}
+
+
+def test_libraries_are_short_and_different_and_have_products_of_powers():
+    found = library(NAMES, 3, 25, 300, np.random.default_rng(1))
+    texts = {str(program) for program in found.population()}
+    assert 200 < len(texts) == len(found) <= 300
+    assert {"x1", "x1 - x2", "x1 / x2", "square(x3)", "x1 * x2 / x3"} <= texts
+    assert np.all(np.diff(found.sizes) >= 0)
+    assert len(library(("exp",), 2, 2, 50, np.random.default_rng(1))) == 4
+    assert OPERATORS["exp"].code in library(("exp",), 2, 2, 50, np.random.default_rng(1)).codes
+
+
+@settings(deadline=None)
+@given(
+    pairs=st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.5])), max_size=30
+    )
+)
+def test_layers_are_those_of_repeated_peeling(pairs):
+    wanted = [-1] * len(pairs)
+    layer, left = 0, set(range(len(pairs)))
+
+    def dominates(one, other):
+        """As good in both and better in one; of equals the first."""
+        (size, loss), (other_size, other_loss) = pairs[one], pairs[other]
+        if (size, loss) == (other_size, other_loss):
+            return one < other
+        return size <= other_size and loss <= other_loss
+
+    while left:
+        free = {one for one in left if not any(dominates(other, one) for other in left - {one})}
+        for one in free:
+            wanted[one] = layer
+        layer, left = layer + 1, left - free
+    sizes, losses = (np.array(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
+    assert pareto_layers(np.asarray(sizes, int), np.asarray(losses, float)).tolist() == wanted
