@@ -152,11 +152,24 @@ def _flat(
             "Give one number for all parameters, or an entry for each expression",
             name,
         )
+    joined = _join_whole(entries, counts)
+    if joined is not None:
+        return joined
     pieces = [
         _entry_numbers(entry, int(count), name, otherwise)
         for entry, count in zip(entries, counts.tolist(), strict=True)
     ]
     return np.concatenate(pieces)
+
+
+def _join_whole(entries: list[Any], counts: NDArray[np.uint32]) -> NDArray[np.float64] | None:
+    """Join the entries in one step if each has one number for each parameter; else return None."""
+    try:
+        joined: NDArray[np.float64] = np.concatenate(entries, dtype=np.float64)
+        lengths = np.fromiter(map(len, entries), np.int64, len(entries))
+    except (TypeError, ValueError):
+        return None
+    return joined if joined.ndim == 1 and np.array_equal(lengths, counts) else None
 
 
 def _entry_numbers(entry: Any, count: int, name: str, otherwise: float) -> NDArray[np.float64]:

@@ -127,7 +127,7 @@ def postfix_order(operands: NDArray[np.int64], lengths: NDArray[np.int64]) -> ND
     _check_whole(before, after, ends, lengths)
     # Ends and beginnings, sorted by what is missing and then by place: each beginning is followed
     # by the end of its subtree. NumPy sorts 16-bit integers by radix.
-    events = np.empty((size, 2), dtype=np.int16 if after.max() < 2**15 - 1 else np.int64)
+    events = np.empty((size, 2), dtype=np.int16 if after.max(initial=0) < 2**15 - 1 else np.int64)
     events[:, 0], events[:, 1] = before - 1, after
     order = np.argsort(events.ravel(), kind="stable")
     is_end = (order & 1).astype(bool)

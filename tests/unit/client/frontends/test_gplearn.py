@@ -5,8 +5,8 @@ import pytest
 
 from warpfit.errors import InvalidArgumentError, ProgramError
 from warpfit.expressions import reference
-from warpfit.frontends import as_program
-from warpfit.frontends.gplearn import from_gplearn
+from warpfit.frontends import as_population, as_program
+from warpfit.frontends.gplearn import from_gplearn, population
 
 functions = pytest.importorskip("gplearn.functions")
 _Program = pytest.importorskip("gplearn._program")._Program
@@ -92,3 +92,22 @@ def test_an_incomplete_program_is_refused():
     original.program = [functions.add2, 0]
     with pytest.raises(ProgramError):
         from_gplearn(original)
+
+
+def test_a_generation_is_converted_as_its_programs_are():
+    generation = [program(seed=seed) for seed in range(40)]
+    assert list(as_population(generation)) == [as_program(each) for each in generation]
+    assert len(population([])) == 0
+    broken = program([functions.add2, 0, 1])
+    broken.program = [functions.add2, 0, 1, 2]
+    with pytest.raises(ProgramError) as caught:
+        as_population([*generation, broken])
+    assert caught.value.expression == 40
+
+
+def test_deep_programs_are_converted():
+    deep = program([0])
+    deep.program = [functions.sub2] * 40_000 + [0, 1] * 20_000 + [2]
+    converted = as_program(deep)
+    assert converted.codes[:5].tolist() == [1, 1, 17, 1, 17]
+    assert converted.values[:4].tolist() == [0, 1, 0, 0]
