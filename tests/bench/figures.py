@@ -351,6 +351,36 @@ def gpu_fits() -> Iterator[str]:
     yield from table(*rows, (generations, f"{run['seconds']:.1f} s", ""))
 
 
+def gpu_devices() -> Iterator[str]:
+    """Two GPUs, and two engines on one, against one engine."""
+    two, shared = result("devices"), result("devices_one_gpu")
+    lost = two["loss of an engine"]["0,1"]
+
+    def times(cases: Any, setting: str) -> str:
+        return f"{cases['times_the_first'][setting]:.2f}"
+
+    rows: list[tuple[Any, ...]] = [("what", "two GPUs", "two engines on one GPU")]
+    for key, title in (
+        ("one client", "5,000 programs x 1,000,000 rows, one client"),
+        ("fits", "3,000 searches x 10,000 rows, one client"),
+    ):
+        rows.append((title, times(two[key], "0,1"), times(shared[key], "0,0")))
+    for case in two["sustained"]:
+        shape = {name: case[name] for name in ("programs", "rows", "workers")}
+        other = select(shared["sustained"], **shape)
+        title = (
+            f"{shape['programs']:,} programs x {shape['rows']:,} rows, {shape['workers']} workers"
+        )
+        rows.append((title, times(case, "0,1"), times(other[0], "0,0") if other else ""))
+    yield from table(*rows)
+    yield ""
+    yield (
+        f"One of two engines killed under {lost['workers']} workers: {lost['failed']} failed "
+        f"calls, {lost['answers_that_differ']} answers that differ, no answers for "
+        f"{1e3 * lost['longest_gap_seconds']:.0f} ms at most."
+    )
+
+
 # ------------------------------------------------------------------------- overload and faults
 
 
@@ -631,7 +661,7 @@ FIGURES: dict[str, Callable[[], Iterator[str]]] = {
     function.__name__: function
     for function in (
         *(front_page, cpu_engine, fits, found_equations, service, transport, device),
-        *(gpu_service, gpu_fits, overload, faults),
+        *(gpu_service, gpu_fits, gpu_devices, overload, faults),
         *(capacity_check, capacity_costs, capacity_clusters, capacity_replicas),
         *(capacity_losses, capacity_terabyte, faults_ray),
     )

@@ -20,7 +20,7 @@ from warpfit_server.system.devices import resolve_devices
 
 #: Large enough that the calls take several milliseconds on an H200 and so are split.
 SIZES = {"rows": 200_000, "programs": 1_500, "fits": 2_000}
-SPLIT = ("losses", "gradients", "statistics", "lm")
+SPLIT = ("losses", "gradients", "lm")
 IMPATIENT = warpfit.RetryPolicy(total_seconds=0)
 
 
