@@ -163,7 +163,10 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
             for _ in range(options.rounds):
                 for name, server in servers.items():
                     order = (server.address, programs, rows, options.seconds, False)
-                    rounds[name].append(throughput(workers.run(count, order), rows))
+                    before = engine_seconds(server)
+                    result = throughput(workers.run(count, order), rows)
+                    result["engine_cpu_seconds"] = round(engine_seconds(server) - before, 3)
+                    rounds[name].append(result)
             rates = {
                 name: statistics.median(each["token_rows_per_second"] for each in several)
                 for name, several in rounds.items()
@@ -174,12 +177,19 @@ def sustained(workers: Workers, servers: dict[str, ServerProcess], options: Any)
     return found
 
 
+def engine_seconds(server: ServerProcess) -> float:
+    """CPU time that the engine processes have used."""
+    times = [process.cpu_times() for process in server.engines().values()]
+    return sum(each.user + each.system for each in times)
+
+
 def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
     devices: dict[str, int] = {}
     for result in results:
         for device, count in result["devices"].items():
             devices[device] = devices.get(device, 0) + count
     return {
+        "token_rows": sum(rows * each["tokens"] for each in results),
         "token_rows_per_second": sum(rows * each["tokens"] / each["taken"] for each in results),
         "calls_per_second": sum(len(each["walls"]) / each["taken"] for each in results),
         "failed": sum(each["failed"] for each in results),
@@ -197,7 +207,7 @@ def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, flo
     }
 
 
-def one_client(servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
+def one_client(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
     """Large batches of one client: median wall time, and where they ran; the servers in turns."""
     programs, rows = options.large
 
@@ -210,7 +220,7 @@ def one_client(servers: dict[str, ServerProcess], options: Any) -> dict[str, Any
     return {"programs": programs, "rows": rows, **found}
 
 
-def fits(servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
+def fits(_: Workers, servers: dict[str, ServerProcess], options: Any) -> dict[str, Any]:
     """Fits of one client, likewise."""
     searches, rows = options.searches
 
@@ -269,6 +279,17 @@ def bits(answer: Any) -> bytes:
     return np.ascontiguousarray(answer.losses).tobytes()
 
 
+def losses_of_engines(
+    workers: Workers, servers: dict[str, ServerProcess], options: Any
+) -> dict[str, Any]:
+    """Lose an engine of each server that has several."""
+    return {
+        name: loss_of_an_engine(workers, server, options)
+        for name, server in servers.items()
+        if len(server.engines()) > 1
+    }
+
+
 def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> dict[str, Any]:
     """Kill an engine under load: failures, wrong answers, and for how long nobody had an answer."""
     programs, rows = options.shapes[0]
@@ -302,6 +323,15 @@ def loss_of_an_engine(workers: Workers, server: ServerProcess, options: Any) -> 
     }
 
 
+#: Parts of the result by name, in the order in which they are measured.
+PARTS: dict[str, Callable[..., Any]] = {
+    "one client": one_client,
+    "fits": fits,
+    "sustained": sustained,
+    "loss of an engine": losses_of_engines,
+}
+
+
 @contextmanager
 def running(options: Any) -> Iterator[dict[str, ServerProcess]]:
     """A server for each setting, by its name."""
@@ -332,13 +362,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
     parser.add_argument("--threads", type=int, help="of each CPU engine")
     parser.add_argument("--front-ends", type=int, help="default: the server's own")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--programs", type=int, help="only this many a call in sustained runs")
     parser.add_argument("--name", default="devices", help="of the result")
     options = parser.parse_args()
 
     def scaled(shape: tuple[int, int]) -> tuple[int, int]:
         return shape[0], max(1_000, int(options.scale * shape[1]))
 
-    options.shapes = [scaled(shape) for shape in SHAPES]
+    wanted = [shape for shape in SHAPES if options.programs in (None, shape[0])]
+    options.shapes = [scaled(shape) for shape in wanted]
     options.large, options.searches = scaled(LARGE), scaled(SEARCHES)
     return options
 
@@ -350,16 +383,9 @@ def main() -> None:
     with running(options) as servers:
         workers = Workers(max(options.workers))
         try:
-            content["one client"] = one_client(servers, options)
-            content["fits"] = fits(servers, options)
-            write_result(options.name, content, options.directory or RESULTS)
-            content["sustained"] = sustained(workers, servers, options)
-            write_result(options.name, content, options.directory or RESULTS)
-            content["loss of an engine"] = {
-                name: loss_of_an_engine(workers, server, options)
-                for name, server in servers.items()
-                if len(server.engines()) > 1
-            }
+            for part in options.parts:
+                content[part] = PARTS[part](workers, servers, options)
+                write_result(options.name, content, options.directory or RESULTS)
         finally:
             workers.close()
     content["seconds"] = round(time.perf_counter() - started, 1)

@@ -190,6 +190,8 @@ def test_top_prints_what_happens(server, clients, capsys):
         "default",
         "engine",
         "front end 1",
+        "cpu:0",
+        "work left",
     ):
         assert word in printed
 

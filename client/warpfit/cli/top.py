@@ -44,7 +44,7 @@ def view(change: Change) -> Any:
     """Lay out what happened between two scrapes, as a rich renderable."""
     from rich.columns import Columns
 
-    parts = (_summary, _latency, _stages, _tenants, _caches, _gpus, _processes)
+    parts = (_summary, _devices, _latency, _stages, _tenants, _caches, _gpus, _processes)
     tables = (part(change) for part in parts)
     return Columns([table for table in tables if table.row_count], padding=(0, 3))
 
@@ -65,6 +65,20 @@ def _summary(change: Change) -> Any:
     )
     table.add_row("evictions", _number(after.total("warpfit_evictions_total")))
     table.add_row("engine restarts", _number(restarts))
+    return table
+
+
+def _devices(change: Change) -> Any:
+    table = _table("devices", "device", "state", "calls/s", "work left", "restarts")
+    after = change.after
+    for device in after.labels("warpfit_device_ready", "device"):
+        table.add_row(
+            device,
+            "ready" if after.total("warpfit_device_ready", device=device) else "NOT READY",
+            _number(change.rate("warpfit_evaluations_total", device=device)),
+            _seconds(after.total("warpfit_device_work_seconds", device=device)),
+            _number(after.total("warpfit_engine_restarts_total", device=device)),
+        )
     return table
 
 
