@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import warpfit
+from support.servers import health
 from support.servers.answers import answers, table
 from support.servers.server import ServerProcess, eventually
 from warpfit.errors import UnavailableError
@@ -86,6 +87,8 @@ def test_an_engine_that_dies_costs_its_own_calls_only(server):
         eventually(lambda: min(answered[home] for home in failed) > 10)
         server.kill_engine(1)
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": False})
+        health.wait_for(server.address, "SERVING", "cpu:0")
+        assert health.check(server.facts["health"]) == "SERVING"
         before = answered["cpu:0"]
         eventually(lambda: answered["cpu:0"] > before + 20)
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})
@@ -155,3 +158,24 @@ def test_the_loss_of_an_engine_fails_a_split_call_and_the_next_one_works(server)
         assert client.run(small, *batch, loss="mse").timings.device == "cpu:0"
         eventually(lambda: serving(client) == {"cpu:0": True, "cpu:1": True})
         assert client.run(small, *batch, loss="mse").timings.device.count("cpu") == 2
+
+
+def test_the_progress_of_a_split_fit_is_that_of_all_parts(server):
+    with warpfit.connect(server.address) as client:
+        data = client.upload(X, Y)
+        seen = []
+        fit = client.optimize(
+            data,
+            ["p1*exp(p2*x1) + p3*sin(p4*x2)"] * 100,
+            [[1.0, 0.3, 1.0, 0.7]] * 100,
+            max_iterations=400,
+            gradient_tolerance=0,
+            step_tolerance=0,
+            loss_tolerance=0,
+            progress=seen.append,
+        )
+        assert set(fit.timings.device.split(",")) == {"cpu:0", "cpu:1"}
+        assert seen
+        assert {progress.searches for progress in seen} == {100}
+        assert max(progress.active for progress in seen) <= 100
+        assert (np.ptp(fit.loss), fit.loss[0]) == (0.0, fit.loss[99]), "the same fit in all parts"

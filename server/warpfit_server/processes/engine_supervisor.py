@@ -8,7 +8,6 @@ process's copies.
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from warpfit.errors import (
@@ -31,13 +29,17 @@ from warpfit.errors import (
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import StoredDataset
-from warpfit_server.engine.hang_detector import EXIT_BROKEN, EXIT_CANNOT_RUN, EXIT_STUCK
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError, socket_pair
 from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
+from warpfit_server.processes.engine_deaths import (
+    UNRELATED_CAUSES,
+    cause_of_death,
+    out_of_memory_kills,
+)
 from warpfit_server.system.compile_cache import engine_environment
 
 _LOG: Final = logging.getLogger("warpfit.supervisor")
@@ -47,17 +49,9 @@ _LONGEST_PAUSE: Final = 30.0
 _SPAWN_PAUSE: Final = 1.0
 #: Seconds that an engine has to log why it ends, after it has closed its channel.
 _EXIT_SECONDS: Final = 2.0
-#: What exit statuses of the engine process mean.
-_CAUSES: Final = {EXIT_CANNOT_RUN: "cannot_run", EXIT_BROKEN: "broken", EXIT_STUCK: "stuck"}
-#: Causes of an engine's end for which what it computed is not to blame.
-_UNRELATED_CAUSES: Final = (
-    *("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "exit 0"),
-    *("cannot_run", "slow_start", "wrong_answer", "no_answer"),
-)
 #: Most data sets that a new engine has been sent and has not loaded: with more of them, the
 #: messages would fill both directions of the channel.
 _LOADS_AHEAD: Final = 16
-_VM_STATISTICS: Final = Path("/proc/vmstat")
 
 
 class EngineSupervisor:
@@ -128,9 +122,9 @@ class EngineSupervisor:
         self._on_ready = on_ready
         self._thread.start()
 
-    def wait_started(self) -> bool:
-        """Wait until the first engine process is ready or has ended; return which."""
-        self._started.wait()
+    def wait_started(self, seconds: float) -> bool:
+        """Wait until the first engine process is ready or has ended; return whether it is ready."""
+        self._started.wait(seconds)
         return self._ready is not None
 
     @property
@@ -319,7 +313,7 @@ class EngineSupervisor:
             self._was_ready = False
             self._process_number = next(self._process_numbers)
             self._loads_at_start = set()
-            self._out_of_memory = _out_of_memory_kills()
+            self._out_of_memory = out_of_memory_kills()
         loading: bytes | None = None
         try:
             while True:
@@ -406,22 +400,15 @@ class EngineSupervisor:
 
         """
         cause = self._cause or cause_of_death(code)
-        if cause == "SIGKILL" and _out_of_memory_kills() > self._out_of_memory:
+        if cause == "SIGKILL" and out_of_memory_kills() > self._out_of_memory:
             cause = "out_of_memory"
         self.restarts[cause] += 1
         self.quarantine.engine_died(
             self._process_number,
-            is_blamed=cause not in _UNRELATED_CAUSES,
+            is_blamed=cause not in UNRELATED_CAUSES,
             loading=loading,
             at_start=loading in self._loads_at_start,
         )
-
-
-def cause_of_death(code: int) -> str:
-    """Name why a process ended, from its exit status: a signal, or what it says itself."""
-    if code < 0:
-        return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return _CAUSES.get(code, f"exit {code}")
 
 
 def _settled(error: WarpfitError | None = None) -> Future[None]:
@@ -432,12 +419,3 @@ def _settled(error: WarpfitError | None = None) -> Future[None]:
     else:
         future.set_exception(error)
     return future
-
-
-def _out_of_memory_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory; 0 if it does not say."""
-    try:
-        lines = _VM_STATISTICS.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

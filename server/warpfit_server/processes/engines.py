@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ class Engines:
     def __init__(self, config: Config, pool: SegmentPool, table: QuotaTable) -> None:
         self.quarantine = Quarantine()
         """Suspects and quarantined batches and data sets, the same for all engines."""
+        self._start_seconds = config.start_seconds
         numbers = itertools.count(1)
         self.supervisors = [
             EngineSupervisor(config, number, pool, self.quarantine, numbers)
@@ -49,7 +51,9 @@ class Engines:
         resident: Callable[[], Iterator[StoredDataset]],
         on_ready: Callable[[EngineSupervisor], None] = lambda supervisor: None,
     ) -> None:
-        """Start all engines and wait until each is ready, or has failed and is tried again later.
+        """Start all engines, and wait until each is ready or is too late or has failed.
+
+        Engines that are not ready are tried again.
 
         Args:
             resident: yields the resident data sets, leased.
@@ -61,7 +65,8 @@ class Engines:
         """
         for supervisor in self.supervisors:
             supervisor.start(resident, partial(on_ready, supervisor))
-        started = [supervisor.wait_started() for supervisor in self.supervisors]
+        end = time.monotonic() + self._start_seconds
+        started = [s.wait_started(max(0.0, end - time.monotonic())) for s in self.supervisors]
         if not any(started):
             self.stop()
             raise UnavailableError(

@@ -274,7 +274,7 @@ class FrontEndProcess:
             **interceptor.intercept(servicer.handlers(), observer),
         }
         self._grpc = make_server(config, SERVICE_NAME, handlers, shared=True)
-        self._health = Health(SERVICE_NAME)
+        self._health = Health(SERVICE_NAME, labels)
         self._health.add_to(self._grpc)
         listen(self._grpc, config, port)
 

@@ -11,7 +11,7 @@ import pytest
 from warpfit_server.config import Config
 from warpfit_server.engine.hang_detector import EXIT_STUCK
 from warpfit_server.ipc.quarantine import Quarantine
-from warpfit_server.processes.engine_supervisor import cause_of_death
+from warpfit_server.processes.engine_deaths import cause_of_death
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
 
 
