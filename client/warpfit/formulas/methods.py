@@ -72,17 +72,15 @@ def simplify(
 
     Raises:
         InvalidArgumentError: if ``parameters`` are too few, or SymPy is asked for and missing.
-        ResourceExhaustedError: if the program has more than 5,000 tokens.
+        ResourceExhaustedError: if the program has more than 1,000 tokens.
 
     """
     bound = program if parameters is None else bind(program, parameters)
     if algebra:
-        shortest: Program = import_module("warpfit.formulas.algebra").algebraic(
-            bound, assume_defined
-        )
-        return shortest
-    rules = import_module("warpfit.formulas.rules")
-    simplified: Program = rules.simplified(bound, assume_defined)
+        function = import_module("warpfit.formulas.algebra").algebraic
+    else:
+        function = import_module("warpfit.formulas.rules").simplified
+    simplified: Program = function(bound, assume_defined)
     return simplified
 
 

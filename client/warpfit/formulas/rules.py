@@ -35,8 +35,8 @@ from warpfit.formulas.nodes import (
 from warpfit.ir import Program
 from warpfit.ops import CONSTANT, Operator
 
-#: Most tokens of a program; the time grows with the product of length and depth.
-MOST_TOKENS: Final = 5_000
+#: Most tokens of a program; the time grows with the square of the length, to two seconds.
+MOST_TOKENS: Final = 1_000
 #: Most applications of all rules; two or three reach the end.
 _MOST_ROUNDS: Final = 12
 #: Exponents up to this are written as powers.
@@ -276,15 +276,14 @@ class Rules:
         if len(operands) > 1:
             return call_node(name, sorted(operands, key=_key) if name in _COMMUTATIVE else operands)
         (operand,) = operands
-        inner = operand.name if isinstance(operand, Call) else ""
-        if inner and _INVERSES.get(name) == inner:
-            undone = operand.operands[0]  # type: ignore[attr-defined]
-            if self.assume_defined or (name == "exp" and undone.nonnegative):
-                return undone  # type: ignore[no-any-return]
+        inner, of = (operand.name, operand.operands) if isinstance(operand, Call) else ("", ())
+        is_defined = self.assume_defined or (name == "exp" and bool(of) and of[0].nonnegative)
+        if inner and _INVERSES.get(name) == inner and is_defined:
+            return of[0]
         if inner in _UNCHANGED.get(name, ()):
             return operand
         if name == "log" and inner == "abs":
-            return self.call("logabs", operand.operands)  # type: ignore[attr-defined]
+            return self.call("logabs", of)
         if name == "logabs" and operand.nonnegative:
             return self.call("log", operands)
         if name in _EVEN:
@@ -297,8 +296,10 @@ class Rules:
         """Return the least or greatest of nodes without repetitions, constants combined."""
         flat: list[Node] = []
         for operand in operands:
-            is_same = isinstance(operand, Call) and operand.name == name
-            flat += operand.operands if is_same else [operand]  # type: ignore[attr-defined]
+            if isinstance(operand, Call) and operand.name == name:
+                flat += operand.operands
+            else:
+                flat.append(operand)
         different = sorted(set(flat), key=_key)
         constants = [c for node in different if (c := _constant(node)) is not None]
         if len(constants) > 1:
@@ -330,16 +331,11 @@ class Rules:
 
     def negation(self, a: Node) -> Node:
         """Return ``not``; twice of what is 0 or 1 changes nothing."""
-        if isinstance(a, Call) and a.name == "not" and a.operands[0] in _Logical():
-            return a.operands[0]
+        if isinstance(a, Call) and a.name == "not":
+            inner = a.operands[0]
+            if isinstance(inner, Call) and inner.name in LOGICAL:
+                return inner
         return call_node("not", [a])
-
-
-class _Logical:
-    """The nodes that are 0 or 1."""
-
-    def __contains__(self, node: object) -> bool:
-        return isinstance(node, Call) and node.name in LOGICAL
 
 
 def _pow(rules: Rules, a: Node, b: Node) -> Node:

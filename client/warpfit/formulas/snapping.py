@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from warpfit.expressions.reference import evaluate_program
 from warpfit.expressions.short_forms import cost, is_free, rounded, shorter_numbers
-from warpfit.formulas.rules import MOST_TOKENS, Rules, simplified
+from warpfit.formulas.rules import Rules, simplified
 from warpfit.ir import Program
 from warpfit.ops import ARITIES, BY_CODE, CONSTANT, PARAMETER
 
@@ -30,6 +30,8 @@ Floats = NDArray[np.float64]
 
 #: Most candidates of one formula in one round; the cheapest are tried first.
 _MOST_CANDIDATES: Final = 256
+#: Longest formula, in tokens, of which subexpressions are replaced.
+_MOST_TOKENS: Final = 150
 #: Digits to which constants are rounded at the end.
 _DIGITS: Final = range(5, 12)
 _TERMS: Final = frozenset({"add", "sub"})
@@ -201,13 +203,11 @@ def _with_shorter_numbers(program: Program, rules: Rules) -> Iterator[Program]:
 
 def _with_less(program: Program, rules: Rules, settings: SnapSettings) -> Iterator[Program]:
     """Replace each subexpression: terms by 0, factors by 1, all by their median."""
-    if len(program) > MOST_TOKENS:
+    if len(program) > _MOST_TOKENS:
         return
     codes, values = program.codes, program.values
     starts, parents = _spans(codes.tolist())
     for end, start in enumerate(starts):
-        if codes[end] == CONSTANT and end == start and parents[end] is None:
-            continue
         replacements = [0.0] * (parents[end] in _TERMS) + [1.0] * (parents[end] in _FACTORS)
         if end > start:
             part = Program(codes[start : end + 1], values[start : end + 1])

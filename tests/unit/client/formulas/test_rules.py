@@ -97,7 +97,7 @@ def test_long_and_deep_programs_are_simplified_up_to_a_limit():
     assert Program(*zip(*chain, strict=True)).simplify() == parse(f"x1 + {half - 1}*x2")
     nested = Program([VARIABLE, *[32] * (half - 1)], [0.0] * half)
     assert nested.simplify() == nested
-    with pytest.raises(ResourceExhaustedError, match="5001 tokens"):
+    with pytest.raises(ResourceExhaustedError, match="1001 tokens"):
         Program([VARIABLE, *[32] * MOST_TOKENS], [0.0] * (MOST_TOKENS + 1)).simplify()
 
 
@@ -164,7 +164,7 @@ columns = st.lists(st.tuples(ordinary, ordinary, ordinary), min_size=1, max_size
     st.tuples(ordinary, ordinary),
     st.integers(0, 2**32),
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_simplified_programs_agree_with_the_reference(program, rows, parameters, seed):
     simplified = program.simplify()
     assert len(simplified) <= len(program)
