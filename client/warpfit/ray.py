@@ -257,11 +257,14 @@ def _wait_for(actor: Any, end: float) -> None:
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
             time.sleep(0.1)
         except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]  # below the traceback of the actor
             raise UnavailableError(
-                f"a server did not start: {error}", "SERVER_NOT_STARTED", "See `ray logs`"
+                f"a server did not start: {reason}", "SERVER_NOT_STARTED", "See `ray logs`"
             ) from error
     raise DeadlineExceededError(
-        "a server was not ready in time", "TIMEOUT", "See `ray status` and `ray logs`"
+        "a server was not ready in time",
+        "TIMEOUT",
+        "See `ray status` for what it waits for, and `ray logs`",
     )
 
 

@@ -183,10 +183,6 @@ class Server:
         for done in waiting:
             done.succeed()
 
-    def restart(self) -> None:
-        """Serve again."""
-        self.alive = True
-
 
 @dataclass(frozen=True)
 class Scenario:

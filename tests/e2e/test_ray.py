@@ -48,7 +48,7 @@ def test_what_is_not_there_is_named(cluster):
         warpfit.ray.start(cluster.namespace)
     with pytest.raises(InvalidArgumentError, match="is no namespace"):
         warpfit.connect("ray://localhost:10001")
-    with pytest.raises(UnavailableError, match="did not start"):
+    with pytest.raises(UnavailableError, match=r"did not start: .* ended with status 2"):
         warpfit.ray.start("broken", devices="cpu", flags=["--threads", "none"])
     warpfit.ray.down("broken")
 
