@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.arguments import EvaluateOptions, SharedOptions, UploadOptions
+from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
 from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -73,6 +73,10 @@ class AsyncClient:
         """Make a data set resident on the server."""
         dataset = await self._run(self._operations.upload(X, y, weights, options))
         return AsyncUploadedDataset(dataset, self)
+
+    async def open(self, name: str, **options: Unpack[OpenOptions]) -> AsyncUploadedDataset:
+        """Have the server read a data set from a Parquet file of its own."""
+        return AsyncUploadedDataset(await self._run(self._operations.open(name, options)), self)
 
     @overload
     async def evaluate(

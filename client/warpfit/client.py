@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.arguments import EvaluateOptions, SharedOptions, UploadOptions
+from warpfit.calls.arguments import EvaluateOptions, OpenOptions, SharedOptions, UploadOptions
 from warpfit.calls.attempts import Action, Background, Forget, Gather, Operation, Sleep
 from warpfit.calls.batches import Parameters
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -105,6 +105,29 @@ class Client:
 
         """
         return UploadedDataset(self._run(self._operations.upload(X, y, weights, options)), self)
+
+    def open(self, name: str, **options: Unpack[OpenOptions]) -> UploadedDataset:
+        """Have the server read a data set from a Parquet file of its own (``--data-root``).
+
+        ::
+
+            data = client.open("2024/march.parquet", x=["a", "b"], y="z")
+
+        Args:
+            name: path of the file below the server's folder of data.
+            **options: ``x`` (names of the columns that are variables; all others by default),
+                ``y`` and ``weights`` (names of columns), ``dtype``.
+
+        Returns:
+            A handle as `upload` returns it, without numbers in this process.
+
+        Raises:
+            InvalidArgumentError: if there is no such file, or it has not these columns of numbers.
+            ResourceExhaustedError: if the server has no room for it.
+            UnimplementedError: if the server reads no files.
+
+        """
+        return UploadedDataset(self._run(self._operations.open(name, options)), self)
 
     @overload
     def evaluate(

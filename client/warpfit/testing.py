@@ -33,6 +33,7 @@ from warpfit.errors import (
     DatasetNotFoundError,
     InvalidArgumentError,
     UnavailableError,
+    UnimplementedError,
     WarpfitError,
 )
 from warpfit.expressions import reference_engine
@@ -62,6 +63,7 @@ class InProcessServer:
         self._failures: list[WarpfitError] = []
         self._methods: dict[str, Callable[[Any], Iterator[Any]]] = {
             "UploadVariables": self._upload,
+            "OpenDataset": self._open,
             "GetVariables": self._get,
             "ReleaseVariables": self._release,
             "Evaluate": self._evaluate,
@@ -104,6 +106,9 @@ class InProcessServer:
         payload = b"".join(map(codec.upload_data, stream))
         self._datasets[content_id] = _checked(layout, content_id, payload)
         yield codec.dataset_info(content_id, layout)
+
+    def _open(self, _: Any) -> Iterator[Any]:
+        raise UnimplementedError("this server reads no files", "NO_DATA_ROOT", "Upload the data")
 
     def _get(self, message: Any) -> Iterator[Any]:
         dataset = self._dataset(message.content_id)

@@ -80,6 +80,7 @@ class Config:
         None, "threads of all CPU engines together (default: one for each core)"
     )
     cache_dir: str = _option("", "directory of compiled code (default: the user's cache)")
+    data_root: str = _option("", "folder whose Parquet files callers may open (default: none)")
     log_level: str = _option("info", "least level of log lines", _LOG_LEVELS)
     log_format: str = _option("text", "form of the log lines", ("text", "json"))
     tracing: str = _option("none", "where OpenTelemetry traces go", ("none", "otlp"))

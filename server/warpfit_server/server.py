@@ -9,6 +9,7 @@ from types import TracebackType
 
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore
+from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc.segments import SegmentPool, raise_descriptor_limit
 from warpfit_server.monitoring import Monitoring
 from warpfit_server.observability.measurements import Recorder
@@ -56,6 +57,7 @@ class Server:
         interceptor = Interceptor(config, self.quotas, is_main=True)
         servicer = MainServicer(
             datasets,
+            DataFolder(config.data_root, datasets),
             engines,
             partial(engines.lease, datasets),
             engines.router,

@@ -141,7 +141,7 @@ def test_data_of_another_tenant_are_not_there(as_tenant, method):
             assert others == bob.refused(method, UNKNOWN)
             assert others[:2] == ("NOT_FOUND", "DATASET_NOT_FOUND")
     with as_tenant("alice") as alice:
-        for name in METHODS:
+        for name in sorted(set(METHODS) - {"OpenDataset"}):
             assert alice.call(name), "the owner still has them"
 
 

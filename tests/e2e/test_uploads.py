@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+import warpfit
 from support.servers.server import ServerProcess
 
 ROWS, COLUMNS = 3_500_000, 10
@@ -64,3 +67,99 @@ def test_an_upload_takes_memory_for_one_block(
     grown, rows = json.loads(done.stdout)
     assert rows == ROWS
     assert grown < (INPUT if name.endswith("npy") else 0) + MOST
+
+
+COLUMNS_OF_FILE = {"a": np.arange(5000.0), "b": np.arange(5000) % 7, "t": np.full(5000, 2.5)}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    outside = tmp_path_factory.mktemp("outside")
+    root = outside / "data"
+    (root / "deep").mkdir(parents=True)
+    table = pa.table(COLUMNS_OF_FILE)
+    for path in (
+        root / "deep" / "table.parquet",
+        outside / "secret.parquet",
+        root / "long.parquet",
+    ):
+        parquet.write_table(table, path)
+    parquet.write_table(pa.table({"a": np.arange(20_000)}), root / "long.parquet")
+    parquet.write_table(pa.table({"a": [1.0, None], "s": ["x", "y"]}), root / "bad.parquet")
+    (root / "cut.parquet").write_bytes((root / "deep" / "table.parquet").read_bytes()[:-9])
+    (root / "link.parquet").symlink_to(outside / "secret.parquet")
+    (root / "loop.parquet").symlink_to(root / "loop.parquet")
+    (root / "folder.parquet").mkdir()
+    return root
+
+
+@pytest.fixture(scope="module")
+def reader(root: Path) -> Iterator[ServerProcess]:
+    with ServerProcess("--threads", "1", "--data-root", str(root), "--max-rows", "10000") as made:
+        yield made
+
+
+def test_a_server_opens_a_file_of_its_own(reader: ServerProcess, root: Path):
+    X = np.stack([COLUMNS_OF_FILE["a"], COLUMNS_OF_FILE["b"]], axis=1)
+    with warpfit.connect(reader.address) as client:
+        uploaded = client.upload(X, COLUMNS_OF_FILE["t"], names=["a", "b"])
+        data = client.open("deep/table.parquet", x=["a", "b"], y="t")
+        assert (data.content_id, data.layout) == (uploaded.content_id, uploaded.layout)
+        assert client.open("deep/table.parquet", y="t").content_id == data.content_id
+        client.release(data)  # the next call has the server read the file again
+        assert client.evaluate(data, "a - a + b - b", loss="mse") == 2.5**2
+        with ThreadPoolExecutor(8) as pool:
+            opened = pool.map(lambda _: client.open("deep/table.parquet", y="b"), range(8))
+        assert len({each.content_id for each in opened}) == 1
+        client.release(data)
+        (root / "deep" / "table.parquet").rename(root / "deep" / "kept.parquet")
+        parquet.write_table(
+            pa.table({**COLUMNS_OF_FILE, "a": np.ones(5000)}), root / "deep" / "table.parquet"
+        )
+        with pytest.raises(warpfit.InvalidArgumentError) as caught:
+            client.evaluate(data, "a")
+        assert caught.value.reason == "DATA_CHANGED"
+
+
+def test_digits_that_float32_loses_are_warned_of_here(reader: ServerProcess, root: Path):
+    parquet.write_table(pa.table({"time": 1.7e9 + np.arange(100.0)}), root / "times.parquet")
+    with (
+        warpfit.connect(reader.address) as client,
+        pytest.warns(warpfit.PrecisionWarning, match="time") as caught,
+    ):
+        client.open("times.parquet")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("nowhere.parquet", {}, "NO_SUCH_FILE"),
+        ("../secret.parquet", {}, "NO_SUCH_FILE"),
+        ("deep/../../secret.parquet", {}, "NO_SUCH_FILE"),
+        ("link.parquet", {}, "NO_SUCH_FILE"),
+        ("loop.parquet", {}, "NO_SUCH_FILE"),
+        ("folder.parquet", {}, "NO_SUCH_FILE"),
+        ("cut.parquet", {}, "NO_SUCH_FILE"),
+        ("", {}, "NO_SUCH_FILE"),
+        ("a\0.parquet", {}, "NO_SUCH_FILE"),
+        ("a/" * 5000 + "b.parquet", {}, "NO_SUCH_FILE"),
+        ("bad.parquet", {"x": "a"}, "MISSING_VALUE"),
+        ("bad.parquet", {"x": ["s"]}, "NOT_NUMBERS"),
+        ("bad.parquet", {"x": ["z"]}, "UNKNOWN_COLUMN"),
+        ("long.parquet", {}, "TOO_MANY_ROWS"),
+    ],
+)
+def test_files_that_cannot_be_opened(reader: ServerProcess, root: Path, name, options, reason):
+    with warpfit.connect(reader.address) as client:
+        for path in {name, str(root.parent / "secret.parquet") if name == "" else name}:
+            with pytest.raises(warpfit.WarpfitError) as caught:
+                client.open(path, **options)
+            assert caught.value.reason == reason
+            assert path == name or str(root) not in str(caught.value)
+
+
+def test_without_a_folder_a_server_opens_nothing(client: warpfit.Client):
+    with pytest.raises(warpfit.UnimplementedError) as caught:
+        client.open("table.parquet")
+    assert caught.value.reason == "NO_DATA_ROOT"

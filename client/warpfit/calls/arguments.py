@@ -11,7 +11,8 @@ from numpy.typing import DTypeLike
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.progress import Progress
-from warpfit.dataset import ClientDataset, client_dataset, open_table
+from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
+from warpfit.dataset.layout import canonical_dtype
 from warpfit.errors import InvalidArgumentError
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import Evaluation, Loss, Precision, Tier
@@ -48,6 +49,19 @@ class SharedOptions(TypedDict, total=False):
     """Evaluator of a CUDA engine: ``"auto"`` (default), ``"interpreter"`` or ``"compiled"``."""
     timeout: float | None
     """Seconds for the whole call, retries and a repeated upload included; None for no limit."""
+
+
+class OpenOptions(TypedDict, total=False):
+    """Keywords of `open`."""
+
+    x: Sequence[str] | str | None
+    """Columns that are variables; by default all but ``y`` and ``weights``."""
+    y: str | None
+    """Column that is the target."""
+    weights: str | None
+    """Column of the rows' weights."""
+    dtype: DTypeLike
+    """float32 (default) or float64: what the server computes in."""
 
 
 class EvaluateOptions(SharedOptions, total=False):
@@ -90,6 +104,23 @@ def build_dataset(
 
     """
     return client_dataset(open_table(X, y, weights, x), names=names, dtype=dtype)
+
+
+def build_file(name: str, options: OpenOptions) -> ServerFile:
+    """Turn the arguments of `open` into a file of a server.
+
+    Raises:
+        InvalidArgumentError: if the dtype is neither float32 nor float64.
+
+    """
+    x = options.get("x") or ()
+    return ServerFile(
+        name=str(name),
+        x=(x,) if isinstance(x, str) else tuple(x),
+        y=options.get("y") or "",
+        weights=options.get("weights") or "",
+        dtype=canonical_dtype(options.get("dtype", "float32")),
+    )
 
 
 def build_evaluation(

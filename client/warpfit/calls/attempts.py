@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from warpfit import codec
 from warpfit.calls.progress import Progress, silent
 from warpfit.calls.retries import Deadline, Retries
-from warpfit.dataset import ClientDataset, changed_data
+from warpfit.dataset import ClientDataset, OpenedDataset, changed_data
 from warpfit.errors import (
     DatasetNotFoundError,
     DeadlineExceededError,
@@ -186,7 +186,15 @@ class Attempts:
     def send(
         self, server: Server, dataset: ClientDataset, retries: Retries, report: Progress
     ) -> Operation[None]:
-        """Upload a data set to a server."""
+        """Upload a data set to a server, or have the server read its file."""
+        if isinstance(dataset, OpenedDataset) and dataset.file is not None:
+            question = codec.open_message(dataset.file), UnaryCollector()
+            seconds = retries.deadline.remaining()
+            answer = yield from self.call(server, "OpenDataset", lambda: question, seconds)
+            if answer.message.content_id != dataset.content_id:
+                raise changed_data()
+            retries.restart()
+            return
         chunk_bytes = self.config.transport.chunk_bytes
 
         def attempt() -> tuple[UploadStream, UnaryCollector]:

@@ -23,7 +23,10 @@ class DatasetHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the numbers."""
-        return type(self), (DatasetReference(self.layout, self.content_id), *self._owner())
+        own = self.dataset
+        is_reference = isinstance(own, DatasetReference)
+        reference = own if is_reference else DatasetReference(self.layout, self.content_id)
+        return type(self), (reference, *self._owner())
 
     def _owner(self) -> tuple[Any, ...]:
         """Return the client that made the handle, as the constructor takes it."""

@@ -15,7 +15,14 @@ from functools import partial
 from typing import Any, Final, Self
 
 from warpfit import codec
-from warpfit.calls.arguments import EvaluateOptions, UploadOptions, build_dataset, build_evaluation
+from warpfit.calls.arguments import (
+    EvaluateOptions,
+    OpenOptions,
+    UploadOptions,
+    build_dataset,
+    build_evaluation,
+    build_file,
+)
 from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operation, T
 from warpfit.calls.batches import Parameters, PopulationCache
 from warpfit.calls.dataset_handle import DatasetHandle
@@ -36,7 +43,7 @@ from warpfit.calls.splitting import (
     split,
     token_weights,
 )
-from warpfit.dataset import ClientDataset, Layout
+from warpfit.dataset import ClientDataset, Layout, warn_of_lost_digits
 from warpfit.errors import (
     DatasetNotFoundError,
     ProgramError,
@@ -100,6 +107,14 @@ class ClientOperations:
                 others = [server for server in homes if server not in asked]
                 yield from attempts.at_each(others, make_resident, retries.deadline)
         return dataset
+
+    def open(self, name: str, options: OpenOptions) -> Operation[ClientDataset]:
+        """Have a server read a data set from a file of its own."""
+        file = build_file(name, options)
+        message = codec.open_message(file)
+        answer = yield from self._unary("OpenDataset", message, self._retries(None))
+        warn_of_lost_digits(answer.lost_digits)
+        return codec.opened_dataset(answer, file)
 
     def run(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from warpfit.codec.framing import (
     WIRE_DTYPES,
@@ -11,7 +13,7 @@ from warpfit.codec.framing import (
     read_varint,
     varint,
 )
-from warpfit.dataset import DTYPES, ClientDataset, Layout
+from warpfit.dataset import DTYPES, ClientDataset, Layout, OpenedDataset, ServerFile
 from warpfit.errors import InvalidArgumentError
 from warpfit.v1 import evaluator_pb2 as pb
 
@@ -39,15 +41,8 @@ def layout_from_message(message: pb.DatasetLayout) -> Layout:
         InvalidArgumentError: for an unknown dtype, no rows, or names that do not fit.
 
     """
-    if message.dtype not in DTYPES:
-        raise InvalidArgumentError(
-            f"dtype {message.dtype} is not supported",
-            "BAD_DTYPE",
-            "Send DTYPE_FLOAT32 or DTYPE_FLOAT64",
-            "layout.dtype",
-        )
     layout = Layout(
-        dtype=DTYPES[message.dtype],
+        dtype=_dtype(message.dtype, "layout.dtype"),
         variables=message.variables,
         rows=message.rows,
         has_target=message.has_target,
@@ -56,6 +51,17 @@ def layout_from_message(message: pb.DatasetLayout) -> Layout:
     )
     layout.check()
     return layout
+
+
+def _dtype(code: int, field: str) -> np.dtype[Any]:
+    if code not in DTYPES:
+        raise InvalidArgumentError(
+            f"dtype {code} is not supported",
+            "BAD_DTYPE",
+            "Send DTYPE_FLOAT32 or DTYPE_FLOAT64",
+            field,
+        )
+    return DTYPES[code]
 
 
 def upload_messages(dataset: ClientDataset, chunk_bytes: int) -> Iterator[bytes]:
@@ -68,6 +74,29 @@ def upload_messages(dataset: ClientDataset, chunk_bytes: int) -> Iterator[bytes]
     yield pb.UploadVariablesRequest(header=header).SerializeToString()
     for chunk in dataset.chunks(chunk_bytes):
         yield b"".join((_DATA_TAG, varint(len(chunk)), chunk))
+
+
+def open_message(file: ServerFile) -> pb.OpenDatasetRequest:
+    """Encode the request of OpenDataset."""
+    return pb.OpenDatasetRequest(
+        name=file.name, x=file.x, y=file.y, weights=file.weights, dtype=WIRE_DTYPES[file.dtype]
+    )
+
+
+def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
+    """Decode the request of OpenDataset.
+
+    Raises:
+        InvalidArgumentError: for an unknown dtype.
+
+    """
+    dtype = _dtype(message.dtype, "dtype")
+    return ServerFile(message.name, tuple(message.x), message.y, message.weights, dtype)
+
+
+def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> OpenedDataset:
+    """Decode the answer to OpenDataset."""
+    return OpenedDataset(layout_from_message(message.layout), message.content_id, file=file)
 
 
 def get_message(dataset: ClientDataset) -> pb.GetVariablesRequest:
@@ -146,9 +175,10 @@ def check_content_id(content_id: bytes) -> bytes:
     return content_id
 
 
-def dataset_info(content_id: bytes, layout: Layout) -> pb.DatasetInfo:
-    """Encode the answer to UploadVariables and GetVariables."""
-    return pb.DatasetInfo(content_id=content_id, layout=layout_to_message(layout))
+def dataset_info(content_id: bytes, layout: Layout, lost_digits: str = "") -> pb.DatasetInfo:
+    """Encode the answer to UploadVariables, OpenDataset and GetVariables."""
+    layout_message = layout_to_message(layout)
+    return pb.DatasetInfo(content_id=content_id, layout=layout_message, lost_digits=lost_digits)
 
 
 def dataset_info_from_bytes(data: bytes) -> pb.DatasetInfo:

@@ -4,13 +4,21 @@ from warpfit.dataset.canonical import (
     ClientDataset,
     Dataset,
     DatasetReference,
+    OpenedDataset,
     PayloadDigest,
+    ServerFile,
+    blocks_of,
     client_dataset,
 )
-from warpfit.dataset.checks import PrecisionWarning, check_weights
+from warpfit.dataset.checks import (
+    PrecisionWarning,
+    RoundingCheck,
+    check_weights,
+    warn_of_lost_digits,
+)
 from warpfit.dataset.layout import DTYPE_CODES, DTYPES, Layout
 from warpfit.dataset.sources import changed_data
-from warpfit.dataset.tables import open_table
+from warpfit.dataset.tables import Table, open_table
 
 __all__ = [
     "DTYPES",
@@ -19,10 +27,16 @@ __all__ = [
     "Dataset",
     "DatasetReference",
     "Layout",
+    "OpenedDataset",
     "PayloadDigest",
     "PrecisionWarning",
+    "RoundingCheck",
+    "ServerFile",
+    "Table",
+    "blocks_of",
     "changed_data",
     "check_weights",
     "client_dataset",
     "open_table",
+    "warn_of_lost_digits",
 ]

@@ -200,13 +200,13 @@ class ColumnsInPlace:
             InvalidArgumentError: if a file or table is not what it was any more.
 
         """
-        return _cut((block.numbers for block in _blocks(self.layout, self.sources)), size)
+        return _cut((block.numbers for block in blocks_of(self.layout, self.sources)), size)
 
     def every(self, step: int) -> NDArray[Any]:
         """Return some rows of all columns, as `Dataset.every`."""
         rows = -(-self.layout.rows // step)
         taken = np.empty((self.layout.columns, rows), self.layout.dtype)
-        for block in _blocks(self.layout, self.sources):
+        for block in blocks_of(self.layout, self.sources):
             part = block.numbers[:, -block.start % step :: step]
             first = -(-block.start // step)
             columns = slice(block.first, block.first + len(part))
@@ -235,6 +235,34 @@ class DatasetReference:
         return DatasetNotFoundError(
             "the data set is not resident, and its numbers are in another process",
             remedy="Upload it here: client.upload(X, y) sends nothing to servers that have it",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFile:
+    """A Parquet file on servers, and the columns of it that make a data set."""
+
+    name: str
+    """Path below the server's folder of data."""
+    x: tuple[str, ...]
+    """Variables; empty for all columns but the other two."""
+    y: str
+    """Target, or empty."""
+    weights: str
+    """Weights, or empty."""
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedDataset(DatasetReference):
+    """A data set that servers read from a file of theirs."""
+
+    file: ServerFile | None = None
+
+    def _missing(self) -> DatasetNotFoundError:
+        return DatasetNotFoundError(
+            "the numbers are on the server alone",
+            remedy="Upload them for this: client.upload(X, y)",
         )
 
 
@@ -326,14 +354,14 @@ def content_id(
     rounding = RoundingCheck(layout)
     digest = PayloadDigest(layout, BLOCK_BYTES if matrix is None else math.inf)
     with closing(digest):
-        for block in _blocks(layout, sources, matrix):
+        for block in blocks_of(layout, sources, matrix):
             rounding.check(block.numbers, block.given, block.first, block.start)
             digest.update(block.numbers.data)
         tell(rounding.lost_digits())
         return digest.finish()
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """All rows of some columns, or some rows of one."""
 
     numbers: NDArray[Any]
@@ -346,9 +374,9 @@ class _Block(NamedTuple):
     """Index of the first row."""
 
 
-def _blocks(
+def blocks_of(
     layout: Layout, sources: Iterable[Columns], matrix: NDArray[Any] | None = None
-) -> Iterator[_Block]:
+) -> Iterator[Block]:
     """Yield the payload block after block; ``matrix`` is as for `content_id`."""
     first = start = 0
     for source in sources:
@@ -357,7 +385,7 @@ def _blocks(
             if first + columns > layout.columns or start + rows > layout.rows:
                 raise changed_data()
             out = None if matrix is None else matrix[first : first + columns, start : start + rows]
-            yield _Block(_converted(given, layout.dtype, out), given, first, start)
+            yield Block(_converted(given, layout.dtype, out), given, first, start)
             start += rows
             if start == layout.rows:
                 first, start = first + columns, 0

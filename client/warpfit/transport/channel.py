@@ -226,6 +226,7 @@ class _Methods:
                 pb.OptimizeResponse.FromString,
             ),
             "UploadVariables": channel.stream_unary(*upload),
+            "OpenDataset": stub.OpenDataset,
             "GetVariables": stub.GetVariables,
             "ReleaseVariables": stub.ReleaseVariables,
             "GetServerInfo": stub.GetServerInfo,

@@ -120,13 +120,29 @@ class UploadHeader(_message.Message):
     content_id: bytes
     def __init__(self, layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., content_id: _Optional[bytes] = ...) -> None: ...
 
+class OpenDatasetRequest(_message.Message):
+    __slots__ = ("name", "x", "y", "weights", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    X_FIELD_NUMBER: _ClassVar[int]
+    Y_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    x: _containers.RepeatedScalarFieldContainer[str]
+    y: str
+    weights: str
+    dtype: DType
+    def __init__(self, name: _Optional[str] = ..., x: _Optional[_Iterable[str]] = ..., y: _Optional[str] = ..., weights: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
+
 class DatasetInfo(_message.Message):
-    __slots__ = ("content_id", "layout")
+    __slots__ = ("content_id", "layout", "lost_digits")
     CONTENT_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LOST_DIGITS_FIELD_NUMBER: _ClassVar[int]
     content_id: bytes
     layout: DatasetLayout
-    def __init__(self, content_id: _Optional[bytes] = ..., layout: _Optional[_Union[DatasetLayout, _Mapping]] = ...) -> None: ...
+    lost_digits: str
+    def __init__(self, content_id: _Optional[bytes] = ..., layout: _Optional[_Union[DatasetLayout, _Mapping]] = ..., lost_digits: _Optional[str] = ...) -> None: ...
 
 class GetVariablesRequest(_message.Message):
     __slots__ = ("content_id",)

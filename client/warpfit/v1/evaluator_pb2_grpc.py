@@ -39,6 +39,11 @@ class EvaluatorStub(object):
                 request_serializer=warpfit_dot_v1_dot_evaluator__pb2.UploadVariablesRequest.SerializeToString,
                 response_deserializer=warpfit_dot_v1_dot_evaluator__pb2.DatasetInfo.FromString,
                 _registered_method=True)
+        self.OpenDataset = channel.unary_unary(
+                '/warpfit.v1.Evaluator/OpenDataset',
+                request_serializer=warpfit_dot_v1_dot_evaluator__pb2.OpenDatasetRequest.SerializeToString,
+                response_deserializer=warpfit_dot_v1_dot_evaluator__pb2.DatasetInfo.FromString,
+                _registered_method=True)
         self.GetVariables = channel.unary_unary(
                 '/warpfit.v1.Evaluator/GetVariables',
                 request_serializer=warpfit_dot_v1_dot_evaluator__pb2.GetVariablesRequest.SerializeToString,
@@ -79,6 +84,19 @@ class EvaluatorServicer(object):
         one), BAD_DIGEST (content_id does not match the content), TRUNCATED_UPLOAD, SURPLUS_UPLOAD.
         RESOURCE_EXHAUSTED: DATASET_TOO_LARGE, TOO_MANY_ROWS, TOO_MANY_NAMES, NAMES_TOO_LONG, MEMORY,
         TOO_MANY_REQUESTS. FAILED_PRECONDITION: DATASET_QUARANTINED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenDataset(self, request, context):
+        """Make columns of a Parquet file resident that the server itself reads. The answer has the content
+        id, by which the data set is used and released like an uploaded one; after NOT_FOUND for it,
+        open it again. A file that is resident already is not read again.
+
+        UNIMPLEMENTED: NO_DATA_ROOT (this server reads no files). INVALID_ARGUMENT: NO_SUCH_FILE,
+        UNKNOWN_COLUMN, NOT_NUMBERS, MISSING_VALUE, OVERFLOW, BAD_WEIGHT, BAD_DTYPE, DATA_CHANGED,
+        EMPTY_DATASET. RESOURCE_EXHAUSTED, FAILED_PRECONDITION: as UploadVariables.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,6 +170,11 @@ def add_EvaluatorServicer_to_server(servicer, server):
                     request_deserializer=warpfit_dot_v1_dot_evaluator__pb2.UploadVariablesRequest.FromString,
                     response_serializer=warpfit_dot_v1_dot_evaluator__pb2.DatasetInfo.SerializeToString,
             ),
+            'OpenDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenDataset,
+                    request_deserializer=warpfit_dot_v1_dot_evaluator__pb2.OpenDatasetRequest.FromString,
+                    response_serializer=warpfit_dot_v1_dot_evaluator__pb2.DatasetInfo.SerializeToString,
+            ),
             'GetVariables': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVariables,
                     request_deserializer=warpfit_dot_v1_dot_evaluator__pb2.GetVariablesRequest.FromString,
@@ -204,6 +227,33 @@ class Evaluator(object):
             target,
             '/warpfit.v1.Evaluator/UploadVariables',
             warpfit_dot_v1_dot_evaluator__pb2.UploadVariablesRequest.SerializeToString,
+            warpfit_dot_v1_dot_evaluator__pb2.DatasetInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/warpfit.v1.Evaluator/OpenDataset',
+            warpfit_dot_v1_dot_evaluator__pb2.OpenDatasetRequest.SerializeToString,
             warpfit_dot_v1_dot_evaluator__pb2.DatasetInfo.FromString,
             options,
             channel_credentials,

@@ -158,7 +158,7 @@ class DatasetStore:
 
         Args:
             layout: of the data set.
-            content_id: SHA-256 that the content must have.
+            content_id: SHA-256 that the content must have; empty to take what it has.
             tenant: to whom it will belong.
             limits: the tenant's, by default the server's.
 

@@ -19,7 +19,7 @@ class Upload:
 
     Args:
         layout: its layout.
-        content_id: SHA-256 that its content must have.
+        content_id: SHA-256 that its content must have; empty to take what it has.
         tenant: owner.
         segment: where its payload goes.
         cost: bytes that it will count for.
@@ -44,9 +44,13 @@ class Upload:
         self.budget = budget
         self.reserved = 0
         """Bytes that it counts for now."""
-        self.key = key_of(tenant, content_id)
         self._digest = PayloadDigest(layout, _UNHASHED_BYTES)
         self._received = 0
+
+    @property
+    def key(self) -> bytes:
+        """Its name in this server, once the content id is known."""
+        return key_of(self.tenant, self.content_id)
 
     def check(self, data: memoryview) -> None:
         """Check that there is room for the next bytes of the payload.
@@ -85,6 +89,7 @@ class Upload:
                 "data",
             )
         digest = self._digest.finish()
+        self.content_id = self.content_id or digest
         if digest != self.content_id:
             raise InvalidArgumentError(
                 f"the content hashes to {digest.hex()[:16]}..., "

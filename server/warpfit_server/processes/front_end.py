@@ -52,7 +52,7 @@ _IDLE_SECONDS: Final = 1.0
 #: gRPC reports this or more remaining seconds for calls without a deadline.
 _NO_DEADLINE: Final = 1e8
 #: Unary methods that the main process answers.
-_FORWARDED: Final = ("GetVariables", "ReleaseVariables", "GetServerInfo")
+_FORWARDED: Final = ("OpenDataset", "GetVariables", "ReleaseVariables", "GetServerInfo")
 
 #: What stands for a data set that an engine has loaded.
 _LOADED: Final[Future[None]] = Future()

@@ -29,6 +29,7 @@ from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, ServerInfo
 from warpfit.v1 import evaluator_pb2 as pb
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
+from warpfit_server.data.files import DataFolder
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.in_flight_request import InFlightRequest
 from warpfit_server.ipc.quarantine import Quarantine
@@ -44,6 +45,7 @@ from warpfit_server.limits import (
 )
 from warpfit_server.observability import calls
 from warpfit_server.tenancy.admission import Admission, CallCost
+from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of, tenant_of
 
 #: Time kept for the last pass and the way back of a partial answer, and as a share of the deadline.
@@ -211,6 +213,7 @@ class MainServicer(ComputeServicer):
     def __init__(
         self,
         datasets: DatasetStore,
+        folder: DataFolder,
         host: EngineHost,
         lease: Lease,
         router: Router,
@@ -220,6 +223,8 @@ class MainServicer(ComputeServicer):
     ) -> None:
         super().__init__(lease, router, admission, chunk_bytes)
         self._datasets = datasets
+        self._folder = folder
+        self._reading = TenantSemaphore()
         self._host = host
         self._on_release = on_release
 
@@ -228,6 +233,7 @@ class MainServicer(ComputeServicer):
         return {
             **super().handlers(),
             "UploadVariables": grpc.stream_unary_rpc_method_handler(self.upload_variables),
+            "OpenDataset": grpc.unary_unary_rpc_method_handler(self.open_dataset),
             "GetVariables": grpc.unary_unary_rpc_method_handler(self.get_variables),
             "ReleaseVariables": grpc.unary_unary_rpc_method_handler(self.release_variables),
             "GetServerInfo": grpc.unary_unary_rpc_method_handler(self.get_server_info),
@@ -252,14 +258,44 @@ class MainServicer(ComputeServicer):
         except BaseException:
             self._datasets.abandon(upload)
             raise
+        self._place(key)
+        calls.record_upload(layout.nbytes)
+        return codec.dataset_info(content_id, layout).SerializeToString()
+
+    def open_dataset(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """Read a data set from a file of the server; few calls of a tenant do so at a time."""
+        request = codec.parse_message(pb.OpenDatasetRequest, message)
+        tenant, file = tenant_of(context), codec.open_request(request)
+        limits = self._admission.limits(tenant)
+        check_names(file.x, limits)
+        self._reading.acquire(tenant)
+        try:
+            _check_wanted(context)
+            known = self._folder.known(file)
+            if known is not None:  # another call may have read it meanwhile
+                key = key_of(tenant, known[0])
+                with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
+                    info = codec.dataset_info(known[0], dataset.layout, known[1])
+                    return info.SerializeToString()
+            dataset, lost_digits = self._folder.read(
+                file, tenant, limits, lambda: _check_wanted(context)
+            )
+        finally:
+            self._reading.release(tenant)
+        self._host.quarantine.suspects.check_dataset(dataset.key)
+        self._place(dataset.key)
+        calls.record_upload(dataset.layout.nbytes)
+        info = codec.dataset_info(dataset.content_id, dataset.layout, lost_digits)
+        return info.SerializeToString()
+
+    def _place(self, key: bytes) -> None:
+        """Have an engine load a data set that has come, or release it."""
         with self._datasets.lease(key) as dataset:
             try:
                 self._host.place(dataset)
             except WarpfitError:
                 self._datasets.release(key)
                 raise
-        calls.record_upload(layout.nbytes)
-        return codec.dataset_info(content_id, layout).SerializeToString()
 
     def get_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Describe a data set if it is resident, and renew its lease."""

@@ -35,6 +35,9 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
         serialized = (request.SerializeToString() for request in requests)
         return self._answer("UploadVariables", serialized, context)[0]
 
+    def OpenDataset(self, request, context):
+        return self._answer("OpenDataset", request, context)[0]
+
     def GetVariables(self, request, context):
         return self._answer("GetVariables", request, context)[0]
 

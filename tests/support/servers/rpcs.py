@@ -46,6 +46,7 @@ def optimize_request(content_id: bytes) -> pb.OptimizeRequest:
 #: Of each method: whether requests and answers are streams, and a request for a data set.
 METHODS: dict[str, tuple[bool, bool, Callable[[Dataset], Any]]] = {
     "UploadVariables": (True, False, lambda d: codec.upload_messages(d, 64)),
+    "OpenDataset": (False, False, lambda d: pb.OpenDatasetRequest(name="a.parquet")),
     "GetVariables": (False, False, codec.get_message),
     "Evaluate": (False, True, lambda d: evaluate_request(d.content_id)),
     "Optimize": (False, True, lambda d: optimize_request(d.content_id)),
