@@ -77,6 +77,7 @@ class _Search:
     loss: float = math.nan
     initial_loss: float = math.nan
     allowed: float = math.nan
+    """Highest loss of a simpler formula; NaN, which allows none, if the given one has no loss."""
     done: bool = False
     tried: set[Program] = field(default_factory=set)
     history: list[Program] = field(default_factory=list)
@@ -127,12 +128,12 @@ def _begin(
         column = np.where(np.isnan(table[:, place]), math.inf, table[:, place])
         best = int(np.argmin(column))
         search.program = choices[best][place]
-        search.initial_loss = search.loss = float(column[best])
-        search.allowed = search.loss + settings.tolerance * abs(search.loss)
-        if math.isfinite(floor):
-            search.allowed += floor
-        search.done = not math.isfinite(search.loss)
+        search.initial_loss = search.loss = float(table[best, place])
         search.history = [search.program]
+        search.done = not math.isfinite(search.loss)
+        if not search.done:
+            search.allowed = search.loss + settings.tolerance * abs(search.loss)
+            search.allowed += floor if math.isfinite(floor) else 0.0
 
 
 def _choose(

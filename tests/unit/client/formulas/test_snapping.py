@@ -52,6 +52,15 @@ def test_noisy_data_allow_short_constants_up_to_the_tolerance(client, loss, dtyp
     assert "sin(b)" in str(found)
 
 
+def test_formulas_without_a_loss_come_back_by_the_exact_rules_alone(client):
+    data = client.upload(X, EXACT)
+    given = ["log(x1 - 9.87654)*2*x2", "1.23456*x1/(x2 - x2)"]
+    found = client.simplify(data, given)
+    assert found.programs == [parse(t).simplify() for t in given]
+    np.testing.assert_array_equal(found.loss, [np.nan, np.inf])
+    np.testing.assert_array_equal(found.initial_loss, found.loss)
+
+
 def test_the_async_client_simplifies_too():
     async def run():
         async with warpfit.testing.async_client() as client:
