@@ -128,19 +128,7 @@ def start(
     ray, end = _connected(), time.monotonic() + timeout
     _check(namespace)
     require_server()
-    on_cpu = devices.startswith("cpu")
-    nodes = {
-        node["NodeID"]: 0.0 if on_cpu else node["Resources"].get("GPU", 0.0)
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    wanted = {node: gpus for node, gpus in nodes.items() if gpus or on_cpu}
-    if not wanted:
-        raise InvalidArgumentError(
-            "no node of the Ray cluster has a GPU",
-            "NO_GPU_NODES",
-            "Give devices='cpu' (`--devices cpu`) for servers on all nodes",
-        )
+    wanted = _gpus_of_nodes(ray, devices)
     used = {node for _, node in _described(namespace)}
     insecure = () if "--tls-cert" in " ".join(flags) else ("--insecure",)
     for node, gpus in wanted.items():
@@ -201,6 +189,27 @@ def ray_target(address: str) -> Target:
 
 
 # ---------------------------------------------------------------------------------------- actors
+
+
+def _gpus_of_nodes(ray: Any, devices: str) -> dict[str, float]:
+    """Return the nodes that get a server, and how many GPUs each reserves."""
+    on_cpu = re.fullmatch(r"cpu(:\d+)?", devices) is not None
+    if not on_cpu and devices != "all":
+        raise InvalidArgumentError(
+            f"devices cannot be {devices!r} on a Ray cluster",
+            "BAD_DEVICES",
+            "Give all, whose GPUs Ray reserves, cpu or cpu:N",
+            "devices",
+        )
+    nodes = {n["NodeID"]: n["Resources"].get("GPU", 0.0) for n in ray.nodes() if n["Alive"]}
+    found = {node: 0.0 if on_cpu else gpus for node, gpus in nodes.items() if gpus or on_cpu}
+    if not found:
+        raise InvalidArgumentError(
+            "no node of the Ray cluster has a GPU",
+            "NO_GPU_NODES",
+            "Give devices='cpu' (`--devices cpu`) for servers on all nodes",
+        )
+    return found
 
 
 def _place(

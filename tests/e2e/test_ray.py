@@ -46,6 +46,8 @@ def test_what_is_not_there_is_named(cluster):
         client.info()
     with pytest.raises(InvalidArgumentError, match="no node of the Ray cluster has a GPU"):
         warpfit.ray.start(cluster.namespace)
+    with pytest.raises(InvalidArgumentError, match="devices cannot be '0,1'"):
+        warpfit.ray.start(cluster.namespace, devices="0,1")
     with pytest.raises(InvalidArgumentError, match="is no namespace"):
         warpfit.connect("ray://localhost:10001")
     with pytest.raises(UnavailableError, match=r"did not start: .* ended with status 2"):
