@@ -24,7 +24,8 @@ COMMANDS = {
     "server/README.md": ("serve", "eval"),
     "server/OPERATING.md": ("serve",),
     "server/SECURITY.md": ("serve", "eval"),
-    "deploy/README.md": ("serve",),
+    "deploy/README.md": ("serve", "precompile", "ray up"),
+    "tests/bench/README.md": ("serve",),
     "client/warpfit/bench/README.md": ("bench", "bench load"),
 }
 EXAMPLE = "client/examples/diabetes_gp.py"
@@ -65,7 +66,8 @@ def test_commands_have_these_flags(path: str):
     commands = [code for code in inline_code(path) if re.match(r"(\.venv/bin/)?warpfit \w", code)]
     for code in commands:
         words = code.removeprefix(".venv/bin/").split()[1:]
-        name = " ".join(words[: 2 if words[:2] in (["bench", "load"], ["bench", "report"]) else 1])
+        has_two = words[0] == "ray" or words[1:2] in (["load"], ["report"])
+        name = " ".join(words[: 2 if has_two else 1])
         assert flags_in(code) <= flags_of(name) | {"--help"}, code
 
 
@@ -77,7 +79,7 @@ def test_flags_that_stand_alone_are_flags_of_something(path: str):
     for code in inline_code(path):
         if code.startswith("--set "):
             values({code.split()[1].partition("=")[0]: None})
-        elif code.startswith("--") and code != "--some-name":
+        elif code.startswith("--") and code not in ("--", "--some-name"):
             assert flags_in(code) <= known | {"--help"}, code
 
 
