@@ -114,6 +114,10 @@ class KnownSuspects:
             raise _refusal("batch", "programs", "Leave expressions out to find the one to blame")
         return max(known.suspects.get(dataset, 0.0), known.suspects.get(name, 0.0))
 
+    def is_suspect(self, dataset: bytes) -> bool:
+        """Return whether engines may have died of a data set, or of batches on it."""
+        return dataset in self._known.suspects
+
     def check_dataset(self, dataset: bytes) -> None:
         """Check that a data set is not in quarantine.
 

@@ -51,8 +51,9 @@ class Leased(Protocol):
     def load(self, engine: int) -> Future[None]:
         """Have an engine load it, unless it has.
 
-        The future fails with ResourceExhaustedError if the device has no room, and with
-        FailedPreconditionError if engines have died of the data set.
+        The future fails with ResourceExhaustedError if the device has no room, with
+        FailedPreconditionError if engines have died of the data set, and with UnavailableError if
+        one may have.
         """
 
 
@@ -157,6 +158,8 @@ class Router:
                     data.load(number).result()
             except ResourceExhaustedError as error:
                 refusal = refusal or error
+                continue
+            except UnavailableError:  # it may have crashed another engine
                 continue
             request.device = self._labels[number]
             request.on_end = self._charge(number, nanoseconds)

@@ -314,12 +314,12 @@ class EngineSupervisor:
             self._process_number = next(self._process_numbers)
             self._loads_at_start = set()
             self._out_of_memory = out_of_memory_kills()
-        loading: bytes | None = None
+        lost: dict[bytes, Future[None]] = {}
         try:
             while True:
                 self._handle(channel, *channel.receive())
         except ChannelClosedError:
-            loading = self._lose_engine()
+            lost = self._lose_engine()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_EXIT_SECONDS)
         finally:
@@ -327,7 +327,9 @@ class EngineSupervisor:
             process.kill()
         code = process.wait()
         if not self._stopping.is_set():
-            self._record_death(code, loading)
+            self._record_death(code, next(iter(lost), None))  # it loads them in their order
+        for future in lost.values():
+            future.set_result(None)  # the next engine loads it as it starts
         return code
 
     def _handle(self, channel: Channel, message: messages.Message, descriptors: list[int]) -> None:
@@ -379,17 +381,14 @@ class EngineSupervisor:
             _LOG.warning("data set %s on %s: %s", name, self.device.label, message.error)
             future.set_exception(message.error)
 
-    def _lose_engine(self) -> bytes | None:
-        """Go on without an engine; return the data set that it was loading, if any."""
+    def _lose_engine(self) -> dict[bytes, Future[None]]:
+        """Go on without an engine; return the data sets that it had not loaded yet, in order."""
         with self._lock:
             self._channel = None
             loads, self._loads = self._loads, {}
         self.connection.shut()
         self.on_loss()
-        unfinished = {key: future for key, future in loads.items() if not future.done()}
-        for future in unfinished.values():
-            future.set_result(None)
-        return next(iter(unfinished), None)  # it loads them in the order in which they were sent
+        return {key: future for key, future in loads.items() if not future.done()}
 
     def _record_death(self, code: int, loading: bytes | None) -> None:
         """Count why an engine has ended, and let the quarantine know.

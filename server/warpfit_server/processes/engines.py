@@ -16,6 +16,7 @@ from warpfit.errors import ResourceExhaustedError, UnavailableError
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
+from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
@@ -159,5 +160,14 @@ class HostLease:
         return self._engines.supervisors[engine].has(self._dataset.key)
 
     def load(self, engine: int) -> Future[None]:
-        """Have an engine load the data set, unless it has."""
+        """Have an engine load the data set, unless it has.
+
+        The future fails with UnavailableError if the data set may have crashed another engine,
+        which finds out as it starts.
+        """
+        holders, key = self._engines.holders(self._dataset.key), self._dataset.key
+        if holders and engine not in holders and self._engines.quarantine.suspects.is_suspect(key):
+            refused: Future[None] = Future()
+            refused.set_exception(unavailable())
+            return refused
         return self._engines.supervisors[engine].load(self._dataset)

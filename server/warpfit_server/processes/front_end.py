@@ -96,11 +96,12 @@ class _LeasedDataset:
         return load is not None and load.done() and load.exception() is None
 
     def load(self, engine: int) -> Future[None]:
-        """Have an engine load the data set, unless it has or cannot."""
+        """Have an engine load the data set, unless it has or has no room."""
         with self._lock:
-            if engine not in self.loads:
-                self.loads[engine] = self._request_load(engine, self._key)
-            return self.loads[engine]
+            load = self.loads.get(engine)
+            if load is None or (load.done() and isinstance(load.exception(), UnavailableError)):
+                load = self.loads[engine] = self._request_load(engine, self._key)
+            return load
 
 
 class BorrowedLeases:
