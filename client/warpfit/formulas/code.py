@@ -21,11 +21,14 @@ import numpy as np
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.printing import to_text
+from warpfit.formulas.rules import check_length
 from warpfit.ops import CONSTANT, KERNEL_FUNCTIONS, VARIABLE, Operator
 
 if TYPE_CHECKING:
     from warpfit.ir import Program
 
+#: Most tokens of a program; the time grows with the square of the length, to a second.
+_MOST_TOKENS: Final = 10_000
 #: Longest operand, in nodes of its syntax tree, that is not given a name of its own.
 _LONGEST: Final = 40
 _ARC: Final = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "atan2": "arctan2"}
@@ -113,12 +116,13 @@ _PRINTERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = MappingProxyType
 #: Functions that a language lacks: what is imported, and what is called instead.
 _ERF: Final = {
     "numpy": ("import math", "np.vectorize(math.erf, otypes=[float])"),
-    "jax": ("import jax", "jax.scipy.special.erf"),
+    "jax": ("import jax.scipy.special", "jax.scipy.special.erf"),
 }
 
 
 def to_code(program: Program, language: str, names: Sequence[str] = ()) -> str:
     """Return a program as source text; see `warpfit.Program.code`."""
+    check_length(program, _MOST_TOKENS, "code")
     if language in LANGUAGES:
         return _Writer(language, names).source(program)
     if language in _PRINTERS:
@@ -325,15 +329,15 @@ def _without_constant_operands(program: Program) -> Program:
 
 def _identifiers(count: int, names: Sequence[str]) -> list[str]:
     """Return names for the columns that every language takes, all different."""
-    found: list[str] = []
+    found: dict[str, None] = {}
     for index in range(count):
         name = names[index] if index < len(names) else ""
         is_plain = _IDENTIFIER.fullmatch(name) and name not in _WORDS
         name = name if is_plain else f"x{index + 1}"
         while name in found:
             name += "_"
-        found.append(name)
-    return found
+        found[name] = None
+    return list(found)
 
 
 def _comment(text: str) -> str:

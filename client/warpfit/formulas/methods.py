@@ -114,6 +114,7 @@ def code(program: Program, language: str, names: Sequence[str] = ()) -> str:
     Raises:
         InvalidArgumentError: for another language, an operator that SymPy does not print in it, or
             if SymPy is needed and missing.
+        ResourceExhaustedError: if the program has more than 10,000 tokens.
 
     """
     with _sympy_needed():

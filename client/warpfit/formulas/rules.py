@@ -78,13 +78,7 @@ def simplified(program: Program, assume_defined: bool = False) -> Program:
         ResourceExhaustedError: if the program has more than `MOST_TOKENS` tokens.
 
     """
-    if len(program) > MOST_TOKENS:
-        raise ResourceExhaustedError(
-            f"the program has {len(program)} tokens, and simplification takes {MOST_TOKENS}",
-            "PROGRAM_TOO_LONG",
-            "Simplify its parts",
-            "programs",
-        )
+    check_length(program, MOST_TOKENS, "simplification")
     rules = Rules(assume_defined)
     seen = [program]
     while len(seen) <= _MOST_ROUNDS:
@@ -94,6 +88,22 @@ def simplified(program: Program, assume_defined: bool = False) -> Program:
             return min(seen[seen.index(following) :], key=lambda p: (len(p), p.codes.tobytes()))
         seen.append(following)
     return seen[-1]
+
+
+def check_length(program: Program, most: int, what: str) -> None:
+    """Check that a program has at most so many tokens.
+
+    Raises:
+        ResourceExhaustedError: if not.
+
+    """
+    if len(program) > most:
+        raise ResourceExhaustedError(
+            f"the program has {len(program)} tokens, {what} takes {most}",
+            "PROGRAM_TOO_LONG",
+            "Simplify or write its parts",
+            "programs",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from warpfit import InvalidArgumentError, Program, parse
+from warpfit import InvalidArgumentError, Program, ResourceExhaustedError, parse
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.code import LANGUAGES
 from warpfit.ops import OPERATORS, VARIABLE
@@ -123,6 +123,8 @@ def test_jax_text_calls_functions_that_numpy_has_too(monkeypatch):
     jax.scipy = types.SimpleNamespace(special=types.SimpleNamespace(erf=OPERATORS["erf"].numpy))
     monkeypatch.setitem(sys.modules, "jax", jax)
     monkeypatch.setitem(sys.modules, "jax.numpy", np)
+    for name in ("jax.scipy", "jax.scipy.special"):
+        monkeypatch.setitem(sys.modules, name, jax.scipy)
     check_all(lambda program: run(program.code("jax", NAMES)))
 
 
@@ -179,6 +181,13 @@ def test_other_languages_and_missing_printers_are_errors():
         parse("x1").code("cobol")
     with pytest.raises(InvalidArgumentError, match="SymPy writes no rust"):
         parse("erf(x1) + floor(x2)").code("rust")
+
+
+def test_long_and_deep_programs_are_written_up_to_a_limit():
+    chain = Program([VARIABLE, *[OPERATORS["sin"].code] * 9_999], [0.0] * 10_000)
+    assert np.abs(chain.to_numpy()(np.ones((1, 1)))) < 0.1
+    with pytest.raises(ResourceExhaustedError, match="10001 tokens"):
+        Program.apply("sin", chain).code("c")
 
 
 def test_variables_are_named_by_what_they_are_called():
