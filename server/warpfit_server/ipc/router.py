@@ -33,8 +33,6 @@ _EQUAL_PART: Final = 0.5
 _LEAST_PART: Final = 2_000_000
 #: An engine is idle for a request if its outstanding work is at most this part of the request.
 _IDLE_PART: Final = 0.1
-#: Most sums over rows that CPU engines add up over the same spans of rows in any batch.
-_MOST_CPU_SUMS: Final = 2**19
 _MASK, _MIXER = 2**32 - 1, 2654435761
 
 
@@ -73,7 +71,6 @@ class Router:
         self._connections = connections
         self._labels = labels
         self._table = table
-        self._is_cpu = labels[0].startswith("cpu")
         self.serving: frozenset[str] = frozenset()
         """Labels of the devices that answer rightly; calls avoid the others where they can."""
 
@@ -209,10 +206,8 @@ class Router:
         evaluation = request.evaluation
         if self._connections[0].suspects.check(evaluation.dataset_id, request.digest):
             return False
-        if request.is_fit and evaluation.precision is Precision.FAST:
-            return False  # one search that leaves the range of float32 has all computed precisely
-        # CPU engines add up so many sums over fewer spans of rows, which may round otherwise.
-        return not self._is_cpu or _most_sums(request) <= _MOST_CPU_SUMS
+        # In fast mode one search that leaves the range of float32 has all computed precisely.
+        return not (request.is_fit and evaluation.precision is Precision.FAST)
 
     def _charge(self, number: int, nanoseconds: int) -> Callable[[], None]:
         """Count outstanding work of an engine; return what ends that."""
@@ -232,17 +227,3 @@ def equal_bounds(batch: Batch, parts: int) -> list[int]:
     inner = np.searchsorted(starts, starts[-1] * numbers / parts)
     inner = numbers + np.maximum.accumulate(np.maximum(inner, numbers) - numbers)  # ascending
     return [0, *np.minimum(inner, len(batch) - parts + numbers).tolist(), len(batch)]
-
-
-def _most_sums(request: InFlightRequest) -> int:
-    """Return the most sums over rows that a request needs for derivatives and statistics."""
-    evaluation, layout = request.evaluation, request.segment_layout
-    derives = evaluation.gradient or evaluation.jacobian or evaluation.variable_gradient
-    has_statistics = evaluation.reductions or evaluation.needs_moments
-    if not (request.is_fit or derives or has_statistics or evaluation.custom_loss is not None):
-        return 0
-    columns = 1 + evaluation.batch.parameter_counts.astype(np.int64)
-    if evaluation.variable_gradient:
-        columns += layout.arrays["variable_gradients"][1][-1]
-    products = np.square(columns) if request.is_fit else 0
-    return int((columns + products).sum()) * layout.vectors

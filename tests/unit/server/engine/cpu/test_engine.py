@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from support.engines.evaluations import POISON, Evaluate
 from support.engines.reference_losses import reference_loss
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
@@ -287,6 +287,16 @@ def test_special_constants(evaluate):
     got = evaluate(data, programs).values[:, 0, 0]
     np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, -0.0, 0.0])
     assert np.signbit(got).tolist()[3:] == [True, False]
+
+
+def test_columns_may_be_longer_than_4_gib(evaluate, tmp_path):
+    rows = 600_000_000
+    matrix = np.memmap(tmp_path / "sparse", np.float64, "w+", shape=(3, rows))  # takes no space
+    matrix[:, -1000:] = [[1], [2], [5]]
+    data = Dataset.resident(Layout(matrix.dtype, 2, rows, has_target=True), matrix, bytes(32))
+    got = evaluate(data, [X1, X2], rows=(rows - 1000, rows), loss=Loss.SSE)
+    np.testing.assert_array_equal(got.values[:, 0], [[1.0] * 1000, [2.0] * 1000])
+    np.testing.assert_array_equal(got.losses[:, 0], [16_000, 9_000])
 
 
 def test_read_only_data_is_used_in_place(evaluate):
