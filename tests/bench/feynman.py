@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--equations", nargs="*", help="names (default: all)")
     options = parser.parse_args()
-    equations = json.loads(EQUATIONS.read_text())
+    equations = json.loads(EQUATIONS.read_text())[:20]
     wanted = options.equations or [equation["name"] for equation in equations]
     started = time.perf_counter()
     with embedded_server(["--devices", "cpu", "--threads", "1"]) as address:

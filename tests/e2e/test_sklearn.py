@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import warpfit
 from support.servers.server import ServerProcess
+from warpfit.cli.main import main
 from warpfit.errors import InvalidArgumentError, ParseError
 
 sklearn = pytest.importorskip("sklearn", minversion="1.6")
@@ -263,3 +265,19 @@ def test_an_embedded_server_does_when_there_is_no_address():
     X = points(50)
     model = ParameterOptimizer("p1*x1^2/x2 + p2").fit(X, law(X))
     np.testing.assert_allclose(model.parameters_, [1.5, 0.25], rtol=1e-6)
+
+
+def test_the_shell_prints_the_front_and_writes_a_plot_and_json(
+    server: ServerProcess, tmp_path, capsys
+):
+    X = points(80)
+    table = np.column_stack([X, X[:, 0] * X[:, 1]])
+    np.savetxt(tmp_path / "t.csv", table, delimiter=",", header="a,b,c,y", comments="")
+    files = ["--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png")]
+    words = ["search", str(tmp_path / "t.csv"), "--target", "y", "--quiet", *files]
+    assert main([*words, "--address", server.address, "--operators", "+", "*"]) == 0
+    assert "y = a * b" in capsys.readouterr().out
+    document = json.loads((tmp_path / "t.json").read_text())
+    assert document["front"][document["chosen"]]["equation"] == "a * b"
+    assert (tmp_path / "t.png").stat().st_size > 1000
+    assert main([*words, "--loss", "nonsense"]) == 2

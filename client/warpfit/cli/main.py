@@ -37,6 +37,7 @@ _DELEGATED: Final = {
     "serve": "warpfit_server.__main__",
     "precompile": "warpfit_server.precompile",
     "bench": "warpfit.bench.command",
+    "search": "warpfit.cli.search",
     "ray": "warpfit.cli.ray_command",
 }
 
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="run a server; see `warpfit serve --help`")
     commands.add_parser("precompile", help="compile what a server's first start would compile")
     commands.add_parser("bench", help="measure this machine, or load a running server")
+    commands.add_parser("search", help="search formulas for a column of a CSV file")
     commands.add_parser("ray", help="run servers on the nodes of a Ray cluster")
     _add_eval(commands)
     _add_fit(commands)

@@ -81,8 +81,8 @@ class SymbolicRegressor(FormulaRegressor):
     tolerance : float
         The search ends when the error is below this part of the loss of the best constant.
     max_seconds : float, optional
-        The search ends at the generation during which this time passes; results then depend on the
-        speed of the machine.
+        Time of the fit of one target. The search ends at the generation during which nine tenths
+        of it pass; results then depend on the speed of the machine.
     early_stopping : int, optional
         The search ends after so many generations without a loss lower by a tenth.
     warm_start : bool

@@ -64,7 +64,8 @@ class Settings:
     fit_iterations: int
     stop_loss: float
     """The search ends when a formula is at least this good."""
-    max_seconds: float | None
+    ends: float
+    """Time of `time.monotonic` at which the search ends."""
     early_stopping: int | None
     """Generations without progress after which the search ends."""
     loss: Loss | LossFunction
@@ -117,15 +118,12 @@ class Search:
     """The first one takes in the best pairs; others would be overrun by them, too."""
     archive: list[Pool] = field(default_factory=list)
     generation: int = 0
-    _deadline: float = math.inf
     _milestone: float = math.inf
     """Least loss of which progress was counted, and its generation."""
     _progressed: int = 0
 
     def run(self) -> Pool:
         """Evolve, and return the formulas that nothing dominates, simplest first, fitted well."""
-        if self.settings.max_seconds is not None:
-            self._deadline = time.monotonic() + self.settings.max_seconds
         self.islands = [self._settled()]
         if self.start is not None and len(self.start):
             self._admit(self.islands[0], self.start)
@@ -150,7 +148,7 @@ class Search:
         return (
             best <= self.settings.stop_loss
             or self.generation >= self.settings.generations
-            or time.monotonic() >= self._deadline
+            or time.monotonic() >= self.settings.ends
             or idle >= (self.settings.early_stopping or math.inf)
         )
 

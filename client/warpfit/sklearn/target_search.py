@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -10,6 +12,7 @@ import numpy as np
 
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client
+from warpfit.errors import DeadlineExceededError
 from warpfit.expressions import reference
 from warpfit.expressions.printing import to_text
 from warpfit.ir import Program
@@ -37,6 +40,9 @@ _PAIR_ROWS: Final = 128
 _LIBRARY: Final = 6
 #: Iterations of the last fit.
 _LAST_ITERATIONS: Final = 200
+#: Part of the time that is kept for what follows the search, and least time of it in seconds.
+_RESERVE: Final = 0.1
+_LEAST_SECONDS: Final = 0.3
 #: Fewer rows are not divided to hold some out.
 _FEWEST_DIVIDED: Final = 40
 
@@ -55,9 +61,13 @@ class TargetSearch:
     start: Genomes | None
     """Formulas to go on from."""
     names: tuple[str, ...]
+    deadline: float = math.inf
+    """Time of `time.monotonic` at which everything should have ended."""
 
     def run(self, progress: Progress) -> tuple[list[Equation], Search]:
         """Search, and return the front with all constants fitted to all rows."""
+        if self.options.max_seconds is not None:
+            self.deadline = time.monotonic() + self.options.max_seconds
         seen, held_out = self._divided()
         with ExitStack() as stack:
             search = self._search(stack, seen, progress)
@@ -156,7 +166,7 @@ class TargetSearch:
             generations=options.generations,
             fit_iterations=options.fit_iterations,
             stop_loss=options.tolerance * self._scale(),
-            max_seconds=options.max_seconds,
+            ends=self.deadline - _RESERVE * (options.max_seconds or 0.0),
             early_stopping=options.early_stopping,
             loss=self.loss,
             complexity=complexity,
@@ -179,12 +189,23 @@ class TargetSearch:
 
     def _shortened(self, front: list[Equation]) -> list[Equation]:
         """Simplify all equations, and shorten the numbers of those that a criterion chooses."""
-        chosen = sorted({selected(front, criterion) for criterion in SELECTIONS})
+        first = selected(front, self.options.model_selection)
+        others = {selected(front, criterion) for criterion in SELECTIONS} - {first}
+        chosen = [first, *sorted(others)]
         programs = [equation.program.simplify() for equation in front]
         losses = np.array([equation.loss for equation in front])
-        short = self.client.simplify(self.data, [programs[i] for i in chosen], loss=self.loss)
-        for place, program, loss in zip(chosen, short.programs, short.loss.tolist(), strict=True):
-            programs[place], losses[place] = program, loss
+        for place in chosen:
+            left = max(_LEAST_SECONDS, self.deadline - time.monotonic())
+            try:
+                short = self.client.simplify(
+                    self.data,
+                    [programs[place]],
+                    loss=self.loss,
+                    timeout=None if left == math.inf else left,
+                )
+            except DeadlineExceededError:
+                break  # Long numbers are the price of a short time.
+            programs[place], losses[place] = short.programs[0], short.loss[0]
         return self.front(programs, losses, [equation.r2 for equation in front])
 
     def _r2(self, program: Program, rows: Indices) -> float:
