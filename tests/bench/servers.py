@@ -6,9 +6,6 @@ take turns; the time of the caller's thread is compared, and the time that passe
 are clients of one server each that are called in turn: what three connections and three server
 processes on two cores cost by themselves. ``choice`` is the part that chooses a server and learns
 from the answer. The status is 1 if three servers cost the thread more than 0.1 ms.
-
-``large_batch`` is the time of 300 programs on 100,000 rows by real servers of one thread each: one
-of them, and two that share the batch, in turns.
 """
 
 from __future__ import annotations
@@ -17,12 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import call_cost
 import numpy as np
-from harness import SEED, ServerProcess, medians_in_turn, save
+from harness import SEED, save
 
 import warpfit
 from support.servers.bare_grpc import bare_server
@@ -39,21 +35,21 @@ def cost(actions: dict[str, Callable[[int], object]]) -> dict[str, dict[str, flo
 
     What is returned is the 10th percentile, because other load on the machine only adds.
     """
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
     for _ in range(ROUNDS):
         for name, action in actions.items():
             thread, clock = time.thread_time_ns(), time.perf_counter_ns()
             for turn in range(CALLS):
                 action(turn)
             spent = time.thread_time_ns() - thread, time.perf_counter_ns() - clock
-            rounds[name].append((spent[0] / CALLS / 1e3, spent[1] / CALLS / 1e3))
+            found[name].append((spent[0] / CALLS / 1e3, spent[1] / CALLS / 1e3))
     kinds = ("thread_us", "passed_us")
     return {
         name: {
             kind: round(float(np.percentile(times, 10)), 1)
             for kind, times in zip(kinds, zip(*series, strict=True), strict=True)
         }
-        for name, series in rounds.items()
+        for name, series in found.items()
     }
 
 
@@ -63,24 +59,6 @@ def choose(servers: Servers, content_id: bytes) -> None:
     assert server is not None
     servers.succeeded(server, "Evaluate", 1000, 0.001)
     servers.release(server)
-
-
-def large_batch() -> dict[str, float]:
-    """Return milliseconds of a batch at one server and split over two, and their ratio."""
-    rng = np.random.default_rng(SEED)
-    X, y = rng.uniform(0.5, 2, (100_000, 10)), rng.normal(size=100_000)
-    batch = thesis_mix(SEED)
-    with ServerProcess("--threads", "1") as first, ServerProcess("--threads", "1") as second:
-        addresses = {"one": first.address, "two": f"{first.address},{second.address}"}
-        with ExitStack() as stack:
-            cases = {}
-            for name, address in addresses.items():
-                client = stack.enter_context(warpfit.connect(address))
-                data = client.upload(X, y)
-                cases[name] = partial(client.evaluate, data, *batch, **call_cost.OPTIONS)
-            found = medians_in_turn(cases, rounds=15)
-    times = {f"{name}_ms": round(1e3 * seconds, 1) for name, seconds in found.items()}
-    return {**times, "speed_up": round(found["one"] / found["two"], 2)}
 
 
 def main() -> None:
@@ -117,7 +95,7 @@ def main() -> None:
     }
     save(
         "servers",
-        {"seed": SEED, "calls": ROUNDS * CALLS, **seen, **more, "large_batch": large_batch()},
+        {"seed": SEED, "calls": ROUNDS * CALLS, **seen, **more},
     )
     sys.exit(0 if more["three_more_than_one_server"]["thread_us"] <= 100.0 else 1)
 
