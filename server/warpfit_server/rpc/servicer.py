@@ -274,6 +274,7 @@ class MainServicer(ComputeServicer):
             known = self._folder.known(file)
             if known is not None:  # another call may have read it meanwhile
                 key = key_of(tenant, known[0])
+                self._host.quarantine.suspects.check_dataset(key)
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     info = codec.dataset_info(known[0], dataset.layout, known[1])
                     return info.SerializeToString()
