@@ -202,7 +202,7 @@ class Router:
         return [n for n in order if waits[n] <= soon and self._labels[n] in self.serving]
 
     def _may_split(self, request: InFlightRequest) -> bool:
-        """Return whether parts of a request give the same bits, and cannot crash an engine."""
+        """Return whether parts of a request give its bits, and it is no suspect."""
         evaluation = request.evaluation
         if self._connections[0].suspects.check(evaluation.dataset_id, request.digest):
             return False

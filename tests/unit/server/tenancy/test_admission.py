@@ -141,6 +141,14 @@ class TestCostModel:
         assert costs.estimate(CallCost("evaluate", 2e9)) == pytest.approx(3e9, rel=0.1)
         assert costs.estimate(CallCost("fit", 1e9)) == pytest.approx(3e8)
 
+    def test_one_size_tells_about_larger_ones_on_a_fast_device(self):
+        costs = CostModel()
+        for _ in range(20):
+            costs.observe(CallCost("evaluate", 7.5e8), 1e6)
+        assert costs.estimate(CallCost("evaluate", 7.5e8)) == pytest.approx(1e6, rel=0.01)
+        assert 3e6 < costs.estimate(CallCost("evaluate", 3e9)) < 8e6
+        assert costs.estimate(CallCost("evaluate", 1e3)) == pytest.approx(1e5, rel=0.1)
+
     def test_small_calls_do_not_decide_about_large_ones(self):
         costs = CostModel()
         for turn in range(5000):
