@@ -134,6 +134,19 @@ def test_constraints_other_losses_and_symbols_hold_in_the_search(server: ServerP
     assert "exp" not in " ".join(model.equations_.equation)
 
 
+def test_functions_that_are_written_with_operators_are_searched_too(
+    server: ServerProcess, tmp_path
+):
+    X = points(60)
+    y = np.sinc(X[:, 0] * X[:, 1] / np.pi) + 2.0
+    settings = {"address": server.address, "operators": ("mul", "sinc"), "random_state": 1}
+    file = tmp_path / "search.npz"
+    model = SymbolicRegressor(population=100, generations=6, checkpoint=file, **settings).fit(X, y)
+    np.testing.assert_allclose(model.predict(X), y, atol=1e-4)
+    more = SymbolicRegressor(generations=0, checkpoint=file, **settings).fit(X, y)
+    assert more.predict(X).shape == y.shape
+
+
 def test_searches_go_on_from_the_last_one_or_from_a_file(server: ServerProcess, tmp_path):
     X, heard = points(), []
     y = law(X) + np.random.default_rng(5).normal(0, 0.1, len(X))

@@ -178,6 +178,8 @@ class Macros:
         self._by_name: dict[str, Macro] = {}
         self._by_code: dict[int, Macro] = {}
         self._lock = RLock()
+        self.operands = np.maximum(ARITIES, 0).astype(np.int64)
+        """Operands of each code, those of macros too; 0 for leaves; [256]."""
 
     def define(self, name: str, text: str) -> None:
         """Add a macro, or replace the one of its name; see `warpfit.define`."""
@@ -195,6 +197,7 @@ class Macros:
         tokens = self._parse(text)
         with self._lock:
             macro = Macro.of(name, text, *tokens, self._free_code(name))
+            self.operands[macro.code] = macro.arity
             self._by_code[macro.code] = self._by_name[name] = macro
 
     def find(self, name: str) -> Macro | None:
@@ -204,6 +207,10 @@ class Macros:
                 if name not in self._by_name:
                     self.define(name, STANDARD[name])
         return self._by_name.get(name)
+
+    def with_code(self, code: int) -> Macro | None:
+        """Return the macro of a token code, or None."""
+        return self._by_code.get(code)
 
     def names(self) -> list[str]:
         """Return the names of all macros."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from warpfit.errors import InvalidArgumentError
 from warpfit.ops import OPERATORS, VARIABLE
+from warpfit.parse import MACROS, function, function_names
 from warpfit.sklearn.genomes import OPERANDS, Codes, Genomes, Indices, Mask, depths, fold
 
 _KINDS: Final = ("depth", "count", "nesting")
@@ -27,14 +28,21 @@ def operator_name(given: str, field: str = "operators") -> str:
 
     """
     name = _BY_SYMBOL.get(given, given)
-    if name not in OPERATORS:
+    if name not in OPERATORS and MACROS.find(name) is None:
         raise InvalidArgumentError(
             f"operator {given!r} is not known",
             "UNKNOWN_OPERATOR",
-            f"Choose from {', '.join([*OPERATORS, *_BY_SYMBOL])}",
+            f"Choose from {', '.join([*function_names(), *_BY_SYMBOL])}",
             field,
         )
     return name
+
+
+def operator_code(given: str, field: str = "operators") -> int:
+    """Return the code of an operator or macro, as `operator_name`."""
+    row = function(operator_name(given, field))
+    assert row is not None
+    return row.code
 
 
 def operator_names(given: Sequence[str]) -> tuple[str, ...]:
@@ -62,9 +70,9 @@ def complexity_measure(weights: Mapping[str, int] | None) -> Callable[[Genomes],
     table = np.ones(256, np.int64)
     table[0] = 0
     for given, weight in (weights or {}).items():
-        name = operator_name(given, "complexity_of_operators")
+        code = operator_code(given, "complexity_of_operators")
         _require_count(weight, f"complexity_of_operators[{given!r}]", 1)
-        table[OPERATORS[name].code] = weight
+        table[code] = weight
     return lambda genomes: np.asarray(table[genomes.codes].sum(axis=1))
 
 
@@ -117,7 +125,7 @@ def _checks(kind: str, given: Any) -> list[Callable[[Genomes], Mask]]:
 
 
 def _code(name: str) -> int:
-    return OPERATORS[operator_name(name, "constraints")].code
+    return operator_code(name, "constraints")
 
 
 def _count_check(code: int, limit: int) -> Callable[[Genomes], Mask]:

@@ -14,8 +14,10 @@ from typing import Any, Final, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.expressions.reference import evaluate_program
 from warpfit.ir import Batch, Population, Program
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.ops import BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE
+from warpfit.parse import MACROS
 
 Floats: TypeAlias = NDArray[np.float64]
 Codes: TypeAlias = NDArray[np.uint8]
@@ -28,8 +30,8 @@ ADD, SUB, MUL, DIV, NEG = (OPERATORS[n].code for n in ("add", "sub", "mul", "div
 _COMMUTATIVE: Final = np.isin(
     np.arange(256), [OPERATORS[n].code for n in ("add", "mul", "min", "max", "eq", "and", "or")]
 )
-#: Operands of each code; 0 for leaves and behind the end.
-OPERANDS: Final = np.maximum(ARITIES, 0).astype(np.int64)
+#: Operands of each code, that of a macro too; 0 for leaves and behind the end.
+OPERANDS: Final = MACROS.operands
 #: Odd 64-bit numbers that mix hashes (from the fractional parts of square roots of primes).
 _MIX: Final = np.array(
     [0x6A09E667F3BCC909, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1], np.uint64
@@ -79,9 +81,9 @@ class Genomes:
         return np.asarray(np.count_nonzero(self.codes == CONSTANT, axis=1))
 
     def population(self) -> Population:
-        """Return the formulas with their constants."""
+        """Return the formulas with their constants, and with macros written out."""
         used = self.codes > 0
-        return Population(self.codes[used], self.values[used], self.sizes.astype(np.uint32))
+        return Population(*MACROS.written_out(self.codes[used], self.values[used], self.sizes))
 
     def fit_batch(self, slopes: Floats, intercepts: Floats) -> Batch:
         """Return formulas a + b f whose constants, and b and a behind them, are parameters."""
@@ -113,8 +115,7 @@ class Genomes:
 
     def program(self, row: int) -> Program:
         """Return one formula."""
-        size = int(np.count_nonzero(self.codes[row]))
-        return Program(self.codes[row, :size], self.values[row, :size])
+        return self[row : row + 1].population()[0]
 
 
 def joined(parts: Sequence[Genomes]) -> Genomes:
@@ -247,10 +248,13 @@ def _compute(codes: Codes, a: Floats, b: Floats, c: Floats) -> Floats:
     found = np.zeros(len(codes))
     with np.errstate(all="ignore"):
         for code in np.unique(codes).tolist():
+            rows, macro = codes == code, MACROS.with_code(code)
+            operands = (a[rows], b[rows], c[rows])[: OPERANDS[code]]
             if code in BY_CODE:
-                rows = codes == code
-                operands = (a[rows], b[rows], c[rows])[: BY_CODE[code].arity]
                 found[rows] = BY_CODE[code].numpy(*operands)
+            elif macro is not None:
+                program = Program(macro.codes, macro.values)
+                found[rows] = evaluate_program(program, np.stack(operands))
     return found
 
 

@@ -48,7 +48,8 @@ class SymbolicRegressor(FormulaRegressor):
         What a server that is started here computes on: ``"auto"`` takes the GPUs if there are some,
         ``"cpu"`` does not.
     operators : sequence of str
-        Names or symbols from `warpfit.ops.OPERATORS` that formulas are made of.
+        Names or symbols from `warpfit.ops.OPERATORS`, and functions of `warpfit.define`, that
+        formulas are made of.
     loss : str or LossFunction
         What is minimised: a name or an expression, as in `warpfit.Client.optimize`. Structures are
         proposed by least squares, and compared by this loss.

@@ -18,7 +18,12 @@ from warpfit.expressions.printing import to_text
 from warpfit.ir import Program
 from warpfit.losses import Closing, Loss, LossFunction, as_function, as_loss
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.constraints import admission, complexity_measure, operator_names
+from warpfit.sklearn.constraints import (
+    admission,
+    complexity_measure,
+    operator_code,
+    operator_names,
+)
 from warpfit.sklearn.equations import SELECTIONS, Equation, build_front, selected
 from warpfit.sklearn.estimator import Floats, TrainingData
 from warpfit.sklearn.genomes import Genomes, Indices
@@ -128,7 +133,8 @@ class TargetSearch:
     def _search(self, stack: ExitStack, seen: Indices, progress: Progress) -> Search:
         options = self.options
         operators = operator_names(options.operators)
-        codes = tuple(OPERATORS[name].code for name in operators)
+        codes = tuple(map(operator_code, operators))
+        of_the_table = tuple(name for name in operators if name in OPERATORS)
         breeder = Breeder(self.rng, codes, self.training.rows.shape[1], options.max_size)
         chosen = np.sort(self.rng.permutation(seen)[: options.sample_rows])
         settings = self._settings(progress)
@@ -137,7 +143,7 @@ class TargetSearch:
             self._part(stack, seen),
             self._part(stack, chosen),
             breeder,
-            self._pairs(stack, chosen, operators, settings),
+            self._pairs(stack, chosen, of_the_table, settings),
             settings,
             self.start,
         )

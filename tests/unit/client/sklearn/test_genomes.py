@@ -140,3 +140,20 @@ def test_parts_are_packed_without_gaps_and_long_ones_are_left_out():
     assert made.sizes.tolist() == [5, 5]
     assert made.program(1) == Program.apply("mul", parse("x1"), parse("x2 * x3"))
     assert gp.packed([left, right], 4).sizes.tolist() == [0, 4]
+
+
+def test_functions_that_are_written_with_operators_are_bred_as_one_token():
+    codes = tuple(limits.operator_code(name) for name in ("+", "mod", "sinc"))
+    nursery = Breeder(np.random.default_rng(1), codes, 3, 12)
+    bred = nursery.first(200)
+    assert np.isin(bred.codes, codes[1:]).any()
+    assert bred.sizes.max() <= 12
+    population = bred.population()
+    for row, program in enumerate(population):
+        assert bred.program(row) == program == Program(program.codes, program.values)
+    batch = bred.fit_batch(np.ones(len(bred)), np.zeros(len(bred)))
+    batch.check(variables=3)
+    folded = gp.simplified(
+        gp.Genomes(np.array([[3, codes[2]]], np.uint8), np.array([[np.pi / 2, 0.0]]))
+    )
+    assert folded.values[0, 0] == pytest.approx(2 / np.pi)
