@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import warpfit
 from support.servers.server import ServerProcess
@@ -294,3 +297,24 @@ def test_the_shell_prints_the_front_and_writes_a_plot_and_json(
     assert document["front"][document["chosen"]]["equation"] == "a * b"
     assert (tmp_path / "t.png").stat().st_size > 1000
     assert main([*words, "--loss", "nonsense"]) == 2
+
+
+def test_srbenchs_interface_takes_the_example(server: ServerProcess):
+    """A harness clones ``est``, sets ``test_params``, calls ``pre_train`` and reads ``model``."""
+    pandas, sympy = pytest.importorskip("pandas"), pytest.importorskip("sympy")
+    place = Path(__file__).resolve().parents[2] / "client" / "examples" / "srbench"
+    method = runpy.run_path(str(place / "regressor.py"))
+    kwargs = dict(method["eval_kwargs"])
+    est, X = clone(method["est"]), pandas.DataFrame(points(120), columns=["a", "b", "c"])
+    y = pandas.Series(law(points(120)))
+    kwargs.pop("pre_train")(est, X, y)
+    assert est.max_seconds == 3500
+    est.set_params(random_state=1, address=server.address, **kwargs.pop("test_params"))
+    est.fit(X, y)
+    assert kwargs == {"scale_x": False, "scale_y": False}
+    text = method["model"](est, X)
+    found = sympy.lambdify(sympy.symbols("a b c"), sympy.sympify(text))(*X.to_numpy().T)
+    np.testing.assert_allclose(found, est.predict(X), rtol=1e-6)
+    assert {str(s) for s in sympy.sympify(method["model"](est)).free_symbols} <= {"x_0", "x_1"}
+    metadata = yaml.safe_load((place / "metadata.yml").read_text())
+    assert {"authors", "email", "name", "description", "url"} <= set(metadata)
