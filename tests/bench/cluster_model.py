@@ -8,16 +8,14 @@ waiting adds is what the model is for. simpy (https://simpy.readthedocs.io) runs
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import simpy
-from harness import RESULTS
 from simpy.events import Event
+from tables import result
 
 #: Most token-rows that are merged into one step, and token-rows of a call with 300 expressions x
 #: 100,000 rows: `warpfit_server.engine.cuda.engine` for an H200.
@@ -83,11 +81,6 @@ def measured() -> Costs:
         spread=math.log(one["p99_ms"] / one["p50_ms"]) / 2.326,
         request_bytes=call_cost["request_bytes"],
     )
-
-
-def result(name: str) -> Any:
-    """Read a result file."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 class Station:
