@@ -68,11 +68,14 @@ class TargetSearch:
     names: tuple[str, ...]
     deadline: float = math.inf
     """Time of `time.monotonic` at which everything should have ended."""
+    scale: float = math.nan
+    """Loss of the best constant."""
 
     def run(self, progress: Progress) -> tuple[list[Equation], Search]:
         """Search, and return the front with all constants fitted to all rows."""
         if self.options.max_seconds is not None:
             self.deadline = time.monotonic() + self.options.max_seconds
+        self.scale = self._constant_loss()
         seen, held_out = self._divided()
         with ExitStack() as stack:
             search = self._search(stack, seen, progress)
@@ -91,7 +94,7 @@ class TargetSearch:
             lambda program: int(measure(Genomes.of([program], len(program)))[0]),
             lambda program: to_text(program, self.names),
             float(self.training.weights.sum()),
-            self._scale(),
+            self.scale,
         )
 
     def preview(self, search: Search) -> list[Equation]:
@@ -108,7 +111,7 @@ class TargetSearch:
         function = as_function(given)
         return LossFunction(function.row, Closing.RELATIVE) if function.is_score else given
 
-    def _scale(self) -> float:
+    def _constant_loss(self) -> float:
         """Return the loss of the best constant."""
         middle = float(np.average(self.training.target, weights=self.training.weights))
         start = Program.parameter(0)
@@ -171,7 +174,7 @@ class TargetSearch:
             population=options.population,
             generations=options.generations,
             fit_iterations=options.fit_iterations,
-            stop_loss=options.tolerance * self._scale(),
+            stop_loss=options.tolerance * self.scale,
             ends=self.deadline - _RESERVE * (options.max_seconds or 0.0),
             early_stopping=options.early_stopping,
             loss=self.loss,
