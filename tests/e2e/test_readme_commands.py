@@ -25,6 +25,7 @@ COMMANDS = {
     "server/OPERATING.md": ("serve",),
     "server/SECURITY.md": ("serve", "eval"),
     "deploy/README.md": ("serve", "precompile", "ray up"),
+    "proto/README.md": ("serve",),
     "tests/bench/README.md": ("serve",),
     "client/warpfit/bench/README.md": ("bench", "bench load"),
 }

@@ -206,5 +206,5 @@ def check_build(snippet: Snippet, server: ServerProcess, checkout: Path) -> None
 
 def test_the_languages_of_snippets():
     assert {snippet.language for path in READMES for snippet in snippets(path)} == {
-        *("python", "py", "sh")
+        *("python", "py", "sh", "text")
     }

@@ -70,6 +70,7 @@ def test_no_more_chunks_run_after_one_was_cancelled_or_failed(loop, ended):
 
     def chunk(number):
         seen.append(number)
+        time.sleep(0.001 * (number > 3))  # gives the thread of chunk 3 Python's lock
         return ended if number == 3 else FINISHED
 
     if ended == FAILED:
