@@ -29,8 +29,8 @@ ORDERS = {
     ],
     "warpfit_server.engine.cuda": ["runtime", "math", "interpreter", "derivatives", "jit"],
     "warpfit": [
-        *("errors", "expressions", "frontends", "formulas", "codec", "transport", "calls", "sklearn"),
-        *("bench", "cli"),
+        *("errors", "expressions", "frontends", "formulas", "codec", "transport", "calls"),
+        *("sklearn", "bench", "cli"),
     ],
 }
 
