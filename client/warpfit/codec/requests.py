@@ -34,8 +34,8 @@ OUTPUTS: Final = (
     *("gradient", "jacobian", "variable_gradient"),
     *("reductions", "linear_scaling", "correlation"),
 )
-#: Tokens from which on a batch leaves out the values of operators: shorter messages take less time
-#: in gRPC (33 instead of 70 ms for 50,000 programs), but picking the values takes time, too.
+#: Tokens from which on a batch leaves out the values of operators: such messages are half as long,
+#: but picking the values takes time, too (`tests/bench/long_batches.py`).
 _LONG: Final = 1 << 16
 _PROGRAMS_TAG: Final = bytes_tag(pb.EvaluateRequest.PROGRAMS_FIELD_NUMBER)
 #: Arrays of a batch: name, tag of the field and dtype.
