@@ -40,7 +40,7 @@ MIGRANTS = 5
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch begins with: everything that its result depends on."""
+    """State at the beginning of an epoch: everything that its result depends on."""
 
     trees: tuple[str, ...]
     """Texts of the trees, because DEAP's classes are made anew in each process; empty at first."""

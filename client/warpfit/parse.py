@@ -194,7 +194,7 @@ class _Group:
 
     def __init__(self, row: Operator | Macro | None, first: int) -> None:
         self.row = row
-        """What is called; None for a group."""
+        """Name of the function that is called; None for a group in parentheses."""
         self.first = first
         """Index of its first token of the text."""
         self.operands = 1

@@ -1,4 +1,4 @@
-"""How many workers how many GPUs carry: what `cluster_model` says beyond what can be measured here.
+"""Simulations of clusters by `cluster_model`: workers, GPUs and failures that were not measured.
 
 ``python tests/bench/capacity.py`` reads the measured costs of a call, checks the model against the
 runs of `gpu_service.json`, simulates clusters, and writes results/capacity.json, from which

@@ -23,7 +23,7 @@ def capacity_check() -> Iterator[str]:
 
 
 def capacity_costs() -> Iterator[str]:
-    """What a call costs, and what a server with one GPU saturates at."""
+    """Costs of a call, and the rate at which a server with one GPU saturates."""
     document = result("capacity")
     costs, most = document["costs"], document["bounds"]
     yield from table(

@@ -199,7 +199,7 @@ class Scenario:
 
 @dataclass
 class Seen:
-    """What the workers saw after the beginning."""
+    """Measurements of the workers after the warm-up."""
 
     seconds: float
     latencies: list[float]

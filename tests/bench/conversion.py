@@ -1,4 +1,4 @@
-"""What it costs a client to turn expressions of other libraries into a batch.
+"""Cost in the client of turning expressions of other libraries into a batch.
 
     python tests/bench/conversion.py [--against CHECKOUT] [--trees 1000] [--rounds 15]
 

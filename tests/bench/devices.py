@@ -199,7 +199,7 @@ def throughput(results: list[dict[str, Any]], rows: int) -> dict[str, Any]:
 
 
 def ratios(values: dict[str, float], *, of_times: bool = False) -> dict[str, float]:
-    """How many times faster each setting is than the first one."""
+    """Return how many times faster each setting is than the first one."""
     first = next(iter(values.values()))
     return {
         name: round(first / value if of_times else value / first, 3)

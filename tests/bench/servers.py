@@ -1,4 +1,4 @@
-"""What a call costs the client that knows three servers, against one that knows one of them.
+"""Cost of a call in a client of three servers, against a client of one of them.
 
 ``python tests/bench/servers.py`` writes results/servers.json: 300 programs of the thesis mix, their
 losses as the answer, from processes on loopback that compute nothing (`call_cost.py`). The cases

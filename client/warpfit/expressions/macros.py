@@ -87,7 +87,7 @@ class Macro:
     arity: int
     """Number of operands, 1 to 3."""
     text: str
-    """What it stands for, over ``a``, ``b`` and ``c``."""
+    """Expression over ``a``, ``b`` and ``c`` that replaces a call."""
     codes: tuple[int, ...]
     """Token codes of the text, where variable 0 is the first operand."""
     values: tuple[float, ...]

@@ -52,7 +52,7 @@ _ARITHMETIC: Final = frozenset({"add", "sub", "mul", "div", "neg", "pow"})
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """How a language writes what the kernel language has."""
+    """Spelling of the kernel language's functions and operators in another language."""
 
     module: str
     """Name before each function."""

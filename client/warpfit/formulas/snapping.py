@@ -55,7 +55,7 @@ class Snapped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapSettings:
-    """What holds for all formulas of a call."""
+    """Settings and data that all formulas of a call share."""
 
     tolerance: float
     """Part of its loss by which a formula may become worse."""

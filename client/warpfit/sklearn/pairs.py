@@ -124,7 +124,7 @@ class PairSearch:
     library: Genomes
     _table_of_library: _Table = field(init=False)
     _beams: dict[tuple[str, ...], tuple[Genomes, Floats]] = field(default_factory=dict)
-    """By view the best formulas of t that can still grow, and their errors, ascending."""
+    """Best formulas of t that can still grow, with their errors in ascending order, by view."""
     _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
     """Steps of each view."""
 

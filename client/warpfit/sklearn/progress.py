@@ -1,4 +1,4 @@
-"""What happens beside a search: a line of progress, callbacks, and checkpoints."""
+"""Progress line, callbacks and checkpoints of a search."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _RANDOM: Final = random.SystemRandom()
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """What a client knows of one server."""
+    """State of one server as a client sees it."""
 
     address: str
     outstanding: int = 0

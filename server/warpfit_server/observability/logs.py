@@ -40,7 +40,7 @@ class LogRateLimiter:
         self._step = 1 / rate
         self._lock = threading.Lock()
         self._used: dict[str, tuple[float, int]] = {}
-        """By name: the moment of the next line, and the number of lines left out since the last."""
+        """Moment of the next line, and number of lines left out since the last one, by name."""
 
     def take(self, name: str, now: float) -> int | None:
         """Ask whether a line may be written.

@@ -141,7 +141,7 @@ class EngineSupervisor:
 
     @property
     def loads(self) -> int:
-        """How many data sets the engine has."""
+        """Number of data sets that the engine has."""
         return len(self._wanted)
 
     @property

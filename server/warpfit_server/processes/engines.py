@@ -90,7 +90,7 @@ class Engines:
 
     @property
     def restarts(self) -> Counter[tuple[str, str]]:
-        """How many engine processes have ended unasked, by device and cause."""
+        """Number of engine processes that ended unasked, by device and cause."""
         return Counter(
             {
                 (supervisor.device.label, cause): count

@@ -29,7 +29,7 @@ _SYNTAX: Final = re.compile(r"auto|all|cpu(:[1-9]\d?)?|\d{1,3}(,\d{1,3})*")
 
 @dataclass(frozen=True, slots=True)
 class EngineDevice:
-    """What one engine process computes on."""
+    """Device that one engine process computes on."""
 
     kind: str
     """``"cpu"`` or ``"cuda"``."""

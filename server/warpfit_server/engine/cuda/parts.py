@@ -27,10 +27,10 @@ from warpfit_server.engine.native import compile_processes, numba_cache
 
 
 class Part(NamedTuple):
-    """What one process compiles."""
+    """Code that one process compiles."""
 
     seconds: float
-    """How long it takes, about; what takes longest begins first."""
+    """Approximate duration; the longest part begins first."""
     compile: Callable[[int, Path], object]
     """Compile for a compute capability (90 for 9.0) into a cache directory, unless it is there."""
 

@@ -42,16 +42,16 @@ def group_writable_umask():
     os.umask(before)
 
 
-def test_the_directory_is_configured_or_the_users(monkeypatch):
+def test_the_directory_is_configured_or_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("WARPFIT_CACHE_DIR", os.fspath(Path("some") / "place"))
     assert default_cache_directory() == Path.cwd() / "some" / "place"
     monkeypatch.delenv("WARPFIT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/other")
-    assert default_cache_directory() == Path("/other/warpfit")
-    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert default_cache_directory() == tmp_path / "other" / "warpfit"
+    monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert default_cache_directory() == Path("/home/alice/.cache/warpfit")
+        assert default_cache_directory() == tmp_path / ".cache" / "warpfit"
 
 
 def test_an_engine_keeps_code_below_the_cache_whatever_the_environment_says(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""What ``--devices`` names."""
+"""Devices that ``--devices`` names."""
 
 from __future__ import annotations
 
