@@ -28,8 +28,8 @@ _MOST_PROCESSES = 4
     optionalhook=True
 )  # there is none without pytest-xdist, which GPU tests do not need
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes of ``pytest -n auto``: the cores that there are, also where two share one core."""
-    return min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    """Processes of ``pytest -n auto``: one more than cores, because tests of servers often wait."""
+    return min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_sessionstart() -> None:
