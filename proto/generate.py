@@ -1,4 +1,4 @@
-"""Generate the Python stubs from the proto file; run it after every change of the contract.
+"""Generate the Python messages from the proto file; run it after every change of the contract.
 
 ``python proto/generate.py`` writes ``client/warpfit/v1/evaluator_pb2*.py*``. A test fails when the
 committed stubs are not what this program writes.
@@ -20,7 +20,6 @@ def generate(out: Path) -> None:
         f"-I{ROOT}",
         f"--python_out={out}",
         f"--pyi_out={out}",
-        f"--grpc_python_out={out}",
         str(ROOT / "warpfit" / "v1" / "evaluator.proto"),
     ]
     if protoc.main(["protoc", *options]) != 0:

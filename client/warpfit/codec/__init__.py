@@ -15,7 +15,6 @@ from warpfit.codec.answers import (
 from warpfit.codec.datasets import (
     check_content_id,
     dataset_info,
-    dataset_info_from_bytes,
     get_message,
     layout_from_message,
     layout_to_message,
@@ -66,7 +65,6 @@ __all__ = [
     "answer_from_bytes",
     "check_content_id",
     "dataset_info",
-    "dataset_info_from_bytes",
     "error_from_status",
     "error_to_detail",
     "evaluation_from_bytes",

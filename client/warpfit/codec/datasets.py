@@ -179,8 +179,3 @@ def dataset_info(content_id: bytes, layout: Layout, lost_digits: str = "") -> pb
     """Encode the answer to UploadVariables, OpenDataset and GetVariables."""
     layout_message = layout_to_message(layout)
     return pb.DatasetInfo(content_id=content_id, layout=layout_message, lost_digits=lost_digits)
-
-
-def dataset_info_from_bytes(data: bytes) -> pb.DatasetInfo:
-    """Parse the answer to an upload."""
-    return pb.DatasetInfo.FromString(data)

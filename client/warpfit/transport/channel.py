@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 from grpc.experimental import ChannelOptions
 
 from warpfit import codec
@@ -17,7 +18,9 @@ from warpfit.transport.call import Call, Cancellation, UploadStream
 from warpfit.transport.security import Security
 from warpfit.transport.settings import TransportConfig
 from warpfit.v1 import evaluator_pb2 as pb
-from warpfit.v1.evaluator_pb2_grpc import EvaluatorStub
+
+#: Methods whose requests reach gRPC as bytes.
+_OF_BYTES: Final = frozenset({"Evaluate", "UploadVariables"})
 
 
 class Transport(Protocol):
@@ -212,25 +215,17 @@ class _Methods:
     """
 
     def __init__(self, channel: Any) -> None:
-        service = pb.DESCRIPTOR.services_by_name["Evaluator"].full_name
-        stub: Any = EvaluatorStub(channel)  # type: ignore[no-untyped-call]
-        # Evaluations and uploads reach gRPC as bytes, so these methods have no serializer.
-        evaluate = f"/{service}/Evaluate", None, codec.answer_from_bytes
-        upload = f"/{service}/UploadVariables", None, codec.dataset_info_from_bytes
-        self._streamed = {"Evaluate": channel.unary_stream(*evaluate), "Optimize": stub.Optimize}
-        self._single = {
-            "Evaluate": channel.unary_unary(*evaluate),
-            "Optimize": channel.unary_unary(
-                f"/{service}/Optimize",
-                pb.OptimizeRequest.SerializeToString,
-                pb.OptimizeResponse.FromString,
-            ),
-            "UploadVariables": channel.stream_unary(*upload),
-            "OpenDataset": stub.OpenDataset,
-            "GetVariables": stub.GetVariables,
-            "ReleaseVariables": stub.ReleaseVariables,
-            "GetServerInfo": stub.GetServerInfo,
-        }
+        service = pb.DESCRIPTOR.services_by_name["Evaluator"]
+        self._streamed: dict[str, Any] = {}
+        self._single: dict[str, Any] = {}
+        for method in service.methods:
+            request, answer = map(GetMessageClass, (method.input_type, method.output_type))
+            serializer = None if method.name in _OF_BYTES else request.SerializeToString
+            way = f"/{service.full_name}/{method.name}", serializer, answer.FromString
+            unary = channel.stream_unary if method.client_streaming else channel.unary_unary
+            self._single[method.name] = unary(*way)
+            if method.server_streaming:
+                self._streamed[method.name] = channel.unary_stream(*way)
 
     def of(self, call: Call) -> Any:
         """Return gRPC's callable for a call."""

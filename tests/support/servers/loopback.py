@@ -1,28 +1,28 @@
 """A real gRPC server on loopback that answers from `warpfit.testing.InProcessServer`."""
 
-# ruff: noqa: N802 (the methods' names come from the contract)
-
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 
 from warpfit import codec
 from warpfit.errors import WarpfitError
 from warpfit.testing import InProcessServer
 from warpfit.transport.call import Call
-from warpfit.v1 import evaluator_pb2_grpc
+from warpfit.v1 import evaluator_pb2 as pb
 
 
 class _Messages(list):
     add = list.append
 
 
-class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
+class Servicer:
     """Hands every call to ``server``; if ``hang`` is true, an evaluation waits for its end."""
 
     def __init__(self, server: InProcessServer) -> None:
@@ -31,42 +31,33 @@ class Servicer(evaluator_pb2_grpc.EvaluatorServicer):
         self.hangs = threading.Event()
         self.cancelled = threading.Event()
 
-    def UploadVariables(self, requests, context):
-        serialized = (request.SerializeToString() for request in requests)
-        return self._answer("UploadVariables", serialized, context)[0]
+    def handler(self, method):
+        """Return gRPC's handler of a method of the contract."""
+        ends = method.client_streaming, method.server_streaming
+        way = "_".join("stream" if streams else "unary" for streams in ends)
+        make = getattr(grpc, f"{way}_rpc_method_handler")
+        parse = GetMessageClass(method.input_type).FromString
+        takes_bytes = method.name in ("Evaluate", "UploadVariables")
+        return make(
+            partial(self._call, method),
+            None if takes_bytes else parse,
+            GetMessageClass(method.output_type).SerializeToString,
+        )
 
-    def OpenDataset(self, request, context):
-        return self._answer("OpenDataset", request, context)[0]
-
-    def GetVariables(self, request, context):
-        return self._answer("GetVariables", request, context)[0]
-
-    def ReleaseVariables(self, request, context):
-        return self._answer("ReleaseVariables", request, context)[0]
-
-    def GetServerInfo(self, request, context):
-        return self._answer("GetServerInfo", request, context)[0]
-
-    def Evaluate(self, request, context):
-        if self.hang:
+    def _call(self, method, request, context):
+        if method.name == "Evaluate" and self.hang:
             context.add_callback(self.cancelled.set)
             self.hangs.set()
             self.cancelled.wait(30)
-        yield from self._answer("Evaluate", request.SerializeToString(), context)
-
-    def Optimize(self, request, context):
-        yield from self._answer("Optimize", request, context)
-
-    def _answer(self, method, request, context):
         messages = _Messages()
         try:
-            self.server.answer(Call(method, request, messages, None))
+            self.server.answer(Call(method.name, request, messages, None))
         except WarpfitError as error:
             context.set_trailing_metadata(
                 [(codec.ERROR_METADATA_KEY, codec.error_to_detail(error))]
             )
             context.abort(grpc.StatusCode[error.status], error.message)
-        return messages
+        return iter(messages) if method.server_streaming else messages[0]
 
 
 @contextmanager
@@ -78,7 +69,11 @@ def serve(
         ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", message_bytes)]
     )
     servicer = Servicer(server)
-    evaluator_pb2_grpc.add_EvaluatorServicer_to_server(servicer, grpc_server)
+    service = pb.DESCRIPTOR.services_by_name["Evaluator"]
+    handlers = {method.name: servicer.handler(method) for method in service.methods}
+    grpc_server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service.full_name, handlers),)
+    )
     port = grpc_server.add_insecure_port(f"127.0.0.1:{port}")
     grpc_server.start()
     try:
