@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from warpfit.ops import CONSTANT, OPERATORS
 
 #: Results that are finite wherever the operands are.
@@ -32,31 +34,17 @@ _NONNEGATIVE: Final = LOGICAL | frozenset(
 _SHORT: Final = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Postfix tokens: a byte for each code, and each value as a big-endian float64.
+#: Postfix tokens are bytes, which are compared and joined as a whole: of each a code and a value.
+TOKEN: Final = np.dtype([("code", "u1"), ("value", ">f8")])
 
-    In this form two token sequences are compared and joined as bytes.
-    """
 
-    codes: bytes
-    values: bytes
+def token(code: int, value: float = 0.0) -> bytes:
+    """Return one token."""
+    return struct.pack(">Bd", code, value)
 
-    @classmethod
-    def of(cls, code: int, value: float = 0.0) -> Tokens:
-        """Return one token."""
-        return cls(bytes([code]), struct.pack(">d", value))
 
-    @classmethod
-    def operator(cls, name: str) -> Tokens:
-        """Return the token of an operator."""
-        return cls.of(OPERATORS[name].code)
-
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(self.codes + other.codes, self.values + other.values)
-
-    def __len__(self) -> int:
-        return len(self.codes)
+#: Token of each operator, by name.
+OPERATOR: Final = {name: token(row.code) for name, row in OPERATORS.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +55,7 @@ class Node:
     finite numbers leaves the range of its type.
     """
 
-    tokens: Tokens
+    tokens: bytes
     finite: bool
     """Whether it is never NaN or infinite."""
     nonzero: bool
@@ -77,8 +65,8 @@ class Node:
 
     @property
     def key(self) -> tuple[int, bytes, bytes]:
-        """Place in the canonical order."""
-        return len(self.tokens), self.tokens.codes, self.tokens.values
+        """Place in the canonical order: by length, then by codes, then by values."""
+        return len(self.tokens), self.tokens[:: TOKEN.itemsize], self.tokens
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Node) and self.tokens == other.tokens
@@ -88,7 +76,7 @@ class Node:
 
     def __len__(self) -> int:
         """Count the tokens."""
-        return len(self.tokens)
+        return len(self.tokens) // TOKEN.itemsize
 
 
 #: Coefficients with their nodes, and bases with their exponents.
@@ -130,13 +118,13 @@ def leaf(code: int, value: float) -> Node:
         return number(value)
     if math.isnan(value):
         value = math.nan  # of any sign and payload
-    return Leaf(Tokens.of(code, value), code != CONSTANT, False, code == CONSTANT and value > 0)
+    return Leaf(token(code, value), code != CONSTANT, False, code == CONSTANT and value > 0)
 
 
 def number(value: float) -> Sum:
     """Return a finite constant; -0 becomes 0."""
     value += 0.0
-    return Sum(Tokens.of(CONSTANT, value), True, value != 0.0, value >= 0.0, value, ())
+    return Sum(token(CONSTANT, value), True, value != 0.0, value >= 0.0, value, ())
 
 
 def sum_node(constant: float, terms: Iterable[tuple[float, Node]]) -> Node:
@@ -179,13 +167,9 @@ def product_node(factors: Iterable[tuple[Node, float]]) -> Node:
 
 def call_node(name: str, operands: Sequence[Node]) -> Call:
     """Return an operator over its operands; a chain if there are more than it takes."""
-    operator = Tokens.operator(name)
-    arity = OPERATORS[name].arity
-    tokens = Tokens(b"", b"")
-    for place, operand in enumerate(operands):
-        tokens += operand.tokens
-        if place >= arity - 1:
-            tokens += operator
+    first = OPERATORS[name].arity - 1
+    tokens = b"".join(node.tokens for node in operands[:first])
+    tokens += b"".join(node.tokens + OPERATOR[name] for node in operands[first:])
     branches = operands[1:] if name == "where" else operands
     finite = name in LOGICAL or (name in _FINITE and all(node.finite for node in operands))
     if name in ("log", "logabs"):
@@ -206,35 +190,29 @@ def call_node(name: str, operands: Sequence[Node]) -> Call:
 # --------------------------------------------------------------------------------------- tokens
 
 
-def _sum_tokens(constant: float, terms: Terms) -> Tokens:
+def _sum_tokens(constant: float, terms: Terms) -> bytes:
     """Return positive terms first, so that the others are subtracted."""
-    items: list[tuple[float, Node]] = [*terms]
-    if constant != 0.0:
-        items.append((constant, number(1.0)))
-    first = next((place for place, (c, _) in enumerate(items) if c >= 0.0), None)
-    sign = 1.0
-    if first is None:  # a negative number takes no token more than a positive one
-        first = next((place for place, (c, _) in enumerate(items) if c != -1.0), None)
-        if first is None:
-            first = 0
-            sign = -1.0
+    items = [*terms, *([(constant, number(1.0))] if constant != 0.0 else [])]
+    # A negative number takes no token more than a positive one, -1 takes one more.
+    first = min(range(len(items)), key=lambda place: (items[place][0] < 0, items[place][0] == -1.0))
     c, node = items.pop(first)
+    sign = -1.0 if c == -1.0 else 1.0
     tokens = scaled_tokens(sign * c, node)
     for c, node in items:
         operator = "add" if sign * c >= 0.0 else "sub"
-        tokens += scaled_tokens(abs(c), node) + Tokens.operator(operator)
-    return tokens if sign > 0.0 else tokens + Tokens.operator("neg")
+        tokens += scaled_tokens(abs(c), node) + OPERATOR[operator]
+    return tokens if sign > 0.0 else tokens + OPERATOR["neg"]
 
 
-def scaled_tokens(coefficient: float, node: Node) -> Tokens:
+def scaled_tokens(coefficient: float, node: Node) -> bytes:
     """Return the tokens of a number times a node."""
     if isinstance(node, Sum) and not node.terms:
-        return Tokens.of(CONSTANT, coefficient * node.constant)
+        return token(CONSTANT, coefficient * node.constant)
     factors = node.factors if isinstance(node, Product) else ((node, 1.0),)
     return node.tokens if coefficient == 1.0 else product_tokens(coefficient, factors)
 
 
-def product_tokens(coefficient: float, factors: Factors) -> Tokens:
+def product_tokens(coefficient: float, factors: Factors) -> bytes:
     """Return the tokens of a product: a number, the factors above, the factors below."""
     above = [(base, e) for base, e in factors if e > 0]
     below = [(base, -e) for base, e in factors if e < 0]
@@ -243,19 +221,19 @@ def product_tokens(coefficient: float, factors: Factors) -> Tokens:
     if not above and not has_number:
         unusual = [factor for factor in below if _power_tokens(factor[1]) is None]
         if not unusual:
-            tokens = _joined(denominator) + Tokens.operator("inv")
-            return tokens if coefficient > 0 else tokens + Tokens.operator("neg")
+            tokens = _joined(denominator) + OPERATOR["inv"]
+            return tokens if coefficient > 0 else tokens + OPERATOR["neg"]
         base, e = unusual[0]
         below.remove(unusual[0])
         numerator, denominator = _group_tokens([(base, -e)]), _group_tokens(below)
     if has_number and above and not below and _is_reciprocal(coefficient):
-        denominator = [Tokens.of(CONSTANT, round(1.0 / coefficient))]
+        denominator = [token(CONSTANT, round(1.0 / coefficient))]
     elif has_number:
-        numerator = [Tokens.of(CONSTANT, coefficient), *numerator]
+        numerator = [token(CONSTANT, coefficient), *numerator]
     tokens = _joined(numerator)
     if denominator:
-        tokens += _joined(denominator) + Tokens.operator("div")
-    return tokens + Tokens.operator("neg") if coefficient == -1.0 else tokens
+        tokens += _joined(denominator) + OPERATOR["div"]
+    return tokens + OPERATOR["neg"] if coefficient == -1.0 else tokens
 
 
 def _is_reciprocal(value: float) -> bool:
@@ -266,7 +244,7 @@ def _is_reciprocal(value: float) -> bool:
     return divisor != 0 and 1.0 / divisor == value
 
 
-def _group_tokens(factors: Sequence[tuple[Node, float]]) -> list[Tokens]:
+def _group_tokens(factors: Sequence[tuple[Node, float]]) -> list[bytes]:
     """Return the factors; those with the same integer exponent are multiplied before the power."""
     groups: dict[float, list[Node]] = {}
     pieces = []
@@ -280,24 +258,19 @@ def _group_tokens(factors: Sequence[tuple[Node, float]]) -> list[Tokens]:
     return pieces + [_with_power(bases, e) for e, bases in groups.items()]
 
 
-def _with_power(bases: Sequence[Node], e: float) -> Tokens:
+def _with_power(bases: Sequence[Node], e: float) -> bytes:
     if e == 0.5 and isinstance(bases[0], Call) and bases[0].name == "abs":
-        return bases[0].operands[0].tokens + Tokens.operator("sqrtabs")
+        return bases[0].operands[0].tokens + OPERATOR["sqrtabs"]
     power = _power_tokens(e)
     if power is None:
-        power = Tokens.of(CONSTANT, e) + Tokens.operator("pow")
+        power = token(CONSTANT, e) + OPERATOR["pow"]
     return _joined([base.tokens for base in bases]) + power
 
 
-def _power_tokens(e: float) -> Tokens | None:
-    name = {0.5: "sqrt", 2.0: "square", 3.0: "cube"}.get(e)
-    if e == 1.0:
-        return Tokens(b"", b"")
-    return None if name is None else Tokens.operator(name)
+def _power_tokens(e: float) -> bytes | None:
+    names = {0.5: "sqrt", 2.0: "square", 3.0: "cube"}
+    return b"" if e == 1.0 else OPERATOR.get(names.get(e, ""))
 
 
-def _joined(pieces: Sequence[Tokens]) -> Tokens:
-    tokens = pieces[0]
-    for piece in pieces[1:]:
-        tokens += piece + Tokens.operator("mul")
-    return tokens
+def _joined(pieces: Sequence[bytes]) -> bytes:
+    return pieces[0] + b"".join(piece + OPERATOR["mul"] for piece in pieces[1:])

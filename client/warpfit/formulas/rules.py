@@ -19,6 +19,7 @@ import numpy as np
 from warpfit.errors import ResourceExhaustedError
 from warpfit.formulas.nodes import (
     LOGICAL,
+    TOKEN,
     Call,
     Factors,
     Leaf,
@@ -114,9 +115,8 @@ class Rules:
 
     def applied_once(self, program: Program) -> Program:
         """Return the tokens of a program's normal form."""
-        node = program.fold(leaf, self.apply)
-        codes = np.frombuffer(node.tokens.codes, np.uint8)
-        return Program(codes, np.frombuffer(node.tokens.values, ">f8"))
+        tokens = np.frombuffer(program.fold(leaf, self.apply).tokens, TOKEN)
+        return Program(tokens["code"], tokens["value"])
 
     def apply(self, row: Operator, operands: list[Node]) -> Node:
         """Apply an operator; the result is never longer than with the operator as it is."""
@@ -394,8 +394,8 @@ def _constant(node: Node) -> float | None:
     """Return the value of a constant, None for other nodes."""
     if isinstance(node, Sum) and not node.terms:
         return node.constant
-    if isinstance(node, Leaf) and node.tokens.codes[0] == CONSTANT:
-        return float(np.frombuffer(node.tokens.values, ">f8")[0])
+    if isinstance(node, Leaf) and node.tokens[0] == CONSTANT:
+        return float(np.frombuffer(node.tokens, TOKEN)["value"][0])
     return None
 
 
