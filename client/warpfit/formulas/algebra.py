@@ -31,16 +31,8 @@ _ROWS: Final = 200
 _TOLERANCE: Final = 1e-8
 #: Functions of SymPy that are tried in turn, on the program and on what `sympy.simplify` returns.
 _FUNCTIONS: Final = (
-    *(
-        "expand",
-        "factor_terms",
-        "factor",
-        "cancel",
-        "together",
-        "powsimp",
-        "logcombine",
-        "trigsimp",
-    ),
+    *("expand", "factor_terms", "factor", "cancel", "together"),
+    *("powsimp", "logcombine", "trigsimp"),
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -58,6 +59,7 @@ _INVERSES: Final = {
     **{"exp": "log", "log": "exp", "log1p": "expm1", "expm1": "log1p", "sin": "asin"},
     **{"cos": "acos", "tan": "atan", "sinh": "asinh", "cosh": "acosh", "tanh": "atanh"},
 }
+_KEY: Final = attrgetter("key")
 _MIRRORED: Final = {"gt": "lt", "ge": "le"}
 
 
@@ -125,7 +127,7 @@ class Rules:
         if len(known) == len(operands):
             with np.errstate(all="ignore"):
                 return leaf(CONSTANT, float(row.numpy(*map(np.float64, known))))
-        ordered = sorted(operands, key=_key) if row.name in _COMMUTATIVE else operands
+        ordered = sorted(operands, key=_KEY) if row.name in _COMMUTATIVE else operands
         plain = call_node(row.name, ordered)
         rule = _RULES.get(row.name)
         try:
@@ -157,7 +159,7 @@ class Rules:
                 distribute or abs(c) == 1.0 or not node.terms or _is_scaled(node)
             ):
                 if node.constant != 0.0:
-                    constant = _range(constant + _multiplied(c, node.constant))
+                    constant = _in_range(constant + _multiplied(c, node.constant))
                 waiting += [(_multiplied(c, inner), term) for inner, term in node.terms[::-1]]
             else:
                 coefficients.setdefault(node, []).append(c)
@@ -272,7 +274,7 @@ class Rules:
         outside = [factor for part, factor in parts if part.nonnegative]
         inside = product_node([factor for part, factor in parts if not part.nonnegative])
         if isinstance(inside, Sum) and inside.terms:
-            inside = min(inside, self.negative(inside), key=_key)
+            inside = min(inside, self.negative(inside), key=_KEY)
         if not (isinstance(inside, Sum) and not inside.terms):
             if not (isinstance(inside, Call) and inside.name == "abs"):
                 inside = call_node("abs", [inside])
@@ -284,7 +286,7 @@ class Rules:
     def call(self, name: str, operands: Sequence[Node]) -> Node:
         """Return a function of its operands."""
         if len(operands) > 1:
-            return call_node(name, sorted(operands, key=_key) if name in _COMMUTATIVE else operands)
+            return call_node(name, sorted(operands, key=_KEY) if name in _COMMUTATIVE else operands)
         (operand,) = operands
         inner, of = (operand.name, operand.operands) if isinstance(operand, Call) else ("", ())
         is_defined = self.assume_defined or (name == "exp" and bool(of) and of[0].nonnegative)
@@ -297,26 +299,25 @@ class Rules:
         if name == "logabs" and operand.nonnegative:
             return self.call("log", operands)
         if name in _EVEN:
-            return call_node(name, [min(operand, self.negative(operand), key=_key)])
+            return call_node(name, [min(operand, self.negative(operand), key=_KEY)])
         if name in _ODD and len(opposite := self.negative(operand)) < len(operand):
             return self.negative(call_node(name, [opposite]))
         return call_node(name, operands)
 
     def extremum(self, name: str, *operands: Node) -> Node:
         """Return the least or greatest of nodes without repetitions, constants combined."""
-        flat: list[Node] = []
-        for operand in operands:
-            if isinstance(operand, Call) and operand.name == name:
-                flat += operand.operands
-            else:
-                flat.append(operand)
-        different = sorted(set(flat), key=_key)
-        constants = [c for node in different if (c := _constant(node)) is not None]
-        if len(constants) > 1:
+        flat = [
+            node
+            for each in operands
+            for node in (each.operands if isinstance(each, Call) and each.name == name else [each])
+        ]
+        constants = [c for node in flat if (c := _constant(node)) is not None]
+        different = {node for node in flat if _constant(node) is None}
+        if constants:
             best = (np.min if name == "min" else np.max)(constants)
-            rest = [node for node in different if _constant(node) is None]
-            different = sorted([*rest, leaf(CONSTANT, float(best))], key=_key)
-        return different[0] if len(different) == 1 else call_node(name, different)
+            different.add(leaf(CONSTANT, float(best)))
+        ordered = sorted(different, key=_KEY)
+        return ordered[0] if len(ordered) == 1 else call_node(name, ordered)
 
     def comparison(self, name: str, a: Node, b: Node) -> Node:
         """Return a comparison; of equal operands its constant result, if they cannot be NaN."""
@@ -328,24 +329,18 @@ class Rules:
 
     def choice(self, condition: Node, a: Node, b: Node) -> Node:
         """Return ``where``, without a condition that is known or that changes nothing."""
-        known = _constant(condition)
-        if a == b:
-            return a
-        if known is not None:
-            return a if known != 0.0 else b
         if isinstance(condition, Call) and condition.name == "not":
             return self.choice(condition.operands[0], b, a)
-        if condition.nonzero:
-            return a
+        known = _constant(condition)
+        if a == b or condition.nonzero or known is not None:
+            return b if known == 0.0 else a
         return call_node("where", [condition, a, b])
 
     def negation(self, a: Node) -> Node:
         """Return ``not``; twice of what is 0 or 1 changes nothing."""
-        if isinstance(a, Call) and a.name == "not":
-            inner = a.operands[0]
-            if isinstance(inner, Call) and inner.name in LOGICAL:
-                return inner
-        return call_node("not", [a])
+        inner = a.operands[0] if isinstance(a, Call) and a.name == "not" else None
+        is_logical = isinstance(inner, Call) and inner.name in LOGICAL
+        return inner if inner and is_logical else call_node("not", [a])
 
 
 def _pow(rules: Rules, a: Node, b: Node) -> Node:
@@ -357,7 +352,7 @@ def _pow(rules: Rules, a: Node, b: Node) -> Node:
 def _fma(rules: Rules, a: Node, b: Node, c: Node) -> Node:
     product = rules.product(1.0, [(a, 1.0), (b, 1.0)])
     found = rules.total(0.0, [(1.0, product), (1.0, c)])
-    plain = call_node("fma", [*sorted([a, b], key=_key), c])
+    plain = call_node("fma", [*sorted([a, b], key=_KEY), c])
     return min(found, plain, key=len)
 
 
@@ -386,10 +381,6 @@ _RULES: Final[dict[str, _Rule]] = {
 }
 
 
-def _key(node: Node) -> tuple[int, bytes, bytes]:
-    return node.key
-
-
 def _constant(node: Node) -> float | None:
     """Return the value of a constant, None for other nodes."""
     if isinstance(node, Sum) and not node.terms:
@@ -408,10 +399,10 @@ def _as_product(node: Node) -> tuple[float, Factors]:
     """Return a node as a number and factors."""
     if isinstance(node, Sum) and not node.terms:
         return node.constant, ()
+    scale = 1.0
     if isinstance(node, Sum) and _is_scaled(node):
-        scale, term = node.terms[0]
-        return scale, term.factors if isinstance(term, Product) else ((term, 1.0),)
-    return 1.0, node.factors if isinstance(node, Product) else ((node, 1.0),)
+        scale, node = node.terms[0]
+    return scale, node.factors if isinstance(node, Product) else ((node, 1.0),)
 
 
 def _factored(constant: float, terms: Terms) -> Node | None:
@@ -428,25 +419,20 @@ def _factored(constant: float, terms: Terms) -> Node | None:
 def _sum(coefficients: Sequence[float]) -> float:
     total = math.fsum(coefficients)
     largest = max(map(abs, coefficients))
-    return 0.0 if abs(total) <= _ROUNDING * largest else _range(total)
+    return 0.0 if abs(total) <= _ROUNDING * largest else _in_range(total)
 
 
 def _multiplied(a: float, b: float) -> float:
-    product = _range(a * b)
-    if product == 0.0 and a != 0.0 != b:
-        raise _OutOfRangeError
-    return product
+    return _in_range(a * b, a, b)
 
 
 def _power(a: float, e: float) -> float:
     with np.errstate(all="ignore"):
-        power = _range(float(np.power(np.float64(a), e)))
-    if power == 0.0 != a:
-        raise _OutOfRangeError
-    return power
+        return _in_range(float(np.power(np.float64(a), e)), a)
 
 
-def _range(value: float) -> float:
-    if not math.isfinite(value):
+def _in_range(value: float, *factors: float) -> float:
+    """Return a number that is neither infinite nor 0 without a factor that is 0."""
+    if not math.isfinite(value) or (value == 0.0 and factors and all(factors)):
         raise _OutOfRangeError
     return value
