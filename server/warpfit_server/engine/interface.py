@@ -50,6 +50,44 @@ def timed(steps: Steps[Result]) -> Steps[tuple[Result, int]]:
         steps.close()
 
 
+class RowShard(Protocol):
+    """Joins what several engines sum up of one evaluation, each over rows of its own.
+
+    An engine that is given one calls `begin` before it runs the programs and `join` once it has,
+    and makes its outputs, but for values and Jacobian, of what that returns.
+    """
+
+    rows: tuple[int, int]
+    """Rows of the whole evaluation; this engine is given some of them."""
+    level: int
+    """Level of the nodes to sum up in the tree of sums, see `warpfit_server.row_blocks`."""
+    leads: bool
+    """Whether this engine makes the outputs. If not, the batch is in shared memory."""
+
+    def begin(self, width: int) -> None:
+        """Let the other engines begin.
+
+        Args:
+            width: float64 numbers that this engine sums up of each node; 0 if there are none. It
+                depends on the batch, the requested outputs and the kind of engine only.
+
+        Raises:
+            ResourceExhaustedError: if the numbers of all nodes need too much memory.
+
+        """
+
+    def join(self, nodes: NDArray[np.float64]) -> Steps[NDArray[np.float64] | None]:
+        """Return the numbers of the nodes of all rows, [all nodes, width], in their order.
+
+        Args:
+            nodes: those of the nodes that have some of this engine's rows, [nodes, width].
+
+        Returns:
+            None if another engine makes the outputs.
+
+        """
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
     """Preallocated arrays that an evaluation fills, in the memory order of the wire."""
@@ -79,6 +117,8 @@ class Outputs:
     """[programs, K, 7]: sum w; weighted means of the values f and the target y; sums of w (f-mf)^2,
     w (y-my)^2 and w (f-mf)(y-my); the sum of w (y - a - b f)^2 for the best a and b, added up from
     residuals, so that it keeps its digits where it is small. None if not requested."""
+    shard: RowShard | None = None
+    """Set if the evaluation names some rows of a larger one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +151,23 @@ class EngineBrokenError(Exception):
     """
 
 
+class Evaluator(Protocol):
+    """Evaluates batches, alone or with others; see `Engine`."""
+
+    def evaluate(self, evaluation: Evaluation, outputs: Outputs) -> Steps[Timings]:
+        """Evaluate a batch; see `Engine.evaluate`."""
+
+    def linearise(
+        self,
+        evaluation: Evaluation,
+        row_loss: Program,
+        *,
+        curvature: bool,
+        cancelled: NDArray[np.uint8],
+    ) -> Steps[Linearisation]:
+        """Compute a pass of a fit; see `Engine.linearise`."""
+
+
 class Engine(Protocol):
     """Evaluates batches on loaded data sets.
 
@@ -131,11 +188,17 @@ class Engine(Protocol):
     def devices(self) -> list[Device]:
         """Describe what the engine computes on."""
 
-    def load(self, dataset: Dataset) -> None:
+    def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
         """Make a data set usable under its ``content_id``; its arrays stay valid until unload.
+
+        Args:
+            dataset: the data set.
+            rows: the only rows that evaluations will name, from a block's first row on; None for
+                all.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
+            UnimplementedError: if the engine computes on whole data sets only.
 
         """
 
@@ -174,6 +237,7 @@ class Engine(Protocol):
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        shard: RowShard | None = None,
     ) -> Steps[Linearisation]:
         """Compute sums of a row loss, their gradients and, if requested, curvatures in one pass.
 
@@ -187,6 +251,7 @@ class Engine(Protocol):
                 mention the weight, each row counts w times.
             curvature: whether curvatures are requested.
             cancelled: as in `Outputs`.
+            shard: as in `Outputs`; the arrays of an engine that does not lead are undefined.
 
         Raises:
             As `evaluate`.
@@ -204,8 +269,10 @@ __all__ = [
     "Device",
     "Engine",
     "EngineBrokenError",
+    "Evaluator",
     "Linearisation",
     "Outputs",
+    "RowShard",
     "Steps",
     "run_to_end",
     "timed",

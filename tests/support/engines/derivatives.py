@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from support.engines.evaluations import POISON
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch, Program
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Precision
@@ -35,22 +35,34 @@ def derive(
         variable_gradient=loss is not None, reductions=statistics, **options,
     )  # fmt: skip
     evaluation.check(dataset.layout)
-    shape = evaluation.shape(dataset.layout)
-    cells = shape[:2]
-    outputs = Outputs(
-        values=np.full(shape, POISON, dataset.layout.dtype),
-        losses=np.full(cells, POISON) if loss else None,
-        cancelled=np.full(1, cancelled, dtype=np.uint8),
-        ready=lambda programs: None,
-        gradients=np.full(len(batch.parameters), POISON) if loss else None,
-        jacobian=np.full((len(batch.parameters), shape[2]), POISON, dataset.layout.dtype),
-        variable_gradients=np.full((*cells, dataset.layout.variables), POISON) if loss else None,
-        reductions=np.full((*cells, 5), POISON) if statistics else None,
-        moments=np.full((*cells, MOMENTS), POISON) if statistics else None,
-    )
+    outputs = outputs_for(evaluation, dataset.layout, cancelled=cancelled, moments=statistics)
     engine.load(dataset)
     run_to_end(engine.evaluate(evaluation, outputs))
     return outputs
+
+
+def outputs_for(
+    evaluation: Evaluation, layout: Layout, *, cancelled: bool = False, moments: bool | None = None
+) -> Outputs:
+    """Allocate what an evaluation requests, full of `POISON`; by default with needed moments."""
+    shape = evaluation.shape(layout)
+    cells, parameters = shape[:2], len(evaluation.batch.parameters)
+    moments = evaluation.needs_moments if moments is None else moments
+
+    def array(is_wanted: bool, *shape: int, dtype: Any = np.float64) -> Any:
+        return np.full(shape, POISON, dtype) if is_wanted else None
+
+    return Outputs(
+        values=array(evaluation.values, *shape, dtype=layout.dtype),
+        losses=array(evaluation.loss_function is not None, *cells),
+        cancelled=np.full(1, cancelled, dtype=np.uint8),
+        ready=lambda programs: None,
+        gradients=array(evaluation.gradient, parameters),
+        jacobian=array(evaluation.jacobian, parameters, shape[2], dtype=layout.dtype),
+        variable_gradients=array(evaluation.variable_gradient, *cells, layout.variables),
+        reductions=array(evaluation.reductions, *cells, 5),
+        moments=array(moments, *cells, MOMENTS),
+    )
 
 
 def linearise(

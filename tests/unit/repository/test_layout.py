@@ -20,8 +20,8 @@ MOST_FILES = 14
 #: Each folder imports folders that stand before it; a file stands for itself.
 ORDERS = {
     "warpfit_server": [
-        *("limits", "system", "config", "observability", "tenancy", "ipc", "data", "engine"),
-        *("rpc", "processes"),
+        *("row_blocks", "limits", "system", "config", "observability", "tenancy", "ipc", "data"),
+        *("engine", "rpc", "processes"),
     ],
     "warpfit_server.engine": [
         *("native", "lowering", "interface", "lowering_cache", "validate", "finalize", "autodiff"),

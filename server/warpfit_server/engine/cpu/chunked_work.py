@@ -17,13 +17,11 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff import differentiate
 from warpfit_server.engine.cpu.interpreter import CONTEXT
-from warpfit_server.engine.cpu.sum_tree import RADIX
 from warpfit_server.engine.lowering import lower
 from warpfit_server.engine.lowering.lowered import Lowered, allocate
 from warpfit_server.engine.native.arguments import RANGE, argument_block
+from warpfit_server.row_blocks import RADIX, block_rows, node_rows
 
-#: Bytes of one intermediate result: what keeps a few of them in the first-level cache.
-_BLOCK_BYTES: Final = 4096
 #: Most spans of rows, unless each is one of the smallest nodes above blocks.
 _MOST_SPANS: Final = 64
 #: Token-rows of a chunk: some 0.2 ms, after which a thread can turn to another tenant's work.
@@ -60,10 +58,6 @@ class Cut(NamedTuple):
     level: int = 0
     """Level of the nodes that spans are; blocks have level 0."""
 
-    def first_node(self, block: int) -> int:
-        """Return the number of the first node on its level, for blocks of so many rows."""
-        return int(self.spans["start"][0] // (block * RADIX**self.level))
-
 
 @dataclass(slots=True, eq=False)
 class ChunkedWork:
@@ -96,21 +90,25 @@ class ChunkedWork:
         return int(self.cut.ranges["stop"][finished - 1]) if finished else 0
 
 
-def block_rows(layout: Layout) -> int:
-    """Return the rows that an instruction runs on at a time."""
-    return _BLOCK_BYTES // layout.dtype.itemsize
-
-
-def cut_rows(
-    rows: tuple[int, int], block: int, most: int = _MOST_SPANS
-) -> tuple[NDArray[np.void], int]:
-    """Cut rows into at most ``most`` spans; return them and their level, which is 1 or more."""
-    start, stop = rows
-    level, length = 1, RADIX * block
-    while -(-stop // length) - start // length > max(1, min(most, _MOST_SPANS)):
+def span_level(rows: tuple[int, int], layout: Layout, most: int | None = None) -> int:
+    """Return the least level, from 1 on, of which at most ``most`` nodes have the rows."""
+    (start, stop), level = rows, 1
+    length, most = node_rows(layout, level), min(_MOST_SPANS, most or _MOST_SPANS)
+    while -(-stop // length) - start // length > most:
         level, length = level + 1, RADIX * length
+    return level
+
+
+def cut_rows(rows: tuple[int, int], layout: Layout, level: int) -> NDArray[np.void]:
+    """Cut rows into spans, each of which is a node of a level, or what the rows have of it."""
+    (start, stop), length = rows, node_rows(layout, level)
     edges = np.arange(start // length * length, stop + length, length, dtype=np.int64)
-    return _between(edges.clip(start, stop)), level
+    return _between(edges.clip(start, stop))
+
+
+def first_node(rows: tuple[int, int], layout: Layout, level: int) -> int:
+    """Return the number on its level of the first node that has some of the rows."""
+    return rows[0] // node_rows(layout, level)
 
 
 def _between(edges: NDArray[np.int64]) -> NDArray[np.void]:
@@ -125,12 +123,11 @@ def cut_instances(
     scalars: NDArray[np.int64],
     vectors: int,
     rows: tuple[int, int],
-    most_spans: int = _MOST_SPANS,
-    *,
-    block: int,
+    layout: Layout,
+    level: int,
 ) -> Cut:
-    """Cut rows into spans of blocks, and the instances of programs into ranges of equal cost."""
-    spans, level = cut_rows(rows, block, most_spans)
+    """Cut rows into nodes of a level, and the instances of programs into ranges of equal cost."""
+    spans = cut_rows(rows, layout, level)
     tokens, scalars = np.repeat(tokens, vectors), np.repeat(scalars, vectors)
     total = int(tokens.sum()) * (rows[1] - rows[0])
     span = int(spans["stop"][0] - spans["start"][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,11 +20,13 @@ from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cpu.chunked_work import (
     ChunkedWork,
     Cut,
-    block_rows,
     cut_instances,
+    cut_rows,
     differentiation_work,
+    first_node,
     lowering_work,
     new_context,
+    span_level,
 )
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.codegen.loader import CompiledDerivatives
@@ -71,6 +74,7 @@ def make_plan(
     evaluation: Evaluation,
     requested: RequestedOutputs,
     cancelled: NDArray[np.uint8],
+    level: int | None = None,
 ) -> DerivativePlan:
     """Lower a batch with its derivatives and cut the work.
 
@@ -81,6 +85,7 @@ def make_plan(
         evaluation: whose programs have been checked.
         requested: what there is to fill.
         cancelled: see `ChunkedWork`.
+        level: of the nodes of rows that are summed up; None for what takes not too much memory.
 
     """
     batch, layout, loss = evaluation.batch, dataset.layout, requested.row_loss
@@ -100,26 +105,24 @@ def make_plan(
     columns = headers["columns"]
     products = columns * columns * (requested.curvatures is not None)
     sizes = np.repeat(COLUMN_SUMS + columns + products, batch.vectors)
-    most_spans = max(1, _MOST_SUMS // max(1, int(sizes.sum())))
-    block = block_rows(layout)
+    if level is None:
+        level = span_level(rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum()))))
     instructions = headers["end"] - headers["start"]
     return DerivativePlan(
         lowered,
         row_loss,
-        cut_instances(
-            instructions, headers["scalars"], batch.vectors, rows, most_spans, block=block
-        ),
+        cut_instances(instructions, headers["scalars"], batch.vectors, rows, layout, level),
         sizes,
         weighs_loss=loss is not None and not mentions_weight(loss),
     )
 
 
 def plan_key(
-    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs
+    dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int | None
 ) -> tuple[Hashable, ...]:
     """Return what a plan depends on beside the programs."""
     flags = requested.row_loss, requested.lowering_flags, requested.curvatures is not None
-    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, *flags)
+    return (evaluation.batch.vectors, evaluation.rows, dataset.layout, level, *flags)
 
 
 class DerivativeRun:
@@ -136,10 +139,8 @@ class DerivativeRun:
     ) -> None:
         batch, layout, spans = evaluation.batch, dataset.layout, len(plan.cut.spans)
         self._requested = requested
-        self._combine = code.combine
-        rows = evaluation.row_range(layout)
-        self._rows = rows[1] - rows[0]
-        self._first = np.array([plan.cut.first_node(block_rows(layout))])
+        self._code, self._cut, self._layout = code, plan.cut, layout
+        self._rows = evaluation.row_range(layout)
         count = len(plan.sizes)
         starts = np.concatenate([[0], np.cumsum(plan.sizes)])
         self._sums = np.zeros((spans, int(starts[-1])))
@@ -162,11 +163,44 @@ class DerivativeRun:
         wide = code.kernels[_WIDE]
         sum_kernel = wide.losses["given" + suffix] if len(plan.row_loss.headers) else 0
         row_loss = row_loss_inputs(wide.addresses, sum_kernel, plan.row_loss)
-        sums = (starts, self._sums, self._reductions, self._moments, self._first, self._totals)
+        self._inputs = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, starts)
+        self.work = self._work(cancelled)
+
+    def _work(self, cancelled: NDArray[np.uint8]) -> ChunkedWork:
+        requested = self._requested
+        first = np.array([first_node(self._rows, self._layout, self._cut.level)])
+        sums = (self._sums, self._reductions, self._moments, first, self._totals)
         arrays = requested.gradients, requested.variable_gradients, requested.curvatures
         gradients = [np.empty(0) if array is None else array for array in arrays]
-        arrays_of_block = (*inputs.arrays(), *row_loss.arrays(), kernels.dots, *sums, *gradients)
-        self.work = ChunkedWork(code.linearise, arrays_of_block, plan.cut, cancelled)
+        arguments = (*self._inputs, *sums, *gradients)
+        return ChunkedWork(self._code.linearise, arguments, self._cut, cancelled)
+
+    @property
+    def _widths(self) -> list[int]:
+        """Numbers of each node: sums, reductions and moments."""
+        return [math.prod(each.shape[1:]) for each in (self._sums, self._reductions, self._moments)]
+
+    @property
+    def width(self) -> int:
+        """Numbers of each node, see `nodes`."""
+        return sum(self._widths)
+
+    def nodes(self) -> NDArray[np.float64]:
+        """Return what has been summed up of each node of the rows, [nodes, width]."""
+        spans = len(self._sums)
+        rest = self._reductions.reshape(spans, -1), self._moments.reshape(spans, -1)
+        return np.concatenate([self._sums, *rest], axis=1)
+
+    def extend(self, nodes: NDArray[np.float64], rows: tuple[int, int]) -> None:
+        """Take the numbers of the nodes of more rows, as `nodes` returns them, for one's own."""
+        sums, reductions, moments = np.split(nodes, np.cumsum(self._widths)[:-1], axis=1)
+        count = len(nodes)
+        self._rows, self._sums = rows, np.ascontiguousarray(sums)
+        self._reductions = np.ascontiguousarray(reductions).reshape(count, -1, REDUCTIONS)
+        self._moments = np.ascontiguousarray(moments).reshape(count, -1, MOMENTS)
+        spans = cut_rows(rows, self._layout, self._cut.level)
+        self._cut = self._cut._replace(spans=spans)
+        self.work = self._work(self.work.cancelled)
 
     def finish(self) -> None:
         """Fill the outputs, once all chunks have run.
@@ -175,18 +209,19 @@ class DerivativeRun:
             MemoryError: if there was not enough memory.
 
         """
-        requested = self._requested
-        self._totals[:] = sum_nodes(self._sums, int(self._first[0]))
+        requested, (start, stop) = self._requested, self._rows
+        first = first_node(self._rows, self._layout, self._cut.level)
+        self._totals[:] = sum_nodes(self._sums, first)
         for array in (requested.gradients, requested.variable_gradients, requested.curvatures):
             if array is not None:
                 array.fill(0.0)
-        if self._combine(self.work.block.ctypes.data, 0) == FAILED:
+        if self._code.combine(self.work.block.ctypes.data, 0) == FAILED:
             raise MemoryError("no memory to combine sums")
         if requested.losses is not None:
             requested.losses.reshape(-1)[:] = self._totals[self._starts + LOSS_SUM]
         if requested.reductions is not None:
             totals = self._totals[self._starts + VALUE_SUM]
-            found: NDArray[Any] = merge_reductions(totals, self._reductions, self._rows)
+            found: NDArray[Any] = merge_reductions(totals, self._reductions, stop - start)
             requested.reductions.reshape(found.shape)[:] = found
         if requested.moments is not None:
             found = from_zero(self._moments[0])

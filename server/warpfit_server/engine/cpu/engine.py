@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,7 +28,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.errors import CancelledError, DatasetNotFoundError, ResourceExhaustedError
 from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Loss, Timings
@@ -41,16 +41,24 @@ from warpfit_server.engine.cpu import derivatives
 from warpfit_server.engine.cpu.chunked_work import (
     ChunkedWork,
     Cut,
-    block_rows,
     cut_instances,
+    first_node,
     lowering_work,
     new_context,
+    span_level,
 )
 from warpfit_server.engine.cpu.codegen import loader
 from warpfit_server.engine.cpu.codegen.kernels import Flavour
 from warpfit_server.engine.cpu.interpreter import Inputs
 from warpfit_server.engine.cpu.sum_tree import sum_nodes
-from warpfit_server.engine.interface import Device, Linearisation, Outputs, Steps, timed
+from warpfit_server.engine.interface import (
+    Device,
+    Linearisation,
+    Outputs,
+    RowShard,
+    Steps,
+    timed,
+)
 from warpfit_server.engine.lowering.lowered import Lowered
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.native.compile_processes import BACKGROUND, NICE
@@ -98,8 +106,8 @@ class CpuEngine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [Device(name=name, threads=self.threads, memory=memory)]
 
-    def load(self, dataset: Dataset) -> None:
-        """Keep a data set; its arrays are used in place."""
+    def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
+        """Keep a data set; its arrays are used in place, whichever rows are wanted of it."""
         self._datasets[dataset.content_id] = dataset
 
     def unload(self, content_id: bytes) -> None:
@@ -127,7 +135,9 @@ class CpuEngine:
         dataset = self._dataset(evaluation)
         if derivatives.needs_derivatives(evaluation, outputs):
             requested = requested_outputs(evaluation, outputs)
-            steps = self._differentiate(dataset, evaluation, requested, outputs.cancelled, outputs)
+            steps = self._differentiate(
+                dataset, evaluation, requested, outputs.cancelled, outputs.shard, outputs
+            )
         else:
             steps = self._evaluate(dataset, evaluation, outputs)
         with _memory_errors():
@@ -141,12 +151,13 @@ class CpuEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        shard: RowShard | None = None,
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
         found, requested = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
         with _memory_errors():
-            yield from self._differentiate(dataset, evaluation, requested, cancelled)
+            yield from self._differentiate(dataset, evaluation, requested, cancelled, shard)
         return found
 
     def _dataset(self, evaluation: Evaluation) -> Dataset:
@@ -199,6 +210,7 @@ class CpuEngine:
         evaluation: Evaluation,
         requested: RequestedOutputs,
         cancelled: NDArray[np.uint8],
+        shard: RowShard | None,
         outputs: Outputs | None = None,
     ) -> Steps[None]:
         """Evaluate with derivatives, custom losses or statistics.
@@ -206,17 +218,28 @@ class CpuEngine:
         Passes of fits, which have no ``outputs``, come with the same arrays of programs again.
         """
         code = yield from self._derivative_code()
+        level = None if shard is None else shard.level
 
         def make_plan(batch: Batch) -> derivatives.DerivativePlan:
             check_tokens(evaluation.batch, dataset.layout.variables)
             problem = replace(evaluation, batch=batch)
-            return derivatives.make_plan(code, self._run, dataset, problem, requested, cancelled)
+            return derivatives.make_plan(
+                code, self._run, dataset, problem, requested, cancelled, level
+            )
 
-        find = self._plans.by_arrays if outputs is None else self._plans.by_programs
-        key = derivatives.plan_key(dataset, evaluation, requested)
+        has_arrays = outputs is None and (shard is None or shard.leads)
+        find = self._plans.by_arrays if has_arrays else self._plans.by_programs
+        key = derivatives.plan_key(dataset, evaluation, requested, level)
         plan = find(evaluation.batch, key, make_plan)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
+        if shard is not None:
+            shard.begin(run.width)
         yield from self._run_in_steps(run.work, outputs, evaluation.batch.vectors)
+        if shard is not None:
+            nodes = yield from shard.join(run.nodes())
+            if nodes is None:
+                return
+            run.extend(nodes, shard.rows)
         run.finish()
 
     def _evaluate(self, dataset: Dataset, evaluation: Evaluation, outputs: Outputs) -> Steps[None]:
@@ -230,19 +253,26 @@ class CpuEngine:
 
         programs = self._programs.by_programs(batch, (layout.variables,), lower)
         kernels = self._code.kernels[Flavour.of(layout, evaluation.precision)]
-        rows = evaluation.row_range(layout)
-        cut = programs.cut(batch.vectors, rows, block_rows(layout))
+        rows, shard = evaluation.row_range(layout), outputs.shard
+        level = span_level(rows, layout) if shard is None else shard.level
+        cut = programs.cut(batch.vectors, rows, layout, level)
         context = new_context(dataset, evaluation, outputs.values, cut.level)
         if outputs.losses is not None and evaluation.loss is not None:
             context["loss_kernel"] = kernels.losses[_loss_kernel(evaluation.loss, dataset)]
+        width = len(batch) * batch.vectors if context["loss_kernel"][0] else 0
         sums = np.zeros((len(cut.spans), len(batch) * batch.vectors))
+        if shard is not None:
+            shard.begin(width)
         parameters = np.ascontiguousarray(batch.parameters), batch.parameter_starts
         inputs = Inputs(context, kernels.addresses, *parameters, programs.lowered)
         arrays = (*inputs.arrays(), sums)
         work = ChunkedWork(self._code.interpret, arrays, cut, outputs.cancelled)
         yield from self._run_in_steps(work, outputs, batch.vectors)
-        if outputs.losses is not None and evaluation.loss is not None:
-            outputs.losses.reshape(-1)[:] = sum_nodes(sums, cut.first_node(block_rows(layout)))
+        nodes: NDArray[np.float64] | None = sums
+        if shard is not None:
+            nodes, rows = (yield from shard.join(sums[:, :width])), shard.rows
+        if nodes is not None and outputs.losses is not None and width:
+            outputs.losses.reshape(-1)[:] = sum_nodes(nodes, first_node(rows, layout, level))
 
 
 class _LoweredPrograms:
@@ -251,14 +281,14 @@ class _LoweredPrograms:
     def __init__(self, programs: Batch, lowered: Lowered) -> None:
         self.lowered = lowered
         self._lengths = programs.lengths.astype(np.int64)
-        self._last: tuple[tuple[int, tuple[int, int], int], Cut] | None = None
+        self._last: tuple[Hashable, Cut] | None = None
 
-    def cut(self, vectors: int, rows: tuple[int, int], block: int) -> Cut:
-        """Cut the work for so many parameter vectors over a range of rows, in blocks of rows."""
-        key, last = (vectors, rows, block), self._last
+    def cut(self, vectors: int, rows: tuple[int, int], layout: Layout, level: int) -> Cut:
+        """Cut the work for so many parameter vectors over a range of rows."""
+        key, last = (vectors, rows, layout.dtype, level), self._last
         if last is None or last[0] != key:
             scalars = self.lowered.headers["scalars"]
-            last = key, cut_instances(self._lengths, scalars, vectors, rows, block=block)
+            last = key, cut_instances(self._lengths, scalars, vectors, rows, layout, level)
             self._last = last
         return last[1]
 

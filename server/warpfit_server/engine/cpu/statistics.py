@@ -8,9 +8,9 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cpu.sum_tree import RADIX
 from warpfit_server.engine.native.arguments import pointer32, pointer64
 from warpfit_server.engine.native.intrinsics import inlined
+from warpfit_server.row_blocks import RADIX
 
 Floats = NDArray[np.float64]
 #: Sums that are added side by side, so that one addition need not wait for the other.

@@ -1,7 +1,7 @@
 """The order in which sums over rows are added up: a tree that depends on nothing but the dtype.
 
 The leaves are the float64 sums of blocks of rows, of which block i holds the rows from i times
-`chunked_work.block_rows` of the data set on. Each node is the sum of four neighbours on the level
+`row_blocks.block_rows` of the data set on. Each node is the sum of four neighbours on the level
 below, added in their order; blocks that are not among the rows count as 0.
 
 So the bits of a sum over rows do not depend on threads, on chunks, or on other programs of the
@@ -10,15 +10,13 @@ batch. Sums of nodes that were computed apart are put together by `sum_nodes`.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit_server.engine.native.intrinsics import inlined
-
-#: Children of a node.
-RADIX: Final = 4
+from warpfit_server.row_blocks import RADIX
 
 
 def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:

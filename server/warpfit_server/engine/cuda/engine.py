@@ -20,7 +20,7 @@ from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError
+from warpfit.errors import DatasetNotFoundError, UnimplementedError
 from warpfit.ir import Batch, Program
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier, Timings
@@ -45,6 +45,7 @@ from warpfit_server.engine.interface import (
     EngineBrokenError,
     Linearisation,
     Outputs,
+    RowShard,
     Steps,
     run_to_end,
 )
@@ -133,13 +134,21 @@ class CudaEngine:
             )
         ]
 
-    def load(self, dataset: Dataset) -> None:
+    def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
         """Copy a data set to the device.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
+            UnimplementedError: if ``rows`` are given.
 
         """
+        if rows is not None:
+            raise UnimplementedError(
+                "CUDA engines compute on whole data sets only",
+                "ENGINE_CANNOT",
+                "Leave shards= out, or upload fewer rows",
+                "shards",
+            )
         resident = upload(self._device, dataset)
         with self._lock:
             self._residents[dataset.content_id] = resident
@@ -189,6 +198,7 @@ class CudaEngine:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        shard: RowShard | None = None,
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         resident = self._resident(evaluation.dataset_id)

@@ -51,7 +51,7 @@ from warpfit_server.engine.fit.searches import (
     diagonals,
 )
 from warpfit_server.engine.fit.separable import operator_table
-from warpfit_server.engine.interface import Engine, Linearisation, Steps, timed
+from warpfit_server.engine.interface import Evaluator, Linearisation, Steps, timed
 from warpfit_server.limits import fit_memory
 from warpfit_server.system.resources import give_back_memory
 
@@ -73,7 +73,7 @@ _TIME_IS_UP: Final = 2
 class FitContext:
     """The surroundings of a fit: engine, data set, cancellation, deadline, progress."""
 
-    engine: Engine
+    engine: Evaluator
     dataset: Dataset
     cancelled: NDArray[np.uint8]
     """[1]; becomes 1 when the call is cancelled."""

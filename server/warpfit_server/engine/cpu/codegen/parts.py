@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from numba import types
 
 from warpfit import ops
+from warpfit_server import row_blocks
 from warpfit_server.engine import validate
 from warpfit_server.engine.autodiff import backward_pass, differentiate, rules
 from warpfit_server.engine.cpu import (
@@ -24,6 +25,7 @@ from warpfit_server.engine.cpu import (
     interpreter,
     row_loss,
     statistics,
+    sum_tree,
 )
 from warpfit_server.engine.cpu.codegen import (
     argument_reduction,
@@ -53,7 +55,7 @@ _SOURCES: Final = (
     *(ops, vector, argument_reduction, trigonometric, elementary_functions, kernels),
     *(dot_products, build, rules, intrinsics, calls, arguments, graph, lowered, schedule, lower),
     *(backward_pass, differentiate, interpreter, statistics, row_loss, derivative_interpreter),
-    *(parallel_loop, compile_cache),
+    *(sum_tree, row_blocks, parallel_loop, compile_cache),
 )
 _WORD: Final = types.int64
 
