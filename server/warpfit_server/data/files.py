@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from warpfit.dataset import RoundingCheck, ServerFile, Table, blocks_of, open_table
+from warpfit.dataset import (
+    ParquetColumns,
+    RoundingCheck,
+    ServerFile,
+    Table,
+    blocks_of,
+    changed_data,
+    open_table,
+)
 from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.limits import check_names
+from warpfit_server.system.shortages import shortage
 
 #: Files and columns of them whose content ids are remembered.
 _REMEMBERED: Final = 1024
+#: Longest footer of a file, which takes some fifteen times as much memory: that of a hundred
+#: thousand columns.
+_MOST_FOOTER_BYTES: Final = 32 << 20
+#: Most bytes that a part of a file can have when it is decompressed, by Parquet's own format.
+_MOST_PAGE_BYTES: Final = 2**31
 
 
 class DataFolder:
@@ -52,10 +70,16 @@ class DataFolder:
 
     def known(self, file: ServerFile) -> tuple[bytes, str] | None:
         """Return what `read` found for a file that has not changed since: content id, warning."""
-        return self._known.get(self._identity(self._path(file.name), file))
+        with self._open(file.name) as descriptor:
+            return self._known.get(_identity(file, descriptor))
 
     def read(
-        self, file: ServerFile, tenant: str, limits: Limits, check_wanted: Callable[[], None]
+        self,
+        file: ServerFile,
+        tenant: str,
+        limits: Limits,
+        check_wanted: Callable[[], None],
+        reserve: Callable[[int], AbstractContextManager[None]],
     ) -> tuple[StoredDataset, str]:
         """Read columns of a file and make them resident.
 
@@ -64,30 +88,39 @@ class DataFolder:
             tenant: to whom the data set will belong.
             limits: of the tenant; they are checked before numbers are read.
             check_wanted: called between blocks; raises an error if the call has ended.
+            reserve: counts bytes of memory while the file is decompressed.
 
         Returns:
             The data set, and what is said of columns that float32 rounds too coarsely, or "".
 
         Raises:
-            InvalidArgumentError: if there is no such file below the folder, or it has not these
-                columns of numbers.
+            InvalidArgumentError: if there is no such file below the folder, it has not these
+                columns of numbers, or it changes meanwhile.
             ResourceExhaustedError: if the data set is over a limit.
             UnimplementedError: if this server reads no files.
 
         """
-        path = self._path(file.name)
-        identity = self._identity(path, file)
-        try:
-            table = open_table(path, file.y or None, file.weights or None, file.x or None)
-            stored, lost_digits = self._store_table(table, file, tenant, limits, check_wanted)
-        except InvalidArgumentError as error:
-            if error.reason != "BAD_FILE":
-                raise
-            raise _no_file(file.name) from error  # without the path and what the system says
+        with self._open(file.name) as descriptor:
+            identity = _identity(file, descriptor)
+
+            def check() -> None:
+                check_wanted()
+                if _identity(file, descriptor) != identity:
+                    raise changed_data()
+
+            try:
+                columns = ParquetColumns(_path_of(descriptor))
+                table = open_table(columns, file.y or None, file.weights or None, file.x or None)
+                with reserve(min(columns.group_bytes, _MOST_PAGE_BYTES)):
+                    found = self._store_table(table, file, tenant, limits, check)
+            except InvalidArgumentError as error:
+                if error.reason != "BAD_FILE":
+                    raise
+                raise _no_file(file.name) from error  # without the path and what the system says
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
-        self._known[identity] = stored.content_id, lost_digits
-        return stored, lost_digits
+        self._known[identity] = found[0].content_id, found[1]
+        return found
 
     def _store_table(
         self,
@@ -95,7 +128,7 @@ class DataFolder:
         file: ServerFile,
         tenant: str,
         limits: Limits,
-        check_wanted: Callable[[], None],
+        check: Callable[[], None],
     ) -> tuple[StoredDataset, str]:
         layout = table.layout(None, file.dtype)
         check_names(layout.names, limits)
@@ -103,33 +136,65 @@ class DataFolder:
         upload = self._store.begin(layout, b"", tenant, limits)
         try:
             for block in blocks_of(layout, table.sources):
-                check_wanted()
+                check()
                 rounding.check(block.numbers, block.given, block.first, block.start)
                 self._store.add(upload, block.numbers.reshape(-1).data.cast("B"))
+            check()
             return self._store.commit(upload), rounding.lost_digits()
         except BaseException:
             self._store.abandon(upload)
             raise
 
-    def _path(self, name: str) -> Path:
-        """Return the path of a file below the folder, through no link that leads out of it."""
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        """Open a file below the folder once, so that its name may stand for another one later."""
         if self._root is None:
             raise UnimplementedError(
                 "this server reads no files",
                 "NO_DATA_ROOT",
                 "Start it with --data-root, or upload the data: client.upload(...)",
             )
-        try:
-            path = (self._root / name).resolve(strict=True)
-            if path.is_relative_to(self._root) and path.is_file() and path.suffix == ".parquet":
-                return path
-        except (OSError, ValueError, RuntimeError):  # none, not readable, a loop of links, a NUL
-            pass
-        raise _no_file(name)
+        with ExitStack() as opened:
+            try:
+                descriptor = _open_below(self._root, name, opened)
+            except (OSError, ValueError) as error:  # none, not readable, a NUL in its name
+                raise shortage(error) or _no_file(name) from error
+            yield descriptor
 
-    def _identity(self, path: Path, file: ServerFile) -> Any:
-        status = path.stat()
-        return file, path, status.st_ino, status.st_size, status.st_mtime_ns
+
+def _open_below(root: Path, name: str, opened: ExitStack) -> int:
+    """Return a descriptor of a Parquet file below a folder.
+
+    Raises:
+        OSError, ValueError: if there is none.
+
+    """
+    # O_PATH finds a file without opening it: a FIFO would wait, and a device may act.
+    place = os.open(root / name, os.O_PATH | os.O_CLOEXEC)
+    opened.callback(os.close, place)
+    path = Path(_path_of(place)).readlink()
+    is_regular = stat.S_ISREG(os.fstat(place).st_mode)
+    if not (is_regular and path.is_relative_to(root) and path.suffix == ".parquet"):
+        raise FileNotFoundError
+    descriptor = os.open(_path_of(place), os.O_RDONLY | os.O_CLOEXEC)
+    opened.callback(os.close, descriptor)
+    end = os.fstat(descriptor).st_size - 8
+    footer_bytes = int.from_bytes(os.pread(descriptor, 4, max(0, end)), "little")
+    if footer_bytes > _MOST_FOOTER_BYTES:
+        raise ValueError
+    return descriptor
+
+
+def _path_of(descriptor: int) -> str:
+    """Return a path by which the file of a descriptor can be opened again."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _identity(file: ServerFile, descriptor: int) -> Any:
+    """Return what tells columns of a file from others, and from those of its earlier contents."""
+    status = os.fstat(descriptor)
+    place = status.st_dev, status.st_ino
+    return replace(file, name=""), *place, status.st_size, status.st_mtime_ns
 
 
 def _no_file(name: str) -> InvalidArgumentError:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, Protocol
 
@@ -268,9 +269,9 @@ class MainServicer(ComputeServicer):
         tenant, file = tenant_of(context), codec.open_request(request)
         limits = self._admission.limits(tenant)
         check_names(file.x, limits)
-        self._reading.acquire(tenant)
+        check_wanted = partial(_check_wanted, context)
+        self._reading.acquire(tenant, check_wanted)
         try:
-            _check_wanted(context)
             known = self._folder.known(file)
             if known is not None:  # another call may have read it meanwhile
                 key = key_of(tenant, known[0])
@@ -278,9 +279,8 @@ class MainServicer(ComputeServicer):
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
                     info = codec.dataset_info(known[0], dataset.layout, known[1])
                     return info.SerializeToString()
-            dataset, lost_digits = self._folder.read(
-                file, tenant, limits, lambda: _check_wanted(context)
-            )
+            reserve = partial(self._admission.reserve_bytes, tenant)
+            dataset, lost_digits = self._folder.read(file, tenant, limits, check_wanted, reserve)
         finally:
             self._reading.release(tenant)
         self._host.quarantine.suspects.check_dataset(dataset.key)

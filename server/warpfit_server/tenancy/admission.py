@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NamedTuple
 
 from warpfit.dataset import Layout
@@ -183,8 +183,9 @@ class Admission:
         if size < reserved:
             self.quotas.release(tenant, Amounts(nbytes=reserved - size))
 
-    @contextmanager
-    def reserve(self, tenant: str, cost: CallCost, answer: int, message: int) -> Iterator[None]:
+    def reserve(
+        self, tenant: str, cost: CallCost, answer: int, message: int
+    ) -> AbstractContextManager[None]:
         """Count the engine time and the bytes of ``answer`` while a call waits and runs.
 
         The bytes of its ``message`` are counted already.
@@ -194,8 +195,15 @@ class Admission:
 
         """
         engine_ns = min(self._longest_work, self.costs.estimate(cost))
-        amount = Amounts(0, answer, engine_ns)
-        self._acquire(tenant, amount, self._tenant_quota, message)
+        return self._reserve(tenant, Amounts(0, answer, engine_ns), message)
+
+    def reserve_bytes(self, tenant: str, nbytes: int) -> AbstractContextManager[None]:
+        """Count bytes of memory in a ``with`` block; see `reserve` for the error."""
+        return self._reserve(tenant, Amounts(nbytes=nbytes))
+
+    @contextmanager
+    def _reserve(self, tenant: str, amount: Amounts, held: int = 0) -> Iterator[None]:
+        self._acquire(tenant, amount, self._tenant_quota, held)
         try:
             yield
         finally:
