@@ -1,5 +1,6 @@
 """Data sets: their layout and canonical form, checks, and the tables that they come from."""
 
+from warpfit.dataset.arrow import ParquetColumns
 from warpfit.dataset.canonical import (
     ClientDataset,
     Dataset,
@@ -28,6 +29,7 @@ __all__ = [
     "DatasetReference",
     "Layout",
     "OpenedDataset",
+    "ParquetColumns",
     "PayloadDigest",
     "PrecisionWarning",
     "RoundingCheck",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -49,53 +51,65 @@ class ParquetColumns:
     """Columns of a Parquet file, which is read again for every pass.
 
     Args:
-        path: of the file; its name ends in ``.parquet``.
-        names: columns to read, by default all.
+        path: of the file.
 
     Raises:
         InvalidArgumentError: if it is no such file.
 
     """
 
-    def __init__(self, path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
-        self._path = os.fspath(path)
-        if not self._path.endswith(".parquet"):
-            raise _bad_file(self._path, "its name does not end in .parquet")
+    def __init__(self, path: str) -> None:
+        self._path = path
         with self._open() as file:
-            columns = file.schema_arrow.names
-            if len(set(columns)) < len(columns):
-                raise _bad_file(self._path, "names of columns repeat")
-            self.names: tuple[str, ...] = tuple(columns if names is None else names)
-            self.shape: tuple[int, int] = (file.metadata.num_rows, len(self.names))
+            self.names: tuple[str, ...] = tuple(file.schema_arrow.names)
+            if len(set(self.names)) < len(self.names):
+                raise _bad_file(path, "names of columns repeat")
+            metadata = file.metadata
+            self.shape: tuple[int, int] = (metadata.num_rows, len(self.names))
+            groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+            self.group_bytes: int = max((group.total_byte_size for group in groups), default=0)
+            """Decompressed bytes of the largest row group, as the file says."""
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> ParquetColumns:
+        """Open what a caller says is a Parquet file, if its name ends in ``.parquet``."""
+        name = os.fspath(path)
+        if not name.endswith(".parquet"):
+            raise _bad_file(name, "its name does not end in .parquet")
+        return cls(name)
 
     def select(self, names: Sequence[str]) -> Columns:
         """Return the columns of these names."""
-        return ParquetColumns(self._path, names)
+        selected = copy(self)
+        selected.names, selected.shape = tuple(names), (self.shape[0], len(names))
+        return selected
 
     def blocks(self) -> Iterator[NDArray[Any]]:
         """Yield pieces of one column after the other; short columns are read several at once."""
-        pyarrow = _pyarrow()
         with self._open() as file:
-            if not set(self.names) <= set(file.schema_arrow.names):
+            types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            if not types.keys() >= set(self.names):
                 raise changed_data()
+            for name in self.names:  # before decoding, which may take a thousand times the file
+                _check_type(types[name], f"column {name!r}")
             for names in columns_at_once(self.names, self.shape[0]):
                 batches = file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False)
-                try:
-                    if len(names) > 1:
-                        table = pyarrow.Table.from_batches(batches)
-                        yield from ArrowColumns(table.select(names)).blocks()
-                    else:
-                        yield from _column_blocks(names[0], (batch.column(0) for batch in batches))
-                except (OSError, pyarrow.ArrowException) as error:
-                    raise _bad_file(self._path, str(error)) from error
+                if len(names) > 1:
+                    table = _pyarrow().Table.from_batches(batches)
+                    yield from ArrowColumns(table.select(names)).blocks()
+                else:
+                    yield from _column_blocks(names[0], (b.column(names[0]) for b in batches))
 
-    def _open(self) -> Any:
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """Open the file; errors of pyarrow inside the ``with`` block become one of this library."""
         pyarrow = _pyarrow()
-        try:
-            from pyarrow.parquet import ParquetFile
+        from pyarrow.parquet import ParquetFile
 
-            return ParquetFile(self._path, buffer_size=_READ_BYTES, pre_buffer=False)
-        except (OSError, pyarrow.ArrowException) as error:
+        try:
+            with ParquetFile(self._path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
+                yield file
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise _bad_file(self._path, str(error)) from error
 
 
@@ -151,13 +165,18 @@ def _numbers(chunk: Any, name: str, start: int) -> NDArray[Any]:
     if chunk.null_count:
         row = chunk.is_null().to_numpy(zero_copy_only=False).argmax()
         raise missing_value(name, start + int(row))
-    types, kind = pyarrow.types, chunk.type
-    if types.is_decimal(kind):
+    _check_type(chunk.type, name)
+    if pyarrow.types.is_decimal(chunk.type):
         chunk = chunk.cast(pyarrow.float64())
-    elif not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-        raise no_numbers(name, f"its type is {kind}")
     numbers: NDArray[Any] = chunk.to_numpy(zero_copy_only=False)
     return numbers
+
+
+def _check_type(kind: Any, name: str) -> None:
+    types = _pyarrow().types
+    tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    if not any(test(kind) for test in tests):
+        raise no_numbers(name, f"its type is {kind}")
 
 
 def _bad_file(path: str, why: str) -> InvalidArgumentError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
@@ -69,12 +70,13 @@ class ColumnNames:
         """
         others = [name for name in (self.y, self.weights) if name is not None]
         asked = [*(self.x or ()), *others]
+        counts = Counter(names)
         for name in asked:
-            if names.count(name) != 1:
+            if counts[name] != 1:
                 listed = ", ".join(map(repr, names[:_LISTED_NAMES])) or "none with names"
                 more = ", ..." if len(names) > _LISTED_NAMES else ""
                 raise InvalidArgumentError(
-                    f"X has {names.count(name)} columns {name!r}",
+                    f"X has {counts[name]} columns {name!r}",
                     "UNKNOWN_COLUMN",
                     f"Name columns of X; there are: {listed}{more}",
                     "x",

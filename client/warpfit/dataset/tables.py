@@ -67,8 +67,8 @@ def open_table(
 
     Args:
         X: [rows, variables]: an array or what NumPy makes one of, a pandas frame, anything with
-            Arrow's stream interface, an iterator of such tables, or the path of a Parquet file.
-            What can be read only once is read here.
+            Arrow's stream interface, an iterator of such tables, the path of a Parquet file, or
+            `ParquetColumns`. What can be read only once is read here.
         y: target [rows], or the name of a column of X, or None.
         weights: weight of each row [rows], or the name of a column of X, or None.
         x: names of the columns of X that are variables; None takes all but y and weights.
@@ -97,11 +97,13 @@ def open_table(
 
 
 def _open(data: Any, name: str, named: ColumnNames) -> Columns:
-    is_path = isinstance(data, str | os.PathLike)
-    if not is_path and hasattr(data, "iloc"):
+    if isinstance(data, ParquetColumns):
+        return data
+    if isinstance(data, str | os.PathLike):
+        return ParquetColumns.of(data)
+    if hasattr(data, "iloc"):
         return FrameColumns(data.to_frame() if data.ndim == 1 else data, name)
-    if is_path or any(
-        hasattr(data, way) for way in ("__arrow_c_stream__", "__arrow_c_array__", "__next__")
-    ):
-        return ParquetColumns(data) if is_path else read_columns(data, name, named)
+    ways = ("__arrow_c_stream__", "__arrow_c_array__", "__next__")
+    if any(hasattr(data, way) for way in ways):
+        return read_columns(data, name, named)
     return ArrayColumns(data, name)

@@ -195,6 +195,14 @@ def test_columns_that_are_not_there_or_do_not_fit_are_refused(arguments, reason)
     assert caught.value.reason == reason
 
 
+def test_names_are_found_without_a_look_at_all_others_for_each():
+    class Names(tuple):
+        count = None
+
+    names = Names(map(str, range(3)))
+    assert sources.ColumnNames(["1", "0"], "2").read(names) == ["1", "0", "2"]
+
+
 def test_files_that_are_broken_or_change_are_refused(tmp_path, small_blocks):
     path = tmp_path / "t.parquet"
     write = partial(parquet.write_table, where=path, row_group_size=20)
