@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final
 
 #: Calls of a tenant that are decoded at a time: one computes in NumPy while another runs Python.
 _MOST: Final = 2
+#: Seconds after which a thread that waits looks whether its call has ended.
+_CHECK_SECONDS: Final = 0.25
 
 
 class TenantSemaphore:
@@ -23,15 +26,38 @@ class TenantSemaphore:
         self._inside: Counter[str] = Counter()
         self._waiting: dict[str, deque[threading.Event]] = {}
 
-    def acquire(self, tenant: str) -> None:
-        """Wait to be let in; `release` must follow."""
+    def acquire(self, tenant: str, check_wanted: Callable[[], None] = lambda: None) -> None:
+        """Wait to be let in; `release` must follow.
+
+        Args:
+            tenant: owner of the thread.
+            check_wanted: called while the thread waits and when it need not; its error ends that.
+
+        """
         with self._lock:
             if self._inside[tenant] < _MOST:
                 self._inside[tenant] += 1
                 return
             turn = threading.Event()
             self._waiting.setdefault(tenant, deque()).append(turn)
-        turn.wait()
+        try:
+            while not turn.wait(_CHECK_SECONDS):
+                check_wanted()
+            check_wanted()
+        except BaseException:
+            self._give_up(tenant, turn)
+            raise
+
+    def _give_up(self, tenant: str, turn: threading.Event) -> None:
+        """Wait no more; pass on a turn that has come meanwhile."""
+        with self._lock:
+            has_come = turn.is_set()
+            if not has_come:
+                self._waiting[tenant].remove(turn)
+                if not self._waiting[tenant]:
+                    del self._waiting[tenant]
+        if has_come:
+            self.release(tenant)
 
     def release(self, tenant: str) -> None:
         """Let the tenant's next thread in."""

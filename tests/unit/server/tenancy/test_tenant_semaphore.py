@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from warpfit.errors import CancelledError
 from warpfit_server.tenancy import tenant_semaphore
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 
@@ -69,3 +70,21 @@ def test_threads_of_a_tenant_are_let_in_in_order_of_arrival():
     for thread in threads:
         thread.join(10)
     assert order == [0, 1, 2, 3]
+
+
+def test_a_thread_whose_call_has_ended_does_not_wait_for_its_turn(monkeypatch):
+    monkeypatch.setattr(tenant_semaphore, "_CHECK_SECONDS", 0.001)
+    semaphore, ended = TenantSemaphore(), threading.Event()
+
+    def check():
+        if ended.is_set():
+            raise CancelledError("the call has ended", "CANCELLED")
+
+    for _ in range(tenant_semaphore._MOST):
+        semaphore.acquire("greedy", check)
+    ended.set()
+    with pytest.raises(CancelledError):
+        semaphore.acquire("greedy", check)
+    for _ in range(tenant_semaphore._MOST):
+        semaphore.release("greedy")
+    assert (semaphore._inside, semaphore._waiting) == (Counter(), {})
