@@ -22,6 +22,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
+from warpfit_server.tenancy.tenants import PROBE
+
 #: Seconds of the engine after which a request is a long one.
 _SHORT: Final = 0.008
 #: Share of a tenant's time for its short requests, relative to 1 for its long ones.
@@ -198,11 +200,11 @@ class Scheduler(Generic[Item]):
 
     def _must_wait(self) -> bool:
         """Tell whether a step would slow down another one while several tenants are active."""
-        if not self._shares_cores or not any(t.running for t in self._tenants.values()):
+        tenants = [tenant for name, tenant in self._tenants.items() if name != PROBE]
+        if not self._shares_cores or not any(tenant.running for tenant in tenants):
             return False
         recently = self._virtual_time - _ACTIVE
-        active = (t for t in self._tenants.values() if t.is_waiting or t.charge > recently)
-        return sum(1 for _ in active) > 1
+        return sum(tenant.is_waiting or tenant.charge > recently for tenant in tenants) > 1
 
     def _count_out(self, tenant: _TenantQueue[Item]) -> None:
         tenant.running += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from warpfit_server.tenancy.tenants import PROBE
 if TYPE_CHECKING:
     from warpfit_server.ipc.engine_connection import EngineConnection
 
+_LOG: Final = logging.getLogger("warpfit.requests")
 #: What is put into a request's queue when its call has ended, and when the engine is gone.
 _ENDED: Final = object()
 LOST: Final = object()
@@ -267,6 +269,7 @@ class InFlightRequest:
         """Report the request if the engine had begun it when it was lost."""
         state = int(self.segment_layout.state(self.segment)[0])
         if state != QUEUED and self.tenant != PROBE:
+            _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
             batch, dataset = self.digest(), self.evaluation.dataset_id
             self.connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
 

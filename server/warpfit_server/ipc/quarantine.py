@@ -28,7 +28,8 @@ from warpfit.errors import FailedPreconditionError
 from warpfit.fitting import FitSettings
 from warpfit.request import Evaluation
 
-#: Most data sets and batches with a record; the oldest record is dropped first.
+#: Most data sets and batches with a record; the oldest record is dropped first, of suspects before
+#: those in quarantine.
 _MOST_RECORDS: Final = 256
 #: Seconds after its last crash until a suspect is forgotten, and something in quarantine.
 _SUSPECT_SECONDS: Final = 600.0
@@ -107,7 +108,6 @@ class KnownSuspects:
         known = self._known
         if not (known.suspects or known.quarantined):
             return 0.0
-        self.check_dataset(dataset)
         self.check_dataset(dataset)
         name = batch()
         if name in known.quarantined:
@@ -302,7 +302,9 @@ class Quarantine:
         record.last = self._clock()
         self._records[name] = record
         while len(self._records) > _MOST_RECORDS:
-            del self._records[next(iter(self._records))]
+            suspects = (n for n, old in self._records.items() if not old.is_guilty(n))
+            oldest = next(suspects, name)
+            del self._records[next(iter(self._records)) if oldest == name else oldest]
         return record
 
     def _judge(self) -> SuspectList | None:

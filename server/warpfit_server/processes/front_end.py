@@ -124,8 +124,9 @@ class BorrowedLeases:
         with self._lock:
             dataset = self._leased.get(key)
             if dataset is None:
-                dataset = self._leased[key] = _LeasedDataset(key, self._request_load)
-                self._send(messages.LeaseDataset(key))
+                dataset = _LeasedDataset(key, self._request_load)
+                self._send(messages.LeaseDataset(key))  # fails where there is no room for messages
+                self._leased[key] = dataset
             dataset.uses += 1
         try:
             dataset.answer.result()
@@ -154,8 +155,9 @@ class BorrowedLeases:
         with self._lock:
             future = self._loading.get((engine, key))
             if future is None:
-                future = self._loading[engine, key] = Future()
+                future = Future()
                 self._send(messages.RequestLoad(engine, key))
+                self._loading[engine, key] = future
         return future
 
     def load_ended(self, message: messages.LoadEnded) -> None:

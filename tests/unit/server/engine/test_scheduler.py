@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from warpfit_server.engine.scheduler import ScheduledRequest, Scheduler
+from warpfit_server.tenancy.tenants import PROBE
 
 STEP = 0.004
 
@@ -157,6 +158,16 @@ def test_steps_that_share_cores_run_one_at_a_time_while_several_tenants_are_acti
     assert [scheduler.next(), scheduler.next(), scheduler.next()] == [
         [one] for one in greedy[3:6]
     ], "the modest tenant has not come back for long"
+
+
+def test_a_health_probe_is_no_second_tenant():
+    scheduler = Scheduler(merged_size=1, shares_cores=True)
+    probe, calls = call(PROBE, 0.0, 1.0), [call("lone", 0.0, 1.0) for _ in range(2)]
+    scheduler.add(probe)
+    scheduler.ran(scheduler.next(only=PROBE), 0.001)
+    for one in calls:
+        scheduler.add(one)
+    assert [scheduler.next(), scheduler.next()] == [[one] for one in calls]
 
 
 def test_waiting_requests_are_merged_and_the_cost_is_shared():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
+from support.servers.requests import DATA
+from warpfit.errors import ResourceExhaustedError
 from warpfit_server.config import Config
 from warpfit_server.engine.hang_detector import EXIT_STUCK
+from warpfit_server.ipc import messages
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.processes.engine_deaths import cause_of_death
+from warpfit_server.processes.front_end import BorrowedLeases
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
 
 
@@ -70,3 +75,24 @@ def test_leases_end_one_by_one(front_end):
 )
 def test_the_cause_of_an_engines_end(code, cause):
     assert cause_of_death(code) == cause
+
+
+def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
+    """Calls would wait for ever for an answer to what was never sent."""
+    sent = []
+
+    def send(message):
+        sent.append(type(message))
+        if len(sent) in (1, 3):
+            raise ResourceExhaustedError("the system has no room", "MEMORY")
+        if isinstance(message, messages.LeaseDataset):
+            threading.Timer(0.01, leases.answered, [answer]).start()
+
+    leases, answer = BorrowedLeases(send), messages.DatasetLease(b"data", DATA.layout)
+    with pytest.raises(ResourceExhaustedError), leases.lease(b"data"):
+        pass
+    with leases.lease(b"data") as leased:
+        with pytest.raises(ResourceExhaustedError):
+            leased.load(0)
+        leased.load(0)
+    assert sent == [messages.LeaseDataset] * 2 + [messages.RequestLoad] * 2
