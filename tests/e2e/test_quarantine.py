@@ -18,9 +18,9 @@ FATAL = 666.0
 FLAGS = ("--threads", "1", "--front-ends", "2", "--health-port", "0", "--metrics-port", "0")
 
 
-@pytest.fixture(scope="module", params=["cpu", "cpu:2"])
-def server(request):
-    with ServerProcess(*FLAGS, devices=request.param, **injected(f"kill={FATAL}")) as process:
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(*FLAGS, **injected(f"kill={FATAL}")) as process:
         yield process
 
 

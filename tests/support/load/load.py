@@ -1,4 +1,4 @@
-"""Clients that evaluate without a pause, check every answer and count."""
+"""Clients that evaluate again and again, check every answer and count."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import warpfit
 from warpfit.client import UploadedDataset
 
 ROWS = 500
+#: Seconds between the calls of a client, which leave the cores to the servers.
+_PAUSE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class Load:
             while not self._stop.is_set():
                 turn += 1
                 self._call(client, data, X, float(turn), tally)
+                time.sleep(_PAUSE)
 
     def _call(
         self,

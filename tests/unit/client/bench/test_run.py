@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from support.servers.loopback import serve
 from warpfit import codec, testing
@@ -187,7 +188,8 @@ def test_long_calls_are_timed_less_often(monkeypatch, call_seconds, timed):
     assert len(measure.repeat(perform, 1.0)) == timed
 
 
-def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, servers):
+def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, servers, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda _, target, **__: target.write(b"PNG"))
     servers.append("GPU")
     profile = replace(SMALL, rows=(20, 40), expressions=(2, 1_000), other_rows=(20,))
     document, _ = run(tmp_path / "a.json", profile, engines=("cuda", "cpu"))

@@ -76,8 +76,7 @@ def compiled_code():
         compiled.load(method)
 
 
-@pytest.mark.parametrize("method", ["lm", "bfgs"])
-@pytest.mark.parametrize("kind", ["starts", "parameters"])
+@pytest.mark.parametrize(("method", "kind"), [("lm", "parameters"), ("bfgs", "starts")])
 def test_the_memory_of_a_fit_is_estimated_and_released(method, kind):
     command = (sys.executable, "-c", _PROGRAM, method, kind)
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

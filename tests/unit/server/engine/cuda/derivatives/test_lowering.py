@@ -94,7 +94,7 @@ def test_code_of_any_program(compiled, alone, program, work):
 def test_code_does_not_depend_on_the_number_of_threads(alone, shared):
     """Four callers share four helpers."""
     works = list(WORK) * 2
-    batches = [Batch.of(*thesis_mix(seed, 300)) for seed in range(len(works))]
+    batches = [Batch.of(*thesis_mix(seed, 100)) for seed in range(len(works))]
     with ThreadPoolExecutor(4) as callers:
         found = list(callers.map(lower, [shared] * len(works), batches, works))
     for batch, work, code in zip(batches, works, found, strict=True):
