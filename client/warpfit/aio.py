@@ -21,11 +21,12 @@ from warpfit.calls.simplification import Simplification, SimplifyOptions
 from warpfit.dataset import ClientDataset
 from warpfit.errors import WarpfitError
 from warpfit.server_info import ServerInfo
-from warpfit.transport.addresses import Address, Target, target_of
+from warpfit.transport.addresses import Address
 from warpfit.transport.call import Call
 from warpfit.transport.channel import AsyncGrpcTransport, AsyncTransport
-from warpfit.transport.security import Security, TlsConfig
-from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig, picklable
+from warpfit.transport.connection import Connection
+from warpfit.transport.security import TlsConfig
+from warpfit.transport.settings import RetryPolicy, TransportConfig
 
 T = TypeVar("T")
 
@@ -53,15 +54,20 @@ class AsyncClient:
     Arguments, results and errors of each method are those of the method of the same name there.
     """
 
-    def __init__(self, transport: AsyncTransport, config: ClientConfig, target: Target) -> None:
+    def __init__(self, transport: AsyncTransport, connection: Connection) -> None:
         """Use `warpfit.connect_async`, or `warpfit.testing.async_client` without a server."""
         self._transport = transport
-        self._operations = ClientOperations.of(config, target)
-        self._arguments: dict[str, Any] | None = None
+        self._connection = connection
+        self._operations = ClientOperations.of(connection)
+
+    @classmethod
+    def of(cls, connection: Connection) -> Self:
+        """Make a client over gRPC."""
+        return cls(AsyncGrpcTransport(connection), connection)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
-        return _connected, (picklable(self._arguments),)
+        return type(self).of, (self._connection,)
 
     async def upload(
         self,
@@ -232,17 +238,5 @@ def connect_async(
     replicas: int = 2,
 ) -> AsyncClient:
     """Make an asyncio client inside a running event loop; arguments as for `warpfit.connect`."""
-    target = target_of(address)
-    config = ClientConfig.of(retry, transport, wait, replicas)
-    security = Security.of(target, token, tls)
-    client = AsyncClient(AsyncGrpcTransport(target, config.transport, security), config, target)
-    client._arguments = {
-        "address": list(target.addresses) or address or target.text,
-        **{"token": token, "tls": tls, "retry": retry, "transport": transport},
-        **{"wait": wait, "replicas": replicas},
-    }
-    return client
-
-
-def _connected(arguments: dict[str, Any]) -> AsyncClient:
-    return connect_async(**arguments)
+    arguments = address, token, tls, retry, transport, wait, replicas
+    return AsyncClient.of(Connection.of(*arguments))

@@ -24,11 +24,12 @@ from warpfit.dataset import ClientDataset
 from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.server_info import ServerInfo
-from warpfit.transport.addresses import Address, Target, target_of
+from warpfit.transport.addresses import Address
 from warpfit.transport.call import Call, Cancellation
 from warpfit.transport.channel import GrpcTransport, Transport
-from warpfit.transport.security import Security, TlsConfig
-from warpfit.transport.settings import ClientConfig, RetryPolicy, TransportConfig, picklable
+from warpfit.transport.connection import Connection
+from warpfit.transport.security import TlsConfig
+from warpfit.transport.settings import RetryPolicy, TransportConfig
 
 T = TypeVar("T")
 
@@ -63,15 +64,20 @@ class Client:
     longer than the retry policy allows, ResourceExhaustedError over one of its limits.
     """
 
-    def __init__(self, transport: Transport, config: ClientConfig, target: Target) -> None:
+    def __init__(self, transport: Transport, connection: Connection) -> None:
         """Use `warpfit.connect`, or `warpfit.testing.client` for one without a server."""
         self._transport = transport
-        self._operations = ClientOperations.of(config, target)
-        self._arguments: dict[str, Any] | None = None
+        self._connection = connection
+        self._operations = ClientOperations.of(connection)
+
+    @classmethod
+    def of(cls, connection: Connection) -> Self:
+        """Make a client over gRPC."""
+        return cls(GrpcTransport(connection), connection)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the arguments of the connection, a token among them; a copy connects anew."""
-        return _connected, (picklable(self._arguments),)
+        return type(self).of, (self._connection,)
 
     def upload(
         self,
@@ -402,20 +408,8 @@ def connect(
             leave this machine in plain text without ``tls=False``.
 
     """
-    target = target_of(address)
-    config = ClientConfig.of(retry, transport, wait, replicas)
-    security = Security.of(target, token, tls)
-    client = Client(GrpcTransport(target, config.transport, security), config, target)
-    client._arguments = {
-        "address": list(target.addresses) or address or target.text,
-        **{"token": token, "tls": tls, "retry": retry, "transport": transport},
-        **{"wait": wait, "replicas": replicas},
-    }
-    return client
-
-
-def _connected(arguments: dict[str, Any]) -> Client:
-    return connect(**arguments)
+    arguments = address, token, tls, retry, transport, wait, replicas
+    return Client.of(Connection.of(*arguments))
 
 
 @contextmanager

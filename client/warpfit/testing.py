@@ -43,6 +43,7 @@ from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device, Limits, ServerInfo
 from warpfit.transport.addresses import Target
 from warpfit.transport.call import Call, Cancellation, UploadStream
+from warpfit.transport.connection import Connection
 from warpfit.transport.settings import ClientConfig, RetryPolicy
 
 #: Retries with short pauses, for tests.
@@ -208,21 +209,24 @@ InProcess: TypeAlias = InProcessServer | Mapping[str, InProcessServer]
 
 def client(server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES) -> Client:
     """Make a client of an in-process server, by default of a new one, or of several."""
-    servers, target = _named(server)
-    return Client(_InProcessTransport(servers), ClientConfig(retry=retry), target)
+    servers, connection = _named(server, retry)
+    return Client(_InProcessTransport(servers), connection)
 
 
 def async_client(
     server: InProcess | None = None, *, retry: RetryPolicy = FAST_RETRIES
 ) -> AsyncClient:
     """Make an asyncio client of an in-process server, by default of a new one, or of several."""
-    servers, target = _named(server)
-    return AsyncClient(_AsyncInProcessTransport(servers), ClientConfig(retry=retry), target)
+    servers, connection = _named(server, retry)
+    return AsyncClient(_AsyncInProcessTransport(servers), connection)
 
 
-def _named(server: InProcess | None) -> tuple[Mapping[str, InProcessServer], Target]:
+def _named(
+    server: InProcess | None, retry: RetryPolicy
+) -> tuple[Mapping[str, InProcessServer], Connection]:
     servers = server if isinstance(server, Mapping) else {"here:1": server or InProcessServer()}
-    return servers, Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
+    target = Target(lambda: tuple(servers), tuple(servers), ", ".join(servers))
+    return servers, Connection(target, ClientConfig(retry=retry))
 
 
 def _checked(layout: Layout, content_id: bytes, payload: bytes) -> Dataset:

@@ -56,10 +56,9 @@ from warpfit.ir import Batch
 from warpfit.losses import coefficients_of_determination
 from warpfit.request import Evaluation, Result
 from warpfit.server_info import ServerInfo
-from warpfit.transport.addresses import Target
 from warpfit.transport.call import UnaryCollector
+from warpfit.transport.connection import Connection
 from warpfit.transport.servers import Server, Servers
-from warpfit.transport.settings import ClientConfig
 
 #: Longest time in seconds that one of several servers may take to release a data set.
 _RELEASE_SECONDS: Final = 5.0
@@ -74,8 +73,9 @@ class ClientOperations:
     limits: KnownLimits = field(default_factory=KnownLimits)
 
     @classmethod
-    def of(cls, config: ClientConfig, target: Target) -> Self:
+    def of(cls, connection: Connection) -> Self:
         """Make the operations of a new client."""
+        target, config = connection.target, connection.config
         is_fixed = bool(target.addresses)
         servers = Servers(target.addresses, replicas=config.replicas, is_fixed=is_fixed)
         return cls(Attempts(config, target, servers))

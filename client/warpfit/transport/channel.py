@@ -13,10 +13,8 @@ from grpc.experimental import ChannelOptions
 
 from warpfit import codec
 from warpfit.errors import InvalidArgumentError
-from warpfit.transport.addresses import Target
 from warpfit.transport.call import Call, Cancellation, UploadStream
-from warpfit.transport.security import Security
-from warpfit.transport.settings import TransportConfig
+from warpfit.transport.connection import Connection
 from warpfit.v1 import evaluator_pb2 as pb
 
 #: Methods whose requests reach gRPC as bytes.
@@ -59,30 +57,24 @@ class _Channels:
 
     Args:
         module: ``grpc`` or ``grpc.aio``.
-        target: the servers; the channels to those that are fixed are opened at once.
-        config: settings of the channels.
-        security: credentials.
+        connection: servers, settings and credentials; channels to fixed servers open at once.
         options: further channel arguments.
 
     """
 
     def __init__(
-        self,
-        module: Any,
-        target: Target,
-        config: TransportConfig,
-        security: Security,
-        options: Sequence[tuple[str, int]] = (),
+        self, module: Any, connection: Connection, options: Sequence[tuple[str, int]] = ()
     ) -> None:
-        if len(target.addresses) != 1:
+        addresses, config = connection.target.addresses, connection.config.transport
+        if len(addresses) != 1:
             config = config.for_several()
         self._options = [*config.channel_options(), *options]
-        self._module, self._security = module, security
+        self._module, self._security = module, connection.security
         self._open: dict[str, tuple[Any, _Methods]] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.metadata = security.metadata()
-        for address in target.addresses:
+        self.metadata = connection.security.metadata()
+        for address in addresses:
             self._to(address)
 
     def method(self, call: Call) -> Any:
@@ -114,10 +106,10 @@ class _Channels:
 class GrpcTransport:
     """Calls over gRPC channels."""
 
-    def __init__(self, target: Target, config: TransportConfig, security: Security) -> None:
+    def __init__(self, connection: Connection) -> None:
         # The caller's thread reads the answer itself: a thread of gRPC's costs 0.1 ms a call.
         reading = (ChannelOptions.SingleThreadedUnaryStream, 1)
-        self._channels = _Channels(grpc, target, config, security, [reading])
+        self._channels = _Channels(grpc, connection, [reading])
         self._metadata = self._channels.metadata
 
     def call(self, call: Call, cancellation: Cancellation | None = None) -> None:
@@ -168,8 +160,8 @@ class GrpcTransport:
 class AsyncGrpcTransport:
     """Calls over gRPC channels of the running event loop."""
 
-    def __init__(self, target: Target, config: TransportConfig, security: Security) -> None:
-        self._channels = _Channels(grpc.aio, target, config, security)
+    def __init__(self, connection: Connection) -> None:
+        self._channels = _Channels(grpc.aio, connection)
         self._metadata = self._channels.metadata
 
     async def call(self, call: Call) -> None:

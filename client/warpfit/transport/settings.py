@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from warpfit.errors import InvalidArgumentError
 
@@ -148,19 +148,3 @@ class ClientConfig:
             )
         settings = retry or RetryPolicy(), transport or TransportConfig()
         return cls(retry=settings[0], transport=settings[1], wait=wait, replicas=replicas)
-
-
-def picklable(arguments: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments that a client was connected with.
-
-    Raises:
-        InvalidArgumentError: if there are none: a client of `warpfit.testing`.
-
-    """
-    if arguments is None:
-        raise InvalidArgumentError(
-            "a client without a server cannot be pickled",
-            "NOT_CONNECTED",
-            "Make one in each process",
-        )
-    return arguments

@@ -46,8 +46,8 @@ def test_a_client_is_pickled_as_its_arguments(monkeypatch):
     with warpfit.connect(token="secret", transport=transport, replicas=1) as client:
         monkeypatch.delenv("WARPFIT_ADDRESS")
         with pickle.loads(pickle.dumps(client)) as again:
-            assert again._arguments == client._arguments
-            assert again._arguments["address"] == ["127.0.0.1:1", "127.0.0.1:2"]
+            assert again._connection == client._connection
+            assert again._connection.arguments[0] == ["127.0.0.1:1", "127.0.0.1:2"]
             assert again._operations.attempts.config == client._operations.attempts.config
 
 
