@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import ClassVar, Final
 
 #: Largest size of each text in bytes. An error travels in trailing metadata, which contain its
@@ -207,6 +208,27 @@ BY_STATUS: Final[dict[str, type[WarpfitError]]] = {
         InternalError,
     )
 }
+
+
+def require(module: str, package: str, field: str = "") -> None:
+    """Check that an optional dependency is installed.
+
+    Args:
+        module: what will be imported.
+        package: what pip installs it with.
+        field: argument of the call that needs it.
+
+    Raises:
+        InvalidArgumentError: if it is not.
+
+    """
+    if find_spec(module) is None:
+        raise InvalidArgumentError(
+            f"this needs {module}, which is not installed",
+            "MISSING_PACKAGE",
+            f"Install it: pip install '{package}'",
+            field,
+        )
 
 
 def _cut(text: str, most: int) -> str:

@@ -26,7 +26,12 @@ from contextlib import suppress
 from typing import Any, Final
 
 from warpfit.embedded import READY, START_SECONDS, require_server
-from warpfit.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from warpfit.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+    require,
+)
 from warpfit.transport.addresses import Target
 
 #: Namespace of servers whose starter gave none.
@@ -294,12 +299,9 @@ def _check(namespace: str) -> None:
 
 
 def _ray() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise InvalidArgumentError(
-            "Ray is not installed here", "MISSING_PACKAGE", "Install it: pip install 'warpfit[ray]'"
-        ) from error
+    require("ray", "warpfit[ray]")
+    import ray
+
     return ray
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import require
 
 #: Called with the bytes done and the bytes in total, from 0 again when an upload is repeated.
 Progress: TypeAlias = Callable[[int, int], None]
@@ -35,15 +35,8 @@ def reporter(progress: Progress | bool | None) -> Iterator[Progress]:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "progress=True needs tqdm, which is not installed",
-            "MISSING_PACKAGE",
-            "Install it (pip install tqdm), or pass a callable(bytes_done, bytes_total)",
-            "progress",
-        ) from error
+    require("tqdm", "tqdm", "progress")
+    from tqdm.auto import tqdm
 
     with tqdm(desc="upload", unit="B", unit_scale=True, unit_divisor=1024) as bar:
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import pairwise
-from typing import Any
 from urllib.error import URLError
 
-from warpfit.errors import InvalidArgumentError, UnavailableError, WarpfitError
+from warpfit.errors import InvalidArgumentError, UnavailableError, WarpfitError, require
 
 _TIMEOUT_SECONDS = 5.0
 #: Most bytes that are read of a page.
@@ -92,7 +91,9 @@ def scrape(address: str) -> Scrape:
         UnavailableError: if nothing answers.
 
     """
-    parse: Any = _parser()
+    require("prometheus_client", "warpfit[top]")
+    from prometheus_client.parser import text_string_to_metric_families as parse
+
     try:
         with urllib.request.urlopen(
             f"http://{address}/metrics", timeout=_TIMEOUT_SECONDS
@@ -122,18 +123,6 @@ def _no_metrics(address: str, error: Exception | None) -> WarpfitError:
     return InvalidArgumentError(
         f"what answers at {address} has no metrics of warpfit", "NO_METRICS", remedy, "address"
     )
-
-
-def _parser() -> Any:
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "the metrics cannot be read without prometheus-client",
-            "MISSING_EXTRA",
-            "pip install 'warpfit[top]'",
-        ) from error
-    return text_string_to_metric_families
 
 
 def _between(low: float, high: float, below: float, count: float, wanted: float) -> float:

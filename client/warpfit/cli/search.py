@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpfit.cli.table import Table, read_table
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import require
 
 if TYPE_CHECKING:
     from warpfit.sklearn import SymbolicRegressor
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def main(words: Sequence[str]) -> int:
     """Search, print the front and the chosen formula, and write the files that were asked for."""
     options = _parser().parse_args(words)
-    _require("sklearn", "warpfit[sklearn]")
+    require("sklearn", "warpfit[sklearn]")
     if options.plot:
-        _require("matplotlib", "matplotlib")
+        require("matplotlib", "matplotlib")
     table, target = read_table(options.file).split(options.target)
     assert target is not None  # the flag is required
     model = _model(options).fit(_named(table), target)
@@ -111,12 +111,3 @@ def _document(model: SymbolicRegressor, options: argparse.Namespace) -> dict[str
         "equation": model.expression_,
         "front": [{k: None if v != v else v for k, v in row.items()} for row in rows],
     }
-
-
-def _require(module: str, package: str) -> None:
-    if find_spec(module) is None:
-        raise InvalidArgumentError(
-            f"this needs {module}, which is not installed",
-            "MISSING_PACKAGE",
-            f"Install it: pip install '{package}'",
-        )

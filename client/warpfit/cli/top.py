@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from warpfit.cli.prometheus_reader import Change, Scrape, scrape
-from warpfit.errors import InvalidArgumentError, UnavailableError
+from warpfit.errors import UnavailableError, require
 
 _STAGES = ("decode", "queue", "copy", "kernel", "encode")
 
@@ -195,10 +195,7 @@ def _scaled(value: float, base: float, units: Sequence[str]) -> str:
 
 
 def _rich() -> Any:
-    try:
-        from rich import console, live
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "warpfit top needs rich", "MISSING_EXTRA", "pip install 'warpfit[top]'"
-        ) from error
+    require("rich", "warpfit[top]")
+    from rich import console, live
+
     return console, live

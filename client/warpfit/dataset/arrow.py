@@ -19,7 +19,7 @@ from warpfit.dataset.sources import (
     no_numbers,
     row_blocks,
 )
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, require
 
 #: Bytes of a Parquet file that are read at a time, and rows that are decoded at a time.
 _READ_BYTES: Final = 1 << 20
@@ -189,13 +189,7 @@ def _bad_file(path: str, why: str) -> InvalidArgumentError:
 
 
 def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "Arrow, Polars and Parquet need pyarrow, which is not installed",
-            "MISSING_PACKAGE",
-            "Install it (pip install 'warpfit[arrow]'), or pass NumPy arrays",
-            "X",
-        ) from error
+    require("pyarrow", "warpfit[arrow]", "X")
+    import pyarrow
+
     return pyarrow

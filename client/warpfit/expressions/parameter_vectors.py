@@ -58,12 +58,12 @@ def _join_vectors(entries: Sequence[ArrayLike]) -> ParameterVectors | None:
 
 
 def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
-    arrays = [_array(index, entry) for index, entry in enumerate(entries)]
+    arrays = [float_array(entry, index) for index, entry in enumerate(entries)]
     dimensions = {array.ndim for array in arrays}
     if dimensions == {1}:
         return ParameterVectors(np.array(list(map(len, arrays)), np.uint32), np.concatenate(arrays))
     vectors = {array.shape[0] for array in arrays if array.ndim == 2}
-    if len(vectors) != 1 or not dimensions <= {1, 2}:
+    if len(vectors) != 1:
         raise InvalidArgumentError(
             f"parameter entries disagree about the number of vectors: {sorted(vectors)}",
             "VECTOR_MISMATCH",
@@ -80,14 +80,28 @@ def _join_any(entries: Sequence[ArrayLike]) -> ParameterVectors:
     )
 
 
-def _array(index: int, entry: ArrayLike) -> NDArray[np.float64]:
+def float_array(entry: ArrayLike, index: int | None = None) -> NDArray[np.float64]:
+    """Return the parameter vector or vectors of an expression.
+
+    Args:
+        entry: one vector [n] or K vectors [K, n].
+        index: of the expression, for the error.
+
+    Raises:
+        InvalidArgumentError: if it is neither.
+
+    """
+    why, reason = f"{entry!r}", "VECTOR_MISMATCH"
     try:
-        return np.asarray(entry, dtype=np.float64)
+        array = np.asarray(entry, dtype=np.float64)
+        if array.ndim in (1, 2):
+            return array
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"the parameters of an expression are no array of numbers: {error}",
-            "NOT_NUMBERS",
-            "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters",
-            "parameters",
-            expression=index,
-        ) from error
+        why, reason = str(error), "NOT_NUMBERS"
+    raise InvalidArgumentError(
+        f"the parameters of an expression are no vector of numbers: {why}",
+        reason,
+        "Give one vector [n] or K vectors [K, n] of numbers, [] where it has no parameters",
+        "parameters",
+        expression=index,
+    )

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InternalError, InvalidArgumentError
+from warpfit.errors import InternalError, require
 from warpfit.expressions.reference import evaluate_program
 from warpfit.formulas.rules import simplified
 from warpfit.ir import Program
@@ -43,6 +43,7 @@ def algebraic(program: Program, assume_defined: bool) -> Program:
         InvalidArgumentError: if SymPy is not installed.
 
     """
+    require("sympy", "warpfit[sympy]", "algebra")
     best = simplified(program, assume_defined)
     if len(best) > _MOST_TOKENS:
         return best
@@ -66,13 +67,6 @@ def _answers(text: str) -> list[str]:
         complete, _, _ = printed.decode().rpartition("\n")
         return complete.splitlines()  # type: ignore[no-any-return]
     except subprocess.CalledProcessError as failed:
-        if "No module named 'sympy'" in failed.stderr:
-            raise InvalidArgumentError(
-                "algebra needs SymPy, which is not installed",
-                "SYMPY_MISSING",
-                "Install warpfit[sympy]",
-                "algebra",
-            ) from failed
         last = failed.stderr.strip().splitlines()[-1:]
         raise InternalError(f"SymPy failed: {' '.join(last)}", "SYMPY_FAILED") from failed
     return done.stdout.splitlines()

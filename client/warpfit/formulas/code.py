@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, require
 from warpfit.expressions.printing import to_text
 from warpfit.formulas.rules import check_length
 from warpfit.ops import CONSTANT, KERNEL_FUNCTIONS, VARIABLE, Operator
@@ -136,6 +136,7 @@ def to_code(program: Program, language: str, names: Sequence[str] = ()) -> str:
 
 
 def _printed(program: Program, language: str, names: Sequence[str]) -> str:
+    require("sympy", "warpfit[sympy]", "language")
     import sympy
 
     from warpfit.frontends.sympy import to_sympy

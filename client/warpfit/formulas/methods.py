@@ -5,15 +5,15 @@ The modules that do the work build on `warpfit.ir`, so they are loaded by name, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, require
+from warpfit.expressions.parameter_vectors import float_array
 from warpfit.expressions.printing import to_latex
 from warpfit.ops import CONSTANT, PARAMETER
 
@@ -32,7 +32,7 @@ def bind(program: Program, parameters: ArrayLike) -> Program:
         InvalidArgumentError: for fewer numbers than parameters, or another shape.
 
     """
-    vector = np.asarray(parameters, dtype=np.float64)
+    vector = float_array(parameters)
     if vector.ndim != 1 or len(vector) < program.parameters:
         raise InvalidArgumentError(
             f"{program.parameters} parameters, and numbers of shape {vector.shape}",
@@ -117,8 +117,7 @@ def code(program: Program, language: str, names: Sequence[str] = ()) -> str:
         ResourceExhaustedError: if the program has more than 10,000 tokens.
 
     """
-    with _sympy_needed():
-        source: str = import_module("warpfit.formulas.code").to_code(program, language, names)
+    source: str = import_module("warpfit.formulas.code").to_code(program, language, names)
     return source
 
 
@@ -144,19 +143,5 @@ def sympy(program: Program, names: Sequence[str] = ()) -> Any:
         InvalidArgumentError: if SymPy is not installed.
 
     """
-    with _sympy_needed():
-        return import_module("warpfit.frontends.sympy").to_sympy(program, names)
-
-
-@contextmanager
-def _sympy_needed() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "sympy":
-            raise
-        raise InvalidArgumentError(
-            "this needs SymPy, which is not installed",
-            "SYMPY_MISSING",
-            "Install warpfit[sympy]",
-        ) from error
+    require("sympy", "warpfit[sympy]")
+    return import_module("warpfit.frontends.sympy").to_sympy(program, names)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.calls.display import TextTable
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, require
 from warpfit.ir import Program
 
 #: Losses below this part of that of the best constant count as equal: rounding.
@@ -157,10 +157,7 @@ def axes_or_new(ax: Any) -> Any:
     """
     if ax is not None:
         return ax
-    if find_spec("matplotlib") is None:
-        raise InvalidArgumentError(
-            "plots need matplotlib", "MISSING_PACKAGE", "Install it: pip install matplotlib"
-        )
+    require("matplotlib", "matplotlib", "ax")
     from matplotlib import pyplot
 
     return pyplot.subplots()[1]

@@ -192,8 +192,8 @@ def test_progress_true_draws_a_bar(client, capsys):
 
 
 def test_progress_true_without_tqdm_says_so(client, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(warpfit.InvalidArgumentError, match="pip install tqdm"):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(warpfit.InvalidArgumentError, match="pip install 'tqdm'"):
         client.upload(X, progress=True)
 
 

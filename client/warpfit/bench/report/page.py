@@ -13,7 +13,7 @@ from warpfit.bench import results
 from warpfit.bench.report import plots
 from warpfit.bench.report.answers import answers, duration
 from warpfit.bench.report.findings import Cell, Document, System, size, systems, workload_of
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import require
 
 _STYLE: Final = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;
@@ -54,14 +54,7 @@ def write_report(paths: Sequence[Path], directory: Path) -> list[Path]:
 
     """
     documents = [results.read(path) for path in paths]
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "reports need matplotlib, which is not installed",
-            "MISSING_PACKAGE",
-            "Install it (pip install 'warpfit[bench]')",
-        ) from error
+    require("matplotlib", "warpfit[bench]")
     found = systems(documents)
     directory.mkdir(parents=True, exist_ok=True)
     page = directory / "report.html"
