@@ -52,10 +52,7 @@ class Program:
 
     def __init__(self, codes: ArrayLike, values: ArrayLike) -> None:
         """Copy and validate the tokens."""
-        code_array = np.array(codes, dtype=np.uint8, ndmin=1)
-        value_array = np.array(values, dtype=np.float64, ndmin=1)
-        if value_array.shape != code_array.shape or code_array.ndim != 1:
-            raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
+        code_array, value_array = _token_arrays(codes, values)
         Population(code_array, value_array, np.array([len(code_array)]))._check_structure()
         self._codes, self._values = code_array.tobytes(), value_array.tobytes()
 
@@ -106,7 +103,13 @@ class Program:
             ProgramError: for another number of operands.
 
         """
-        op = OPERATORS[operator] if isinstance(operator, str) else operator
+        op = OPERATORS.get(operator) if isinstance(operator, str) else operator
+        if op is None or not all(isinstance(operand, Program) for operand in operands):
+            raise ProgramError(
+                f"{operator!r} is no operator, or an operand is no Program",
+                "UNKNOWN_OPERATOR",
+                "Use a name of OPERATORS.md, and Program.variable(0) and the like as operands",
+            )
         is_chain = op.name in ("add", "mul") and len(operands) > 2
         if len(operands) != op.arity and not is_chain:
             raise ProgramError(
@@ -351,6 +354,23 @@ class Population(Sequence[Program]):
         """Return the number of parameters that each program needs, int64 [programs]."""
         return needed_parameters(self.codes, self.values, self.starts).astype(np.int64)
 
+    def check_dtypes(self) -> None:
+        """Check the dtypes of the arrays, which a message would change without a word.
+
+        Raises:
+            InvalidArgumentError: naming the array that has another one.
+
+        """
+        for name, dtype in (("codes", "u1"), ("values", "f8"), ("lengths", "u4")):
+            found = getattr(getattr(self, name), "dtype", None)
+            if found != dtype:
+                raise InvalidArgumentError(
+                    f"{name} of the population are of dtype {found}",
+                    "BAD_DTYPE",
+                    f"Give an array of {np.dtype(dtype).name}",
+                    name,
+                )
+
     def _check_structure(self) -> None:
         if len(self) and not are_well_formed(self.codes, self.values, self.starts, self.lengths):
             check_structure(self.codes, self.values, self.starts)
@@ -491,6 +511,23 @@ class Batch(Population):
                     "Make lengths, codes, values, parameter_counts and parameters agree",
                     field,
                 )
+
+
+def _token_arrays(
+    codes: ArrayLike, values: ArrayLike
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    try:
+        given = np.array(codes, ndmin=1)
+        code_array, value_array = given.astype(np.uint8), np.array(values, np.float64, ndmin=1)
+    except (TypeError, ValueError) as error:
+        raise ProgramError(
+            f"the tokens are no numbers: {error}", "BAD_TOKENS", "Parse texts with warpfit.parse"
+        ) from error
+    if value_array.shape != code_array.shape or code_array.ndim != 1:
+        raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
+    if (code_array != given).any():
+        raise ProgramError("a code is no whole number from 0 to 255", "BAD_TOKENS")
+    return code_array, value_array
 
 
 def _starts(lengths: NDArray[Any]) -> NDArray[np.int64]:

@@ -97,6 +97,13 @@ class LossFunction:
 
     def __post_init__(self) -> None:
         """Check that the row loss uses nothing but its three variables."""
+        if not isinstance(self.row, Program):
+            raise InvalidArgumentError(
+                f"a row loss is a Program, not of type {type(self.row).__name__}",
+                "BAD_LOSS",
+                "Make one of a text with LossFunction.parse",
+                "row",
+            )
         if self.row.parameters or self.row.variables > len(_VARIABLES):
             raise _not_a_row_loss(str(self.row))
 

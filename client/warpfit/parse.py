@@ -97,6 +97,12 @@ def parse(text: str, names: Sequence[str] = ()) -> Program:
         ParseError: if the text is no expression; it names the place and a remedy.
 
     """
+    if not isinstance(text, str):
+        raise ParseError(
+            f"the text of an expression cannot be of type {type(text).__name__}",
+            "NOT_A_TEXT",
+            "Give text such as 'x1 + p1'; warpfit.frontends converts other libraries' objects",
+        )
     return parser(tuple(names)).parse(text)
 
 

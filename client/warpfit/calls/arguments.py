@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Any, Final, TypeAlias, TypedDict, TypeVar
+from operator import index
+from typing import Any, Final, TypeAlias, TypedDict
 
 from numpy.typing import DTypeLike
 
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
+from warpfit.calls.checks import member
 from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.progress import Progress
 from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_table
@@ -17,7 +18,6 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.losses import LossFunction, as_loss
 from warpfit.request import Evaluation, Loss, Precision, Tier
 
-E = TypeVar("E", bound=StrEnum)
 Rows: TypeAlias = slice | tuple[int, int] | None
 
 
@@ -162,10 +162,10 @@ def build_evaluation(
         dataset_id=data.content_id,
         batch=batch,
         rows=_row_range(options.get("rows"), data.layout.rows),
-        precision=as_member(Precision, options.get("precision", Precision.PRECISE), "precision"),
+        precision=member(Precision, options.get("precision", Precision.PRECISE), "precision"),
         loss=loss if isinstance(loss, Loss) else None,
         values=values,
-        tier=as_member(Tier, options.get("tier", Tier.AUTO), "tier"),
+        tier=member(Tier, options.get("tier", Tier.AUTO), "tier"),
         custom_loss=loss if isinstance(loss, LossFunction) else None,
         **outputs,
     )
@@ -173,34 +173,19 @@ def build_evaluation(
     return evaluation, leading_axis
 
 
-def _row_range(rows: Rows, count: int) -> tuple[int, int] | None:
+def _row_range(rows: Any, count: int) -> tuple[int, int] | None:
     """Return the half-open row range of a slice or pair; None for all rows."""
-    if not isinstance(rows, slice):
-        return None if rows is None else (int(rows[0]), int(rows[1]))
-    start, stop, step = rows.indices(count)
-    if step != 1:
-        raise InvalidArgumentError(
-            f"row step {step} is not supported",
-            "BAD_ROWS",
-            "Give a slice of consecutive rows, or upload the rows that you want as a data set",
-            "rows",
-        )
-    return start, stop
-
-
-def as_member(kind: type[E], value: str, field: str) -> E:
-    """Return the member of an enumeration with this value.
-
-    Raises:
-        InvalidArgumentError: if there is none.
-
-    """
+    if rows is None:
+        return None
     try:
-        return kind(value)
-    except ValueError:
-        raise InvalidArgumentError(
-            f"{field} {value!r} is not known",
-            "BAD_ENUM",
-            f"Use one of: {', '.join(kind)}",
-            field,
-        ) from None
+        start, stop, step = rows.indices(count) if isinstance(rows, slice) else (*rows, 1)
+        if step == 1:
+            return index(start), index(stop)
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgumentError(
+        f"rows is {rows!r}",
+        "BAD_ROWS",
+        "Give a slice of consecutive rows or (start, stop), or upload the rows as a data set",
+        "rows",
+    )

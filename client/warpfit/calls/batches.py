@@ -77,11 +77,14 @@ def build_batch(
                 "Leave parameters= out, or give a list of Programs",
                 "parameters",
             )
+        expressions.check_dtypes()
         expressions.check_shapes()
         return expressions, expressions.vectors > 1
     single = is_single(expressions)
     programs = [expressions] if single else expressions
-    if not isinstance(programs, Population):
+    if isinstance(programs, Population):
+        programs.check_dtypes()
+    else:
         programs = list(programs)
         is_converted = set(map(type, programs)) == {Program}
         programs = cache.of(programs) if is_converted else as_population(programs, names)

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.calls.arguments import EvaluateOptions, Rows, as_member, build_evaluation
+from warpfit.calls.arguments import EvaluateOptions, Rows, build_evaluation
 from warpfit.calls.batches import Parameters, PopulationCache, is_single
+from warpfit.calls.checks import bad_setting, member, number, whole_number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS
 from warpfit.errors import InvalidArgumentError
@@ -102,17 +103,26 @@ def build_fit(
 def _settings(
     counts: NDArray[np.uint32], single: bool, options: FitOptions, dtype: np.dtype[Any]
 ) -> FitSettings:
-    lower, upper = options.get("bounds") or (None, None)
+    lower, upper = _bounds(options.get("bounds"))
     fixed = _flat(options.get("fixed"), counts, single, "fixed", 0.0)
-    accuracy = as_member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
+    accuracy = member(Accuracy, options.get("accuracy", Accuracy.SCREENING), "accuracy")
     iterations, usual = options.get("max_iterations"), Tolerances.of(dtype, accuracy)
     tolerances = {
         f"{name}_tolerance": getattr(usual, name) for name in ("gradient", "step", "loss")
     }
-    given = {name: value for name in tolerances if (value := options.get(name)) is not None}
+    given = {
+        name: number(value, name) for name in tolerances if (value := options.get(name)) is not None
+    }
+    progress = options.get("progress")
+    if not (progress is None or callable(progress)):
+        raise bad_setting("progress", progress, "a function of one FitProgress, or None")
     return FitSettings(
-        method=as_member(Method, options.get("method", Method.AUTO), "method"),
-        max_iterations=accuracy.max_iterations if iterations is None else int(iterations),
+        method=member(Method, options.get("method", Method.AUTO), "method"),
+        max_iterations=(
+            accuracy.max_iterations
+            if iterations is None
+            else whole_number(iterations, "max_iterations")
+        ),
         **(tolerances | given),
         lower=_flat(lower, counts, single, "bounds", -np.inf),
         upper=_flat(upper, counts, single, "bounds", np.inf),
@@ -121,8 +131,18 @@ def _settings(
         standard_errors=bool(options.get("standard_errors")),
         covariance=bool(options.get("covariance")),
         partial=bool(options.get("partial")),
-        progress=options.get("progress") is not None,
+        progress=progress is not None,
     )
+
+
+def _bounds(given: Any) -> tuple[Any, Any]:
+    """Return lower and upper bounds; a list, SciPy's pairs of a lower and an upper one, is none."""
+    if given is None:
+        return None, None
+    if not isinstance(given, tuple) or len(given) != 2:
+        wanted = "a tuple (lower, upper), each a number or an entry for each expression"
+        raise bad_setting("bounds", given, wanted)
+    return given
 
 
 def _flat(
@@ -141,7 +161,7 @@ def _flat(
     if given is None:
         return None
     if np.isscalar(given):
-        return np.full(int(counts.sum()), float(given))  # type: ignore[arg-type]
+        return np.full(int(counts.sum()), number(given, name))
     entries = list(given) if isinstance(given, Iterable) else [given]
     if len(counts) == 1 and (single or all(e is None or np.isscalar(e) for e in entries)):
         entries = [given]

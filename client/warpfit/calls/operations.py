@@ -25,7 +25,8 @@ from warpfit.calls.arguments import (
 )
 from warpfit.calls.attempts import Attempt, Attempts, C, Compute, Gather, Operation, T
 from warpfit.calls.batches import Parameters, PopulationCache
-from warpfit.calls.dataset_handle import DatasetHandle
+from warpfit.calls.checks import check_keywords
+from warpfit.calls.dataset_handle import DatasetHandle, checked_handle
 from warpfit.calls.fit_arguments import FitOptions, build_fit
 from warpfit.calls.progress import Progress, reporter, silent
 from warpfit.calls.results import Answer, Fit
@@ -84,6 +85,7 @@ class ClientOperations:
         self, X: Any, y: Any, weights: Any, options: UploadOptions
     ) -> Operation[ClientDataset]:
         """Make a data set resident; send nothing but a question if it already is."""
+        check_keywords(options, UploadOptions)
         dataset: ClientDataset = yield Compute(
             lambda: build_dataset(
                 *(X, y, weights),
@@ -110,6 +112,7 @@ class ClientOperations:
 
     def open(self, name: str, options: OpenOptions) -> Operation[ClientDataset]:
         """Have a server read a data set from a file of its own."""
+        check_keywords(options, OpenOptions)
         file = build_file(name, options)
         message = codec.open_message(file)
         answer = yield from self._unary("OpenDataset", message, self._retries(None))
@@ -125,6 +128,7 @@ class ClientOperations:
         options: EvaluateOptions,
     ) -> Operation[Answer]:
         """Evaluate expressions; upload the data set again where a server does not have it."""
+        check_keywords(options, EvaluateOptions)
         deadline = Deadline(options.get("timeout"))
         evaluation, leading_axis = build_evaluation(
             data, expressions, parameters, values, options, self.batches
@@ -149,6 +153,7 @@ class ClientOperations:
         self, data: DatasetHandle, expressions: Any, parameters: Parameters, options: FitOptions
     ) -> Operation[Fit]:
         """Fit parameters; upload the data set again where a server does not have it."""
+        check_keywords(options, FitOptions)
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self.batches)
         progress = JointProgress(request, options.get("progress"))
@@ -168,7 +173,7 @@ class ClientOperations:
 
     def release(self, data: DatasetHandle) -> Operation[None]:
         """Release a data set at all servers; nothing happens if it is not resident."""
-        message = codec.release_message(data.dataset)
+        message = codec.release_message(checked_handle(data).dataset)
         servers = self.attempts.servers
         if not servers.is_several:
             with suppress(DatasetNotFoundError):
@@ -221,6 +226,7 @@ class ClientOperations:
         options: SimplifyOptions,
     ) -> Operation[Simplification]:
         """Simplify formulas in rounds of fits."""
+        check_keywords(options, SimplifyOptions)
         task = SimplifyTask(data, expressions, parameters, options)
         trials = yield Compute(task.begin)
         while trials is not None:

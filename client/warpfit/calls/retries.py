@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from warpfit.calls.checks import number
 from warpfit.errors import DeadlineExceededError, InvalidArgumentError, WarpfitError
 from warpfit.transport.settings import RetryPolicy
 
@@ -21,15 +22,14 @@ class Deadline:
     """A moment that all attempts of an operation share."""
 
     def __init__(self, timeout: float | None) -> None:
+        wanted = "seconds, or None to wait for ever"
+        timeout = None if timeout is None else number(timeout, "timeout", wanted)
         if timeout is not None and not timeout > 0:
             raise InvalidArgumentError(
-                f"timeout {timeout} is not positive",
-                "BAD_TIMEOUT",
-                "Give seconds, or None to wait for ever",
-                "timeout",
+                f"timeout {timeout} is not positive", "BAD_TIMEOUT", f"Give {wanted}", "timeout"
             )
-        self.timeout = timeout
-        self._end = None if timeout is None else time.monotonic() + timeout
+        self.timeout = None if timeout == math.inf else timeout
+        self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def remaining(self) -> float | None:
         """Return the seconds left, at least 0; None without a deadline."""
@@ -94,4 +94,4 @@ class Retries:
                 "DEADLINE_EXCEEDED",
                 "Raise timeout=, and look at the server's log",
             ) from error
-        return pause
+        return float(pause)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from warpfit.calls.arguments import Rows
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
+from warpfit.calls.checks import bad_setting, number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import TextTable
 from warpfit.calls.fit_arguments import FitOptions
@@ -143,14 +144,10 @@ class SimplifyTask:
         return 1.0 - losses if self._is_score else losses
 
     def _settings(self) -> SnapSettings:
-        tolerance = float(self._options.get("tolerance", _TOLERANCE))
+        wanted = "a part of the loss, such as 0.01, or 0"
+        tolerance = number(self._options.get("tolerance", _TOLERANCE), "tolerance", wanted)
         if not 0.0 <= tolerance < math.inf:
-            raise InvalidArgumentError(
-                f"tolerance is {tolerance}",
-                "BAD_SETTING",
-                "Give a part of the loss, such as 0.01, or 0",
-                "tolerance",
-            )
+            raise bad_setting("tolerance", tolerance, wanted)
         loss, dataset = as_function(self._loss), self._data.dataset
         rounding = _ROUNDING * float(np.finfo(self._data.layout.dtype).eps)
         is_squared = loss.is_squares and loss.closing is not Closing.ROOT

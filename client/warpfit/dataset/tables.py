@@ -40,13 +40,18 @@ class Table:
 
         """
         rows, variables = self.variables.shape
+        names = self.variables.names if names is None else names
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise InvalidArgumentError(
+                f"names is {names!r}", "NAME_MISMATCH", "Give a list of texts", "names"
+            )
         layout = Layout(
             dtype=canonical_dtype(dtype),
             variables=variables,
             rows=rows,
             has_target=self.target is not None,
             has_weights=self.weights is not None,
-            names=tuple(self.variables.names if names is None else names),
+            names=tuple(names),
         )
         layout.check()
         for column, name in ((self.target, "y"), (self.weights, "weights")):

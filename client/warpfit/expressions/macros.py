@@ -183,6 +183,13 @@ class Macros:
 
     def define(self, name: str, text: str) -> None:
         """Add a macro, or replace the one of its name; see `warpfit.define`."""
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise InvalidArgumentError(
+                "a function is defined by two texts",
+                "BAD_NAME",
+                "Give its name and an expression over a, b and c, such as 'sin(a)/a'",
+                "text",
+            )
         if not IDENTIFIER.fullmatch(name) or name in {*OPERATORS, *ALIASES, *WORDS}:
             raise InvalidArgumentError(
                 f"{name!r} cannot be the name of a function",

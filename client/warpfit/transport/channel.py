@@ -161,11 +161,17 @@ class AsyncGrpcTransport:
     """Calls over gRPC channels of the running event loop."""
 
     def __init__(self, connection: Connection) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise _wrong_loop("is made where no event loop runs") from None
         self._channels = _Channels(grpc.aio, connection)
         self._metadata = self._channels.metadata
 
     async def call(self, call: Call) -> None:
         """Perform one call; cancelling the task cancels it on the server too."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise _wrong_loop("belongs to another event loop")
         method = self._channels.method(call)
         is_upload = isinstance(call.request, UploadStream)
         request = _read_in_threads(call.request) if is_upload else call.request
@@ -230,6 +236,14 @@ def _error_of(call: Call, error: Any) -> Exception:
         return call.request.failure
     return codec.error_from_status(
         error.code().name, error.details() or "", error.trailing_metadata()
+    )
+
+
+def _wrong_loop(why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the asyncio client {why}",
+        "WRONG_EVENT_LOOP",
+        "Call connect_async in a coroutine of the loop that uses the client",
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TOKEN_METADATA_KEY: Final = "authorization"
 _TOKEN_BYTES: Final = 32
 _MOST_DAYS: Final = 36_500
+_TOKEN: Final = re.compile("[!-~]+")
 #: Permissions that a file with a secret must not give.
 _OPEN_TO_OTHERS: Final = stat.S_IRWXO | stat.S_IWGRP
 #: Names of tenants, which appear in token files, certificates, metrics and logs.
@@ -91,6 +92,17 @@ class Security:
         """
         if token is None:
             token = environment.get("WARPFIT_TOKEN")
+        if token and not (isinstance(token, str) and _TOKEN.fullmatch(token.strip())):
+            raise InvalidArgumentError(
+                "the token is no text of visible ASCII characters",
+                "BAD_TOKEN",
+                "Give what `warpfit token` has printed",
+                "token",
+            )
+        if not isinstance(tls, TlsConfig | bool | None):
+            raise InvalidArgumentError(
+                f"tls is {tls!r}", "BAD_SETTING", "Give True, False or a warpfit.TlsConfig", "tls"
+            )
         plain_is_fine = tls is False or all(map(is_local, target.addresses or [target.text]))
         if tls is None:
             tls = _tls_from(environment)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Final, Self
+from numbers import Integral, Real
+from typing import Final, Self, TypeVar
 
 from warpfit.errors import InvalidArgumentError
+
+T = TypeVar("T")
 
 #: gRPC's event engine keeps a thread for each core and wakes one of them at every step of a call.
 #: On 16 cores a small call takes 0.4 to 0.8 ms with it, and 0.2 ms with the older poller, where the
@@ -51,6 +54,10 @@ class RetryPolicy:
     jitter: float = 0.5
     """Share of each pause that is random, so that many workers do not return all at once."""
 
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check_numbers(self, 0.0)
+
     def pause(self, failures: int, random: float) -> float:
         """Return the seconds to wait after ``failures`` failed attempts (from 1).
 
@@ -82,6 +89,10 @@ class TransportConfig:
     """First and longest pause between attempts to connect again."""
     connect_seconds: float = 5.0
     """Shortest time limit of one attempt to connect; a busy machine needs some time to answer."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _check_numbers(self, 1e-3)
 
     def for_several(self) -> Self:
         """Return the settings for a channel to one of several servers."""
@@ -135,16 +146,37 @@ class ClientConfig:
             InvalidArgumentError: for a number that makes no sense.
 
         """
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        if not isinstance(replicas, Integral) or isinstance(replicas, bool) or replicas < 1:
             raise InvalidArgumentError(
                 f"replicas is {replicas!r}",
                 "BAD_REPLICAS",
                 "Give the number of servers on which each data set lives, from 1",
                 "replicas",
             )
-        if wait is not None and not (isinstance(wait, int | float) and wait >= 0):
+        if wait is not None and not (isinstance(wait, Real) and wait >= 0):
             raise InvalidArgumentError(
                 f"wait is {wait!r}", "BAD_WAIT", "Give seconds from 0, or None", "wait"
             )
-        settings = retry or RetryPolicy(), transport or TransportConfig()
-        return cls(retry=settings[0], transport=settings[1], wait=wait, replicas=replicas)
+        retry = _checked(retry, RetryPolicy, "retry")
+        transport = _checked(transport, TransportConfig, "transport")
+        wait = None if wait is None else float(wait)
+        return cls(retry=retry, transport=transport, wait=wait, replicas=int(replicas))
+
+
+def _checked(given: T | None, kind: type[T], name: str) -> T:
+    """Return settings of a kind, by default new ones."""
+    if given is None or isinstance(given, kind):
+        return given or kind()
+    raise InvalidArgumentError(
+        f"{name} is {given!r}", "BAD_SETTING", f"Give a warpfit.{kind.__name__}", name
+    )
+
+
+def _check_numbers(settings: RetryPolicy | TransportConfig, least: float) -> None:
+    for name in settings.__slots__:
+        value = getattr(settings, name)
+        numbers = value if isinstance(value, tuple) else (least if value is None else value,)
+        if not all(isinstance(number, Real) and float(number) >= least for number in numbers):
+            raise InvalidArgumentError(
+                f"{name} is {value!r}", "BAD_SETTING", f"Give a number from {least:g}", name
+            )

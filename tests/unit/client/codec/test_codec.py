@@ -173,7 +173,8 @@ def test_answers_survive_in_pieces_of_any_size(chunk_bytes, with_loss, dtype):
 
 @given(st.integers(1, 5000), st.integers(1, 60))
 def test_uploads_survive_in_pieces_of_any_size(chunk_bytes, rows):
-    dataset = Dataset.of(np.arange(3.0 * rows).reshape(rows, 3), np.arange(rows), names="abc")
+    X = np.arange(3.0 * rows).reshape(rows, 3)
+    dataset = Dataset.of(X, np.arange(rows), names=("a", "b", "c"))
     first, *rest = codec.upload_messages(dataset, chunk_bytes)
     assert codec.upload_start(first) == (dataset.layout, dataset.content_id)
     parsed = [pb.UploadVariablesRequest.FromString(message) for message in rest]
