@@ -17,9 +17,11 @@ from warpfit.ir import Batch
 from warpfit.request import Evaluation
 from warpfit.server_info import Limits
 
-#: Bytes of memory that a fit takes for each token, search and parameter: the batch and the smaller
-#: ones that remain when searches have ended, the lowered programs, and the state of the searches.
-_TOKEN_BYTES: Final = 64
+#: Bytes of memory that a fit takes for each token of its lowered programs; and for each token,
+#: search and parameter of all starts: the programs of all searches and of those that still run, and
+#: the state of the searches.
+_LOWERED_BYTES: Final = 100
+_TOKEN_BYTES: Final = 18
 _SEARCH_BYTES: Final = 600
 _PARAMETER_BYTES: Final = 200
 #: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
@@ -108,7 +110,7 @@ def fit_memory(request: FitRequest, layout: Layout) -> int:
     triangles = _TRIANGLES * (squares + parameters) / 2
     matrices = _SQUARES * squares if request.method == Method.BFGS else triangles
     return int(
-        _TOKEN_BYTES * batch.vectors * len(batch.codes)
+        (_LOWERED_BYTES + _TOKEN_BYTES * batch.vectors) * len(batch.codes)
         + _SEARCH_BYTES * searches
         + _PARAMETER_BYTES * parameters
         + 8 * (matrices + sums * (blocks + (blocks > 1)))

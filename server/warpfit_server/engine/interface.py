@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.ir import Program
+from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Timings
 from warpfit.server_info import Device
 
@@ -121,6 +121,15 @@ class Outputs:
     """Set if the evaluation names some rows of a larger one."""
 
 
+class Selection(NamedTuple):
+    """Some programs of a batch, of which an engine may still have the lowered form."""
+
+    batch: Batch
+    """The whole batch, in memory of its own."""
+    programs: NDArray[np.int64]
+    """Indices of the programs, ascending; one that is there twice is evaluated twice."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Linearisation:
     """Loss, gradient and curvature of every program and parameter vector, from one pass."""
@@ -164,6 +173,7 @@ class Evaluator(Protocol):
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute a pass of a fit; see `Engine.linearise`."""
 
@@ -238,11 +248,12 @@ class Engine(Protocol):
         curvature: bool,
         cancelled: NDArray[np.uint8],
         shard: RowShard | None = None,
+        selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute sums of a row loss, their gradients and, if requested, curvatures in one pass.
 
-        The driver of fits calls it for every pass with one vector for each program: the arrays of
-        tokens are the same objects until programs drop out, only the parameters change.
+        The driver of fits calls it for every pass with one vector for each program. Programs drop
+        out when their searches end, and nothing else changes but the parameters.
 
         Args:
             evaluation: names a checked batch, data set, rows, precision and tier; its requested
@@ -252,6 +263,9 @@ class Engine(Protocol):
             curvature: whether curvatures are requested.
             cancelled: as in `Outputs`.
             shard: as in `Outputs`; the arrays of an engine that does not lead are undefined.
+            selection: the programs as a selection of a batch that comes again and is lowered once.
+                Both are the same objects with every pass, the batch until the fit ends, the
+                indices until programs drop out. None if the programs do not come again.
 
         Raises:
             As `evaluate`.
@@ -273,6 +287,7 @@ __all__ = [
     "Linearisation",
     "Outputs",
     "RowShard",
+    "Selection",
     "Steps",
     "run_to_end",
     "timed",

@@ -1,8 +1,8 @@
 """The lowering cache: what was made of the programs of batches that come again.
 
-With few rows, lowering programs takes longer than running them. The driver of fits passes the same
-arrays of programs with other parameters; clients with a search of their own send the same programs
-again, each time in other memory.
+With few rows, lowering programs takes longer than running them. The driver of fits selects programs
+of the same batch with every pass; clients with a search of their own send the same programs again,
+each time in other memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class LoweringCache(Generic[Made]):
         self._seen: LRUCache[Hashable, bool] = LRUCache(_REMEMBERED)
         self._contents: weakref.WeakKeyDictionary[Batch, Hashable] = weakref.WeakKeyDictionary()
         """Contents of batches that are being served; each is copied and hashed once."""
-        # Reentrant: allocating while a thread holds it may collect arrays, and so call `_forget`.
+        # Reentrant: allocating while a thread holds it may collect a batch, and so call `_forget`.
         self._lock = threading.RLock()
 
-    def by_arrays(
+    def by_batch(
         self, batch: Batch, needs: tuple[Hashable, ...], make: Callable[[Batch], Made]
     ) -> Made:
-        """Return what was made of the same arrays, or make it; cached as long as the arrays live.
+        """Return what was made of the same object, or make it; cached as long as that lives.
 
         A batch that exceeds the limit is cached, too, and alone: every pass of a fit needs it, and
         the limit on the memory of fits allows for it.
@@ -47,11 +47,10 @@ class LoweringCache(Generic[Made]):
         Args:
             batch: in memory of its own; its parameters do not matter.
             needs: what the result depends on beside the programs.
-            make: makes it.
+            make: makes it; the result must not refer to the batch.
 
         """
-        arrays = (batch.codes, batch.values, batch.lengths)
-        key = (*map(id, arrays), *needs)
+        key = (id(batch), *needs)
         with self._lock:
             known = self._kept.get(key)
         if known is not None:
@@ -60,8 +59,7 @@ class LoweringCache(Generic[Made]):
         with self._lock:
             self._kept[key] = min(len(batch.codes), _MOST_TOKENS), made
         if key in self._kept:
-            for array in arrays:
-                weakref.finalize(array, self._forget, key).atexit = False
+            weakref.finalize(batch, self._forget, key).atexit = False
         return made
 
     def by_programs(

@@ -7,7 +7,7 @@ precision and relative tolerance) and ``loss_errors`` (`LossErrors` of the engin
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ from warpfit.ops import OPERATORS, VARIABLE
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Tier
 from warpfit_server.engine.finalize import Finalizer, correlation, reduce_to_sums
-from warpfit_server.engine.interface import Outputs, run_to_end
+from warpfit_server.engine.interface import Linearisation, Outputs, Selection, run_to_end
 
 LOSSES = {
     "squares": SQUARES,
@@ -346,6 +346,30 @@ def test_parameter_vectors(engine):
         np.testing.assert_array_equal(jacobian[:, k].reshape(-1, 2000), alone.jacobian)
     np.testing.assert_array_equal(outputs.gradients, got.gradients)
     np.testing.assert_array_equal(outputs.losses, got.losses)
+
+
+@pytest.mark.parametrize("loss", ["squares", "huber"])
+def test_a_selection_of_programs_gives_the_bits_of_the_programs_alone(engine, loss):
+    """Programs drop out of a fit, whose batch is lowered once."""
+    data = make_dataset(700)
+    batch = Batch.of(*smooth_programs())
+    engine.load(data)
+
+    def run(chosen: Batch, selection: Selection | None = None) -> Linearisation:
+        evaluation = Evaluation(data.content_id, chosen)
+        flag = np.zeros(1, dtype=np.uint8)
+        steps = engine.linearise(
+            evaluation, LOSSES[loss], curvature=True, cancelled=flag, selection=selection
+        )
+        return run_to_end(steps)
+
+    for indices in (np.arange(len(batch)), np.arange(0, len(batch), 2), np.array([1, 1])):
+        for scale in (1.0, 0.75):
+            chosen = batch[indices]
+            chosen = replace(chosen, parameters=scale * chosen.parameters)
+            got, want = run(chosen, Selection(batch, indices)), run(chosen)
+            for name in ("losses", "gradients", "curvatures"):
+                np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
 
 def test_sums_are_accurate_at_a_million_rows(engine):

@@ -18,7 +18,9 @@ class NumpyEngine:
         self.datasets = {dataset.content_id: dataset for dataset in datasets}
         self.sizes: list[int] = []
 
-    def linearise(self, evaluation, row_loss, *, curvature, cancelled) -> Steps[Linearisation]:
+    def linearise(
+        self, evaluation, row_loss, *, curvature, cancelled, selection=None
+    ) -> Steps[Linearisation]:
         yield None
         dataset = self.datasets[evaluation.dataset_id]
         batch = evaluation.batch

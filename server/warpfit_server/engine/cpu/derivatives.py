@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.dataset import Dataset
+from warpfit.dataset import Dataset, Layout
 from warpfit.ir import Batch
 from warpfit.losses import DIFFERENCE, mentions_weight
 from warpfit.request import Evaluation
@@ -67,29 +67,83 @@ class DerivativePlan:
     """Whether each row loss counts w times."""
 
 
-def make_plan(
+class LoweredDerivatives:
+    """Programs lowered with their derivatives, and the plan of the last selection of them."""
+
+    def __init__(self, lowered: Lowered, row_loss: Lowered) -> None:
+        self._lowered = lowered
+        self._row_loss = row_loss
+        self._last: tuple[NDArray[np.int64] | None, DerivativePlan] | None = None
+
+    def plan(
+        self,
+        dataset: Dataset,
+        evaluation: Evaluation,
+        requested: RequestedOutputs,
+        level: int | None,
+        programs: NDArray[np.int64] | None,
+    ) -> DerivativePlan:
+        """Cut the work of an evaluation of all programs, or of those with some indices.
+
+        Args:
+            dataset: that the evaluation names.
+            evaluation: of the programs.
+            requested: what there is to fill.
+            level: of the nodes of rows that are summed up; None for what takes not too much memory.
+            programs: their indices; None for all.
+
+        """
+        last = self._last
+        if last is None or last[0] is not programs:
+            last = programs, self._plan(dataset, evaluation, requested, level, programs)
+            self._last = last
+        return last[1]
+
+    def _plan(
+        self,
+        dataset: Dataset,
+        evaluation: Evaluation,
+        requested: RequestedOutputs,
+        level: int | None,
+        programs: NDArray[np.int64] | None,
+    ) -> DerivativePlan:
+        lowered, layout = self._lowered, dataset.layout
+        if programs is not None:
+            lowered = lowered._replace(headers=lowered.headers[programs])
+        headers, vectors = lowered.headers, evaluation.batch.vectors
+        columns = headers["columns"]
+        products = columns * columns * (requested.curvatures is not None)
+        sizes = np.repeat(COLUMN_SUMS + columns + products, vectors)
+        rows = evaluation.row_range(layout)
+        if level is None:
+            level = span_level(rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum()))))
+        instructions = headers["end"] - headers["start"]
+        cut = cut_instances(instructions, headers["scalars"], vectors, rows, layout, level)
+        loss = requested.row_loss
+        weighs_loss = loss is not None and not mentions_weight(loss)
+        return DerivativePlan(lowered, self._row_loss, cut, sizes, weighs_loss)
+
+
+def lower_derivatives(
     code: CompiledDerivatives,
     run: Callable[[ChunkedWork], None],
-    dataset: Dataset,
-    evaluation: Evaluation,
+    layout: Layout,
+    batch: Batch,
     requested: RequestedOutputs,
     cancelled: NDArray[np.uint8],
-    level: int | None = None,
-) -> DerivativePlan:
-    """Lower a batch with its derivatives and cut the work.
+) -> LoweredDerivatives:
+    """Lower checked programs with their derivatives.
 
     Args:
         code: compiled code.
         run: runs all chunks of the lowering.
-        dataset: that the evaluation names.
-        evaluation: whose programs have been checked.
+        layout: of the data set.
+        batch: the programs.
         requested: what there is to fill.
         cancelled: see `ChunkedWork`.
-        level: of the nodes of rows that are summed up; None for what takes not too much memory.
 
     """
-    batch, layout, loss = evaluation.batch, dataset.layout, requested.row_loss
-    tokens = no_row_loss()
+    tokens, loss = no_row_loss(), requested.row_loss
     if loss is not None and requested.needs_loss_derivative:
         program = DIFFERENCE if requested.is_squares else loss
         tokens = row_loss_tokens(program, layout.variables, weighted=layout.has_weights)
@@ -101,26 +155,13 @@ def make_plan(
     if loss is not None and not requested.deviation:
         work, row_loss = lowering_work(code.lower, Batch.of([loss]), cancelled)
         run(work)
-    headers, rows = lowered.headers, evaluation.row_range(layout)
-    columns = headers["columns"]
-    products = columns * columns * (requested.curvatures is not None)
-    sizes = np.repeat(COLUMN_SUMS + columns + products, batch.vectors)
-    if level is None:
-        level = span_level(rows, layout, max(1, _MOST_SUMS // max(1, int(sizes.sum()))))
-    instructions = headers["end"] - headers["start"]
-    return DerivativePlan(
-        lowered,
-        row_loss,
-        cut_instances(instructions, headers["scalars"], batch.vectors, rows, layout, level),
-        sizes,
-        weighs_loss=loss is not None and not mentions_weight(loss),
-    )
+    return LoweredDerivatives(lowered, row_loss)
 
 
-def plan_key(
+def lowering_key(
     dataset: Dataset, evaluation: Evaluation, requested: RequestedOutputs, level: int | None
 ) -> tuple[Hashable, ...]:
-    """Return what a plan depends on beside the programs."""
+    """Return what lowered derivatives and their plans depend on beside the programs."""
     flags = requested.row_loss, requested.lowering_flags, requested.curvatures is not None
     return (evaluation.batch.vectors, evaluation.rows, dataset.layout, level, *flags)
 

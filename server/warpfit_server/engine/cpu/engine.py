@@ -21,7 +21,6 @@ import platform
 from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -56,6 +55,7 @@ from warpfit_server.engine.interface import (
     Linearisation,
     Outputs,
     RowShard,
+    Selection,
     Steps,
     timed,
 )
@@ -98,7 +98,7 @@ class CpuEngine:
         self._datasets: dict[bytes, Dataset] = {}
         self._loop = ParallelLoop(self.threads, self._code.parallel, NICE)
         self._programs: LoweringCache[_LoweredPrograms] = LoweringCache()
-        self._plans: LoweringCache[derivatives.DerivativePlan] = LoweringCache()
+        self._derived: LoweringCache[derivatives.LoweredDerivatives] = LoweringCache()
 
     def devices(self) -> list[Device]:
         """Describe the CPU."""
@@ -123,7 +123,7 @@ class CpuEngine:
         self._loop.close()
         self._datasets.clear()
         self._programs.clear()
-        self._plans.clear()
+        self._derived.clear()
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
         """Return False for programs that are kept lowered: merged, they would be lowered again."""
@@ -152,12 +152,15 @@ class CpuEngine:
         curvature: bool,
         cancelled: NDArray[np.uint8],
         shard: RowShard | None = None,
+        selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         dataset = self._dataset(evaluation)
         found, requested = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
         with _memory_errors():
-            yield from self._differentiate(dataset, evaluation, requested, cancelled, shard)
+            yield from self._differentiate(
+                dataset, evaluation, requested, cancelled, shard, selection=selection
+            )
         return found
 
     def _dataset(self, evaluation: Evaluation) -> Dataset:
@@ -212,25 +215,23 @@ class CpuEngine:
         cancelled: NDArray[np.uint8],
         shard: RowShard | None,
         outputs: Outputs | None = None,
+        selection: Selection | None = None,
     ) -> Steps[None]:
-        """Evaluate with derivatives, custom losses or statistics.
-
-        Passes of fits, which have no ``outputs``, come with the same arrays of programs again.
-        """
+        """Evaluate with derivatives, custom losses or statistics."""
         code = yield from self._derivative_code()
-        level = None if shard is None else shard.level
+        level, layout = None if shard is None else shard.level, dataset.layout
+        whole = evaluation.batch if selection is None else selection.batch
 
-        def make_plan(batch: Batch) -> derivatives.DerivativePlan:
-            check_tokens(evaluation.batch, dataset.layout.variables)
-            problem = replace(evaluation, batch=batch)
-            return derivatives.make_plan(
-                code, self._run, dataset, problem, requested, cancelled, level
+        def lower(batch: Batch) -> derivatives.LoweredDerivatives:
+            check_tokens(whole, layout.variables)
+            return derivatives.lower_derivatives(
+                code, self._run, layout, batch, requested, cancelled
             )
 
-        has_arrays = outputs is None and (shard is None or shard.leads)
-        find = self._plans.by_arrays if has_arrays else self._plans.by_programs
-        key = derivatives.plan_key(dataset, evaluation, requested, level)
-        plan = find(evaluation.batch, key, make_plan)
+        key = derivatives.lowering_key(dataset, evaluation, requested, level)
+        find = self._derived.by_programs if selection is None else self._derived.by_batch
+        programs = None if selection is None else selection.programs
+        plan = find(whole, key, lower).plan(dataset, evaluation, requested, level, programs)
         run = derivatives.DerivativeRun(code, plan, dataset, evaluation, requested, cancelled)
         if shard is not None:
             shard.begin(run.width)

@@ -46,6 +46,7 @@ from warpfit_server.engine.interface import (
     Linearisation,
     Outputs,
     RowShard,
+    Selection,
     Steps,
     run_to_end,
 )
@@ -199,6 +200,7 @@ class CudaEngine:
         curvature: bool,
         cancelled: NDArray[np.uint8],
         shard: RowShard | None = None,
+        selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute losses, gradients and curvatures in one pass; see `interface.Engine`."""
         resident = self._resident(evaluation.dataset_id)
@@ -206,11 +208,10 @@ class CudaEngine:
         try:
             with self._activity.count():
                 tier = yield from self._derivative_tier()
-                return (
-                    yield from tier.linearise(
-                        resident, evaluation, row_loss, curvature=curvature, cancelled=cancelled
-                    )
+                run = tier.linearise(
+                    resident, evaluation, row_loss, curvature, cancelled, selection
                 )
+                return (yield from run)
         except self._device.errors as error:
             raise self._translate(error) from error
 

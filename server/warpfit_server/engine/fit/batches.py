@@ -28,18 +28,6 @@ def one_vector_each(batch: Batch) -> Batch:
     )
 
 
-def only_programs(batch: Batch, mask: NDArray[np.bool_]) -> Batch:
-    """Return a batch of the programs where ``mask`` is true; they have one vector each."""
-    tokens = np.repeat(mask, batch.lengths)
-    return Batch(
-        codes=batch.codes[tokens],
-        values=batch.values[tokens],
-        lengths=batch.lengths[mask],
-        parameter_counts=batch.parameter_counts[mask],
-        parameters=batch.parameters[np.repeat(mask, batch.parameter_counts)],
-    )
-
-
 def begin_searches(request: FitRequest, batch: Batch) -> Searches:
     """Set the searches of a request up; ``batch`` has one program for each."""
     settings, problem = request.settings, request.problem.batch

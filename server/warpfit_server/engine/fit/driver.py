@@ -29,7 +29,7 @@ from warpfit.ir import Program
 from warpfit.losses import SQUARES, TargetStatistics, close_losses, mentions_weight
 from warpfit.request import Precision, Timings
 from warpfit_server.engine.fit import compiled
-from warpfit_server.engine.fit.batches import begin_searches, one_vector_each, only_programs
+from warpfit_server.engine.fit.batches import begin_searches, one_vector_each
 from warpfit_server.engine.fit.covariance import covariances, standard_errors
 from warpfit_server.engine.fit.levenberg_marquardt import workspace
 from warpfit_server.engine.fit.searches import (
@@ -51,11 +51,11 @@ from warpfit_server.engine.fit.searches import (
     diagonals,
 )
 from warpfit_server.engine.fit.separable import operator_table
-from warpfit_server.engine.interface import Evaluator, Linearisation, Steps, timed
+from warpfit_server.engine.interface import Evaluator, Linearisation, Selection, Steps, timed
 from warpfit_server.limits import fit_memory
 from warpfit_server.system.resources import give_back_memory
 
-#: The batch shrinks when at least this share of its searches has ended: each new batch costs the
+#: The batch shrinks when at least this share of its searches has ended: each selection costs the
 #: engine some preparation, each search that stays costs its evaluation.
 _SHRINK_SHARE: Final = 1 / 8
 #: Mean of squares below which fast mode is given up: float32 reaches down to 1e-38, and a fit makes
@@ -128,10 +128,9 @@ class _Driver:
         self._statistics = TargetStatistics.of_rows(context.dataset, self._rows)
         self._problem = request.problem
         self._batch = one_vector_each(request.problem.batch)
+        """The program of each search."""
         self._all = begin_searches(request, self._batch)
-        self._active = self._all
-        self._places = np.arange(len(self._all))
-        """Index in ``_all`` of each active search."""
+        self._select(np.arange(len(self._all)), self._all)
         self._workspace = workspace(int(self._all.counts.max(initial=0)))
         self._pass_seconds = 0.0
 
@@ -223,12 +222,13 @@ class _Driver:
         if self._context.cancelled[0]:
             raise CancelledError("the fit was cancelled", "CANCELLED")
         started = time.monotonic()
-        batch = replace(self._batch, parameters=self._active.vectors[TRIAL])
+        batch = replace(self._active_batch, parameters=self._active.vectors[TRIAL])
         linearisation = yield from self._context.engine.linearise(
             replace(self._problem, batch=batch),
             row_loss or self._loss.row,
             curvature=curvature,
             cancelled=self._context.cancelled,
+            selection=self._selection,
         )
         self._pass_seconds = time.monotonic() - started
         return linearisation
@@ -256,10 +256,15 @@ class _Driver:
             self._all.store(self._places[~running], active.only(~running))
         if ended == len(running):
             return False
-        self._active = active.only(running)
-        self._places = self._places[running]
-        self._batch = only_programs(self._batch, running)
+        self._select(self._places[running], active.only(running))
         return True
+
+    def _select(self, places: Integers, searches: Searches) -> None:
+        """Go on with some of the searches, given their indices in ``_all``."""
+        batch = self._request.problem.batch
+        self._places, self._active = places, searches
+        self._active_batch = self._batch[places]
+        self._selection = Selection(batch, places // batch.vectors)
 
     def _report(self) -> None:
         report = self._context.report
@@ -310,9 +315,8 @@ class _Driver:
         covariance = errors = None
         if settings.covariance or settings.standard_errors:
             if not self._is_lm:  # BFGS does not keep the curvature at the current parameters
-                self._batch = only_programs(one_vector_each(problem.batch), mask)
+                self._select(chosen, outcome)
                 outcome.vectors[TRIAL] = outcome.vectors[X]
-                self._active = outcome
                 final = yield from self._linearise(curvature=True)
                 assert final.curvatures is not None
                 outcome.curvature = final.curvatures

@@ -82,16 +82,16 @@ def test_results_for_other_needs_are_cached_separately(made, make):
     cache, batch = LoweringCache(), of("x1")
     for need in ("a", "b") * 3:
         cache.by_programs(batch, (need,), make)
-        cache.by_arrays(batch, (need,), make)
+        cache.by_batch(batch, (need,), make)
     assert len(made) == 4 + 2
 
 
-def test_the_same_arrays_are_cached_from_the_first_time_on(made, make):
+def test_the_same_batch_is_cached_from_the_first_time_on(made, make):
     cache, batch = LoweringCache(), of("x1 + p1")
-    for scale in (1.0, 2.0, 3.0):
-        cache.by_arrays(replace(batch, parameters=scale * batch.parameters), (), make)
+    for _ in range(3):
+        cache.by_batch(batch, (), make)
     assert len(made) == 1
-    cache.by_arrays(of("x1 + p1"), (), make)
+    cache.by_batch(of("x1 + p1"), (), make)
     assert len(made) == 2
 
 
@@ -101,7 +101,7 @@ def test_the_cache_is_limited_by_the_tokens_of_its_batches(monkeypatch, made, ma
     cache = LoweringCache()
     batches = [Batch.of(*thesis_mix(seed, 10)) for seed in range(20)]
     for batch in batches:
-        cache.by_arrays(batch, (), make)
+        cache.by_batch(batch, (), make)
     assert 0 < sum(tokens for tokens, _ in cache._kept.values()) <= 1000
     large = Batch.of(*thesis_mix(1, 100))
     for _ in range(3):
@@ -115,10 +115,10 @@ def test_a_fit_of_any_size_is_lowered_once(monkeypatch, made, make):
     monkeypatch.setattr(lowering_cache, "_LEAST_TOKENS", 1)
     cache, large = LoweringCache(), Batch.of(*thesis_mix(1, 100))
     assert len(large.codes) > 1000
-    for scale in (1.0, 2.0, 3.0):
-        cache.by_arrays(replace(large, parameters=scale * large.parameters), (), make)
+    for _ in range(3):
+        cache.by_batch(large, (), make)
     assert len(made) == 1
-    cache.by_arrays(of("x1"), (), make)
+    cache.by_batch(of("x1"), (), make)
     assert len(cache) == 1, "it takes all the room there is"
 
 
@@ -126,20 +126,17 @@ def test_small_batches_count_for_more_than_their_tokens(make):
     cache = LoweringCache()
     batches = [of("x1") for _ in range(300)]
     for batch in batches:
-        cache.by_arrays(batch, (), make)
+        cache.by_batch(batch, (), make)
     assert len(cache) == 200
 
 
-def test_what_was_made_of_arrays_is_forgotten_with_them():
+def test_what_was_made_of_a_batch_is_forgotten_with_it():
     """A fit's batches never come again, and what an engine makes of them is large."""
     cache, batch = LoweringCache(), of("x1 + p1")
     for need in "ab":
-        assert cache.by_arrays(batch, (need,), lambda one: len(one.codes)) == 3
+        assert cache.by_batch(batch, (need,), lambda one: len(one.codes)) == 3
     assert len(cache) == 2
-    parameters = replace(batch, parameters=2.0 * batch.parameters)
     del batch
-    assert len(cache) == 2, "its arrays live in another batch"
-    del parameters
     gc.collect()
     assert len(cache) == 0
 

@@ -47,6 +47,12 @@ class ProgramRecords:
     sums: NDArray[np.int64]
     """Number of sums over the rows for each job of a program, [programs]."""
 
+    def select(self, programs: NDArray[np.int64]) -> ProgramRecords:
+        """Return the records of some programs with one parameter vector each."""
+        records, sums = self.programs[programs], self.sums[programs]
+        fill_starts(records, sums, 1)
+        return ProgramRecords(records, sums)
+
     @property
     def work(self) -> NDArray[np.int64]:
         """Instructions of each program plus a fourth of its sums, [programs]."""
@@ -76,6 +82,19 @@ class DerivativeCode(ProgramRecords):
         """Arrays to upload, by the name of the kernel's argument."""
         names = ("instructions", "programs", "columns", "entries", "loads", "constants")
         return {name: getattr(self, name) for name in names}
+
+
+def fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], vectors: int) -> None:
+    """Fill in the fields that depend on the programs before each one."""
+    counts = records["parameters"].astype(np.int64)
+    sizes = {
+        "scalar": records["scalars"].astype(np.int64),
+        "parameter": counts,
+        "sum": sums,
+        "triangle": counts * (counts + 1) // 2,
+    }
+    for name, size in sizes.items():
+        records[name] = (np.cumsum(size) - size) * vectors
 
 
 # ------------------------------------------------------------------------------ compiled by Numba

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
-from warpfit.ir import Batch
 from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
@@ -63,9 +62,9 @@ STATISTICS_ARGUMENTS: Final = np.dtype(
 class DeviceCode:
     """A batch's code, on the device or to be uploaded."""
 
-    batch: Batch
-    """Keeps the arrays alive by whose identity the plan is found again."""
-    code: ProgramRecords
+    records: ProgramRecords
+    vectors: int
+    """Parameter vectors of each program."""
     memory: Any
     """Device memory of the code; None if it is uploaded with the parameters."""
     addresses: dict[str, int]
@@ -76,7 +75,12 @@ class DeviceCode:
     @property
     def jobs(self) -> int:
         """Programs times parameter vectors."""
-        return len(self.code.programs) * self.batch.vectors
+        return len(self.records.programs) * self.vectors
+
+    def select(self, programs: NDArray[np.int64]) -> DeviceCode:
+        """Return the code of some programs with one parameter vector each."""
+        records = self.records.select(programs)
+        return replace(self, records=records, arrays={"programs": records.programs})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,8 +154,8 @@ def plan_launches(
     geometry = _geometry(device, resident, evaluation, code)
     chunks = tuple(_chunks(code, geometry, wanted))
     chunk_of_job = np.repeat(np.arange(len(chunks)), [c.jobs[1] - c.jobs[0] for c in chunks])
-    work = code.code.work.repeat(code.batch.vectors)
-    scalars = int(code.code.programs["scalars"].sum(dtype=np.int64)) * code.batch.vectors
+    work = code.records.work.repeat(code.vectors)
+    scalars = int(code.records.programs["scalars"].sum(dtype=np.int64)) * code.vectors
     return LaunchPlan(
         code,
         geometry,
@@ -169,8 +173,8 @@ def _geometry(
     variant = Variant.of(mode, ROW_BYTES)
     start, stop = evaluation.row_range(resident.dataset.layout)
     aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
-    levels = code.code.programs["levels"].astype(np.int64)
-    sum_bytes = -(-code.code.sums // 2) * 16
+    levels = code.records.programs["levels"].astype(np.int64)
+    sum_bytes = -(-code.records.sums // 2) * 16
     need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
     _check_memory(need)
     usual = device.shared_bytes(BLOCKS)
@@ -204,9 +208,9 @@ def _chunks(
     code: DeviceCode, geometry: DerivativeGeometry, wanted: RequestedOutputs
 ) -> Iterator[DerivativeChunk]:
     """Cut the jobs so that the results of one launch fit in `_CHUNK_BYTES`."""
-    vectors = code.batch.vectors
-    counts = code.code.programs["parameters"].repeat(vectors).astype(np.int64)
-    sums = code.code.sums.repeat(vectors)
+    vectors = code.vectors
+    counts = code.records.programs["parameters"].repeat(vectors).astype(np.int64)
+    sums = code.records.sums.repeat(vectors)
     sizes = sums * geometry.spans * 8
     sizes += geometry.pitch * (stores_values(wanted) + counts * (wanted.jacobian is not None))
     if geometry.spills:
@@ -248,7 +252,7 @@ def _arguments(
     for name in ("first_row", "end_row", "tiles", "spans", "warp_bytes"):
         arguments[name] = getattr(geometry, name)
     arguments["span_tiles"], arguments["shared_bytes"] = _SPAN_TILES, geometry.usual_bytes
-    arguments["vectors"] = code.batch.vectors
+    arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
     arguments["wants_loss"] = loss is not None
     arguments["wants_slopes"] = wanted.needs_loss_derivative

@@ -189,7 +189,7 @@ def _copy_large_results(
         staging = _staging(context, launch.plan.geometry, f"{name} {chunk.side}", stop - first)
         array[first:stop] = staging
     if launch.wanted.values is not None:
-        ready(chunk.jobs[1] // launch.plan.code.batch.vectors)
+        ready(chunk.jobs[1] // launch.plan.code.vectors)
 
 
 def _large_results(

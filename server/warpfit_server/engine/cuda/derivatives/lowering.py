@@ -36,6 +36,7 @@ from warpfit_server.engine.cuda.derivatives.encoding import (
     DerivativeCode,
     EncodedArrays,
     encode_program,
+    fill_starts,
 )
 from warpfit_server.engine.cuda.derivatives.source import labels
 from warpfit_server.engine.lowering import graph, lower, lowered, schedule
@@ -126,7 +127,8 @@ class DerivativeLowering:
         out.instructions[instructions] = 0
         records = out.programs.view(PROGRAM).reshape(-1)
         sums = _sum_counts(records, products=products)
-        _fill_starts(records, sums, batch)
+        records["parameters"] = batch.parameter_counts
+        fill_starts(records, sums, batch.vectors)
         return DerivativeCode(
             records,
             sums,
@@ -167,20 +169,6 @@ def _empty(tokens: int, programs: int, loss_tokens: int) -> EncodedArrays:
 def _sum_counts(records: NDArray[np.void], *, products: bool) -> NDArray[np.int64]:
     columns = records["columns"].astype(np.int64)
     return 1 + columns + (columns * (columns + 1) // 2 if products else 0)
-
-
-def _fill_starts(records: NDArray[np.void], sums: NDArray[np.int64], batch: Batch) -> None:
-    """Fill in the fields that depend on the programs before each one."""
-    counts = batch.parameter_counts.astype(np.int64)
-    sizes = {
-        "scalar": records["scalars"].astype(np.int64),
-        "parameter": counts,
-        "sum": sums,
-        "triangle": counts * (counts + 1) // 2,
-    }
-    for name, size in sizes.items():
-        records[name] = (np.cumsum(size) - size) * batch.vectors
-    records["parameters"] = counts
 
 
 def _check_index(largest: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -50,13 +51,21 @@ from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
-from warpfit_server.engine.interface import Linearisation, Outputs, Steps
+from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.validate import check_tokens
 
 _ALIGNMENT: Final = 256
 #: Variants of the kernels for programs that do not spill.
 VARIANTS: Final = tuple(Variant.of(mode, ROW_BYTES) for mode in Mode)
+
+
+@dataclass(slots=True, eq=False)
+class _KeptCode:
+    """The code of a fit on the device, and the plan of the programs that were selected last."""
+
+    code: DeviceCode
+    last: tuple[NDArray[np.int64], LaunchPlan] | None = None
 
 
 class DerivativeTier:
@@ -71,8 +80,8 @@ class DerivativeTier:
     def __init__(self, device: CudaDevice, threads: int) -> None:
         self._device = device
         self._kernels: dict[tuple[Variant, bool], DerivativeKernels] = {}
-        self._plans: LoweringCache[LaunchPlan] = LoweringCache()
-        """Launch plans of fits, whose code stays on the device from pass to pass."""
+        self._kept: LoweringCache[_KeptCode] = LoweringCache()
+        """Code of fits, which stays on the device from pass to pass."""
         self._lock = threading.Lock()
         self._lowering = DerivativeLowering(device.cache_directory, threads)
 
@@ -86,51 +95,53 @@ class DerivativeTier:
     ) -> Steps[Timings]:
         """Evaluate as `warpfit_server.engine.interface.Engine.evaluate` does."""
         check_tokens(evaluation.batch, resident.dataset.layout.variables)
+        started = time.perf_counter_ns()
         wanted = requested_outputs(evaluation, outputs)
-        return (
-            yield from self._run(resident, evaluation, wanted, outputs.cancelled, outputs.ready)
-        )
+        plan = self._plan(resident, evaluation, wanted)
+        run = self._run(resident, evaluation, wanted, plan, outputs.cancelled, outputs.ready)
+        computed = yield from run
+        host_time = time.perf_counter_ns() - started - computed
+        return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
 
     def linearise(
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
         row_loss: Program,
-        *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        selection: Selection | None,
     ) -> Steps[Linearisation]:
         """Linearise as `warpfit_server.engine.interface.Engine.linearise` does."""
         found, wanted = linearisation_outputs(evaluation.batch, row_loss, curvature=curvature)
-        yield from self._run(resident, evaluation, wanted, cancelled, _ignore, keep=True)
+        if selection is None:
+            plan = self._plan(resident, evaluation, wanted)
+        else:
+            plan = self._selected_plan(resident, evaluation, wanted, selection)
+        yield from self._run(resident, evaluation, wanted, plan, cancelled, _ignore)
         return found
 
     def forget(self) -> None:
         """Free the code that is kept on the device."""
-        self._plans.clear()
+        self._kept.clear()
 
     def _run(
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
+        plan: LaunchPlan,
         cancelled: NDArray[np.uint8],
         ready: Callable[[int], None],
-        *,
-        keep: bool = False,
-    ) -> Steps[Timings]:
-        started = time.perf_counter_ns()
-        plan = self._plan(resident, evaluation, wanted, keep=keep)
+    ) -> Steps[int]:
+        """Evaluate by a plan; return the nanoseconds of the device."""
         has_large_results = wanted.values is not None or wanted.jacobian is not None
         with self._device.stream() as context:
             if len(plan.chunks) == 1 and not has_large_results:
                 check_cancelled(cancelled)
-                computed = self._run_at_once(context, resident, evaluation, wanted, plan)
-            else:
-                launch = self._begin(context, resident, evaluation, wanted, plan)
-                computed = yield from run_chunks(self._device, context, launch, cancelled, ready)
-        host_time = time.perf_counter_ns() - started - computed
-        return Timings(copy_in=max(0, host_time), compute=computed, tier=Tier.INTERPRETER)
+                return self._run_at_once(context, resident, evaluation, wanted, plan)
+            launch = self._begin(context, resident, evaluation, wanted, plan)
+            return (yield from run_chunks(self._device, context, launch, cancelled, ready))
 
     def _run_at_once(
         self,
@@ -180,25 +191,35 @@ class DerivativeTier:
         return DerivativeLaunch(resident, plan, wanted, kernels, arguments, small)
 
     def _plan(
+        self, resident: ResidentDataset, evaluation: Evaluation, wanted: RequestedOutputs
+    ) -> LaunchPlan:
+        """Plan an evaluation whose code is uploaded together with its parameters."""
+        code = self._lower(resident, evaluation.batch, wanted)
+        placed = DeviceCode(code, evaluation.batch.vectors, None, {}, code.arrays)
+        return plan_launches(self._device, resident, evaluation, wanted, placed)
+
+    def _selected_plan(
         self,
         resident: ResidentDataset,
         evaluation: Evaluation,
         wanted: RequestedOutputs,
-        *,
-        keep: bool,
+        selection: Selection,
     ) -> LaunchPlan:
-        """Plan an evaluation; with ``keep``, from the cache of plans if it is there."""
+        """Plan an evaluation of selected programs, whose code is on the device."""
 
-        def make(batch: Batch) -> LaunchPlan:
-            code = self._lower(resident, batch, wanted)
-            placed = self._keep_on_device(batch, code) if keep else _to_upload(batch, code)
-            return plan_launches(self._device, resident, evaluation, wanted, placed)
+        def make(batch: Batch) -> _KeptCode:
+            return _KeptCode(self._keep_on_device(self._lower(resident, batch, wanted)))
 
-        batch = evaluation.batch
         outputs = (wanted.row_loss, wanted.curvatures is not None)
         place = (resident.dataset.layout, resident.address(0, 0))
-        needs = (batch.vectors, evaluation.rows, evaluation.precision, *outputs, *place)
-        return self._plans.by_arrays(batch, needs, make) if keep else make(batch)
+        needs = (evaluation.rows, evaluation.precision, *outputs, *place)
+        kept = self._kept.by_batch(selection.batch, needs, make)
+        last, programs = kept.last, selection.programs
+        if last is None or last[0] is not programs:
+            code = kept.code.select(programs)
+            last = programs, plan_launches(self._device, resident, evaluation, wanted, code)
+            kept.last = last
+        return last[1]
 
     def _lower(
         self, resident: ResidentDataset, batch: Batch, wanted: RequestedOutputs
@@ -216,11 +237,12 @@ class DerivativeTier:
             products=wanted.curvatures is not None,
         )
 
-    def _keep_on_device(self, batch: Batch, code: DerivativeCode) -> DeviceCode:
-        """Copy code to device memory of its own."""
+    def _keep_on_device(self, code: DerivativeCode) -> DeviceCode:
+        """Copy code to device memory of its own, but for the records, which are selected."""
+        arrays = {name: array for name, array in code.arrays.items() if name != "programs"}
         with self._device.stream() as context:
-            memory, addresses = _upload(self._device, context, code.arrays)
-        return DeviceCode(batch, ProgramRecords(code.programs, code.sums), memory, addresses, {})
+            memory, addresses = _upload(self._device, context, arrays)
+        return DeviceCode(ProgramRecords(code.programs, code.sums), 1, memory, addresses, {})
 
     def _prepare(self, variant: Variant, *, spills: bool) -> DerivativeKernels:
         """Return the kernels of a variant, which are loaded on the first call."""
@@ -245,11 +267,6 @@ class DerivativeTier:
 def derivative_switch(variant: Variant, *, spills: bool) -> Switch:
     """Return the source of the kernels of one variant, with its options."""
     return Switch(derivative_source(variant, spills=spills), case_count(), variant.options)
-
-
-def _to_upload(batch: Batch, code: DerivativeCode) -> DeviceCode:
-    """Return code that is uploaded together with the parameters."""
-    return DeviceCode(batch, code, None, {}, code.arrays)
 
 
 def _ignore(_: int) -> None:

@@ -17,7 +17,7 @@ from warpfit.request import Evaluation, Precision
 from warpfit_server.engine.autodiff.rules import COMPUTES, KIND, NOTHING, rules
 from warpfit_server.engine.cpu.chunked_work import differentiation_work
 from warpfit_server.engine.cpu.engine import CpuEngine
-from warpfit_server.engine.interface import run_to_end
+from warpfit_server.engine.interface import Selection, run_to_end
 
 FLAVOURS = [
     ("float64", Precision.PRECISE, 1e-9),
@@ -58,6 +58,7 @@ def test_plans_of_fits_are_kept_and_told_apart():
     other = make_dataset(5_000, "float64", weights=True)
     kept, fresh = CpuEngine(threads=1), CpuEngine(threads=1)
     flag = np.zeros(1, dtype=np.uint8)
+    selection = Selection(batch, np.arange(len(batch)))
     for engine in (kept, fresh):
         engine.load(data)
         engine.load(other)
@@ -68,22 +69,19 @@ def test_plans_of_fits_are_kept_and_told_apart():
                     for curvature in (True, False):
                         scaled = replace(batch, parameters=scale * batch.parameters)
                         problem = Evaluation(dataset.content_id, scaled, rows=rows)
-                        fresh._plans.clear()
-                        found, expected = (
-                            run_to_end(
-                                engine.linearise(problem, loss, curvature=curvature, cancelled=flag)
-                            )
-                            for engine in (kept, fresh)
-                        )
+                        options = {"curvature": curvature, "cancelled": flag}
+                        steps = kept.linearise(problem, loss, selection=selection, **options)
+                        found = run_to_end(steps)
+                        expected = run_to_end(fresh.linearise(problem, loss, **options))
                         for name in ("losses", "gradients", "curvatures"):
                             ours, theirs = getattr(found, name), getattr(expected, name)
                             np.testing.assert_array_equal(ours, theirs, err_msg=name)
-    assert len(kept._plans) == 16
+    assert len(kept._derived) == 16
     kept.close()
     fresh.close()
 
 
-def test_a_kept_plan_is_used_again(engine, monkeypatch):
+def test_the_batch_of_a_fit_is_lowered_once(engine, monkeypatch):
     batch, data = Batch.of(*smooth_programs()), make_dataset(1_000, "float32")
     engine.load(data)
     lowered = []
@@ -93,10 +91,9 @@ def test_a_kept_plan_is_used_again(engine, monkeypatch):
         return differentiation_work(*given, **more)
 
     monkeypatch.setattr("warpfit_server.engine.cpu.derivatives.differentiation_work", count)
-    for scale in (1.0, 0.5, 0.2):
-        scaled = replace(batch, parameters=scale * batch.parameters)
-        problem = Evaluation(data.content_id, scaled)
-        run_to_end(
-            engine.linearise(problem, SQUARES, curvature=True, cancelled=np.zeros(1, np.uint8))
-        )
+    flag = np.zeros(1, np.uint8)
+    for indices in (np.arange(len(batch)), np.array([1, 3]), np.array([3])):
+        problem = Evaluation(data.content_id, batch[indices])
+        options = {"cancelled": flag, "selection": Selection(batch, indices)}
+        run_to_end(engine.linearise(problem, SQUARES, curvature=True, **options))
     assert len(lowered) == 1

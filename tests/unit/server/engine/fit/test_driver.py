@@ -286,18 +286,14 @@ class StuckEngine(NumpyEngine):
         super().__init__(dataset)
         self.left = passes
 
-    def linearise(self, evaluation, row_loss, *, curvature, cancelled):
+    def linearise(self, evaluation, row_loss, *, cancelled, **options):
         self.left -= 1
         while self.left < 0:
             if cancelled[0]:
                 self.left = 1
                 raise CancelledError("the evaluation was cancelled", "CANCELLED")
             time.sleep(0.001)
-        return (
-            yield from super().linearise(
-                evaluation, row_loss, curvature=curvature, cancelled=cancelled
-            )
-        )
+        return (yield from super().linearise(evaluation, row_loss, cancelled=cancelled, **options))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -324,13 +320,9 @@ def test_a_pass_is_cancelled_at_the_deadline_of_its_fit(method, passes):
 
 def test_a_fit_with_a_deadline_can_be_cancelled():
     class Cancelling(NumpyEngine):
-        def linearise(self, evaluation, row_loss, *, curvature, cancelled):
+        def linearise(self, *arguments, cancelled, **options):
             cancelled[0] = len(self.sizes) > 1
-            return (
-                yield from super().linearise(
-                    evaluation, row_loss, curvature=curvature, cancelled=cancelled
-                )
-            )
+            return (yield from super().linearise(*arguments, cancelled=cancelled, **options))
 
     engine = Cancelling(EXACT)
     with pytest.raises(CancelledError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from support.engines.derivative_suite import smooth_programs
 from support.engines.strategies import programs
 from support.machines.derivative_machine import Machine
-from warpfit.dataset import Dataset, Layout
+from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.expressions.derivatives import differentiate
 from warpfit.expressions.reference import evaluate_program
@@ -35,9 +34,8 @@ from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives import launch_plan
 from warpfit_server.engine.cuda.derivatives.encoding import DerivativeCode
 from warpfit_server.engine.cuda.derivatives.lowering import DerivativeLowering
-from warpfit_server.engine.cuda.derivatives.tier import DerivativeTier, derivative_switch
+from warpfit_server.engine.cuda.derivatives.tier import derivative_switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
-from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.system.compile_cache import default_cache_directory
 
 VARIABLES = 4
@@ -155,7 +153,7 @@ def test_more_sums_than_kernels_can_address_are_refused(sums, fits):
     device = SimpleNamespace(shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16)
     resident = SimpleNamespace(dataset=SimpleNamespace(layout=layout))
     records = np.zeros(1, dtype=[("levels", np.uint32)])
-    code = SimpleNamespace(code=SimpleNamespace(programs=records, sums=np.array([sums])))
+    code = SimpleNamespace(records=SimpleNamespace(programs=records, sums=np.array([sums])))
     evaluation = Evaluation(bytes(32), Batch.of([Program.variable(0)], [[]]))
     if fits:
         assert launch_plan._geometry(device, resident, evaluation, code).spills
@@ -165,73 +163,15 @@ def test_more_sums_than_kernels_can_address_are_refused(sums, fits):
     assert caught.value.reason == "PROGRAM_TOO_LONG"
 
 
-class FakeStream:
-    """A stream that records uploads and launches."""
-
-    def __init__(self) -> None:
-        self.uploads: dict[int, bytes] = {}
-        self.launched: list[np.ndarray] = []
-        self._next = 1 << 20
-
-    def buffer(self, name: str, size: int) -> int:
-        self._next += 1 << 20
-        return self._next
-
-    def pinned(self, name: str, size: int) -> np.ndarray:
-        return np.zeros(size, dtype=np.uint8)
-
-    def upload(self, address: int, staging: np.ndarray) -> None:
-        self.uploads[address] = staging.tobytes()
-
-    def launch(self, kernel: object, grid: object, block: object, given: list, *_: int) -> None:
-        self.launched += [each.copy() for each in given]
-
-    def mark(self, name: str) -> None:
-        pass
-
-    def read(self, address: int, size: int) -> bytes:
-        """Bytes that were uploaded there."""
-        base = max(start for start in self.uploads if start <= address)
-        return self.uploads[base][address - base :][:size]
-
-
-def fake_tier(stream: FakeStream, lowering: DerivativeLowering) -> DerivativeTier:
-    tier = DerivativeTier.__new__(DerivativeTier)
-    tier._lowering = lowering
-    tier._device = SimpleNamespace(
-        shared_bytes=lambda blocks: 232_448 // blocks // 16 * 16,
-        stream=lambda: nullcontext(stream),
-        allocate=lambda size: SimpleNamespace(ptr=1 << 40),
-    )
-    tier._plans = LoweringCache()
-    tier._prepare = lambda *_, **__: SimpleNamespace(evaluate_scalars=None)  # type: ignore[method-assign]
-    return tier
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_code_is_uploaded_alone_or_with_the_parameters(lowering, keep):
-    """Fresh code is uploaded with the parameters; that of a fit once, by itself."""
-    data = Dataset.of(COLUMNS[:VARIABLES].T, COLUMNS[VARIABLES], dtype="float64")
-    resident = SimpleNamespace(
-        dataset=data, stride=64, address=lambda *_: 0, weights_address=lambda _: 0
-    )
-    batch = Batch.of(*smooth_programs())
-    evaluation = Evaluation(data.content_id, batch)
-    gradients = np.empty(len(batch.parameters))
-    wanted = RequestedOutputs(
-        row_loss=SQUARES_LOSS, losses=np.empty(len(batch)), gradients=gradients
-    )
-    stream = FakeStream()
-    tier = fake_tier(stream, lowering)
-    for passes in (1, 2):
-        plan = tier._plan(resident, evaluation, wanted, keep=keep)
-        tier._begin(stream, resident, evaluation, wanted, plan)
-        assert len(stream.launched) == passes
-    assert len(stream.uploads) == (3 if keep else 2)
-    code = lower(lowering, batch, products=False)
-    given = stream.launched[-1]
-    for name, array in {**code.arrays, "parameters": batch.parameters}.items():
-        assert stream.read(int(given[name]), array.nbytes) == array.tobytes(), name
+def test_selected_programs_have_their_places_among_the_selected(lowering):
+    code = lower(lowering, Batch.of(*smooth_programs()), products=True)
+    records, indices = code.programs, np.array([0, 2, 2])
+    np.testing.assert_array_equal(code.select(np.arange(len(records))).programs, records)
+    chosen = code.select(indices)
+    np.testing.assert_array_equal(chosen.programs["first"], records["first"][indices])
+    np.testing.assert_array_equal(chosen.programs["sum"], [0, *np.cumsum(chosen.sums)[:-1]])
+    counts = records["parameters"][indices]
+    np.testing.assert_array_equal(chosen.programs["parameter"], [0, *np.cumsum(counts)[:-1]])
 
 
 @pytest.mark.parametrize("row_loss", [SQUARES_LOSS, ABSOLUTE, huber().row], ids=str)
