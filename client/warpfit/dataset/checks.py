@@ -15,6 +15,8 @@ from warpfit.errors import InvalidArgumentError
 #: Largest error of rounding to float32: relative, and absolute for numbers next to 0.
 _RELATIVE_ROUNDING: Final = 2.0**-24
 _ABSOLUTE_ROUNDING: Final = 2.0**-150
+#: Most columns that a warning lists, and most characters of their names.
+_MOST_LISTED, _MOST_NAME = 20, 80
 #: Rounding by more than this share of a column's span is worth a warning.
 _WARNED_SHARE: Final = 1e-4
 #: Rows that are compared number by number at a time.
@@ -73,12 +75,15 @@ class RoundingCheck:
             is_lossy = (span > 0) & (self._error > _WARNED_SHARE * span)
         if self._layout.has_weights:
             is_lossy[-1] = False
-        lossy = [
-            f"{self._names[column]} (rounds by {self._error[column]:.2g} where the column spans "
-            f"{span[column]:.2g})"
-            for column in np.flatnonzero(is_lossy).tolist()
+        lossy = np.flatnonzero(is_lossy).tolist()
+        listed = [
+            f"{self._names[column][:_MOST_NAME]} (rounds by {self._error[column]:.2g} where the "
+            f"column spans {span[column]:.2g})"
+            for column in lossy[:_MOST_LISTED]
         ]
-        return f"float32 loses digits of {'; '.join(lossy)}" if lossy else ""
+        if len(lossy) > len(listed):
+            listed.append(f"{len(lossy) - len(listed)} more columns")
+        return f"float32 loses digits of {'; '.join(listed)}" if lossy else ""
 
     def _compare(self, rounded: NDArray[Any], given: NDArray[Any], column: int, first: int) -> None:
         for start in range(0, len(rounded), _COMPARED_ROWS):
