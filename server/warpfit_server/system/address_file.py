@@ -32,7 +32,9 @@ def address_file(path: str, host: str, port: int) -> Iterator[None]:
     file = Path(f"{Path(path).absolute()}.{host.strip('[]').replace(':', '_')}-{port}")
     half = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        half.write_text(f"{host}:{port}\n")
+        half.unlink(missing_ok=True)
+        with half.open("x") as new:  # follows no link that another user has put there
+            new.write(f"{host}:{port}\n")
         half.replace(file)  # so that nobody reads a part of it
     except OSError as error:
         raise InvalidArgumentError(

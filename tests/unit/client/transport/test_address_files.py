@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from warpfit.errors import InvalidArgumentError, UnavailableError
@@ -21,6 +23,15 @@ def test_clients_find_the_servers_that_are_there_now(tmp_path):
             assert len(target.find()) == 3
         assert len(target.find()) == 2
     assert [file.name for file in tmp_path.iterdir()] == ["the servers 1.a-1"]
+
+
+def test_a_file_of_another_user_is_not_overwritten_through_a_link(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / f".servers.node1-1.{os.getpid()}").symlink_to(precious)
+    with address_file(str(tmp_path / "servers"), "node1", 1):
+        assert (tmp_path / "servers.node1-1").read_text() == "node1:1\n"
+    assert precious.read_text() == "kept"
 
 
 def test_no_file_means_no_file(tmp_path):
