@@ -114,7 +114,13 @@ class Engines:
         if self.holders(dataset.key):
             return
         refusal: ResourceExhaustedError | None = None
-        for supervisor in sorted(self.supervisors, key=lambda s: (not s.is_ready, s.loads)):
+        serving = self.router.serving
+
+        def rank(supervisor: EngineSupervisor) -> tuple[bool, bool, int]:
+            serves = supervisor.device.label in serving
+            return not serves, not supervisor.is_ready, supervisor.loads
+
+        for supervisor in sorted(self.supervisors, key=rank):
             try:
                 supervisor.load(dataset).result()
             except ResourceExhaustedError as error:

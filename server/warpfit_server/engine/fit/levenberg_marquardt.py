@@ -178,19 +178,23 @@ def advance(
             number[BEFORE] = number[LOSS]
         if usable and new_sums[s] < number[LOSS]:
             number[LOSS] = new_sums[s]
-            copy(vector[TRIAL], vector[X])
-            copy(gradient, vector[SLOPE])
-            copy(new, old)
-        corrects = usable and not counter[CORRECTING]
+            _keep(vector, gradient, old, new)
+        corrects, loss = usable and not counter[CORRECTING], new_sums[s]
         counter[CORRECTING] = 0
-        if corrects and _correct(
-            vector, number, counter, gradient, new, new_sums[s], limits, space
-        ):
+        if corrects and _correct(vector, number, counter, gradient, new, loss, limits, space):
             continue
         if number[BEFORE] < math.inf:
             _judge(number, counter, new_sums[s], usable, limits)
         if counter[REASON] == RUNNING:
             _propose(vector, number, counter, old, limits, space)
+
+
+@inlined
+def _keep(vector: Floats, gradient: Floats, curvature: Floats, new_curvature: Floats) -> None:
+    """Let the trial be the best parameters so far."""
+    copy(vector[TRIAL], vector[X])
+    copy(gradient, vector[SLOPE])
+    copy(new_curvature, curvature)
 
 
 @inlined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -15,9 +16,13 @@ from warpfit_server.config import Config
 from warpfit_server.engine.hang_detector import EXIT_STUCK
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.quarantine import Quarantine
+from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_deaths import cause_of_death
+from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.processes.engines import Engines
 from warpfit_server.processes.front_end import BorrowedLeases
 from warpfit_server.processes.front_end_supervisor import FrontEndSupervisor, _FrontEnd
+from warpfit_server.tenancy.quotas import QuotaTable
 
 
 @pytest.fixture
@@ -96,3 +101,19 @@ def test_a_lease_is_asked_for_again_where_a_message_had_no_room():
             leased.load(0)
         leased.load(0)
     assert sent == [messages.LeaseDataset] * 2 + [messages.RequestLoad] * 2
+
+
+def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
+    engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
+    engines.router.serving = frozenset(["cpu:1"])
+    asked = []
+
+    def load(supervisor, dataset):
+        asked.append(supervisor.number)
+        loaded = Future()
+        loaded.set_result(None)
+        return loaded
+
+    monkeypatch.setattr(EngineSupervisor, "load", load)
+    engines.place(SimpleNamespace(key=b"data"))
+    assert asked == [1]
