@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,13 @@ class Tier(StrEnum):
     AUTO = "auto"
     INTERPRETER = "interpreter"
     COMPILED = "compiled"
+
+
+#: Further outputs, which a caller, a message and an `Evaluation` ask for by the same names.
+OUTPUTS: Final = (
+    *("gradient", "jacobian", "variable_gradient"),
+    *("reductions", "linear_scaling", "correlation"),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,6 +199,10 @@ def check_target(layout: Layout, field: str) -> None:
         )
 
 
+#: Durations among the fields of `Timings`.
+STAGES: Final = ("decode", "queue", "copy_in", "compute", "copy_out")
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Durations of the stages of one evaluation on the server, in nanoseconds."""
@@ -215,8 +226,7 @@ class Timings:
         return self._table().html()
 
     def _table(self) -> TextTable:
-        stages = ("decode", "queue", "copy_in", "compute", "copy_out")
-        rows = [(stage, f"{getattr(self, stage) / 1000:.1f}") for stage in stages]
+        rows = [(stage, f"{getattr(self, stage) / 1000:.1f}") for stage in STAGES]
         note = f"tier {self.tier}, cache hits {self.cache_hits}"
         note += f", {self.device}" if self.device else ""
         return TextTable(("stage", "microseconds"), rows, note)

@@ -28,7 +28,7 @@ from warpfit.bench.scenarios import Kind, Scenario
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.client import Client, connect
 from warpfit.errors import WarpfitError
-from warpfit.request import Timings
+from warpfit.request import STAGES, Timings
 from warpfit.transport.settings import RetryPolicy
 
 Floats = NDArray[np.float64]
@@ -37,7 +37,6 @@ Floats = NDArray[np.float64]
 _BATCHES: Final = 32
 #: A process that starts imports, connects and uploads within this time.
 _PATIENCE_SECONDS: Final = 120.0
-_STAGES: Final = ("decode", "queue", "copy_in", "compute", "copy_out")
 #: Iterations of a fit: what a local search in a GP run would spend.
 _FIT_ITERATIONS: Final = 10
 
@@ -56,7 +55,7 @@ class Call:
 
     def to_json(self) -> dict[str, float]:
         """Return seconds, as a whole and by stage; ``rest`` is client, wire and front end."""
-        stages = {name: getattr(self.timings, name) / 1e9 for name in _STAGES}
+        stages = {name: getattr(self.timings, name) / 1e9 for name in STAGES}
         rest = self.wall - self.engine - self.timings.decode - self.timings.queue
         return {"wall": self.wall / 1e9, **stages, "rest": max(0, rest) / 1e9}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, Final, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from numpy.typing import DTypeLike
 
@@ -16,7 +16,7 @@ from warpfit.dataset import ClientDataset, ServerFile, client_dataset, open_tabl
 from warpfit.dataset.layout import canonical_dtype
 from warpfit.errors import InvalidArgumentError
 from warpfit.losses import LossFunction, as_loss
-from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit.request import OUTPUTS, Evaluation, Loss, Precision, Tier
 
 Rows: TypeAlias = slice | tuple[int, int] | None
 
@@ -79,13 +79,6 @@ class EvaluateOptions(SharedOptions, total=False):
     """Score the best a + b f instead of f (Keijzer 2003), and ask for b and a."""
     correlation: bool
     """Ask for Pearson's correlation of values and target."""
-
-
-#: Options that ask for a further output, which is a field of `Evaluation` by the same name.
-_OUTPUTS: Final = (
-    *("gradient", "jacobian", "variable_gradient"),
-    *("reductions", "linear_scaling", "correlation"),
-)
 
 
 def build_dataset(
@@ -155,7 +148,7 @@ def build_evaluation(
     )
     given = options.get("loss")
     loss = None if given is None else as_loss(given)
-    outputs = {name: bool(options.get(name)) for name in _OUTPUTS}
+    outputs = {name: bool(options.get(name)) for name in OUTPUTS}
     if values is None:
         values = loss is None and not any(outputs.values())
     evaluation = Evaluation(

@@ -24,13 +24,7 @@ class TextTable:
 
     def text(self) -> str:
         """Return the table as right-aligned columns."""
-        lines = [self.header, *self._shown()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        written = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in lines
-        ]
-        return "\n".join([*written, *self._notes()])
+        return "\n".join([aligned([self.header, *self._shown()]), *self._notes()])
 
     def html(self) -> str:
         """Return the table as HTML."""
@@ -51,15 +45,20 @@ class TextTable:
         return [*more, *([self.note] if self.note else [])]
 
 
-def numbers(values: Sequence[float], most: int = 6) -> str:
-    """Return numbers to five digits, of a long list the first ``most``."""
-    shown = [f"{value:.5g}" for value in values[:most]]
-    return ", ".join([*shown, *["..."] * (len(values) > most)])
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
-def with_errors(values: Sequence[float], errors: Sequence[float], most: int = 6) -> str:
-    """Return numbers to five digits with their standard errors to two, as `numbers`."""
-    shown = [f"{value:.5g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)]
+def numbers(values: Sequence[float], errors: Sequence[float] | None = None, most: int = 6) -> str:
+    """Return numbers to five digits with errors to two, of a long list the first ``most``."""
+    shown = [f"{value:.5g}" for value in values]
+    if errors is not None:
+        shown = [f"{one} ± {error:.2g}" for one, error in zip(shown, errors, strict=True)]
     return ", ".join([*shown[:most], *["..."] * (len(shown) > most)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened, with_errors
+from warpfit.calls.display import MOST_ROWS, TextTable, numbers, shortened
 from warpfit.expressions.printing import to_latex, to_text
 from warpfit.fitting import REASONS, FitResult
 from warpfit.ir import Batch, Program
@@ -209,9 +209,7 @@ class Fit:
                 (
                     *map(str, (expression, *start)),
                     shown(self.batch.program(expression).bind(rounded)),
-                    numbers(vector)
-                    if errors is None
-                    else with_errors(vector, errors[expression][tuple(start)].tolist()),
+                    numbers(vector, None if errors is None else errors[expression][tuple(start)]),
                     *([] if self.r2 is None else [f"{self.r2[index]:.6g}"]),
                     *(f"{losses[index]:.6g}" for losses in (self.initial_loss, self.loss)),
                     *map(str, (self.iterations[index], self.reason[index])),

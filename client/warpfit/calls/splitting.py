@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError
 from warpfit.fitting import FitProgress, FitRequest, FitResult
-from warpfit.request import Evaluation, Result, Timings
+from warpfit.request import STAGES, Evaluation, Result, Timings
 
 R = TypeVar("R", Evaluation, FitRequest)
 S = TypeVar("S", Result, FitResult)
@@ -74,7 +74,7 @@ def join(results: Sequence[S]) -> S:
 
 
 def _added(timings: Sequence[Timings]) -> Timings:
-    numbers = ("decode", "queue", "copy_in", "compute", "copy_out", "cache_hits")
+    numbers = (*STAGES, "cache_hits")
     sums = {name: sum(getattr(timing, name) for timing in timings) for name in numbers}
     return replace(timings[0], **sums)
 

@@ -12,11 +12,12 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from warpfit.calls.display import aligned
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.expressions.printing import to_text
 from warpfit.fitting import Accuracy, Method
 from warpfit.parse import parse
-from warpfit.request import Loss, Precision, Tier, Timings
+from warpfit.request import Loss, Precision, Tier
 from warpfit.transport.security import add_flags, from_flags
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ def _eval(options: argparse.Namespace) -> None:
     start = options.rows.indices(len(table.columns))[0] if options.rows else 0
     _print_answer(answer, loss, target, start, options.head)
     if options.profile:
-        print(_profile(answer.timings))
+        print(answer.timings)
 
 
 def _fit(options: argparse.Namespace) -> None:
@@ -300,14 +301,12 @@ def _token(options: argparse.Namespace) -> None:
 def _client(options: argparse.Namespace) -> Iterator[Client]:
     """Connect to the server that was named, or to one that is started for this command."""
     from warpfit.client import connect
-    from warpfit.embedded import embedded_server
+    from warpfit.embedded import server_at
 
-    if options.address:
-        with connect(options.address, **from_flags(options)) as client:
-            yield client
-        return
-    print("warpfit: starting a server (the very first start takes longer)", file=sys.stderr)
-    with embedded_server() as address, connect(address, tls=False) as client:
+    arguments = from_flags(options) if options.address else {"tls": False}
+    if not options.address:
+        print("warpfit: starting a server (the very first start takes longer)", file=sys.stderr)
+    with server_at(options.address) as address, connect(address, **arguments) as client:
         yield client
 
 
@@ -321,12 +320,12 @@ def _print_answer(
     if answer.losses is not None:
         print(f"{loss}  {answer.losses[0]:.8g}")
     shown = answer.values[: max(head, 0), 0].tolist()
-    columns = [["row", *map(str, range(start, start + len(shown)))]]
-    columns.append(["value", *(f"{value:.7g}" for value in shown)])
+    rows = [["row", "value"], *([str(i), f"{v:.7g}"] for i, v in enumerate(shown, start))]
     if target is not None:
-        columns.append(["target", *(f"{y:.7g}" for y in target[start : start + len(shown)])])
+        targets = [f"{y:.7g}" for y in target[start : start + len(shown)]]
+        rows = [[*row, y] for row, y in zip(rows, ["target", *targets], strict=True)]
     if shown:
-        print(_aligned(columns))
+        print(aligned(rows))
     rest = len(answer.values) - len(shown)
     if rest:
         print(f"... and {rest} more row{'s' if rest > 1 else ''}")
@@ -339,34 +338,13 @@ def _print_fit(fit: Fit, loss: str) -> None:
         print(f"R2  {fit.r2[0]:.8g}")
     print(f"ended after {fit.iterations[0]} iterations: {fit.reason[0]}")
     parameters = fit.parameters[0].tolist()
-    columns = [
-        ["parameter", *(f"p{index}" for index in range(1, len(parameters) + 1))],
-        ["value", *(f"{value:.10g}" for value in parameters)],
-    ]
+    rows = [["parameter", "value"]]
+    rows += [[f"p{number}", f"{value:.10g}"] for number, value in enumerate(parameters, 1)]
     if fit.standard_errors is not None:
-        columns.append(
-            ["standard error", *(f"{error:.3g}" for error in fit.standard_errors[0].tolist())]
-        )
+        errors = [f"{error:.3g}" for error in fit.standard_errors[0].tolist()]
+        rows = [[*row, e] for row, e in zip(rows, ["standard error", *errors], strict=True)]
     if parameters:
-        print(_aligned(columns))
-
-
-def _aligned(columns: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in columns]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in zip(*columns, strict=True)
-    )
-
-
-def _profile(timings: Timings) -> str:
-    stages = ("decode", "queue", "copy_in", "compute", "copy_out")
-    columns = [
-        ["stage", *stages],
-        ["microseconds", *(f"{getattr(timings, stage) / 1000:.1f}" for stage in stages)],
-    ]
-    note = f"tier {timings.tier}, cache hits {timings.cache_hits}"
-    return f"{_aligned(columns)}\n{note}" + (f", {timings.device}" if timings.device else "")
+        print(aligned(rows))
 
 
 def _describe(server: ServerInfo) -> str:
@@ -381,9 +359,8 @@ def _describe(server: ServerInfo) -> str:
             "" if device.serving else "NOT READY",
         ]
         lines.append(f"  {device.label} {device.name}: {', '.join(fact for fact in facts if fact)}")
-    limits = [(name, getattr(server.limits, name)) for name in server.limits.__slots__]
-    columns = [[f"  {name}" for name, _ in limits], [f"{value:,}" for _, value in limits]]
+    limits = [(f"  {n}", f"{getattr(server.limits, n):,}") for n in server.limits.__slots__]
     names = [f"{op.name}/{op.arity}" for op in server.operators]
-    lines += ["limits", _aligned(columns), f"{len(names)} operators (name/operands)"]
+    lines += ["limits", aligned(limits), f"{len(names)} operators (name/operands)"]
     lines += [f"  {' '.join(names[start : start + 10])}" for start in range(0, len(names), 10)]
     return "\n".join(lines)

@@ -22,10 +22,10 @@ from warpfit.codec.framing import (
     varint,
 )
 from warpfit.dataset import DTYPES, Layout
-from warpfit.request import Evaluation, Result, Timings
+from warpfit.request import STAGES, Evaluation, Result, Timings
 from warpfit.v1 import evaluator_pb2 as pb
 
-_TIMINGS: Final = ("decode", "queue", "copy_in", "compute", "copy_out", "cache_hits", "device")
+_TIMINGS: Final = (*STAGES, "cache_hits", "device")
 _VALUES_TAG: Final = bytes_tag(pb.EvaluateResponse.VALUES_FIELD_NUMBER)
 _JACOBIAN_TAG: Final = bytes_tag(pb.EvaluateResponse.JACOBIAN_FIELD_NUMBER)
 #: Arrays of float64 in the last message, and the field of `Evaluation` that requests each.

@@ -19,8 +19,9 @@ from warpfit.codec.framing import (
     received_array,
     unpack,
 )
-from warpfit.codec.requests import OUTPUTS, evaluation_from_message, evaluation_to_message
+from warpfit.codec.requests import evaluation_from_message, evaluation_to_message
 from warpfit.fitting import REASONS, FitProgress, FitRequest, FitResult, FitSettings, Method
+from warpfit.request import OUTPUTS
 from warpfit.v1 import evaluator_pb2 as pb
 
 _METHODS: Final = WireEnum(Method, pb.Method)

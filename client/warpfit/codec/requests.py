@@ -23,17 +23,12 @@ from warpfit.codec.framing import (
 from warpfit.ir import Batch, Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.ops import FIRST_OPERATOR
-from warpfit.request import Evaluation, Loss, Precision
+from warpfit.request import OUTPUTS, Evaluation, Loss, Precision
 from warpfit.v1 import evaluator_pb2 as pb
 
 _PRECISIONS: Final = WireEnum(Precision, pb.Precision)
 _LOSSES: Final = WireEnum((None, *Loss), pb.Loss)
 _CLOSINGS: Final = WireEnum(Closing, pb.Closing)
-#: Outputs that message and evaluation request by a bool of the same name.
-OUTPUTS: Final = (
-    *("gradient", "jacobian", "variable_gradient"),
-    *("reductions", "linear_scaling", "correlation"),
-)
 #: Tokens from which on a batch leaves out the values of operators: such messages are half as long,
 #: but picking the values takes time, too (`tests/bench/long_batches.py`).
 _LONG: Final = 1 << 16

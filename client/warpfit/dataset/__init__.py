@@ -20,25 +20,3 @@ from warpfit.dataset.checks import (
 from warpfit.dataset.layout import DTYPE_CODES, DTYPES, Layout
 from warpfit.dataset.sources import changed_data
 from warpfit.dataset.tables import Table, open_table
-
-__all__ = [
-    "DTYPES",
-    "DTYPE_CODES",
-    "ClientDataset",
-    "Dataset",
-    "DatasetReference",
-    "Layout",
-    "OpenedDataset",
-    "ParquetColumns",
-    "PayloadDigest",
-    "PrecisionWarning",
-    "RoundingCheck",
-    "ServerFile",
-    "Table",
-    "blocks_of",
-    "changed_data",
-    "check_weights",
-    "client_dataset",
-    "open_table",
-    "warn_of_lost_digits",
-]
