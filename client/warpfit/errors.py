@@ -231,6 +231,11 @@ def require(module: str, package: str, field: str = "") -> None:
         )
 
 
+def bad_setting(field: str, value: object, wanted: str) -> InvalidArgumentError:
+    """Return the error for a setting that makes no sense."""
+    return InvalidArgumentError(f"{field} is {value!r}", "BAD_SETTING", f"Give {wanted}", field)
+
+
 def _cut(text: str, most: int) -> str:
     """Return the beginning of a text, at most ``most`` bytes of UTF-8."""
     encoded = text.encode(errors="replace")

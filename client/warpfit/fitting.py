@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.losses import LossFunction
 from warpfit.request import Evaluation, Timings
 
@@ -213,11 +213,11 @@ class FitRequest:
     def _check_numbers(self) -> None:
         settings = self.settings
         if settings.max_iterations < 0:
-            raise _bad_setting("max_iterations", settings.max_iterations, "a number from 0")
+            raise bad_setting("max_iterations", settings.max_iterations, "a number from 0")
         for name in ("gradient_tolerance", "step_tolerance", "loss_tolerance"):
             value = getattr(settings, name)
             if value is not None and not 0.0 <= value < np.inf:
-                raise _bad_setting(name, value, "a number from 0, or none for the default")
+                raise bad_setting(name, value, "a number from 0, or none for the default")
 
     def _check_bounds(self) -> None:
         settings, batch = self.settings, self.problem.batch
@@ -287,7 +287,3 @@ class FitResult:
     covariances: NDArray[np.float64] | None = None
     """For each program and vector in turn a matrix [n, n]; flat; None if not requested."""
     timings: Timings = field(default_factory=Timings)
-
-
-def _bad_setting(name: str, value: float, wanted: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{name} is {value}", "BAD_SETTING", f"Give {wanted}", name)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -75,8 +75,3 @@ def member(kind: type[E], value: Any, field: str) -> E:
             f"Use one of: {', '.join(kind)}",
             field,
         ) from None
-
-
-def bad_setting(field: str, value: Any, wanted: str) -> InvalidArgumentError:
-    """Return the error for a setting that makes no sense."""
-    return InvalidArgumentError(f"{field} is {value!r}", "BAD_SETTING", f"Give {wanted}", field)

@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from warpfit.calls.arguments import EvaluateOptions, Rows, build_evaluation
 from warpfit.calls.batches import Parameters, PopulationCache, is_single
-from warpfit.calls.checks import bad_setting, member, number, whole_number
+from warpfit.calls.checks import member, number, whole_number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import MOST_ROWS
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.fitting import Accuracy, FitProgress, FitRequest, FitSettings, Method, Tolerances
 from warpfit.losses import Loss, LossFunction
 from warpfit.request import Precision, Tier

@@ -33,14 +33,14 @@ from warpfit.calls.results import Answer, Fit
 from warpfit.calls.retries import Deadline, Retries
 from warpfit.calls.simplification import Simplification, SimplifyOptions, SimplifyTask
 from warpfit.calls.splitting import (
-    JointProgress,
     KnownLimits,
-    PartProgress,
     R,
     S,
+    SearchProgress,
     even_bounds,
     join,
     problem_of,
+    searches,
     split,
     token_weights,
 )
@@ -143,7 +143,7 @@ class ClientOperations:
             collector = yield from self._on_data("Evaluate", attempt, deadline, data, part)
             return collector.result()
 
-        def in_parts(part: Evaluation, _: int, __: int) -> Operation[Result]:
+        def in_parts(part: Evaluation) -> Operation[Result]:
             return self._in_parts(part, data.layout, evaluate)
 
         result = yield from self._over_servers("Evaluate", evaluation, data, in_parts)
@@ -156,11 +156,10 @@ class ClientOperations:
         check_keywords(options, FitOptions)
         deadline = Deadline(options.get("timeout"))
         request = build_fit(data, expressions, parameters, options, self.batches)
-        progress = JointProgress(request, options.get("progress"))
+        progress = SearchProgress(request, options.get("progress"))
 
-        def in_parts(part: FitRequest, index: int, count: int) -> Operation[FitResult]:
-            report = progress.of_part(index, count)
-            return self._fit(data, part, PartProgress.of(part, report), deadline)
+        def in_parts(part: FitRequest) -> Operation[FitResult]:
+            return self._fit(data, part, progress, deadline)
 
         result = yield from self._over_servers("Optimize", request, data, in_parts)
         r2 = None
@@ -202,18 +201,22 @@ class ClientOperations:
         return codec.info_from_message(answer)
 
     def _fit(
-        self, data: DatasetHandle, request: FitRequest, searches: PartProgress, deadline: Deadline
+        self, data: DatasetHandle, request: FitRequest, progress: SearchProgress, deadline: Deadline
     ) -> Operation[FitResult]:
+        left = searches(request)
+
         def fit(part: FitRequest) -> Operation[FitResult]:
+            nonlocal left
             message = codec.fit_to_message(part)
-            share = searches.share(part)
+            share = searches(part) / left
             within = deadline.part(share) if part.settings.partial else deadline
 
             def attempt() -> tuple[Any, codec.FitAssembler]:
-                return message, codec.FitAssembler(part, searches.reporter(part))
+                return message, codec.FitAssembler(part, progress.of_part(part))
 
             collector = yield from self._on_data("Optimize", attempt, within, data, part)
-            searches.finish(part)
+            left -= searches(part)
+            progress.finish(part)
             return collector.result()
 
         return self._in_parts(request, data.layout, fit)
@@ -240,25 +243,18 @@ class ClientOperations:
         method: str,
         request: R,
         data: DatasetHandle,
-        call: Callable[[R, int, int], Operation[S]],
+        call: Callable[[R], Operation[S]],
     ) -> Operation[S]:
-        """Call with a request, or at the same time with parts of a large one.
-
-        ``call`` is given a part, its index and the number of parts.
-        """
+        """Call with a request, or at the same time with parts of a large one."""
         servers, count = self.attempts.servers, 1
         if servers.is_several:
             work = problem_of(request).token_rows(data.layout)
             count = servers.parts(method, work, data.content_id, data.layout.nbytes)
         if count == 1:
-            return (yield from call(request, 0, 1))
+            return (yield from call(request))
         bounds = even_bounds(token_weights(request), count)
-        parts = split(request, bounds)
-        calls = [
-            _placed(call(part, index, len(parts)), bounds[index])
-            for index, part in enumerate(parts)
-        ]
-        results: list[S] = yield Gather(calls)
+        parts = zip(split(request, bounds), bounds, strict=False)
+        results: list[S] = yield Gather([_placed(call(part), start) for part, start in parts])
         return join(results)
 
     def _in_parts(

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from warpfit.calls.arguments import Rows
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
-from warpfit.calls.checks import bad_setting, number
+from warpfit.calls.checks import number
 from warpfit.calls.dataset_handle import DatasetHandle
 from warpfit.calls.display import TextTable
 from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.results import Fit
 from warpfit.calls.retries import Deadline
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.expressions.printing import to_latex, to_text
 from warpfit.formulas.snapping import Snapped, SnapSettings, Trials, snap
 from warpfit.ir import Program

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -118,40 +118,8 @@ def token_weights(request: Evaluation | FitRequest) -> NDArray[np.float64]:
     return problem_of(request).batch.lengths.astype(np.float64)
 
 
-@dataclass(slots=True)
-class PartProgress:
-    """The progress of a fit that may be split: its parts run one after the other."""
-
-    total: int
-    """Searches of the whole fit."""
-    report: Callable[[FitProgress], None] | None
-    """The caller's callback."""
-    finished: int = 0
-    """Searches of the parts that have ended."""
-
-    @classmethod
-    def of(cls, request: FitRequest, report: Callable[[FitProgress], None] | None) -> PartProgress:
-        """Begin a fit."""
-        return cls(_searches(request), report)
-
-    def share(self, part: FitRequest) -> float:
-        """Return how much of the searches that have not ended a part has, from 0 to 1."""
-        return _searches(part) / (self.total - self.finished)
-
-    def finish(self, part: FitRequest) -> None:
-        """Note that a part has ended."""
-        self.finished += _searches(part)
-
-    def reporter(self, part: FitRequest) -> Callable[[FitProgress], None] | None:
-        """Return the callback of a part; later parts count as active."""
-        report, later = self.report, self.total - self.finished - _searches(part)
-        if report is None:
-            return None
-        return lambda now: report(FitProgress(now.iterations, now.active + later, self.total))
-
-
-class JointProgress:
-    """Adds up the progress of the parts of a fit that run at the same time, in several threads.
+class SearchProgress:
+    """Adds up the progress of the parts of a fit, some of which may run at the same time.
 
     Args:
         request: the whole fit.
@@ -160,28 +128,35 @@ class JointProgress:
     """
 
     def __init__(self, request: FitRequest, report: Callable[[FitProgress], None] | None) -> None:
-        self._total, self._report = _searches(request), report
-        self._latest: dict[int, FitProgress] = {}
+        self._total, self._report = searches(request), report
+        self._latest: dict[FitRequest, FitProgress] = {}
         self._lock = threading.Lock()
 
-    def of_part(self, index: int, count: int) -> Callable[[FitProgress], None] | None:
-        """Return what takes the progress of one of ``count`` parts."""
+    def of_part(self, part: FitRequest) -> Callable[[FitProgress], None] | None:
+        """Return what takes the progress of a part; None if nobody asks for it."""
         report = self._report
-        if report is None or count == 1:
-            return report
+        if report is None:
+            return None
 
         def take(progress: FitProgress) -> None:
             with self._lock:
-                self._latest[index] = progress
+                self._latest[part] = progress
                 known = self._latest.values()
                 ended = sum(one.searches - one.active for one in known)
-                iterations = max(one.iterations for one in known)
+                running = (one.iterations for one in known if one.active)
+                iterations = max(running, default=progress.iterations)
                 report(FitProgress(iterations, self._total - ended, self._total))
 
         return take
 
+    def finish(self, part: FitRequest) -> None:
+        """Note that a part has ended."""
+        with self._lock:
+            self._latest[part] = FitProgress(0, 0, searches(part))
 
-def _searches(request: FitRequest) -> int:
+
+def searches(request: FitRequest) -> int:
+    """Return the number of searches of a fit."""
     return len(request.problem.batch) * request.problem.batch.vectors
 
 

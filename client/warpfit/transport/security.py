@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 from warpfit.transport.addresses import Target
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class Security:
                 "token",
             )
         if not isinstance(tls, TlsConfig | bool | None):
-            raise InvalidArgumentError(
-                f"tls is {tls!r}", "BAD_SETTING", "Give True, False or a warpfit.TlsConfig", "tls"
-            )
+            raise bad_setting("tls", tls, "True, False or a warpfit.TlsConfig")
         plain_is_fine = tls is False or all(map(is_local, target.addresses or [target.text]))
         if tls is None:
             tls = _tls_from(environment)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Final, Self, TypeVar
 
-from warpfit.errors import InvalidArgumentError
+from warpfit.errors import InvalidArgumentError, bad_setting
 
 T = TypeVar("T")
 
@@ -167,9 +167,7 @@ def _checked(given: T | None, kind: type[T], name: str) -> T:
     """Return settings of a kind, by default new ones."""
     if given is None or isinstance(given, kind):
         return given or kind()
-    raise InvalidArgumentError(
-        f"{name} is {given!r}", "BAD_SETTING", f"Give a warpfit.{kind.__name__}", name
-    )
+    raise bad_setting(name, given, f"a warpfit.{kind.__name__}")
 
 
 def _check_numbers(settings: RetryPolicy | TransportConfig, least: float) -> None:
@@ -177,6 +175,4 @@ def _check_numbers(settings: RetryPolicy | TransportConfig, least: float) -> Non
         value = getattr(settings, name)
         numbers = value if isinstance(value, tuple) else (least if value is None else value,)
         if not all(isinstance(number, Real) and float(number) >= least for number in numbers):
-            raise InvalidArgumentError(
-                f"{name} is {value!r}", "BAD_SETTING", f"Give a number from {least:g}", name
-            )
+            raise bad_setting(name, value, f"a number from {least:g}")
