@@ -15,7 +15,9 @@ from warpfit.dataset import Layout
 #: Bytes of a column that a block has: what keeps a few columns in the first-level cache.
 BLOCK_BYTES: Final = 4096
 #: Children of a node.
-RADIX: Final = 4
+RADIX: Final = 2
+#: Least level of the nodes that shards are made of: that of the blocks of CUDA engines.
+_LEAST_LEVEL: Final = 2
 #: Nodes of a shard at least, if there are as many rows: no shard is larger by more than 1/16.
 _NODES_A_SHARD: Final = 16
 
@@ -48,7 +50,7 @@ class Shards(NamedTuple):
             The shards; None if there are rows for one only.
 
         """
-        level = 1
+        level = _LEAST_LEVEL
         while layout.rows >= _NODES_A_SHARD * len(engines) * node_rows(layout, level + 1):
             level += 1
         size = node_rows(layout, level)

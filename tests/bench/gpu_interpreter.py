@@ -91,7 +91,7 @@ def measure(setup: Setup, mode: str, rows: int) -> dict[str, Any]:
     device = CudaDevice()
     interpreter, resident = InterpreterTier(device), upload(device, dataset)
     with device.stream() as context:
-        chunk = InterpreterChunk(0, len(setup.batch), 0, rows)
+        chunk = InterpreterChunk(0, len(setup.batch), 0, rows, 0)
         variant = interpreter.variant(resident, evaluation)
         kernels = interpreter.prepare(variant)
         geometry = interpreter.geometry(resident, evaluation, chunk)

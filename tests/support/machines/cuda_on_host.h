@@ -1,6 +1,8 @@
 // CUDA's words for a host compiler: a block's threads are threads, blocks run one after the other.
 
+#include <math.h>
 #include <pthread.h>
+#include <string.h>
 
 #define __device__
 #define __global__
@@ -20,7 +22,7 @@ static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 struct Index {
-  unsigned x;
+  unsigned x, y;
 };
 static thread_local Index threadIdx, blockIdx;
 static Index blockDim;
@@ -40,6 +42,23 @@ static unsigned atomicMin(unsigned* place, unsigned number) {
   }
   return old;
 }
+
+static double exchanged[64];
+// All threads of the block, whose number is a multiple of a warp's, must take part.
+static double __shfl_xor_sync(unsigned, double value, int step) {
+  exchanged[threadIdx.x] = value;
+  __syncthreads();
+  const double other = exchanged[threadIdx.x ^ step];
+  __syncthreads();
+  return other;
+}
+static double __longlong_as_double(long long bits) {
+  double number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
+static long long max(long long a, long long b) { return a > b ? a : b; }
+static long long min(long long a, long long b) { return a < b ? a : b; }
 
 template <typename Arguments>
 struct HostLaunch {

@@ -100,14 +100,19 @@ class Lowered:
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
     """Compile the kernels for this machine; skips the test if it has no compiler."""
+    return compile_for_host(lowering.lowering_source() + _ENTRIES)
+
+
+def compile_for_host(source: str) -> ctypes.CDLL:
+    """Compile CUDA C++ without PTX for this machine; skips the test if it has no compiler."""
     compiler = _compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
     shim = Path(__file__).with_name("cuda_on_host.h").read_text()
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "lowering.cpp"), Path(folder, "lowering.so")
-        source.write_text(shim + lowering.lowering_source() + _ENTRIES)
-        subprocess.run([*compiler, *_OPTIONS, "-o", library, source], check=True)
+        path, library = Path(folder, "kernels.cpp"), Path(folder, "kernels.so")
+        path.write_text(shim + source)
+        subprocess.run([*compiler, *_OPTIONS, "-o", library, path], check=True)
         return ctypes.CDLL(str(library))
 
 

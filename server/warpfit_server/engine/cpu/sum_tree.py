@@ -1,8 +1,9 @@
 """The order in which sums over rows are added up: a tree that depends on nothing but the dtype.
 
 The leaves are the float64 sums of blocks of rows, of which block i holds the rows from i times
-`row_blocks.block_rows` of the data set on. Each node is the sum of four neighbours on the level
-below, added in their order; blocks that are not among the rows count as 0.
+`row_blocks.block_rows` of the data set on. Each node is the sum of two neighbours on the level
+below; blocks that are not among the rows count as 0. So every range of rows from a multiple of its
+length on is a node if that length is a power of two and no shorter than a block.
 
 So the bits of a sum over rows do not depend on threads, on chunks, or on other programs of the
 batch. Sums of nodes that were computed apart are put together by `sum_nodes`.

@@ -1,8 +1,9 @@
 // The interpreter of programs with derivatives. source.py completes the text, as the interpreter's
 // source.py does for interpreter.cu.
 //
-// A block runs one job (a program with one parameter vector) on one span of rows, and each of its
-// warps works on separate tiles of 32 * ROWS rows. An instruction reads up to three operands (the
+// A block of threads runs one job (a program with one parameter vector) on one block of rows, of
+// which its warps work on separate tiles of 32 * ROWS rows. Blocks are counted from the data set's
+// first row, and each of their sums is added up in one order, however many warps there are. An instruction reads up to three operands (the
 // result of the instruction before is in registers) and may store its result in a level of shared
 // memory; the more levels a program needs, the fewer warps take part. Once a tile's columns
 // (derivatives of the values) are computed, their products are summed:
@@ -44,7 +45,7 @@ struct Program {
   unsigned parameter;         // parameters of the first vector
   unsigned parameters;
   unsigned result;            // place of the value
-  unsigned long long sum;     // sums of the first vector, for one span
+  unsigned long long sum;     // sums of the first vector, for one block
   unsigned long long triangle;  // curvatures of the first vector
 };
 
@@ -74,19 +75,19 @@ struct Arguments {
   const real* weights;        // null: 1 for every row; likewise
   real* values;               // null: not wanted; [jobs, tiles * TILE]
   real* jacobian;             // null: not wanted; [parameters of these jobs, tiles * TILE]
-  double* partials;           // for each job [spans, sums]
+  double* partials;           // for each job [blocks, sums]
   unsigned char* far;         // memory of all warps, if shared memory is too small
   double* losses;             // [jobs of the batch]; null: not wanted, like what follows
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
   double* curvatures;         // triangles, row by row
   long long first_parameter;  // of the first job, in the Jacobian
-  unsigned stride;            // bytes between variables
-  int first_row;              // rows of the first tile to leave out
-  int end_row;                // end of the rows, counted from the first row of the first tile
+  unsigned long long stride;  // bytes between variables
+  long long first_row;        // rows of the first tile to leave out
+  long long end_row;          // end of the rows, counted from the first row of the first tile
+  long long first_tile;       // number of the first tile, counted from the data set's first row
   int tiles;
-  int span_tiles;
-  int spans;
+  int blocks;
   int first_job;
   int vectors;
   int variable_count;
@@ -126,10 +127,10 @@ struct Tile {
   const char* weights;
   const real* scalars;
   Place levels;           // this lane's part of the first level
-  unsigned stride;
+  unsigned long long stride;
   bool full;              // no row is left out
-  int row;                // this lane's first row
-  int first_row;
+  int row;                // this lane's first row in the tile
+  int first_row;          // in the tile
   int end_row;
 
   __device__ __forceinline__ bool inside(int g, int j) const {
@@ -140,7 +141,7 @@ struct Tile {
     return levels + index * (unsigned)LEVEL_BYTES;
   }
   __device__ __forceinline__ const char* column(unsigned index) const {
-    return variables + (unsigned long long)index * stride;
+    return variables + index * stride;
   }
   // One group of rows of a place that is a level or a column.
   __device__ __forceinline__ Pack group(unsigned place, int g) const {
@@ -239,26 +240,6 @@ typedef float Term;
 #else
 typedef double Term;
 #endif
-
-// Sums N values over the warp; lane i * 32 / N then holds sum i.
-template <int N>
-__device__ __forceinline__ double warp_sums(double (&v)[N], int lane) {
-  int step = 16;
-#pragma unroll
-  for (int half = N / 2; half > 0; half /= 2, step /= 2) {
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const bool upper = lane & step;
-      const double sent = upper ? v[i] : v[i + half];
-      const double kept = upper ? v[i + half] : v[i];
-      v[i] = kept + __shfl_xor_sync(FULL, sent, step);
-    }
-  }
-  double sum = v[0];
-#pragma unroll
-  for (int rest = 16 / N; rest > 0; rest /= 2) sum += __shfl_xor_sync(FULL, sum, rest);
-  return sum;
-}
 
 #define SIDE 4  // columns that are multiplied with each other at a time
 
@@ -435,6 +416,39 @@ __device__ __forceinline__ void add_sums(const Tile& tile, const Arguments& argu
   }
 }
 
+// Runs a job on one tile and adds to the sums, and to the loss of this lane's rows.
+__device__ __forceinline__ void add_tile(const Arguments& arguments, const Program& program,
+                                         int job, int vector, int number, Place levels,
+                                         double* sums, double& loss, int lane) {
+  const long long tile_row = (long long)number * TILE, offset = tile_row + lane * LANES;
+  Tile tile;
+  tile.row = lane * LANES;
+  tile.first_row = (int)max(arguments.first_row - tile_row, 0ll);
+  tile.end_row = (int)min(arguments.end_row - tile_row, (long long)TILE);
+  tile.full = tile.first_row == 0 && tile.end_row == TILE;
+  tile.stride = arguments.stride;
+  tile.variables = (const char*)(arguments.variables + offset);
+  tile.weights = arguments.weights ? (const char*)(arguments.weights + offset) : 0;
+  tile.scalars = arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
+  tile.levels = levels;
+  run(arguments.instructions + program.first, program.count, tile);
+  if (arguments.wants_loss) loss += row_losses(tile, arguments, program);
+  if (arguments.wants_slopes || arguments.wants_products)
+    add_sums(tile, arguments, program, sums, lane);
+  const long long pitch = (long long)arguments.tiles * TILE;
+  if (arguments.values) {
+    real* const place = arguments.values + (job - arguments.first_job) * pitch + offset;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      *(Pack*)(place + g * 32 * LANES) = tile.group(program.result, g);
+  }
+  if (arguments.jacobian) {
+    const long long row =
+        program.parameter + (long long)vector * program.parameters - arguments.first_parameter;
+    store_jacobian(tile, arguments, program, arguments.jacobian + row * pitch + offset);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_AT_LEAST)
 linearise(const __grid_constant__ Arguments arguments) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -444,8 +458,7 @@ linearise(const __grid_constant__ Arguments arguments) {
   const unsigned count = sum_count(arguments, program);
   const unsigned sum_bytes = (count * 8 + 15) / 16 * 16;
   const unsigned own_bytes = sum_bytes + program.levels * LEVEL_BYTES;
-  // Independent of the rest of the batch, so that sums are too.
-  const unsigned workers = max(1u, min((unsigned)WARPS, arguments.shared_bytes / own_bytes));
+  const int workers = max(1u, min((unsigned)WARPS, arguments.shared_bytes / own_bytes));
 #if FAR
   const unsigned long long need = arguments.warp_bytes;
   unsigned char* const memory =
@@ -455,57 +468,38 @@ linearise(const __grid_constant__ Arguments arguments) {
   const unsigned need = own_bytes;
 #endif
   double* const sums = (double*)(memory + warp * need);
-  const int first_tile = blockIdx.x * arguments.span_tiles;
-  const int end_tile = min(first_tile + arguments.span_tiles, arguments.tiles);
-  if (warp < workers) {
-    for (unsigned k = lane; k < count; k += 32) sums[k] = 0.0;
-    __syncwarp();
-    double loss = 0.0;
-    for (int number = first_tile + warp; number < end_tile; number += workers) {
-      const long long tile_row = (long long)number * TILE;
-      Tile tile;
-      tile.row = (int)tile_row + lane * LANES;
-      tile.first_row = arguments.first_row;
-      tile.end_row = arguments.end_row;
-      tile.full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
-      tile.stride = arguments.stride;
-      tile.variables = (const char*)(arguments.variables + tile_row) + lane * 16;
-      tile.weights =
-          arguments.weights ? (const char*)(arguments.weights + tile_row) + lane * 16 : 0;
-      tile.scalars =
-          arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
-      tile.levels = place_of(memory + warp * need + sum_bytes + lane * 16);
-      run(arguments.instructions + program.first, program.count, tile);
-      if (arguments.wants_loss)
-        loss += row_losses(tile, arguments, program);
-      if (arguments.wants_slopes || arguments.wants_products)
-        add_sums(tile, arguments, program, sums, lane);
-      if (arguments.values) {
-        real* const place = arguments.values +
-                            (long long)(job - arguments.first_job) * arguments.tiles * TILE +
-                            tile_row + lane * LANES;
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
-          *(Pack*)(place + g * 32 * LANES) = tile.group(program.result, g);
-      }
-      if (arguments.jacobian) {
-        const long long row = program.parameter + (long long)vector * program.parameters -
-                              arguments.first_parameter;
-        store_jacobian(tile, arguments, program,
-                       arguments.jacobian + row * arguments.tiles * TILE + tile_row + lane * LANES);
-      }
-    }
-    loss = warp_sum(loss);
-    if (lane == 0) sums[0] = loss;
-  }
-  __syncthreads();
   double* const partials =
-      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.spans +
+      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.blocks +
       (unsigned long long)blockIdx.x * count;
-  for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
-    double sum = 0.0;
-    for (unsigned w = 0; w < workers; ++w) sum += ((const double*)(memory + w * need))[k];
-    partials[k] = sum;
+  // Tiles of the launch; those of the first block may begin before it.
+  const int first_tile =
+      (int)(blockIdx.x * BLOCK_TILES - arguments.first_tile % BLOCK_TILES);
+  const int end_tile = min(first_tile + BLOCK_TILES, arguments.tiles);
+  // A block of rows has WARPS parts. If there are fewer workers, they take several turns.
+#pragma unroll 1
+  for (int done = 0; done < WARPS; done += workers) {
+    const int part = done + warp;
+    if (warp < workers && part < WARPS) {
+      for (unsigned k = lane; k < count; k += 32) sums[k] = 0.0;
+      __syncwarp();
+      double loss = 0.0;
+#pragma unroll 1
+      for (int number = first_tile + part; number < end_tile; number += WARPS) {
+        if (number < 0) continue;
+        add_tile(arguments, program, job, vector, number,
+                 place_of(memory + warp * need + sum_bytes + lane * 16), sums, loss, lane);
+      }
+      loss = warp_sum(loss);
+      if (lane == 0) sums[0] = loss;
+    }
+    __syncthreads();
+    for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
+      double sum = done ? partials[k] : 0.0;
+      for (int w = 0; w < min(workers, WARPS - done); ++w)
+        sum += ((const double*)(memory + w * need))[k];
+      partials[k] = sum;
+    }
+    if (done + workers < WARPS) __syncthreads();
   }
 }
 
@@ -538,31 +532,26 @@ extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments ar
   }
 }
 
-// Computes losses, gradients and curvatures from the sums over the spans, which it adds in a fixed
-// order; a warp a job.
-extern "C" __global__ void combine(const __grid_constant__ Arguments arguments) {
-  const int lane = threadIdx.x;
+// Computes losses, gradients and curvatures from the sums over blocks, which it adds up first; a
+// block of threads a job.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+combine(const __grid_constant__ Arguments arguments) {
   const int job = __ldg(arguments.order + blockIdx.x);
   const int vector = job % arguments.vectors;
   const Program& program = arguments.programs[job / arguments.vectors];
   const unsigned count = sum_count(arguments, program);
   double* const sums =
-      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.spans;
-  for (unsigned k = lane; k < count; k += 32) {
-    double sum = 0.0;
-    for (int span = 0; span < arguments.spans; ++span) sum += sums[(long long)span * count + k];
-    sums[k] = sum;
-  }
-  __syncwarp();
+      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.blocks;
+  sum_nodes(sums, arguments.first_tile / BLOCK_TILES, arguments.blocks, count);
   const real* const scalars =
       arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
   const Entry* const entries = arguments.entries + program.entry;
-  if (lane == 0 && arguments.losses) arguments.losses[job] = sums[0];
+  if (threadIdx.x == 0 && arguments.losses) arguments.losses[job] = sums[0];
   const double* const slopes = sums + 1;
   const double* const products = slopes + program.columns;
   const double scale = arguments.is_squares ? 2.0 : 1.0;
   const int leaves = program.parameters + arguments.variable_count;
-  for (int k = lane; k < leaves; k += 32) {
+  for (int k = threadIdx.x; k < leaves; k += COMBINE_THREADS) {
     const int leaf = k < program.parameters ? k : -1 - (k - (int)program.parameters);
     double* const rows = leaf >= 0 ? arguments.gradients : arguments.variable_gradients;
     if (!rows) continue;
@@ -581,7 +570,7 @@ extern "C" __global__ void combine(const __grid_constant__ Arguments arguments) 
   if (!arguments.curvatures) return;
   const unsigned size = program.parameters * (program.parameters + 1) / 2;
   double* const triangle = arguments.curvatures + program.triangle + (long long)vector * size;
-  for (unsigned k = lane; k < size; k += 32) {
+  for (unsigned k = threadIdx.x; k < size; k += COMBINE_THREADS) {
     int p = (int)((sqrt(8.0 * k + 1.0) - 1.0) / 2.0);
     while ((unsigned)(p + 1) * (p + 2) / 2 <= k) ++p;
     while ((unsigned)p * (p + 1) / 2 > k) --p;
@@ -604,120 +593,3 @@ extern "C" __global__ void combine(const __grid_constant__ Arguments arguments) 
   }
 }
 
-// Computes statistics of the values of one job, with sums in a fixed order; a block a job.
-struct StatisticsArguments {
-  const real* values;    // [jobs, pitch], at the first row
-  const real* target;    // null: no moments
-  const real* weights;   // null: 1 for every row
-  double* reductions;    // [jobs, 5]; null: not wanted
-  double* moments;       // [jobs, 7]
-  long long pitch;
-  int rows;
-};
-
-#define STATISTICS_THREADS 256
-
-__device__ double block_sum(double value, double* shared) {
-  value = warp_sum(value);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  double sum = 0.0;
-  for (int w = 0; w < STATISTICS_THREADS / 32; ++w) sum += shared[w];
-  return sum;
-}
-
-__device__ void reduce_values(const StatisticsArguments& arguments, const real* f, double* shared,
-                              double* results) {
-  const double infinity = __longlong_as_double(0x7ff0000000000000);
-  double sum = 0.0, least = infinity, greatest = -infinity, strange = 0.0, missing = 0.0;
-  for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
-    const double value = (double)f[row];
-    sum += value;
-    least = value < least ? value : least;
-    greatest = value > greatest ? value : greatest;
-    if (value != value) missing += 1.0;
-    if (!(fabs(value) < infinity)) strange += 1.0;
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    least = fmin(least, __shfl_xor_sync(FULL, least, step));
-    greatest = fmax(greatest, __shfl_xor_sync(FULL, greatest, step));
-  }
-  __shared__ double leasts[STATISTICS_THREADS / 32], greatests[STATISTICS_THREADS / 32];
-  if (threadIdx.x % 32 == 0) {
-    leasts[threadIdx.x / 32] = least;
-    greatests[threadIdx.x / 32] = greatest;
-  }
-  sum = block_sum(sum, shared);
-  strange = block_sum(strange, shared);
-  missing = block_sum(missing, shared);
-  if (threadIdx.x) return;
-  for (int w = 1; w < STATISTICS_THREADS / 32; ++w) {
-    least = fmin(least, leasts[w]);
-    greatest = fmax(greatest, greatests[w]);
-  }
-  const double nan = __longlong_as_double(0x7ff8000000000000);
-  results[0] = sum;
-  results[1] = sum / arguments.rows;
-  results[2] = missing > 0.0 ? nan : least;
-  results[3] = missing > 0.0 ? nan : greatest;
-  results[4] = strange;
-}
-
-__device__ void measure_moments(const StatisticsArguments& arguments, const real* f, double* shared,
-                                double* results) {
-  // Relative to the first row, so that a large mean costs no digits.
-  const double first_f = (double)f[0], first_y = (double)arguments.target[0];
-  double total = 0.0, sum_f = 0.0, sum_y = 0.0;
-  for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
-    const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
-    total += w;
-    sum_f += w * ((double)f[row] - first_f);
-    sum_y += w * ((double)arguments.target[row] - first_y);
-  }
-  total = block_sum(total, shared);
-  sum_f = block_sum(sum_f, shared);
-  sum_y = block_sum(sum_y, shared);
-  const bool nothing = total == 0.0 && sum_f == 0.0;
-  const double mean_f = nothing ? 0.0 : sum_f / total, mean_y = nothing ? 0.0 : sum_y / total;
-  double squares_f = 0.0, squares_y = 0.0, products = 0.0;
-  for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
-    const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
-    const double df = (double)f[row] - first_f - mean_f;
-    const double dy = (double)arguments.target[row] - first_y - mean_y;
-    squares_f += w * df * df;
-    squares_y += w * dy * dy;
-    products += w * df * dy;
-  }
-  squares_f = block_sum(squares_f, shared);
-  squares_y = block_sum(squares_y, shared);
-  products = block_sum(products, shared);
-  const double slope = squares_f == 0.0 ? 0.0 : products / squares_f;
-  double residual = 0.0;
-  for (int row = threadIdx.x; row < arguments.rows; row += STATISTICS_THREADS) {
-    const double w = arguments.weights ? (double)arguments.weights[row] : 1.0;
-    const double df = (double)f[row] - first_f - mean_f;
-    const double left = (double)arguments.target[row] - first_y - mean_y - slope * df;
-    residual += w * left * left;
-  }
-  residual = block_sum(residual, shared);
-  if (threadIdx.x) return;
-  results[0] = total;
-  results[1] = mean_f + first_f;
-  results[2] = mean_y + first_y;
-  results[3] = nothing ? 0.0 : squares_f;
-  results[4] = nothing ? 0.0 : squares_y;
-  results[5] = nothing ? 0.0 : products;
-  results[6] = nothing ? 0.0 : residual;
-}
-
-extern "C" __global__ void __launch_bounds__(STATISTICS_THREADS)
-measure(const __grid_constant__ StatisticsArguments arguments) {
-  __shared__ double shared[STATISTICS_THREADS / 32];
-  const real* const f = arguments.values + blockIdx.x * arguments.pitch;
-  if (arguments.reductions)
-    reduce_values(arguments, f, shared, arguments.reductions + 5ll * blockIdx.x);
-  if (arguments.moments)
-    measure_moments(arguments, f, shared, arguments.moments + 7ll * blockIdx.x);
-}

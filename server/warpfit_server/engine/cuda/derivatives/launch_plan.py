@@ -14,17 +14,14 @@ from warpfit.losses import mentions_weight
 from warpfit.request import Evaluation
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.encoding import ProgramRecords
-from warpfit_server.engine.cuda.derivatives.source import BLOCKS, WARPS
-from warpfit_server.engine.cuda.interpreter.kernel_arguments import tile_count
+from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, BLOCKS, WARPS
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 
 #: Bytes of rows that a thread works on at a time.
 ROW_BYTES: Final = 32
-#: Tiles of a block: constant, so that a program's sums are the same in any batch.
-_SPAN_TILES: Final = 3 * WARPS
 #: Most bytes of results that one launch leaves on the device.
 _CHUNK_BYTES: Final = 64 << 20
 #: Most memory of a warp, which the kernels count in 32 bits.
@@ -39,23 +36,28 @@ DERIVATIVE_ARGUMENTS: Final = np.dtype(
         *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
         *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
         *((name, np.uint64) for name in ("variable_gradients", "curvatures")),
-        ("first_parameter", np.int64),
-        ("stride", np.uint32),
-        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "span_tiles", "spans")),
-        *((name, np.int32) for name in ("first_job", "vectors", "variable_count", "warp_bytes")),
-        *((name, np.int32) for name in ("shared_bytes", "wants_loss", "wants_slopes")),
-        *((name, np.int32) for name in ("wants_products", "is_squares", "weighs_loss")),
-        *((name, np.int32) for name in ("deviation", "target")),
-    ]
+        *((name, np.int64) for name in ("first_parameter", "stride", "first_row", "end_row")),
+        ("first_tile", np.int64),
+        *((name, np.int32) for name in ("tiles", "blocks", "first_job", "vectors")),
+        *((name, np.int32) for name in ("variable_count", "warp_bytes", "shared_bytes")),
+        *((name, np.int32) for name in ("wants_loss", "wants_slopes", "wants_products")),
+        *((name, np.int32) for name in ("is_squares", "weighs_loss", "deviation", "target")),
+    ],
+    align=True,
 )
-#: The struct StatisticsArguments of derivatives.cu.
+#: The struct StatisticsArguments of statistics.cu.
 STATISTICS_ARGUMENTS: Final = np.dtype(
     [
-        *((name, np.uint64) for name in ("values", "target", "weights", "reductions", "moments")),
-        ("pitch", np.int64),
-        *((name, np.int32) for name in ("rows", "padding")),
-    ]
+        *((name, np.uint64) for name in ("values", "target", "weights", "leaves")),
+        *((name, np.uint64) for name in ("reductions", "moments")),
+        *((name, np.int64) for name in ("pitch", "first_row", "end_row", "before")),
+        ("leaf_count", np.int32),
+    ],
+    align=True,
 )
+#: Rows of a leaf of statistics.cu, and its numbers.
+LEAF_ROWS: Final = 1024
+NODE_STATISTICS: Final = 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,10 +91,9 @@ class DerivativeGeometry:
 
     variant: Variant
     aligned: int
-    """Row 0, as a row of the data set."""
+    """Row 0, as a row of the data set: a multiple of a tile's rows."""
     first_row: int
     end_row: int
-    tiles: int
     spills: bool
     """Whether intermediate results are in global memory, because shared memory is too small."""
     usual_bytes: int
@@ -103,9 +104,25 @@ class DerivativeGeometry:
     """Memory of a warp for the program that needs most."""
 
     @property
-    def spans(self) -> int:
-        """Blocks for each job."""
-        return -(-self.tiles // _SPAN_TILES)
+    def tiles(self) -> int:
+        """Tiles that have some of the rows."""
+        return -(-self.end_row // self.variant.tile)
+
+    @property
+    def first_tile(self) -> int:
+        """Number of the first tile, counted from the data set's first row."""
+        return self.aligned // self.variant.tile
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows that have some of the rows."""
+        return -(-(self.first_tile + self.tiles) // BLOCK_TILES) - self.first_tile // BLOCK_TILES
+
+    @property
+    def leaves(self) -> int:
+        """Leaves of statistics that have some of the rows."""
+        first = (self.aligned + self.first_row) // LEAF_ROWS
+        return -(-(self.aligned + self.end_row) // LEAF_ROWS) - first
 
     @property
     def pitch(self) -> int:
@@ -172,7 +189,7 @@ def _geometry(
     mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
     variant = Variant.of(mode, ROW_BYTES)
     start, stop = evaluation.row_range(resident.dataset.layout)
-    aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
+    aligned = start // variant.tile * variant.tile
     levels = code.records.programs["levels"].astype(np.int64)
     sum_bytes = -(-code.records.sums // 2) * 16
     need = int((sum_bytes + levels * variant.tile * variant.dtype.itemsize).max())
@@ -184,7 +201,6 @@ def _geometry(
         aligned=aligned,
         first_row=start - aligned,
         end_row=stop - aligned,
-        tiles=tile_count(start, stop, variant),
         spills=spills,
         usual_bytes=usual,
         shared_bytes=0 if spills else max(usual, need),
@@ -211,10 +227,12 @@ def _chunks(
     vectors = code.vectors
     counts = code.records.programs["parameters"].repeat(vectors).astype(np.int64)
     sums = code.records.sums.repeat(vectors)
-    sizes = sums * geometry.spans * 8
+    sizes = sums * geometry.blocks * 8
+    if wanted.reductions is not None or wanted.moments is not None:
+        sizes += geometry.leaves * NODE_STATISTICS * 8
     sizes += geometry.pitch * (stores_values(wanted) + counts * (wanted.jacobian is not None))
     if geometry.spills:
-        sizes += geometry.spans * WARPS * geometry.warp_bytes
+        sizes += geometry.blocks * WARPS * geometry.warp_bytes
     if code.jobs <= _MAX_JOBS and sizes.sum() <= _CHUNK_BYTES:
         yield DerivativeChunk((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
         return
@@ -249,9 +267,9 @@ def _arguments(
         arguments["weights"] = resident.weights_address(geometry.aligned)
         arguments["weighs_loss"] = not mentions_weight(loss)
     arguments["stride"] = resident.stride * layout.dtype.itemsize
-    for name in ("first_row", "end_row", "tiles", "spans", "warp_bytes"):
+    for name in ("first_row", "end_row", "first_tile", "tiles", "blocks", "warp_bytes"):
         arguments[name] = getattr(geometry, name)
-    arguments["span_tiles"], arguments["shared_bytes"] = _SPAN_TILES, geometry.usual_bytes
+    arguments["shared_bytes"] = geometry.usual_bytes
     arguments["vectors"] = code.vectors
     arguments["variable_count"] = layout.variables if wanted.variable_gradients is not None else 0
     arguments["wants_loss"] = loss is not None

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from warpfit_server.engine.autodiff.requested_outputs import RequestedOutputs
 from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    NODE_STATISTICS,
     STATISTICS_ARGUMENTS,
     DerivativeChunk,
     DerivativeGeometry,
     LaunchPlan,
     stores_values,
 )
-from warpfit_server.engine.cuda.derivatives.source import WARPS
+from warpfit_server.engine.cuda.derivatives.source import COMBINE_THREADS, WARPS
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -42,6 +43,7 @@ class DerivativeKernels:
     evaluate_scalars: Any
     combine: Any
     measure: Any
+    merge_leaves: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,10 +111,10 @@ def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: Deriva
     arguments["order"] += 4 * chunk.jobs[0]
     arguments["first_job"], arguments["first_parameter"] = chunk.jobs[0], chunk.parameters[0]
     # The kernels count sums from the batch's first job.
-    skipped, end = (8 * geometry.spans * edge for edge in chunk.sums)
+    skipped, end = (8 * geometry.blocks * edge for edge in chunk.sums)
     arguments["partials"] = (context.buffer("partials", end - skipped) - skipped) % 2**64
     if geometry.spills:
-        size = jobs * geometry.spans * WARPS * geometry.warp_bytes
+        size = jobs * geometry.blocks * WARPS * geometry.warp_bytes
         arguments["far"] = context.buffer("spilled", size)
     if stores_values(wanted):
         size = jobs * geometry.pitch
@@ -121,10 +123,10 @@ def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: Deriva
     if wanted.jacobian is not None and parameters:
         size = parameters * geometry.pitch
         arguments["jacobian"] = context.buffer(f"jacobian {chunk.side}", size)
-    grid, threads = (geometry.spans, jobs, 1), (32 * WARPS, 1, 1)
+    grid, threads = (geometry.blocks, jobs, 1), (32 * WARPS, 1, 1)
     context.launch(launch.kernels.linearise, grid, threads, [arguments], geometry.shared_bytes)
     if launch.small.keys() & set(SUMS):
-        context.launch(launch.kernels.combine, (jobs, 1, 1), (32, 1, 1), [arguments])
+        context.launch(launch.kernels.combine, (jobs, 1, 1), (COMBINE_THREADS, 1, 1), [arguments])
     if wanted.reductions is not None or wanted.moments is not None:
         _launch_statistics(context, launch, chunk, int(arguments["values"]))
     for name, array, (first, stop) in _large_results(launch, chunk):
@@ -139,20 +141,22 @@ def _launch_statistics(
 ) -> None:
     """Launch the statistics of a chunk's values, which lie at the address ``values``."""
     geometry, resident = launch.plan.geometry, launch.resident
+    jobs = chunk.jobs[1] - chunk.jobs[0]
     arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
-    itemsize = geometry.variant.dtype.itemsize
-    arguments["values"] = values + geometry.first_row * itemsize
-    arguments["pitch"] = geometry.pitch // itemsize
-    arguments["rows"] = geometry.end_row - geometry.first_row
+    arguments["values"], arguments["before"] = values, geometry.aligned
+    arguments["pitch"] = geometry.pitch // geometry.variant.dtype.itemsize
+    arguments["first_row"], arguments["end_row"] = geometry.first_row, geometry.end_row
+    size = jobs * geometry.leaves * NODE_STATISTICS * 8
+    arguments["leaves"], arguments["leaf_count"] = context.buffer("leaves", size), geometry.leaves
     for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
         if name in launch.small:
             arguments[name] = launch.small[name][0] + 8 * numbers * chunk.jobs[0]
     if "moments" in launch.small:
-        first = geometry.aligned + geometry.first_row
-        arguments["target"] = resident.target_address(first)
-        arguments["weights"] = resident.weights_address(first)
-    grid = (chunk.jobs[1] - chunk.jobs[0], 1, 1)
-    context.launch(launch.kernels.measure, grid, (_STATISTICS_THREADS, 1, 1), [arguments])
+        arguments["target"] = resident.target_address(geometry.aligned)
+        arguments["weights"] = resident.weights_address(geometry.aligned)
+    grid, threads = (-(-geometry.leaves * 32 // _STATISTICS_THREADS), jobs, 1), _STATISTICS_THREADS
+    context.launch(launch.kernels.measure, grid, (threads, 1, 1), [arguments])
+    context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), (threads, 1, 1), [arguments])
 
 
 def download_small_results(

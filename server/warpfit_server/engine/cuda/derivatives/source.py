@@ -29,6 +29,10 @@ from warpfit_server.engine.lowering.lowered import COPY_CODE
 #: Warps of a block, and the least blocks of a multiprocessor.
 WARPS: Final = 8
 BLOCKS: Final = 2
+#: Tiles of a block of rows, whose sums are partial sums.
+BLOCK_TILES: Final = 2 * WARPS
+#: Threads of a block that combines the partial sums of a job.
+COMBINE_THREADS: Final = 128
 _OPERANDS: Final = ("t[i]", "u[i]", "v[i]")
 
 
@@ -49,7 +53,8 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
             than shared memory has.
 
     """
-    template = resources.files(__package__).joinpath("derivatives.cu").read_text()
+    own = resources.files(__package__)
+    template = own.joinpath("derivatives.cu").read_text()
     cases = _cases(variant)
     row_cases = [
         f"      {'COSTLY' if case.costly else 'CHEAP'}({label}, {case.expression})"
@@ -66,6 +71,7 @@ def derivative_source(variant: Variant, *, spills: bool = False) -> str:
         + template.replace("@OPERATORS@", "\n".join(_functions(variant)))
         .replace("@CASES@", "\n".join(row_cases))
         .replace("@SCALAR_CASES@", "\n".join(scalar_cases))
+        + own.joinpath("statistics.cu").read_text()
     )
 
 
@@ -174,5 +180,7 @@ def _definitions(variant: Variant, *, spills: bool) -> str:
         f"#define FAST {int(variant.fast)}\n"
         f"#define FAR {int(spills)}\n"
         f"#define WARPS {WARPS}\n"
+        f"#define BLOCK_TILES {BLOCK_TILES}\n"
+        f"#define COMBINE_THREADS {COMBINE_THREADS}\n"
         f"#define BLOCKS_AT_LEAST {BLOCKS}\n"
     )

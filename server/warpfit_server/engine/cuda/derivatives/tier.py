@@ -254,6 +254,7 @@ class DerivativeTier:
                     evaluate_scalars=module.get_function("evaluate_scalars"),
                     combine=module.get_function("combine"),
                     measure=module.get_function("measure"),
+                    merge_leaves=module.get_function("merge_leaves"),
                 )
                 if not spills:
                     self._device.allow_shared(kernels.linearise, self._device.shared_bytes(1))

@@ -52,6 +52,8 @@ class InterpreterChunk:
     """First row."""
     stop: int
     """Row after the last one."""
+    span: int
+    """Number of the chunk's rows among those of all chunks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +199,7 @@ def _sum_partials(
 ) -> NDArray[np.float64]:
     """Launch the sum of each job's partial sums; return where the sums will arrive."""
     sums = context.pinned(f"sums {side}", chunk.jobs * 8).view(np.float64)
-    numbers = (addresses.partials, sums.ctypes.data, geometry.tiles)
+    numbers = (addresses.partials, sums.ctypes.data, geometry.tiles, geometry.first_tile)
     arguments = [np.array(number, dtype=np.int64) for number in numbers]
     kernel, grid = lowered.kernels.sum_partials, (chunk.jobs, 1, 1)
     context.launch(kernel, grid, (SUM_THREADS, 1, 1), arguments)
@@ -220,7 +222,7 @@ class ResultCopier:
     evaluation: Evaluation
     outputs: Outputs
     sums: NDArray[np.float64]
-    """Sum of the loss terms of each job; [jobs]."""
+    """Sums of the loss terms of each chunk's rows; [spans, jobs]."""
     lowered: LoweredBatch
 
     def copy(self, context: StreamContext, pending: PendingChunk) -> None:
@@ -230,10 +232,10 @@ class ResultCopier:
         chunk, outputs = pending.chunk, self.outputs
         jobs = slice(chunk.first_job, chunk.first_job + chunk.jobs)
         if pending.sums is not None:
-            self.sums[jobs] += pending.sums
+            self.sums[chunk.span, jobs] = pending.sums
         if pending.values is not None and outputs.values is not None:
             first, stop = self.evaluation.row_range(self.resident.dataset.layout)
             rows = slice(chunk.start - first, chunk.stop - first)
-            outputs.values.reshape(len(self.sums), -1)[jobs, rows] = pending.values
+            outputs.values.reshape(self.sums.shape[1], -1)[jobs, rows] = pending.values
             if chunk.stop == stop:
                 outputs.ready(jobs.stop // self.evaluation.batch.vectors)

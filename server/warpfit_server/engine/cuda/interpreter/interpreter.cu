@@ -35,7 +35,7 @@ struct Arguments {
   real* values;               // null: no values; [jobs, tiles * TILE]
   double* partials;           // [jobs, tiles]
   long long slot_count;       // slots for each vector
-  unsigned stride;            // bytes between variables
+  unsigned long long stride;  // bytes between variables
   int first_row;              // rows of the first tile to leave out
   int end_row;                // end of the rows, counted from the first row of the first tile
   int tiles;
@@ -189,43 +189,48 @@ __device__ __forceinline__ void push(const real (&t)[ROWS], unsigned top) {
     break;                                                                        \
   }
 
-// Sum of the loss terms of this thread's rows, in float64.
+// Sums of the loss terms of this thread's rows in each group, in float64.
 template <bool ABSOLUTE, bool PLAIN>
-__device__ __forceinline__ double terms(const real (&t)[ROWS], const Arguments& arguments,
-                                        long long row) {
-  double sum = 0.0;
+__device__ __forceinline__ void add_terms(const real (&t)[ROWS], const Arguments& arguments,
+                                          long long row, double (&sums)[GROUPS]) {
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     long long first = row + g * 32 * LANES;
     Pack y = load(arguments.target + first);
     Pack w;
     if (!PLAIN && arguments.weights) w = load(arguments.weights + first);
+    double sum = 0.0;
 #pragma unroll
     for (int j = 0; j < LANES; ++j) {
       double d = difference(t[g * LANES + j], y.lane[j]);
       if (PLAIN) {
         sum = ABSOLUTE ? sum + fabs(d) : fma(d, d, sum);
       } else {
+        // Without weights the bits are those of the plain form.
         bool inside = first + j >= arguments.first_row && first + j < arguments.end_row;
-        double weight = arguments.weights ? (double)w.lane[j] : 1.0;
-        double term = weight * (ABSOLUTE ? fabs(d) : d * d);
-        if (inside) sum += term;
+        double by = arguments.weights ? (double)w.lane[j] : ABSOLUTE ? 1.0 : d;
+        double term = ABSOLUTE ? fabs(d) : arguments.weights ? d * d : d;
+        if (inside) sum = fma(by, term, sum);
       }
     }
+    sums[g] = sum;
   }
-  return sum;
 }
 
-__device__ __forceinline__ double loss_terms(const real (&t)[ROWS], const Arguments& arguments,
-                                             long long tile_row, int lane) {
+// Sum of a tile's loss terms.
+__device__ __forceinline__ double tile_loss(const real (&t)[ROWS], const Arguments& arguments,
+                                            long long tile_row, int lane) {
   bool full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
   long long row = tile_row + lane * LANES;
+  double sums[GROUPS];
   if (full && !arguments.weights) {
-    return arguments.absolute ? terms<true, true>(t, arguments, row)
-                              : terms<false, true>(t, arguments, row);
+    if (arguments.absolute) add_terms<true, true>(t, arguments, row, sums);
+    else add_terms<false, true>(t, arguments, row, sums);
+  } else {
+    if (arguments.absolute) add_terms<true, false>(t, arguments, row, sums);
+    else add_terms<false, false>(t, arguments, row, sums);
   }
-  return arguments.absolute ? terms<true, false>(t, arguments, row)
-                            : terms<false, false>(t, arguments, row);
+  return group_sum(sums, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS_AT_MOST, BLOCKS_AT_LEAST)
@@ -241,7 +246,7 @@ interpret(const __grid_constant__ Arguments arguments) {
   const long long tile_row = (long long)blockIdx.x * TILE;
   const char* const variables = (const char*)(arguments.variables + tile_row) + lane * 16;
   const auto column = [&](unsigned index) {
-    return variables + (unsigned long long)index * arguments.stride;
+    return variables + index * arguments.stride;
   };
 
   const auto program_at = [&](int position) {
@@ -310,7 +315,7 @@ interpret(const __grid_constant__ Arguments arguments) {
       }
     }
     if (arguments.target) {
-      double sum = warp_sum(loss_terms(t, arguments, tile_row, lane));
+      double sum = tile_loss(t, arguments, tile_row, lane);
       if (lane == 0) {
         arguments.partials[(long long)(job - arguments.first_job) * arguments.tiles + blockIdx.x] =
             sum;
@@ -363,15 +368,10 @@ extern "C" __global__ void evaluate_slots(const __grid_constant__ SlotArguments 
   }
 }
 
-// Sums each job's loss terms over its tiles, in a fixed order.
+// Adds up each job's sums over tiles; first_tile is counted from the data set's first row.
 extern "C" __global__ void __launch_bounds__(128)
-sum_partials(const double* partials, double* sums, int tiles) {
-  __shared__ double parts[4];
-  const double* row = partials + (long long)blockIdx.x * tiles;
-  double sum = 0.0;
-  for (int i = threadIdx.x; i < tiles; i += 128) sum += row[i];
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) sums[blockIdx.x] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+sum_partials(double* partials, double* sums, long long tiles, long long first_tile) {
+  double* const own = partials + blockIdx.x * tiles;
+  sum_nodes(own, first_tile, tiles, 1);
+  if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
 }

@@ -13,7 +13,7 @@ from warpfit_server.engine.cuda.interpreter.lowering import BLOCKS_A_MULTIPROCES
 from warpfit_server.engine.cuda.interpreter.source import SCRATCH_LEVELS, Variant
 from warpfit_server.engine.cuda.math.modes import Mode, max_token_rows
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchBounds, BatchLayout
-from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.native import numba_cache
 
 #: The struct Arguments of interpreter.cu, field by field.
@@ -22,10 +22,11 @@ INTERPRETER_ARGUMENTS: Final = np.dtype(
         *((name, np.uint64) for name in ("instructions", "programs", "order", "slots")),
         *((name, np.uint64) for name in ("variables", "target", "weights", "values", "partials")),
         ("slot_count", np.int64),
-        ("stride", np.uint32),
+        ("stride", np.uint64),
         *((name, np.int32) for name in ("first_row", "end_row", "tiles", "jobs", "first_job")),
         *((name, np.int32) for name in ("jobs_per_block", "vectors", "levels", "absolute")),
-    ]
+    ],
+    align=True,
 )
 #: The struct SlotArguments of interpreter.cu.
 SLOT_ARGUMENTS: Final = np.dtype(
@@ -80,6 +81,8 @@ class InterpreterGeometry(NamedTuple):
     end_row: int
     """End of the rows, counted from the first row of the first tile."""
     tiles: int
+    first_tile: int
+    """Number of the first tile, counted from the data set's first row."""
     absolute: int
     """1 for losses of |f - y|, 0 for (f - y)^2."""
     level_bytes: int
@@ -109,7 +112,7 @@ class InterpreterGeometry(NamedTuple):
     ) -> InterpreterGeometry:
         """Describe the work on the rows from ``rows[0]`` to ``rows[1]``."""
         start, stop = rows
-        aligned = start // ROW_MULTIPLE * ROW_MULTIPLE
+        aligned = start // variant.tile * variant.tile
         itemsize = variant.dtype.itemsize
         return cls(
             variables=resident.address(0, aligned),
@@ -118,7 +121,8 @@ class InterpreterGeometry(NamedTuple):
             stride=resident.stride * itemsize,
             first_row=start - aligned,
             end_row=stop - aligned,
-            tiles=tile_count(start, stop, variant),
+            tiles=-(-(stop - aligned) // variant.tile),
+            first_tile=aligned // variant.tile,
             absolute=int(loss is Loss.MAE),
             level_bytes=variant.tile * itemsize,
             max_warps=max_warps,
@@ -145,11 +149,6 @@ class DeviceAddresses(NamedTuple):
 def max_interpreted_token_rows(variant: Variant, multiprocessors: int) -> int:
     """Return the most token-rows of a launch; the interpreter runs at half the compiled rate."""
     return max_token_rows(Mode.of(variant.dtype, variant.precision), multiprocessors) // 2
-
-
-def tile_count(start: int, stop: int, variant: Variant) -> int:
-    """Return the number of tiles that cover a row range from an aligned row on."""
-    return -(-(stop - start // ROW_MULTIPLE * ROW_MULTIPLE) // variant.tile)
 
 
 class LaunchConfig(NamedTuple):

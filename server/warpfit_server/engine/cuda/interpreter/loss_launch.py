@@ -68,7 +68,7 @@ from warpfit_server.engine.native import numba_cache
 _MAX_COMMANDS: Final = 11 + MAX_LAUNCHES
 
 #: Index in `LaunchBuffers.pointers` of the first pointer of each kernel's arguments.
-_LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 6
+_LOWER, _ORDER, _SLOTS, _SUMS, _INTERPRETER = 0, 1, 2, 3, 7
 
 
 class LaunchHandles(NamedTuple):
@@ -107,7 +107,7 @@ class LaunchBuffers(NamedTuple):
     order_arguments: NDArray[np.void]
     slot_arguments: NDArray[np.void]
     sum_arguments: NDArray[np.int64]
-    """Address of the partial sums, address of the sums, number of tiles."""
+    """Address of the partial sums, address of the sums, number of tiles, first tile."""
     pointers: NDArray[np.int64]
     """Addresses of the arguments above, in the form that the driver takes; see `_LOWER`."""
     commands: NDArray[np.int64]
@@ -123,8 +123,8 @@ class LaunchBuffers(NamedTuple):
         lowering = np.zeros(1, dtype=LOWERING_ARGUMENTS)
         order = np.zeros(1, dtype=ORDER_ARGUMENTS)
         slots = np.zeros(1, dtype=SLOT_ARGUMENTS)
-        sums = np.zeros(3, dtype=np.int64)
-        arguments = [lowering, order, slots, *(sums[index:] for index in range(3))]
+        sums = np.zeros(4, dtype=np.int64)
+        arguments = [lowering, order, slots, *(sums[index:] for index in range(4))]
         arguments += [interpreter[index:] for index in range(MAX_LAUNCHES)]
         return cls(
             interpreter,
@@ -241,7 +241,8 @@ def compute_losses(
     config = configure_launch(geometry, bounds, max_jobs, programs, vectors)
     pack(tokens, layout, staging)
     numbers = buffers.sum_arguments
-    numbers[0], numbers[1], numbers[2] = addresses.partials, sums.ctypes.data, geometry.tiles
+    numbers[0], numbers[1] = addresses.partials, sums.ctypes.data
+    numbers[2], numbers[3] = geometry.tiles, geometry.first_tile
 
     commands = buffers.commands
     stream = handles.stream

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from warpfit.request import Evaluation, Tier, Timings
+from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.interpreter.bytecode import CASES
 from warpfit_server.engine.cuda.interpreter.chunks import (
     InterpreterChunk,
@@ -25,7 +26,6 @@ from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     InterpreterGeometry,
     InterpreterKernels,
     max_interpreted_token_rows,
-    tile_count,
 )
 from warpfit_server.engine.cuda.interpreter.loss_launch import evaluate_losses
 from warpfit_server.engine.cuda.interpreter.lowering import LoweringKernels, load_lowering
@@ -36,7 +36,11 @@ from warpfit_server.engine.cuda.interpreter.source import (
 )
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
+from warpfit_server.engine.cuda.runtime.resident_data import (
+    ResidentDataset,
+    check_cancelled,
+    cut_rows,
+)
 from warpfit_server.engine.interface import Outputs, Steps
 
 #: Bytes of rows that a thread works on at a time: few for little work, more for much.
@@ -50,8 +54,9 @@ VARIANTS: Final = tuple(
 )
 #: Threads that fill a multiprocessor.
 _FULL_THREADS: Final = 32 * 32
-#: Most jobs of one launch.
+#: Most jobs and rows of one launch.
 _MAX_JOBS: Final = 1 << 18
+_MAX_ROWS: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +166,11 @@ class InterpreterTier:
         """
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
-        tiles = tile_count(start, stop, variant)
+        spans = cut_rows((start, stop), self._chunk_rows(evaluation, variant))
+        tiles = -(-max(last - first for first, last in spans) // variant.tile) + 1
         job_bytes = 8 * tiles
-        rows = stop - start
         if evaluation.values:
-            tile_bytes = variant.tile * variant.dtype.itemsize
-            job_bytes = max(job_bytes, tiles * tile_bytes)
-            rows = self._tuning.chunk_bytes // tile_bytes * variant.tile
+            job_bytes = tiles * variant.tile * variant.dtype.itemsize
         jobs = min(programs * vectors, max(1, self._tuning.chunk_bytes // job_bytes), _MAX_JOBS)
         if jobs < programs * vectors:
             most = max_interpreted_token_rows(variant, self._device.multiprocessors)
@@ -175,9 +178,16 @@ class InterpreterTier:
             jobs = min(jobs, max(1, most * programs // token_rows))
         jobs -= jobs % vectors if jobs > vectors else 0
         for first in range(0, programs * vectors, jobs):
-            for row in range(start, stop, rows):
-                count = min(jobs, programs * vectors - first)
-                yield InterpreterChunk(first, count, row, min(row + rows, stop))
+            count = min(jobs, programs * vectors - first)
+            for number, span in enumerate(spans):
+                yield InterpreterChunk(first, count, *span, number)
+
+    def _chunk_rows(self, evaluation: Evaluation, variant: Variant) -> int:
+        """Return the most rows of a chunk: a power of two, not less than those of a tile."""
+        most = (
+            self._tuning.chunk_bytes // variant.dtype.itemsize if evaluation.values else _MAX_ROWS
+        )
+        return int(1 << (max(most, variant.tile).bit_length() - 1))
 
     def geometry(
         self,
@@ -210,8 +220,9 @@ class InterpreterTier:
     ) -> Steps[Timings]:
         """Launch chunk after chunk; copy the results of each while the next is computed."""
         batch, layout = evaluation.batch, resident.dataset.layout
-        kernels = self.prepare(self.variant(resident, evaluation))
-        sums = np.zeros(len(batch) * batch.vectors)
+        variant = self.variant(resident, evaluation)
+        kernels = self.prepare(variant)
+        sums = np.zeros((chunks[-1].span + 1, len(batch) * batch.vectors))
         with self._device.stream() as context:
             geometry = self.geometry(resident, evaluation)
             lowered = lower_batch(
@@ -235,7 +246,8 @@ class InterpreterTier:
                 copier.copy(context, pending)
             computed = context.nanoseconds("start", "computed")
         if outputs.losses is not None and evaluation.loss is not None:
-            outputs.losses[...] = sums.reshape(outputs.losses.shape)
+            first = chunks[0].start // self._chunk_rows(evaluation, variant)
+            outputs.losses[...] = sum_nodes(sums, first).reshape(outputs.losses.shape)
         return Timings(
             copy_in=launched - started,
             compute=computed,

@@ -11,13 +11,17 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit_server.engine.cuda.jit.kernel_interface import ARGUMENT_BYTES, ARGUMENT_OFFSETS
+from warpfit_server.engine.cuda.jit.kernel_interface import (
+    ARGUMENT_BYTES,
+    ARGUMENT_OFFSETS,
+    LINE_BYTES,
+)
 from warpfit_server.engine.cuda.jit.kernel_store import Kernel, KernelKey
-from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE
+from warpfit_server.engine.cuda.math.prelude import NVRTC_PRECISE, sum_tree
 from warpfit_server.engine.cuda.runtime import nvrtc
 from warpfit_server.engine.cuda.runtime.command_list import COMMAND_WIDTH, wait_while_held
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ROW_MULTIPLE, ResidentDataset
+from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 
 #: Most parallel branches of a graph; more take time to capture and gain nothing.
@@ -25,25 +29,23 @@ _BRANCHES: Final = 32
 #: Bytes before the inputs in the block that a graph copies to the device.
 _INPUTS_AT: Final = -(-ARGUMENT_BYTES // 256) * 256
 _HOST_TO_DEVICE: Final = 1
-#: Jobs of a block of ``sum_partials``, a warp each.
-_SUM_JOBS: Final = 4
 #: Most commands that launch a graph and wait for it; see `graph_launch`.
 _MAX_COMMANDS: Final = 7
+_SUM_THREADS: Final = 128
 
-#: Adds each job's partial sums in an order that depends on their number alone; a warp a job.
-SUM_SOURCE: Final = """
-extern "C" __global__ void sum_partials(
-    const double *partials, double *sums, int jobs, int blocks) {
-  int job = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (job >= jobs) return;
-  double sum = 0.0;
-  for (int i = threadIdx.x % 32; i < blocks; i += 32) sum += partials[(size_t)job * blocks + i];
-  for (int distance = 16; distance; distance /= 2) {
-    sum += __shfl_down_sync(0xffffffffu, sum, distance);
-  }
-  if (threadIdx.x % 32 == 0) sums[job] = sum;
-}
+
+def _sum_source() -> str:
+    """Return the kernel that adds up each job's sums over blocks; a block of threads a job."""
+    words = {name: offset // 8 for name, offset in ARGUMENT_OFFSETS.items()}
+    return f"""{sum_tree()}
+extern "C" __global__ void sum_partials(const long long *request, double *sums) {{
+  const long long blocks = request[{words["block_count"]}];
+  double *own = (double *)request[{words["partials"]}] + blockIdx.x * blocks;
+  sum_nodes(own, request[{words["first_block"]}], blocks, 1);
+  if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
+}}
 """
+
 
 #: Identifies a graph: hash of its kernels' keys, parameter vectors, blocks of each kernel.
 GraphKey = tuple[bytes, int, tuple[int, ...]]
@@ -97,9 +99,10 @@ class GraphCapturer:
 
     def __init__(self, device: CudaDevice) -> None:
         architecture = device.architecture
+        source = _sum_source()
         module = device.load(
-            ("sum_partials", nvrtc.version(), str(architecture), SUM_SOURCE),
-            lambda: nvrtc.to_cubin(SUM_SOURCE, architecture, NVRTC_PRECISE),
+            ("sum_partials", nvrtc.version(), str(architecture), source),
+            lambda: nvrtc.to_cubin(source, architecture, NVRTC_PRECISE),
         )
         self.sum_partials = module.get_function("sum_partials")
         """Kernel that adds partial sums up."""
@@ -121,17 +124,22 @@ class GraphCapturer:
             self._streams = streams
 
 
-def row_arguments(resident: ResidentDataset, first: int, last: int) -> dict[str, int]:
+def row_arguments(
+    resident: ResidentDataset, first: int, last: int, block_rows: int
+) -> dict[str, int]:
     """Return the arguments that depend on the data set and the rows ``first`` to ``last``."""
-    layout = resident.dataset.layout
-    aligned = first // ROW_MULTIPLE * ROW_MULTIPLE
+    layout, block = resident.dataset.layout, first // block_rows
+    start = block * block_rows
     return {
-        "variables": resident.address(0, aligned),
-        "stride": resident.stride * layout.dtype.itemsize,
-        "target": resident.target_address(aligned) if layout.has_target else 0,
-        "weights": resident.weights_address(aligned),
-        "head": first - aligned,
-        "stop": last - aligned,
+        "variables": resident.address(0, start),
+        "stride": resident.stride * layout.dtype.itemsize // LINE_BYTES,
+        "target": resident.target_address(start) if layout.has_target else 0,
+        "weights": resident.weights_address(start),
+        "head": first - start,
+        "stop": last - start,
+        "block_rows": block_rows,
+        "first_block": block,
+        "block_count": -(-last // block_rows) - block,
     }
 
 
@@ -169,8 +177,6 @@ class CapturedGraph:
         self._arguments = self._block[:ARGUMENT_BYTES].view(np.uint64)
         self.inputs = self._block[_INPUTS_AT:].view(layout.dtype).reshape(layout.vectors, inputs)
         """Numbers that the next launch reads; [K, inputs]."""
-        self._pitch = max(layout.blocks)
-        self._partials = device.allocate(8 * self._jobs * self._pitch) if self._jobs else None
         sums = cuda.alloc_pinned_memory(8 * max(1, self._jobs))
         self.sums = np.frombuffer(sums, np.float64, self._jobs)
         """Sums of the last launch, once the stream has passed it; [sums * K]."""
@@ -180,13 +186,7 @@ class CapturedGraph:
         """Buffers and driver handles for launches by compiled code."""
         with capturer.streams() as (main, *branches):
             self._graph = self._capture(main, branches[: len(kernels)])
-        self.set_arguments(
-            {
-                "input_stride": inputs * layout.dtype.itemsize,
-                "partials": self._partials.ptr if self._partials else 0,
-                "partial_pitch": self._pitch,
-            }
-        )
+        self.set_arguments({"input_stride": inputs * layout.dtype.itemsize})
 
     @property
     def handle(self) -> int:
@@ -198,6 +198,12 @@ class CapturedGraph:
         for name, value in arguments.items():
             self._arguments[ARGUMENT_OFFSETS[name] // 8] = value
 
+    def place_partials(self, context: StreamContext, blocks: int) -> None:
+        """Make room for the partial sums of launches over at most so many blocks of rows."""
+        if self._jobs:
+            size = 8 * self._jobs * blocks
+            self.set_arguments({"partials": context.buffer("compiled partials", size)})
+
     def launch(self, context: StreamContext) -> None:
         """Launch the graph on the context's stream."""
         wait_while_held(context.functions)
@@ -205,9 +211,6 @@ class CapturedGraph:
 
     def _capture(self, main: Any, branches: Sequence[Any]) -> Any:
         cuda = self._device.cupy.cuda
-        if self._partials is not None:
-            # A kernel with fewer than the most blocks leaves the rest of its partial sums 0.
-            cuda.runtime.memsetAsync(self._partials.ptr, 0, self._partials.mem.size, main.ptr)
         main.begin_capture()
         cuda.runtime.memcpyAsync(
             self._device_block.ptr,
@@ -223,8 +226,13 @@ class CapturedGraph:
             self._launch_kernel(number, first, branches[number % len(branches)])
         for branch in branches:
             main.wait_event(branch.record())
-        if self._partials is not None:
-            self._launch_sum(main, self._partials.ptr)
+        if self._jobs:
+            self._capturer.sum_partials(
+                (self._jobs, 1, 1),
+                (_SUM_THREADS, 1, 1),
+                (np.uint64(self._device_block.ptr), np.uint64(self.sums.ctypes.data)),
+                stream=main,
+            )
         graph = main.end_capture()
         graph.upload(main)
         main.synchronize()
@@ -241,19 +249,6 @@ class CapturedGraph:
                 np.uint64(self._device_block.ptr),
                 np.uint64(self._device_block.ptr + offset),
                 np.uint32(output),
-            ),
-            stream=stream,
-        )
-
-    def _launch_sum(self, stream: Any, partials: int) -> None:
-        self._capturer.sum_partials(
-            (-(-self._jobs // _SUM_JOBS), 1, 1),
-            (32 * _SUM_JOBS, 1, 1),
-            (
-                np.uint64(partials),
-                np.uint64(self.sums.ctypes.data),
-                np.int32(self._jobs),
-                np.int32(self._pitch),
             ),
             stream=stream,
         )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.request import Evaluation, Tier, Timings
+from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers, row_arguments
 from warpfit_server.engine.cuda.jit.kernel_interface import ARGUMENT_OFFSETS
 from warpfit_server.engine.cuda.jit.shapes import InputSources, fill_inputs
@@ -33,8 +34,10 @@ from warpfit_server.engine.native import numba_cache
 
 #: Indices of arguments.
 _COLUMNS: Final = tuple(ARGUMENT_OFFSETS[name] // 8 for name in ("variables", "target", "weights"))
-_HEAD: Final = ARGUMENT_OFFSETS["head"] // 8
-_STOP: Final = ARGUMENT_OFFSETS["stop"] // 8
+_HEAD, _STOP, _BLOCK_ROWS, _FIRST_BLOCK, _BLOCK_COUNT = (
+    ARGUMENT_OFFSETS[name] // 8
+    for name in ("head", "stop", "block_rows", "first_block", "block_count")
+)
 
 
 class GraphHandles(NamedTuple):
@@ -59,6 +62,7 @@ def evaluate_losses(
     resident: ResidentDataset,
     evaluation: Evaluation,
     max_rows: int,
+    block_rows: int,
     outputs: Outputs,
     started: int,
     cache_hits: int,
@@ -71,7 +75,8 @@ def evaluate_losses(
         sources: of the batch's inputs.
         resident: the data set.
         evaluation: asks for a loss, and not for values.
-        max_rows: rows of one launch; a multiple of `resident_data.ROW_MULTIPLE`.
+        max_rows: rows of one launch; a power of two, not less than ``block_rows``.
+        block_rows: from `kernel_interface.block_rows`.
         outputs: whose losses to fill.
         started: ``time.perf_counter_ns()`` of the evaluation's beginning.
         cache_hits: expressions whose kernels were loaded already.
@@ -83,7 +88,8 @@ def evaluate_losses(
     assert outputs.losses is not None
     assert evaluation.loss is not None
     rows = evaluation.row_range(resident.dataset.layout)
-    graph.set_arguments(row_arguments(resident, *rows))
+    graph.set_arguments(row_arguments(resident, *rows, block_rows))
+    graph.place_partials(context, min(rows[1] - rows[0], max_rows) // block_rows + 2)
     status = launch_losses(
         context.functions,
         GraphHandles.of(context, graph),
@@ -145,26 +151,37 @@ def _launch(
     """Launch for each range of rows, and add the sums up; return the driver's status."""
     arguments = buffers.arguments
     commands = buffers.commands[: _write_commands(handles, buffers)]
-    stop = np.int64(arguments[_STOP])
-    if stop <= max_rows:
+    head, stop, block_rows = (
+        int(arguments[_HEAD]),
+        int(arguments[_STOP]),
+        int(arguments[_BLOCK_ROWS]),
+    )
+    if stop - head <= max_rows:
         return int(execute(functions, commands))
-    given, totals = arguments.copy(), np.zeros(len(sums))
-    began, milliseconds, status = buffers.clock[:2].copy(), np.float32(0), 0
-    for first in range(0, stop, max_rows):
+    given = arguments.copy()
+    start = int(given[_FIRST_BLOCK]) * block_rows
+    nodes = np.zeros((64, len(sums)))
+    began, milliseconds, status = np.zeros(2, dtype=np.int64), np.float32(0), 0
+    for number in range((start + head) // max_rows, (start + stop - 1) // max_rows + 1):
+        first = max(number * max_rows, start)
+        last = min((number + 1) * max_rows, start + stop)
         for column in _COLUMNS:
             if given[column] != 0:
-                arguments[column] = given[column] + np.uint64(first * itemsize)
-        arguments[_HEAD] = given[_HEAD] if first == 0 else np.uint64(0)
-        arguments[_STOP] = np.uint64(min(max_rows, int(stop) - first))
+                arguments[column] = given[column] + np.uint64((first - start) * itemsize)
+        arguments[_HEAD] = given[_HEAD] if first == start else np.uint64(0)
+        arguments[_STOP] = np.uint64(last - first)
+        arguments[_FIRST_BLOCK] = np.uint64(first // block_rows)
+        arguments[_BLOCK_COUNT] = np.uint64((last - 1) // block_rows + 1 - first // block_rows)
         status = execute(functions, commands)
         if status != 0:
             break
-        if first == 0:
+        if first == start:
             began[:] = buffers.clock[:2]
-        totals += sums
+        nodes[0] += sums
+        carry(nodes, number + 1)
         milliseconds += buffers.elapsed[0]
     arguments[:] = given
-    sums[:] = totals
+    sums[:] = node_sums(nodes)
     buffers.clock[:2] = began
     buffers.elapsed[0] = milliseconds
     return int(status)

@@ -1,8 +1,9 @@
-"""PTX that sums losses and their derivatives over the rows of a block."""
+"""PTX that sums losses and their derivatives over a block of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from warpfit_server.engine.cuda.jit.expression_graph import ExpressionGraph, Node
 from warpfit_server.engine.cuda.jit.kernel_interface import (
@@ -13,6 +14,9 @@ from warpfit_server.engine.cuda.jit.kernel_interface import (
 )
 from warpfit_server.engine.cuda.jit.shapes import Shape
 from warpfit_server.engine.cuda.math.modes import Mode
+
+#: Lanes of a warp, and sums that one is reduced with at a time.
+_LANES: Final = 32
 
 
 class LossSums:
@@ -93,19 +97,42 @@ class LossSums:
                 self._graph.body += [*lines, self._accumulate(total, slope, weight)]
 
     def reduction(self) -> list[str]:
-        """Sum over the block in a fixed order; thread e stores sum e."""
+        """Sum over the threads in a fixed order; thread e stores sum e of the block of rows."""
         count = len(self.registers)
-        lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;"]
-        lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * count}, %pool;"]
-        lines += ["setp.eq.u32 %first, %lane, 0;"]
-        for index, total in enumerate(self.registers):
-            for distance in (16, 8, 4, 2, 1):
-                lines += self._add_from_lane(total, distance)
-            if self._is_fast:
-                lines.append(f"cvt.f64.f32 %wide, {total};")
-                total = "%wide"
-            lines.append(f"@%first st.shared.b64 [%pool+{8 * index}], {total};")
+        lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;", "bar.sync 0;"]
+        for start in range(0, count, _LANES):
+            lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * count}, %pool;"]
+            lines += self._sum_over_warp(self.registers[start : start + _LANES])
+            lines.append(f"st.shared.b64 [%pool+{8 * start}], %wide;")
         return [*lines, "bar.sync 0;", *self._store_partial(count)]
+
+    def _sum_over_warp(self, totals: Sequence[str]) -> list[str]:
+        """Sum each of up to 32 registers over the warp.
+
+        In each step, half of the lanes go on with half of the sums and the others with the rest.
+        The sum that a lane ends with is left in %wide, its place among the sums is added to %pool.
+        """
+        lines, steps, count = [], [], len(totals)
+        for distance in (16, 8, 4, 2, 1):
+            half = -(-count // 2)
+            lines += [f"and.b32 %low, %lane, {distance};", "setp.ne.u32 %first, %low, 0;"]
+            for index, total in enumerate(totals[:half]):
+                other = totals[index + half] if index + half < count else ""
+                lines += self._exchange(total, other, distance)
+            steps.append((distance, half, count))
+            count = half
+        lines.append("mov.u32 %place, 0;")
+        for distance, half, count in reversed(steps):
+            if count > 1:
+                lines += [
+                    f"and.b32 %low, %lane, {distance};",
+                    f"add.u32 %high, %place, {half};",
+                    "setp.ne.u32 %first, %low, 0;",
+                    f"setp.lt.and.u32 %first, %high, {count}, %first;",
+                    "selp.b32 %place, %high, %place, %first;",
+                ]
+        widen = "cvt.f64.f32" if self._is_fast else "mov.b64"
+        return [*lines, "mad.lo.u32 %pool, %place, 8, %pool;", f"{widen} %wide, {totals[0]};"]
 
     def _accumulate(self, total: str, first: str, second: str = "") -> str:
         """Add a term, or a product of two factors, where the row is in the range."""
@@ -126,24 +153,30 @@ class LossSums:
         wide = self._graph.register("d")
         return [f"cvt.f64.f32 {wide}, {value};"], [wide, *self._wide_inputs]
 
-    def _add_from_lane(self, total: str, distance: int) -> list[str]:
-        if self._is_fast:
-            return [
-                f"shfl.sync.down.b32 %other, {total}, {distance}, 31, -1;",
-                f"add.ftz.f32 {total}, {total}, %other;",
+    def _exchange(self, total: str, other: str, distance: int) -> list[str]:
+        """Add what the lane at a distance has of the same sum; %first says who keeps ``other``."""
+        sent, width = ("%other", "b32") if self._is_fast else ("%widest", "b64")
+        lines = [f"mov.{width} {sent}, {total};"]
+        if other:
+            lines = [
+                f"selp.{width} {sent}, {total}, {other}, %first;",
+                f"selp.{width} {total}, {other}, {total}, %first;",
             ]
-        return [
-            f"mov.b64 {{%low, %high}}, {total};",
-            f"shfl.sync.down.b32 %low, %low, {distance}, 31, -1;",
-            f"shfl.sync.down.b32 %high, %high, {distance}, 31, -1;",
-            "mov.b64 %wide, {%low, %high};",
-            f"add.f64 {total}, {total}, %wide;",
-        ]
+        if self._is_fast:
+            lines.append(f"shfl.sync.bfly.b32 %other, %other, {distance}, 31, -1;")
+        else:
+            lines += [
+                "mov.b64 {%low, %high}, %widest;",
+                f"shfl.sync.bfly.b32 %low, %low, {distance}, 31, -1;",
+                f"shfl.sync.bfly.b32 %high, %high, {distance}, 31, -1;",
+                "mov.b64 %widest, {%low, %high};",
+            ]
+        return [*lines, f"add.{self._suffix} {total}, {total}, {sent};"]
 
     def _store_partial(self, count: int) -> list[str]:
         lines = [
             f"setp.ge.u32 %first, %thread, {count};",
-            "@%first ret;",
+            "@%first bra STORED;",
             "mov.u32 %pool, sums;",
             "mad.lo.u32 %pool, %thread, 8, %pool;",
             "ld.shared.b64 %wide, [%pool];",
@@ -157,10 +190,11 @@ class LossSums:
             *lines,
             "add.u32 %place, %output, %thread;",
             "mad.lo.u32 %place, %place, %vectors, %vector;",
-            *load_argument("partial_pitch", "%index", "u32"),
+            *load_argument("block_count", "%index", "u32"),
             "mad.lo.u32 %place, %place, %index, %block;",
             f"ld.global.nc.u64 %at, [%request+{ARGUMENT_OFFSETS['partials']}];",
             "cvta.to.global.u64 %at, %at;",
             "mad.wide.u32 %at, %place, 8, %at;",
             "st.global.b64 [%at], %wide;",
+            "STORED:",
         ]

@@ -4,11 +4,12 @@ A kernel evaluates a group of expressions in straight-line code::
 
     load the inputs (parameters and constants) of this group and vector
     compute what depends on inputs alone
-    for each tile of rows of this block:
-        load each variable once, several rows a thread
-        for each expression: compute it for each row; store it, or add its loss, and if wanted the
-            loss's derivatives, to accumulators
-    reduce the accumulators over the block and store their partial sums
+    for each block of rows of this block of threads:
+        for each tile of the block:
+            load each variable once, several rows a thread
+            for each expression: compute it for each row; store it, or add its loss, and if wanted
+                the loss's derivatives, to accumulators
+        reduce the accumulators over the threads and store their partial sums
 
 All numbers are read through pointers, so a kernel works for any data, parameters and row range, and
 a captured graph stays valid when they change; see `kernel_interface.ARGUMENT_OFFSETS`.
@@ -24,13 +25,18 @@ from warpfit_server.engine.cuda.jit.device_library import DeviceLibrary
 from warpfit_server.engine.cuda.jit.expression_graph import ROW, UNIFORM, ExpressionGraph
 from warpfit_server.engine.cuda.jit.instructions import CLASSES, Template
 from warpfit_server.engine.cuda.jit.invariant_pool import InvariantPool
-from warpfit_server.engine.cuda.jit.kernel_interface import Output, load_address, load_argument
+from warpfit_server.engine.cuda.jit.kernel_interface import (
+    LINE_BYTES,
+    Output,
+    load_address,
+    load_argument,
+)
 from warpfit_server.engine.cuda.jit.loss_sums import LossSums
 from warpfit_server.engine.cuda.jit.shapes import Shape
 from warpfit_server.engine.cuda.math.modes import Mode
 
 #: Part of the key of every kernel; changes whenever the same input gives other code.
-GENERATION: Final = 4
+GENERATION: Final = 5
 #: Most row-invariant values that stay in registers through the row loop.
 UNIFORM_REGISTERS: Final = 16
 #: Share of fast exponentials that are computed without the special-function unit.
@@ -158,11 +164,15 @@ class _Kernel:
             *self._loads(),
             *(self._value_address() if self.output.values else []),
             *expressions,
-            "add.u32 %tile, %tile, %tiles;",
-            "setp.lt.u32 %more, %tile, %stop;",
+            f"add.u32 %tile, %tile, {self.output.tile};",
+            "setp.lt.u32 %more, %tile, %end;",
             "@%more bra.uni LOOP;",
-            "DONE:",
             *(self.sums.reduction() if self.output.loss else []),
+            "add.u32 %block, %block, %blocks;",
+            "mul.lo.u32 %tile, %block, %rows;",
+            "setp.lt.u32 %more, %tile, %stop;",
+            "@%more bra.uni BLOCK;",
+            "DONE:",
             "ret;",
             "}",
         ]
@@ -173,8 +183,8 @@ class _Kernel:
             ".reg .b64 %request, %slots, %variables, %target, %weights, %at, %from, %to, %step;",
             ".reg .b64 %pitch, %origin, %wide, %widest;",
             ".reg .b32 %thread, %lane, %warp, %block, %blocks, %vector, %vectors, %output, %tile;",
-            ".reg .b32 %tiles, %row, %last, %head, %stop, %stride, %place, %pool, %other, %low;",
-            ".reg .b32 %high, %index;",
+            ".reg .b32 %rows, %end, %row, %last, %head, %stop, %stride, %place, %pool, %other;",
+            ".reg .b32 %low, %high, %index;",
             ".reg .pred %more, %first, %whole, %aligned, "
             + ", ".join(f"%single{letter}" for letter in self.letters)
             + ";",
@@ -208,6 +218,7 @@ class _Kernel:
             *load_argument("stride", "%stride", "u32"),
             *load_argument("head", "%head", "u32"),
             *load_argument("stop", "%stop", "u32"),
+            *load_argument("block_rows", "%rows", "u32"),
             *load_argument("input_stride", "%place", "u32"),
             "mad.wide.u32 %slots, %vector, %place, %slots;",
             *load_address("variables", "%variables"),
@@ -226,17 +237,18 @@ class _Kernel:
         ]
 
     def _loop_start(self) -> list[str]:
-        """Start the loop, with equally many turns for all threads; extra rows repeat others."""
-        tile = self.output.threads * self.output.rows
+        """Start the loops, with equally many turns for all threads; extra rows repeat others."""
         return [
-            *self.sums.zeros(),
             *(self._value_prologue() if self.output.values else []),
             "sub.u32 %last, %stop, 1;",
             f"and.b32 %last, %last, {-self.output.rows};",
-            f"mul.lo.u32 %tile, %block, {tile};",
-            f"mul.lo.u32 %tiles, %blocks, {tile};",
+            "mul.lo.u32 %tile, %block, %rows;",
             "setp.ge.u32 %more, %tile, %stop;",
             "@%more bra.uni DONE;",
+            "BLOCK:",
+            *self.sums.zeros(),
+            "add.u32 %end, %tile, %rows;",
+            "min.u32 %end, %end, %stop;",
             "LOOP:",
             f"mad.lo.u32 %row, %thread, {self.output.rows}, %tile;",
         ]
@@ -258,7 +270,7 @@ class _Kernel:
         if variables:
             lines.append(f"mad.wide.u32 %from, %index, {self.word}, %variables;")
         for variable in sorted(variables):
-            lines.append(f"mad.wide.u32 %at, %stride, {variable}, %from;")
+            lines.append(f"mad.wide.u32 %at, %stride, {variable * LINE_BYTES}, %from;")
             lines.append(self._load("%at", variables[variable]))
         for name, register in (("target", self.sums.target), ("weights", self.sums.weight)):
             if register:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from warpfit.errors import ResourceExhaustedError
 from warpfit.request import Evaluation, Loss, Tier, Timings
+from warpfit_server.engine.cpu.sum_tree import sum_nodes
 from warpfit_server.engine.cuda.jit.graph import (
     CapturedGraph,
     GraphCapturer,
@@ -21,6 +22,7 @@ from warpfit_server.engine.cuda.jit.graph import (
     row_arguments,
 )
 from warpfit_server.engine.cuda.jit.graph_launch import evaluate_losses
+from warpfit_server.engine.cuda.jit.kernel_interface import MAX_BLOCK_ROWS, block_rows
 from warpfit_server.engine.cuda.jit.kernel_plan import (
     CompiledTuning,
     KernelPlan,
@@ -34,13 +36,14 @@ from warpfit_server.engine.cuda.runtime.resident_data import (
     ROW_MULTIPLE,
     ResidentDataset,
     check_cancelled,
+    cut_rows,
 )
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
 from warpfit_server.engine.interface import Outputs, Steps
 
 #: Most parameter vectors of one launch: the limit of a grid's second dimension.
 MAX_VECTORS: Final = 65_535
-#: Most rows of one launch; a multiple of `ROW_MULTIPLE`.
+#: Most rows of one launch; a power of two.
 MAX_ROWS: Final = 1 << 30
 #: Longest expression that is compiled; compile time grows faster than the length.
 MAX_TOKENS: Final = 2_000
@@ -173,8 +176,9 @@ class CompiledTier:
     ) -> GraphKey:
         start, stop = evaluation.row_range(resident.dataset.layout)
         rows = min(self._rows_per_launch(plan, resident, evaluation), stop - start)
-        # A kernel has at most one block a tile of rows.
-        most = -(-(rows + ROW_MULTIPLE) // (plan.output.threads * plan.output.rows))
+        # A kernel has at most one block of threads for each block of rows.
+        block = _block_rows(plan, resident, evaluation)
+        most = -(-(start % block + rows) // block)
         total = plan.layout.blocks * self._device.multiprocessors
         vectors = evaluation.batch.vectors
         with self._lock:
@@ -266,7 +270,8 @@ class CompiledTier:
             max_rows = self._rows_per_launch(plan, resident, evaluation)
             timings = evaluate_losses(
                 *(context, graph, plan.shapes.sources, resident, evaluation),
-                *(max_rows, outputs, started, cache_hits),
+                *(max_rows, _block_rows(plan, resident, evaluation), outputs, started),
+                cache_hits,
             )
         if outputs.gradients is not None:
             sums = graph.sums.reshape(-1, evaluation.batch.vectors)
@@ -288,14 +293,14 @@ class CompiledTier:
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         start, stop = evaluation.row_range(resident.dataset.layout)
         chunk = self._rows_per_launch(plan, resident, evaluation)
+        block, nodes = _block_rows(plan, resident, evaluation), []
         plan.shapes.fill(evaluation.batch, graph.inputs)
-        sums = np.zeros(int(plan.sum_starts[-1]) * vectors)
         launched, computed = time.perf_counter_ns(), 0
         with self._device.stream() as context:
-            for first in range(start, stop, chunk):
+            graph.place_partials(context, min(stop - start, chunk) // block + 2)
+            for first, last in cut_rows((start, stop), chunk):
                 check_cancelled(outputs.cancelled)
-                last = min(first + chunk, stop)
-                arguments = row_arguments(resident, first, last)
+                arguments = row_arguments(resident, first, last, block)
                 pitch = _pitch(first, last, plan.mode.dtype.itemsize)
                 if evaluation.values:
                     arguments["pitch"] = pitch
@@ -312,12 +317,12 @@ class CompiledTier:
                     _copy_values(context, arguments, part[:, first - start : last - start])
                 context.stream.synchronize()
                 computed += context.nanoseconds("start", "computed")
-                sums += graph.sums
+                nodes.append(graph.sums.copy())
                 if last < stop:
                     yield None
                     self._device.use()
         if outputs.losses is not None and evaluation.loss is not None:
-            shaped = sums.reshape(-1, vectors)
+            shaped = sum_nodes(np.stack(nodes), start // chunk).reshape(-1, vectors)
             outputs.losses[...] = shaped[plan.sum_starts[:-1]]
             if outputs.gradients is not None:
                 _fill_gradients(plan, evaluation, shaped, outputs.gradients)
@@ -333,23 +338,28 @@ class CompiledTier:
     def _rows_per_launch(
         self, plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation
     ) -> int:
-        """Return the rows of one launch: a multiple of `ROW_MULTIPLE`."""
+        """Return the rows of one launch: a power of two, not less than those of a block."""
         batch, mode = evaluation.batch, plan.mode
         if evaluation.values:
             rows = self._tuning.chunk_bytes // (len(batch) * batch.vectors * mode.dtype.itemsize)
-            return max(rows // ROW_MULTIPLE, 1) * ROW_MULTIPLE
+            return int(1 << (max(rows, MAX_BLOCK_ROWS).bit_length() - 1))
         start, stop = evaluation.row_range(resident.dataset.layout)
         token_rows = evaluation.token_rows(resident.dataset.layout)
         launches = token_rows // max_token_rows(mode, self._device.multiprocessors)
         most = max(1, (stop - start) // _MIN_ROWS)
-        rows = -(-(stop - start) // min(max(1, launches), most)) + ROW_MULTIPLE - 1
-        return min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
+        rows = -(-(stop - start) // min(max(1, launches), most))
+        return int(min(1 << (max(rows, MAX_BLOCK_ROWS) - 1).bit_length(), MAX_ROWS))
 
 
 def _is_one_command_list(resident: ResidentDataset, evaluation: Evaluation) -> bool:
     """Return whether only sums are wanted, over no more rows than one graph can count."""
     start, stop = evaluation.row_range(resident.dataset.layout)
     return evaluation.loss is not None and not evaluation.values and stop - start <= MAX_ROWS
+
+
+def _block_rows(plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> int:
+    start, stop = evaluation.row_range(resident.dataset.layout)
+    return block_rows(plan.output, stop - start)
 
 
 def _fill_gradients(

@@ -49,7 +49,6 @@ def max_token_rows(mode: Mode, multiprocessors: int) -> int:
     """Return the most token-rows of one launch of compiled kernels.
 
     A device runs launches in the order in which it gets them, so large work is launched in pieces,
-    between which other evaluations get their turn. The size depends on the device alone, because
-    the last bits of a sum depend on where the rows are cut.
+    between which other evaluations get their turn.
     """
     return _TOKEN_ROWS[mode] * multiprocessors

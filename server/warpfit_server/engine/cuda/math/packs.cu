@@ -6,7 +6,6 @@
 #define TILE (32 * ROWS)
 #define GROUP_BYTES (32 * 16)
 #define LEVEL_BYTES (TILE * REAL_BYTES)
-#define FULL 0xffffffffu
 
 struct alignas(16) Pack {
   real lane[LANES];
@@ -46,12 +45,6 @@ __device__ __forceinline__ void store_shared(unsigned place, const real* v) {
 
 #define FOR_EACH_ROW(STATEMENT) \
   _Pragma("unroll") for (int i = 0; i < ROWS; ++i) { STATEMENT; }
-
-__device__ __forceinline__ double warp_sum(double sum) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
-  return sum;
-}
 
 // Value minus target, for the built-in losses: in float64, but in fast mode rounded to float32
 // once, a relative error of 2^-24.

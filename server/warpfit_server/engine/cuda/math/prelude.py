@@ -93,7 +93,12 @@ def packs() -> str:
 
     ``real``, ``REAL_BYTES`` and ``ROWS`` must be defined.
     """
-    return resources.files(__package__).joinpath("packs.cu").read_text()
+    return sum_tree() + resources.files(__package__).joinpath("packs.cu").read_text()
+
+
+def sum_tree() -> str:
+    """Return the functions that add up sums over rows."""
+    return resources.files(__package__).joinpath("sum_tree.cu").read_text()
 
 
 _LITERAL: Final = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w.])")

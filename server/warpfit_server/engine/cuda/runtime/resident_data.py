@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import CancelledError, ResourceExhaustedError
+from warpfit.errors import CancelledError
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -19,8 +20,6 @@ from warpfit_server.engine.interface import Outputs, Steps
 ROW_MULTIPLE: Final = 32
 #: Rows after the last column that a kernel may read but never uses.
 SLACK_ROWS: Final = 512
-#: Most bytes of one column.
-_MAX_COLUMN: Final = (1 << 32) - 1
 #: Bytes of each copy to the device.
 _CHUNK_BYTES: Final = 8 << 20
 
@@ -73,6 +72,24 @@ def check_cancelled(cancelled: NDArray[np.uint8]) -> None:
         raise CancelledError("the evaluation was cancelled", "CANCELLED")
 
 
+def cut_rows(rows: tuple[int, int], length: int) -> list[tuple[int, int]]:
+    """Cut rows into nodes of the tree of sums, unless there are no more than one node has.
+
+    Args:
+        rows: first row, and the row after the last one.
+        length: rows of a node, a power of two.
+
+    Returns:
+        Ranges of rows, of which only the first and the last may be less than a node.
+
+    """
+    start, stop = rows
+    if stop - start <= length:
+        return [rows]
+    edges = [start, *range((start // length + 1) * length, stop, length), stop]
+    return list(pairwise(edges))
+
+
 def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
     """Copy a data set to the device.
 
@@ -82,7 +99,6 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
     """
     layout = dataset.layout
     stride = -(-layout.rows // ROW_MULTIPLE) * ROW_MULTIPLE
-    _check_column(stride * layout.dtype.itemsize)
     size = (layout.columns * stride + SLACK_ROWS) * layout.dtype.itemsize
     with device.stream() as context:
         memory = device.allocate(size)
@@ -92,19 +108,6 @@ def upload(device: CudaDevice, dataset: Dataset) -> ResidentDataset:
         for column in range(layout.columns):
             _upload_column(context, dataset.matrix[column], resident.address(column, 0))
     return resident
-
-
-def _check_column(size: int) -> None:
-    """Refuse columns that are longer than the kernels' 32-bit strides."""
-    if size > _MAX_COLUMN:
-        raise ResourceExhaustedError(
-            f"a column of {size} bytes is larger than a CUDA kernel can step over",
-            "COLUMN_TOO_LONG",
-            "Upload the rows as several data sets and add their losses up",
-            "layout.rows",
-            needed=size,
-            available=_MAX_COLUMN,
-        )
 
 
 def _upload_column(context: StreamContext, column: Any, address: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.machines.ptx import Machine
 from warpfit.expressions.workload import random_program, thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
@@ -298,3 +299,20 @@ def test_a_gradient_reuses_values() -> None:
         build(Mode.PRECISE, 90, derivatives=True), output, [Entry("evaluate", (shape,))]
     )
     assert text.count("ex2.approx") == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20, 24, 33])
+@pytest.mark.parametrize("mode", [Mode.FAST, Mode.DOUBLE])
+def test_every_sum_of_a_block_is_stored_by_its_thread(mode: Mode, count: int) -> None:
+    threads = 64
+    programs = [Program.apply("mul", Program.variable(0), Program.parameter(0))] * count
+    text = text_of(mode, Output(loss="squares", rows=1, threads=threads), *programs)
+    start = text.split("BLOCK:")[1].split("add.u32 %end")[0]
+    registers = re.findall(r"(%\w+), 0[fd]0+;", start)
+    assert len(registers) == count
+    dtype = np.float32 if mode is Mode.FAST else np.float64
+    terms = np.random.default_rng(2).integers(-1000, 1000, size=(count, threads)).astype(dtype)
+    machine = Machine(threads, dict(zip(registers, terms, strict=True)))
+    flush = text.split("@%more bra.uni LOOP;")[1].split("add.u32 %block")[0]
+    machine.run(flush.strip().splitlines())
+    assert machine.stored == dict(enumerate(terms.sum(axis=1).tolist()))

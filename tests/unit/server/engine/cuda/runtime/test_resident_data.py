@@ -1,19 +1,22 @@
-"""Data sets on a device: what is refused before anything is allocated."""
+"""Ranges of rows that are computed one after the other."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from itertools import pairwise
 
-from warpfit.dataset import Dataset, Layout
-from warpfit.errors import ResourceExhaustedError
-from warpfit_server.engine.cuda.runtime.resident_data import upload
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfit_server.engine.cuda.runtime.resident_data import cut_rows
 
 
-@pytest.mark.parametrize(("dtype", "rows"), [("<f4", 1 << 30), ("<f8", 1 << 29)])
-def test_a_column_longer_than_the_kernels_strides_is_refused(dtype, rows):
-    layout = Layout(np.dtype(dtype), variables=1, rows=rows)
-    matrix = np.broadcast_to(np.zeros(1, dtype), (1, rows))  # no memory behind it
-    with pytest.raises(ResourceExhaustedError, match="several data sets") as refused:
-        upload(None, Dataset.resident(layout, matrix, bytes(32)))
-    assert refused.value.needed > refused.value.available
+@given(st.integers(0, 2**40), st.integers(1, 2**24), st.integers(18, 30))
+def test_rows_are_cut_where_nodes_of_the_tree_of_sums_end(start, count, level):
+    spans = cut_rows((start, start + count), 1 << level)
+    assert spans[0][0] == start
+    assert spans[-1][1] == start + count
+    assert all(before[1] == after[0] for before, after in pairwise(spans))
+    if count > 1 << level:
+        assert all(first >> level == (last - 1) >> level for first, last in spans)
+    else:
+        assert len(spans) == 1

@@ -1,0 +1,157 @@
+"""The bits of sums over rows on a device: the rows say them, and nothing else has a say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from support.engines.derivative_suite import make_dataset, smooth_programs
+from support.engines.derivatives import derive, linearise
+from warpfit.dataset import Dataset
+from warpfit.expressions.workload import thesis_mix
+from warpfit.losses import ABSOLUTE, SQUARES
+from warpfit.request import Loss, Precision, Tier
+from warpfit_server.engine.cpu.sum_tree import sum_nodes
+from warpfit_server.engine.cuda.interpreter.tier import InterpreterTuning
+from warpfit_server.engine.cuda.jit.kernel_plan import KernelPlan
+from warpfit_server.engine.cuda.math import modes
+from warpfit_server.engine.cuda.runtime.device import CudaDevice
+
+ROWS = 70_001
+#: Rows of nodes of the tree of sums.
+NODES = (4096, 16384)
+MODES = [
+    (np.float32, Precision.FAST),
+    (np.float32, Precision.PRECISE),
+    (np.float64, Precision.PRECISE),
+]
+SPANS = [None, (517, 66_000)]
+
+
+def mixed_data(dtype, *, weights: bool = False) -> Dataset:
+    rng = np.random.default_rng(11)
+    columns, target = rng.uniform(0.5, 2, size=(ROWS, 10)), rng.normal(size=ROWS)
+    return Dataset.of(columns, target, rng.uniform(size=ROWS) if weights else None, dtype=dtype)
+
+
+def node_ranges(rows: tuple[int, int], length: int) -> list[tuple[int, int]]:
+    start, stop = rows
+    return list(pairwise([start, *range((start // length + 1) * length, stop, length), stop]))
+
+
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_interpreted_losses_do_not_depend_on_the_rows_of_a_thread(
+    evaluate, monkeypatch, dtype, precision, weights, span
+):
+    dataset, (programs, vectors) = mixed_data(dtype, weights=weights), thesis_mix(3, 40)
+    options = {"precision": precision, "tier": Tier.INTERPRETER, "rows": span, "values": False}
+    fewest = 16 // np.dtype(dtype).itemsize
+    widths = [fewest, 2 * fewest, *([4 * fewest] if precision is Precision.FAST else [])]
+    tunings = [InterpreterTuning(rows=rows) for rows in widths]
+    tunings.append(InterpreterTuning(chunk_bytes=40_000, warps=1, jobs_per_warp=1))
+    for loss in (Loss.SSE, Loss.MAE):
+        whole = evaluate(dataset, programs, vectors, loss=loss, **options).losses
+        for tuning in tunings:
+            with monkeypatch.context() as patch:
+                patch.setattr(evaluate.engine._interpreter, "_tuning", tuning)
+                got = evaluate(dataset, programs, vectors, loss=loss, **options).losses
+            np.testing.assert_array_equal(got, whole)
+        alone = [
+            evaluate(dataset, [program], [vector], loss=loss, **options).losses[0]
+            for program, vector in zip(programs[:5], vectors[:5], strict=True)
+        ]
+        np.testing.assert_array_equal(alone, whole[:5])
+
+
+@pytest.mark.parametrize("length", [512, *NODES])
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_interpreted_losses_are_sums_of_nodes(evaluate, dtype, precision, length):
+    dataset, (programs, vectors) = mixed_data(dtype), thesis_mix(3, 20)
+    options = {"precision": precision, "tier": Tier.INTERPRETER, "values": False, "loss": Loss.SSE}
+    rows = (1000, 60_001)
+    whole = evaluate(dataset, programs, vectors, rows=rows, **options).losses[:, 0]
+    parts = [
+        evaluate(dataset, programs, vectors, rows=part, **options).losses[:, 0]
+        for part in node_ranges(rows, length)
+    ]
+    np.testing.assert_array_equal(sum_nodes(np.stack(parts), rows[0] // length), whole)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_compiled_losses_do_not_depend_on_blocks_of_threads_or_on_launches(
+    evaluate, monkeypatch, dtype, precision
+):
+    dataset, (programs, vectors) = mixed_data(dtype), thesis_mix(3, 40)
+
+    def losses(rows) -> np.ndarray:
+        return evaluate(
+            dataset, programs, vectors, rows=rows, precision=precision, loss=Loss.SSE,
+            values=False, tier=Tier.COMPILED,
+        ).losses  # fmt: skip
+
+    wholes = [losses(rows) for rows in SPANS]
+    for blocks in (1, 3, 1000):
+        monkeypatch.setattr(
+            KernelPlan,
+            "blocks",
+            lambda self, _, most, __, n=blocks: (min(n, most),) * len(self.keys),
+        )
+        for rows, whole in zip(SPANS, wholes, strict=True):
+            np.testing.assert_array_equal(losses(rows), whole)
+    monkeypatch.setattr(modes, "_TOKEN_ROWS", dict.fromkeys(modes._TOKEN_ROWS, 1))
+    monkeypatch.setattr("warpfit_server.engine.cuda.jit.tier._MIN_ROWS", 4096)
+    for rows, whole in zip(SPANS, wholes, strict=True):
+        np.testing.assert_array_equal(losses(rows), whole)
+
+
+def sums_of_passes(engine, dtype, precision, rows, count=None) -> np.ndarray:
+    """Sums over rows of the passes of a fit, and of an evaluation for statistics."""
+    data = make_dataset(ROWS, np.dtype(dtype).name, weights=True)
+    programs, parameters = smooth_programs()
+    programs, parameters = programs[:count], parameters[:count]
+    options = {"rows": rows, "precision": precision}
+    passed = linearise(engine, data, programs, parameters, SQUARES, **options)
+    derived = derive(
+        engine, data, programs, parameters, row_loss=ABSOLUTE, statistics=True, **options
+    )
+    first = len(parameters[0])
+    found = [passed.losses[:1], passed.gradients[:first]]
+    found.append(passed.curvatures[: first * (first + 1) // 2])
+    found += [derived.losses[:1], derived.variable_gradients[:1], derived.gradients[:first]]
+    found += [derived.reductions[:1], derived.moments[:1]]
+    return np.concatenate([np.ravel(each) for each in found])
+
+
+@pytest.mark.parametrize("rows", SPANS)
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_derivatives_depend_neither_on_other_programs_nor_on_shared_memory(
+    engine, monkeypatch, dtype, precision, rows
+):
+    whole = sums_of_passes(engine, dtype, precision, rows)
+    np.testing.assert_array_equal(sums_of_passes(engine, dtype, precision, rows, 1), whole)
+    monkeypatch.setattr("warpfit_server.engine.cuda.derivatives.launch_plan._CHUNK_BYTES", 1 << 20)
+    np.testing.assert_array_equal(sums_of_passes(engine, dtype, precision, rows), whole)
+    given = CudaDevice.shared_bytes
+    for size in (0, 30_000):
+        monkeypatch.setattr(
+            CudaDevice, "shared_bytes",
+            lambda self, blocks, size=size: given(self, 1) if blocks == 1 else size,
+        )  # fmt: skip
+        np.testing.assert_array_equal(sums_of_passes(engine, dtype, precision, rows), whole)
+
+
+@pytest.mark.parametrize("length", NODES)
+@pytest.mark.parametrize(("dtype", "precision"), MODES)
+def test_linearised_sums_are_sums_of_nodes(engine, dtype, precision, length):
+    data, rows = make_dataset(ROWS, np.dtype(dtype).name, weights=True), (1000, 60_001)
+
+    def sums(part: tuple[int, int]) -> np.ndarray:
+        found = linearise(engine, data, *smooth_programs(), SQUARES, rows=part, precision=precision)
+        return found.losses[:, 0]
+
+    parts = np.stack([sums(part) for part in node_ranges(rows, length)])
+    np.testing.assert_array_equal(sum_nodes(parts, rows[0] // length), sums(rows))

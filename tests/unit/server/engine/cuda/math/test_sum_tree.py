@@ -1,0 +1,128 @@
+"""Sums over rows, by the device's source compiled for this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from support.machines.device_lowering import compile_for_host
+from warpfit_server.engine.cpu.sum_tree import sum_nodes
+from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    LEAF_ROWS,
+    NODE_STATISTICS,
+    STATISTICS_ARGUMENTS,
+)
+from warpfit_server.engine.cuda.math.prelude import sum_tree
+
+#: Statistics are measured by one warp a block here.
+_ENTRIES = """
+struct Nodes { double* sums; long long first, nodes, count; };
+static void add_nodes(Nodes n) { sum_nodes(n.sums, n.first, n.nodes, n.count); }
+struct Groups { const double* values; double* sums; long long groups; };
+template <int N> static double sum_groups(const double* values) {
+  double v[N];
+  for (int g = 0; g < N; ++g) v[g] = values[32 * g + threadIdx.x];
+  return group_sum(v, threadIdx.x);
+}
+static void add_groups(Groups g) {
+  const double sum = g.groups == 1 ? sum_groups<1>(g.values) : g.groups == 2 ?
+      sum_groups<2>(g.values) : sum_groups<4>(g.values);
+  g.sums[threadIdx.x] = sum;
+}
+extern "C" int host_nodes(const Nodes* n) { return launch_on_host(add_nodes, n, 1, 32); }
+extern "C" int host_groups(const Groups* g) { return launch_on_host(add_groups, g, 1, 32); }
+extern "C" int host_statistics(const StatisticsArguments* a) {
+  return launch_on_host(measure, a, a->leaf_count, 32) + launch_on_host(merge_leaves, a, 1, 32);
+}
+"""
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    package = "warpfit_server.engine.cuda.derivatives"
+    statistics = resources.files(package).joinpath("statistics.cu").read_text()
+    narrow = statistics.replace("STATISTICS_THREADS 256", "STATISTICS_THREADS 32")
+    assert narrow != statistics
+    return compile_for_host("typedef float real;\n" + sum_tree() + narrow + _ENTRIES)
+
+
+def run(entry: str, *words: Any) -> None:
+    arguments = np.array(
+        [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words],
+        dtype=np.int64,
+    )
+    assert getattr(kernels(), entry)(ctypes.c_void_p(arguments.ctypes.data)) == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**40), st.integers(1, 5000), st.integers(1, 3), st.integers(0, 99))
+def test_nodes_are_added_up_as_on_the_cpu(first, nodes, count, seed):
+    sums = np.random.default_rng(seed).normal(size=(nodes, count))
+    expected = sum_nodes(sums, first)
+    run("host_nodes", sums, first, nodes, count)
+    np.testing.assert_array_equal(sums[0], expected)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_of_a_tile_are_added_up_like_tiles_of_one_group(groups):
+    values, sums = np.random.default_rng(1).normal(size=(groups, 32)), np.zeros(32)
+    alone = np.zeros((groups, 32))
+    for number in range(groups):
+        run("host_groups", values[number], alone[number], 1)
+    run("host_groups", values, sums, groups)
+    np.testing.assert_array_equal(sums, sum_nodes(alone, 0))
+    np.testing.assert_allclose(sums, values.sum())
+
+
+def measured(f: NDArray[Any], y: NDArray[Any], w: NDArray[Any] | None, rows, aligned: int):
+    """Statistics of rows of columns, of which the device has those from a row on."""
+    start, stop = rows
+    leaves = -(-stop // LEAF_ROWS) - start // LEAF_ROWS
+    memory, found = np.zeros((leaves, NODE_STATISTICS)), np.zeros(12)
+    arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
+    for name, column in (("values", f), ("target", y), ("weights", w)):
+        arguments[name] = 0 if column is None else column[aligned:].ctypes.data
+    arguments["leaves"], arguments["leaf_count"] = memory.ctypes.data, leaves
+    arguments["reductions"], arguments["moments"] = found.ctypes.data, found[5:].ctypes.data
+    arguments["first_row"], arguments["end_row"] = start - aligned, stop - aligned
+    arguments["before"] = aligned
+    assert kernels().host_statistics(ctypes.c_void_p(arguments.ctypes.data)) == 0
+    return found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows", [(0, 1), (300, 5000), (1024, 2048), (2000, 2300)])
+def test_statistics_are_those_of_numpy_wherever_the_memory_begins(rows, weighted):
+    rng = np.random.default_rng(3)
+    f = (1e4 + rng.normal(size=6000)).astype(np.float32)
+    y = (0.5 * f + rng.normal(size=6000)).astype(np.float32)
+    w = rng.uniform(0, 2, size=6000).astype(np.float32) if weighted else None
+    found = measured(f, y, w, rows, 0)
+    np.testing.assert_array_equal(measured(f, y, w, rows, rows[0] // 256 * 256), found)
+    f, y = (column[slice(*rows)].astype(float) for column in (f, y))
+    weights = np.ones(len(f)) if w is None else w[slice(*rows)].astype(float)
+    mean_f, mean_y = np.average(f, weights=weights), np.average(y, weights=weights)
+    df, dy = f - mean_f, y - mean_y
+    squares, products = (weights * df * df).sum(), (weights * df * dy).sum()
+    left = dy - products / squares * df if squares else dy
+    expected = [f.sum(), f.mean(), f.min(), f.max(), 0, weights.sum(), mean_f, mean_y, squares]
+    expected += [(weights * dy * dy).sum(), products, (weights * left * left).sum()]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-9)
+
+
+def test_values_that_are_not_numbers_are_counted():
+    f = np.arange(3000, dtype=np.float32)
+    f[5], f[2500] = np.inf, np.nan
+    found = measured(f, None, None, (0, 2000), 0)
+    assert found[2:5].tolist() == [0.0, np.inf, 1.0]
+    found = measured(f, None, None, (2000, 3000), 0)
+    assert np.isnan(found[:4]).all()
+    assert found[4] == 1.0
