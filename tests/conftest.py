@@ -33,12 +33,12 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_sessionstart() -> None:
-    """Let one of several processes have everything compiled, while the others wait.
+    """Let one of several processes have the engines' code compiled, while the others wait.
 
     All at once they would take longer than a test may.
     """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
+        return  # it collects the tests, and so compiles every module's bytecode for the others
     from warpfit_server.engine.cpu.codegen import loader
     from warpfit_server.engine.fit import compiled
     from warpfit_server.system.resources import available_cores

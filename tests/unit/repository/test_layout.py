@@ -7,6 +7,7 @@ A folder imports those that stand before it in its list. A module at the top of 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,16 +49,17 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports, wherever in it, unless for type checkers only."""
+@cache
+def imports(module: str) -> set[str]:
+    """Modules that one imports, wherever in it, unless for type checkers only."""
     found = set()
-    for node in walk(ast.parse(path.read_text())):
+    for node in walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return found & set(MODULES)
+    return found & set(MODULES) - {module}
 
 
 def walk(node: ast.AST):
@@ -68,9 +70,6 @@ def walk(node: ast.AST):
         yield from walk(child)
 
 
-IMPORTS = {name: imports(path) - {name} for name, path in MODULES.items()}
-
-
 def test_no_module_imports_itself_by_way_of_others():
     """Package folders are not followed: importing a module loads those above it first."""
     done, circles = set(), []
@@ -79,7 +78,7 @@ def test_no_module_imports_itself_by_way_of_others():
         if name in way:
             circles.append([*way[way.index(name) :], name])
         elif name not in done:
-            for imported in sorted(IMPORTS[name]):
+            for imported in sorted(imports(name)):
                 follow(imported, [*way, name])
             done.add(name)
 
@@ -99,7 +98,7 @@ def test_imports_point_down(package):
     up = {
         (name, imported)
         for name in MODULES
-        for imported in IMPORTS[name]
+        for imported in imports(name)
         if place(name) is not None and place(imported) is not None and place(imported) > place(name)
     }
     assert up == set()
