@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import requires
+from importlib.metadata import packages_distributions, requires
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 
-def required_packages(name: str) -> set[str]:
-    """Names of all packages that an installation without extras needs, beside the package itself.
+def required_packages(requirement: str) -> set[str]:
+    """Names of all packages that an installation needs here, beside the package itself.
 
-    Environment markers other than extras are taken to hold.
+    Args:
+        requirement: a package, with extras or without, such as ``warpfit[server]``.
+
     """
-    found: set[str] = set()
-    waiting = [name]
+    found: set[tuple[str, str]] = set()
+    waiting = [Requirement(requirement)]
     while waiting:
-        for requirement in requires(waiting.pop()) or ():
-            specification, _, marker = requirement.partition(";")
-            needed = re.split(r"[\s<>=!~\[(]", specification.strip(), maxsplit=1)[0].lower()
-            if "extra" not in marker and needed not in found:
-                found.add(needed)
-                waiting.append(needed)
-    return found
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        for extra in {"", *wanted.extras} - {extra for known, extra in found if known == name}:
+            found.add((name, extra))
+            waiting += [
+                needed
+                for needed in map(Requirement, requires(name) or ())
+                if needed.marker is None or needed.marker.evaluate({"extra": extra})
+            ]
+    return {name for name, _ in found} - {canonicalize_name(Requirement(requirement).name)}
+
+
+def absent_modules(requirement: str) -> set[str]:
+    """Modules that are installed here, and not by an installation of this alone."""
+    present = {canonicalize_name(Requirement(requirement).name), *required_packages(requirement)}
+    return {
+        module
+        for module, owners in packages_distributions().items()
+        if present.isdisjoint(map(canonicalize_name, owners))
+    }
