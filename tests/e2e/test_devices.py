@@ -102,21 +102,16 @@ def test_an_engine_that_dies_costs_its_own_calls_only(server):
         assert server.engine(0).pid == survivor
 
 
-def test_all_answers_are_the_same_bits_for_one_two_and_three_engines(server):
+def test_all_answers_are_the_same_bits_for_one_and_two_engines(server):
     sizes = {"rows": ROWS, "programs": 240, "fits": 80}
-    found = {}
     with warpfit.connect(server.address) as client:
-        found[2], devices = answers(client, **sizes)
+        of_two, devices = answers(client, **sizes)
     dense = {"values", "jacobian"}  # of too few programs to be split
     for name in devices.keys() - dense:
         assert devices[name] == {"cpu:0", "cpu:1"}, name
-    for engines in (1, 3):
-        with (
-            ServerProcess(*FLAGS, "--front-ends", "1", devices=f"cpu:{engines}") as other,
-            warpfit.connect(other.address) as client,
-        ):
-            found[engines], _ = answers(client, **sizes)
-    assert found[1] == found[2] == found[3]
+    with ServerProcess(*FLAGS) as other, warpfit.connect(other.address) as client:
+        of_one, _ = answers(client, **sizes)
+    assert of_one == of_two
 
 
 def test_values_of_a_split_call_arrive_in_order(server):

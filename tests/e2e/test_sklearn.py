@@ -72,7 +72,7 @@ def test_a_law_is_found_and_written_in_the_names_of_the_columns(server: ServerPr
 def test_equations_trade_length_for_accuracy(server: ServerProcess):
     X = points()
     y = law(X) + np.random.default_rng(5).normal(0, 0.1, len(X))
-    settings = {"address": server.address, "random_state": 3, "population": 100, "generations": 8}
+    settings = {"address": server.address, "random_state": 3, "population": 60, "generations": 4}
     model = SymbolicRegressor(**settings).fit(X, y)
     sizes = [equation.complexity for equation in model.front_]
     losses = [equation.loss for equation in model.front_]
@@ -212,7 +212,7 @@ def test_weights_mean_repetition(server: ServerProcess):
 
 def test_models_work_in_scikit_learn_and_travel_without_a_server(server: ServerProcess):
     X = points(120)
-    model = SymbolicRegressor(address=server.address, population=100, generations=8, random_state=1)
+    model = SymbolicRegressor(address=server.address, population=60, generations=5, random_state=1)
     scores = cross_val_score(make_pipeline(StandardScaler(), model), X, law(X), cv=3)
     assert scores.min() > 0.8
     fitted = clone(model).fit(X, law(X))

@@ -192,7 +192,7 @@ def test_both_tiers_of_a_gpu_are_measured_and_reported(tmp_path, servers, monkey
     monkeypatch.setattr(Figure, "savefig", lambda _, target, **__: target.write(b"PNG"))
     servers.append("GPU")
     profile = replace(SMALL, rows=(20, 40), expressions=(2, 1_000), other_rows=(20,))
-    document, _ = run(tmp_path / "a.json", profile, engines=("cuda", "cpu"))
+    document, _ = run(tmp_path / "a.json", profile, engines=("cuda",))
     scenarios = [c["scenario"] for c in document["cells"] if c["scenario"]["engine"] == "cuda"]
     ways = {(scenario["tier"], scenario["reuse"]) for scenario in scenarios}
     assert ways == {("interpreter", "fresh"), ("interpreter", "repeated"), ("compiled", "repeated")}
