@@ -1,7 +1,8 @@
-"""The transpiler without a GPU: what it generates, and that it assembles."""
+"""The transpiler without a GPU: what it generates, and that it assembles for every architecture."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from functools import cache
@@ -28,11 +29,10 @@ from warpfit_server.engine.cuda.jit.shapes import Shape, shapes_of_batch
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime import nvjitlink as linker
 
-#: The oldest, the newest and one between them.
-ARCHITECTURES = (75, 90, 120)
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 #: Modes in which values and gradients are assembled for each architecture.
-MODES = tuple(zip(ARCHITECTURES, Mode, strict=True))
-GRADIENT_MODES = tuple(zip(ARCHITECTURES, reversed(Mode), strict=True))
+MODES = tuple(zip(ARCHITECTURES, itertools.cycle(Mode)))
+GRADIENT_MODES = tuple(zip(ARCHITECTURES, itertools.cycle(reversed(Mode))))
 OUTPUTS = (
     Output(loss="squares", rows=4),
     Output(values=True, rows=2, threads=512),
