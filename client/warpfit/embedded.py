@@ -70,12 +70,7 @@ def server_at(address: str | None, arguments: Sequence[str] = ()) -> Iterator[st
 
 
 def require_server() -> None:
-    """Check that the server's package is installed.
-
-    Raises:
-        InvalidArgumentError: if it is not.
-
-    """
+    """Check that the server's package is installed; raise InvalidArgumentError if it is not."""
     if find_spec("warpfit_server") is None or find_spec("numba") is None:
         raise InvalidArgumentError(
             "the server is not installed here",

@@ -235,12 +235,7 @@ class Population(Sequence[Program]):
 
     @classmethod
     def of(cls, programs: Sequence[Program]) -> Population:
-        """Join programs.
-
-        Raises:
-            InvalidArgumentError: for anything but a `Program`.
-
-        """
+        """Join programs; raise InvalidArgumentError for anything but a `Program`."""
         if isinstance(programs, Population):
             return Population(programs.codes, programs.values, programs.lengths)
         # Few types of many programs: checking each one takes longer than all that follows.

@@ -382,12 +382,7 @@ def as_loss(given: Loss | LossFunction | str) -> Loss | LossFunction:
 
 
 def as_closing(given: Closing | str) -> Closing:
-    """Return a closing by its name.
-
-    Raises:
-        InvalidArgumentError: for an unknown name.
-
-    """
+    """Return a closing by its name; raise InvalidArgumentError for an unknown name."""
     try:
         return Closing(given)
     except ValueError:

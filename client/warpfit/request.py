@@ -167,12 +167,7 @@ class Evaluation:
 
 
 def check_rows(rows: tuple[int, int], layout: Layout) -> None:
-    """Check a half-open row range.
-
-    Raises:
-        InvalidArgumentError: if it does not fit the data set.
-
-    """
+    """Check a half-open row range; raise InvalidArgumentError if it does not fit the data set."""
     start, stop = rows
     if not 0 <= start < stop <= layout.rows:
         raise InvalidArgumentError(

@@ -81,12 +81,7 @@ class DatasetHandle:
 
 
 def checked_handle(data: object) -> DatasetHandle:
-    """Check that a caller passed a handle.
-
-    Raises:
-        InvalidArgumentError: if not.
-
-    """
+    """Check that a caller passed a handle; raise InvalidArgumentError if not."""
     if isinstance(data, DatasetHandle):
         return data
     raise InvalidArgumentError(

@@ -24,12 +24,7 @@ class Table:
     """[rows, columns]."""
 
     def split(self, target: str | None) -> tuple[Table, NDArray[np.float64] | None]:
-        """Take the target column out.
-
-        Raises:
-            InvalidArgumentError: if there is no such column.
-
-        """
+        """Take the target column out; raise InvalidArgumentError if there is no such column."""
         if target is None:
             return self, None
         if target not in self.names:

@@ -125,12 +125,7 @@ class ResultAssembler:
         return not (self._evaluation.values or self._evaluation.jacobian)
 
     def add(self, message: pb.EvaluateResponse) -> None:
-        """Take the next message.
-
-        Raises:
-            InternalError: if the server breaks the contract.
-
-        """
+        """Take the next message; raise InternalError if the server breaks the contract."""
         if message.HasField("header"):
             self._start(message)
         # Reading a field of bytes copies it, so the Jacobian is read only if it was requested.
@@ -141,12 +136,7 @@ class ResultAssembler:
             self._finish(message)
 
     def result(self) -> Result:
-        """Return the whole result.
-
-        Raises:
-            InternalError: if a part of the answer is missing.
-
-        """
+        """Return the whole result; raise InternalError if a part of the answer is missing."""
         arrays = {}
         for name in ("values", "jacobian"):
             matrix: _Matrix | None = getattr(self, f"_{name}")

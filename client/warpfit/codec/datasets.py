@@ -84,12 +84,7 @@ def open_message(file: ServerFile) -> pb.OpenDatasetRequest:
 
 
 def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
-    """Decode the request of OpenDataset.
-
-    Raises:
-        InvalidArgumentError: for an unknown dtype.
-
-    """
+    """Decode the request of OpenDataset; raise InvalidArgumentError for an unknown dtype."""
     dtype = _dtype(message.dtype, "dtype")
     return ServerFile(message.name, tuple(message.x), message.y, message.weights, dtype)
 
@@ -159,12 +154,7 @@ def upload_header(message: pb.UploadVariablesRequest) -> tuple[Layout, bytes]:
 
 
 def check_content_id(content_id: bytes) -> bytes:
-    """Return a content id of the right length.
-
-    Raises:
-        InvalidArgumentError: for any other length.
-
-    """
+    """Return a content id of the right length; raise InvalidArgumentError for any other length."""
     if len(content_id) != CONTENT_ID_BYTES:
         raise InvalidArgumentError(
             f"content_id has {len(content_id)} bytes, not {CONTENT_ID_BYTES}",

@@ -131,12 +131,7 @@ class FitAssembler:
         return not self._request.settings.progress
 
     def add(self, message: pb.OptimizeResponse) -> None:
-        """Take the next message.
-
-        Raises:
-            InternalError: if the server breaks the contract.
-
-        """
+        """Take the next message; raise InternalError if the server breaks the contract."""
         if message.HasField("progress") and self._report is not None:
             progress = message.progress
             self._report(FitProgress(progress.iterations, progress.active, progress.searches))
@@ -144,12 +139,7 @@ class FitAssembler:
             self._result = self._read(message.result)
 
     def result(self) -> FitResult:
-        """Return the result.
-
-        Raises:
-            InternalError: if it is missing.
-
-        """
+        """Return the result; raise InternalError if it is missing."""
         if self._result is None:
             raise broken_answer("has no result")
         return self._result

@@ -40,12 +40,7 @@ class WireEnum(Generic[E]):
         self._members = {code: member for member, code in self.codes.items()}
 
     def member(self, code: int, field: str) -> E:
-        """Decode a code.
-
-        Raises:
-            InvalidArgumentError: if it is not defined.
-
-        """
+        """Decode a code; raise InvalidArgumentError if it is not defined."""
         try:
             return self._members[code]
         except KeyError:
@@ -61,12 +56,7 @@ TIERS: Final = WireEnum(Tier, pb.Tier)
 
 
 def parse_message(cls: type[M], data: bytes) -> M:
-    """Parse a request.
-
-    Raises:
-        InvalidArgumentError: if the bytes are not a message of this type.
-
-    """
+    """Parse a request; raise InvalidArgumentError if the bytes are not a message of this type."""
     try:
         return cls.FromString(data)
     except DecodeError as error:

@@ -94,12 +94,7 @@ def simplified(program: Program, assume_defined: bool = False) -> Program:
 
 
 def check_length(program: Program, most: int, what: str) -> None:
-    """Check that a program has at most so many tokens.
-
-    Raises:
-        ResourceExhaustedError: if not.
-
-    """
+    """Check that a program has at most so many tokens; raise ResourceExhaustedError if not."""
     if len(program) > most:
         raise ResourceExhaustedError(
             f"the program has {len(program)} tokens, {what} takes {most}",

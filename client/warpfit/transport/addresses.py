@@ -143,12 +143,7 @@ def file_target(address: str) -> Target:
 
 
 def check_address(address: str) -> None:
-    """Check that an address has a port.
-
-    Raises:
-        InvalidArgumentError: if it has none.
-
-    """
+    """Check that an address has a port; raise InvalidArgumentError if it has none."""
     if not isinstance(address, str):
         raise InvalidArgumentError(
             f"an address cannot be of type {type(address).__name__}",
