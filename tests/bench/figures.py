@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import operator_page
 from capacity_figures import CAPACITY
 from tables import RESULTS, result, select, table
-
-from warpfit.cli import operator_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (

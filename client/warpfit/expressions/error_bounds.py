@@ -4,8 +4,7 @@ The error of a result is its distance from the exact value for the given operand
 NumPy's float64 value) rounded to the data's type. Wherever ``where`` holds, it is at most ``ulp``
 units in the last place of that value or ``absolute``, whichever is larger; elsewhere there is no
 bound. The three are expressions in the kernel language of `warpfit.ops` over the operands and
-``r``, the exact value, so that the documentation (`warpfit.cli.operator_page`) and the tests of
-every engine read the same numbers.
+``r``, the exact value, so that documentation and tests of every engine read the same numbers.
 
 Precise mode keeps NaN, infinities and subnormal numbers; so does fast mode on a CPU. Fast mode on a
 GPU treats subnormal operands and results as 0 and has no bounds for infinite ones. Fast mode may

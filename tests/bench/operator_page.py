@@ -1,7 +1,4 @@
-"""The page ``client/OPERATORS.md``, written from the operator table and the table of bounds.
-
-``python -m warpfit.cli.operator_page`` prints it.
-"""
+"""The page ``client/OPERATORS.md``, from the operator table and the table of bounds."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from warpfit.ops import OPERATORS, Operator
 _INTRODUCTION: Final = """\
 # Operators
 
-Made by `python -m warpfit.cli.operator_page > client/OPERATORS.md` from the operator table
-(`warpfit/ops.py`) and the table of bounds (`warpfit/expressions/error_bounds.py`); the tests of
-every engine read the same two, and fail where a bound is not kept.
+Made by `python tests/bench/figures.py` from the operator table (`warpfit/ops.py`) and the table of
+bounds (`warpfit/expressions/error_bounds.py`); the tests of every engine read the same two, and
+fail where a bound is not kept.
 
 ## Meaning
 
@@ -88,10 +85,10 @@ def _meaning(row: Operator) -> str:
 
 def _bounds(name: str, bounds: Bounds) -> str:
     each = (bounds.precise_cpu, bounds.precise_cuda, bounds.fast_cpu, bounds.fast_cuda)
-    return _line(name, *(bound_text(bound) for bound in each))
+    return _line(name, *(_bound_text(bound) for bound in each))
 
 
-def bound_text(bound: Bound) -> str:
+def _bound_text(bound: Bound) -> str:
     """Write one bound in words."""
     simple = bound.ulp.replace(".", "").isdigit()
     text = f"{bound.ulp} ulp" if simple else f"`{bound.ulp}` ulp"
@@ -102,7 +99,3 @@ def bound_text(bound: Bound) -> str:
 
 def _slopes(row: Operator) -> str:
     return _line(row.name, ", ".join(f"`{text}`" for text in row.derivative), row.slope_notes)
-
-
-if __name__ == "__main__":
-    print(operator_page(), end="")
