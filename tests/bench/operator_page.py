@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Final
 
-from warpfit.expressions.error_bounds import BOUNDS, Bound, Bounds
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.engines.error_bounds import BOUNDS, Bound, Bounds
 from warpfit.expressions.printing import text_form
 from warpfit.ops import OPERATORS, Operator
 
@@ -12,7 +16,7 @@ _INTRODUCTION: Final = """\
 # Operators
 
 Made by `python tests/bench/figures.py` from the operator table (`warpfit/ops.py`) and the table of
-bounds (`warpfit/expressions/error_bounds.py`); the tests of every engine read the same two, and
+bounds (`tests/support/engines/error_bounds.py`); the tests of every engine read the same two, and
 fail where a bound is not kept.
 
 ## Meaning

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from support.engines.accuracy import rounded_threshold
-from support.engines.error_bounds import error_limit, excess
+from support.engines.error_bounds import BOUNDS, Bound, error_limit, excess
 from support.engines.hard_cases import exact_values, hard_operands, near_multiples_of_half_pi
 from warpfit.dataset import Dataset
-from warpfit.expressions.error_bounds import BOUNDS, Bound
 from warpfit.ir import Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision, Tier

@@ -1,17 +1,118 @@
-"""Errors of results against the table of error bounds."""
+"""The table of error bounds of each operator, by engine and mode, and errors against it.
+
+The error of a result is its distance from the exact value for the given operands (for ``fma``, from
+NumPy's float64 value) rounded to the data's type. Wherever ``where`` holds, it is at most ``ulp``
+units in the last place of that value or ``absolute``, whichever is larger; elsewhere there is no
+bound. The three are expressions in the kernel language of `warpfit.ops` over the operands and
+``r``, the exact value, so that documentation and tests of every engine read the same numbers.
+
+Precise mode keeps NaN, infinities and subnormal numbers; so does fast mode on a CPU. Fast mode on a
+GPU treats subnormal operands and results as 0 and has no bounds for infinite ones. Fast mode may
+round a product and its sum with another number once instead of twice. It changes float32 alone.
+
+CUDA's bounds are those of NVIDIA's CUDA C++ Programming Guide (chapter Mathematical Functions) for
+its functions, and of the PTX ISA for the instructions ``sin``, ``cos``, ``ex2``, ``lg2``, ``tanh``
+and ``sqrt`` with ``.approx``; bounds of combinations follow by first-order error analysis.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from warpfit.expressions.derivatives import FUNCTIONS
-from warpfit.expressions.error_bounds import Bound
+from warpfit.ops import OPERATORS
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Largest error of one operator in one mode."""
+
+    ulp: str = "2"
+    """Units in the last place of the exact value rounded to the data's type."""
+    absolute: str = "0"
+    """Bound where it is larger than that of ``ulp``."""
+    where: str = ""
+    """Condition on the operands under which the bound holds; empty for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of one operator; those of precise mode are for float32 and float64."""
+
+    precise_cpu: Bound = Bound()
+    precise_cuda: Bound = Bound()
+    fast_cpu: Bound = Bound()
+    fast_cuda: Bound = Bound()
+
+
+_EXACT: Final = Bounds(*[Bound("0")] * 4)
+#: CUDA's fast division treats divisors above 2^126 as infinite.
+_DIVISOR: Final = Bound("2", where="(abs({0}) >= 1.2e-38) & (abs({0}) <= 8.5e37)")
+_LOGARITHM: Final = Bound("3", "3.6e-7")
+#: The error of log2 |a|, 2^-22 absolute or relative, is multiplied by the exponent.
+_CUDA_POWER: Final = Bound(
+    # Beyond this exponent the error of the logarithm changes the result by more than a few percent.
+    "4 + 4 * abs(b) * (1 + abs(log2(abs(a))))",
+    where="abs(b) <= 65536",
+)
+#: The logarithm has an error of 2^-23, which grows with the logarithm of the result.
+_CPU_POWER: Final = Bound("4 + 2 * abs(log2(abs(r)))")
+#: Functions of CUDA's library that divide or take roots, which fast mode approximates.
+_LIBRARY: Final = Bounds(fast_cuda=Bound("8"))
+_CIRCULAR: Final = Bound("2", "select(abs(a) <= 6.28, 7e-7, 4e-5)", "abs(a) <= 314")
+
+
+def _division(divisor: str) -> Bound:
+    return Bound(_DIVISOR.ulp, where=_DIVISOR.where.format(divisor))
+
+
+_BOUNDS: Final[Mapping[str, Bounds]] = {
+    **dict.fromkeys(("add", "sub", "mul", "square", "neg", "abs", "min", "max"), _EXACT),
+    **dict.fromkeys(("floor", "ceil", "sign", "where", "relu"), _EXACT),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"), _EXACT),
+    **dict.fromkeys(("div", "pdiv", "zdiv"), Bounds(fast_cuda=_division("b"))),
+    **dict.fromkeys(("inv", "pinv"), Bounds(fast_cuda=_division("a"))),
+    **dict.fromkeys(("asin", "acos", "atan", "cosh", "log1p", "expm1", "erf", "cbrt"), _LIBRARY),
+    **dict.fromkeys(("log", "logabs"), Bounds(fast_cuda=_LOGARITHM)),
+    **dict.fromkeys(("sin", "cos"), Bounds(fast_cuda=_CIRCULAR)),
+    "pow": Bounds(
+        precise_cuda=Bound("4"),
+        fast_cpu=_CPU_POWER,
+        fast_cuda=_CUDA_POWER,
+    ),
+    "powabs": Bounds(precise_cuda=Bound("4"), fast_cpu=_CPU_POWER, fast_cuda=_CUDA_POWER),
+    "exp": Bounds(fast_cuda=Bound("2 + 1.173 * abs(a)")),
+    "tan": Bounds(
+        precise_cuda=Bound("4"),
+        fast_cuda=Bound(
+            "2", "1e-6 * (1 + abs(r)) * (1 + abs(r))", "(abs(a) <= 6.28) & (abs(r) <= 1000)"
+        ),
+    ),
+    "atan2": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("8", where="abs(b) <= 8.5e37")),
+    "sinh": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("8")),
+    "tanh": Bounds(fast_cuda=Bound("8192")),
+    "log2": Bounds(fast_cuda=Bound("2", "2.4e-7")),
+    "log10": Bounds(fast_cuda=Bound("3", "6e-8")),
+    "aq": Bounds(precise_cuda=Bound("4"), fast_cuda=Bound("4", where="abs(b) <= 1e19")),
+    "logistic": Bounds(
+        precise_cuda=Bound("3"),
+        fast_cpu=Bound("3"),
+        fast_cuda=Bound("5 + 1.173 * abs(a)", where="abs(a) <= 87"),
+    ),
+    "plog": Bounds(precise_cuda=Bound("3"), fast_cuda=Bound("3")),
+}
+#: Bounds of every operator by name.
+BOUNDS: Final[Mapping[str, Bounds]] = MappingProxyType(
+    {name: _BOUNDS.get(name, Bounds()) for name in OPERATORS}
+)
 
 
 def error_limit(bound: Bound, operands: Sequence[Array], exact: Array) -> Array:

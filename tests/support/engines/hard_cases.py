@@ -15,7 +15,7 @@ import mpmath
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from warpfit.expressions.error_bounds import BOUNDS
+from support.engines.error_bounds import BOUNDS
 from warpfit.ops import Operator
 
 Array = NDArray[Any]

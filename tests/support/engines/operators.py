@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from support.engines.accuracy import ulps
+from support.engines.error_bounds import BOUNDS
 from support.engines.strategies import edge_values
-from warpfit.expressions.error_bounds import BOUNDS
 from warpfit.ir import Program
 
 #: NumPy's own float64 functions err by up to 4 ulp.

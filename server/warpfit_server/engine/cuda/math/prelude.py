@@ -17,7 +17,7 @@ from warpfit_server.engine.cuda.math.precise import precise_calls, precise_sourc
 REAL_NAMES: Final = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 #: Functions of fast mode that the operator table calls; their errors are stated in
-#: `warpfit.expressions.error_bounds`.
+#: `client/OPERATORS.md`.
 #: For a < 0 ``fast_pow`` has the right sign for every whole b in [-2^22, 2^22], and is NaN for
 #: every other b in that range.
 _FAST_HELPERS: Final = r"""

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.engines.accuracy import operator_error, rounded_threshold, ulps
-from support.engines.error_bounds import excess
+from support.engines.error_bounds import BOUNDS, excess
 from support.engines.evaluations import Evaluate
 from support.engines.hard_cases import (
     CLOSEST_TO_HALF_PI,
@@ -22,7 +22,6 @@ from support.engines.hard_cases import (
 )
 from support.engines.strategies import edge_values
 from warpfit.dataset import Dataset
-from warpfit.expressions.error_bounds import BOUNDS
 from warpfit.expressions.workload import random_program
 from warpfit.ir import Program
 from warpfit.ops import BY_CODE, OPERATORS

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from support.engines.accuracy import ulps
+from support.engines.error_bounds import BOUNDS as BOUNDS_TABLE
 from support.engines.error_bounds import excess
 from support.engines.hard_cases import exact_values, hard_operands
 from support.engines.operators import operand_rows
-from warpfit.expressions.error_bounds import BOUNDS as BOUNDS_TABLE
 from warpfit.ops import OPERATORS
 
 pytest.importorskip("cuda.bindings.nvrtc")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.engines.error_bounds import error_limit, excess
-from warpfit.expressions.error_bounds import BOUNDS, Bound
+from support.engines.error_bounds import BOUNDS, Bound, error_limit, excess
 from warpfit.ops import OPERATORS
 
 
