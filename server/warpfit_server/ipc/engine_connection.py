@@ -55,20 +55,20 @@ class EngineConnection:
         self.suspects = suspects or KnownSuspects()
         self._channel: Channel | None = None
         self._replies: ReplyDispatcher | None = None
-        self._engine = 0
+        self._process = 0
         self._in_flight: dict[int, InFlightRequest] = {}
         self._mapped: set[int] = set()
         """Identifiers of the segments that the engine has mapped."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def open(self, end: socket.socket, engine: int = 0) -> None:
+    def open(self, end: socket.socket, process: int = 0) -> None:
         """Use this socket from now on.
 
         Args:
             end: this process's end of the connection.
-            engine: number of the engine at the other end; a connection to an earlier engine than
-                the last one is closed.
+            process: number of the engine process at the other end; a connection to an earlier one
+                than the last one is closed.
 
         Raises:
             ResourceExhaustedError: if this process can open no more files; the socket is closed.
@@ -82,11 +82,11 @@ class EngineConnection:
             channel.close()
             raise shortage(error) or error from error
         with self._lock:
-            is_late = engine < self._engine
+            is_late = process < self._process
             if not is_late:
                 old = self._detach()
                 self._channel, self._replies = channel, replies
-                self._engine, self._mapped = engine, set()
+                self._process, self._mapped = process, set()
         if is_late:
             replies.close()
             return
@@ -160,7 +160,7 @@ class EngineConnection:
             channel, request.replies = self._channel, self._replies
             if channel is None:
                 raise unavailable()
-            request.number, request.engine = next(self._numbers), self._engine
+            request.number, request.process = next(self._numbers), self._process
             descriptors = [] if identifier in self._mapped else [request.segment.descriptor]
             self._mapped.add(identifier)
             self._in_flight[request.number] = request

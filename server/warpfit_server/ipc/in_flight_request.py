@@ -62,7 +62,7 @@ class InFlightRequest:
     replies: ReplyDispatcher | None = None
     """Dispatcher of the connection that it was sent over; None before it was sent."""
     number = -1
-    engine = 0
+    process = 0
     """Number of the engine process that it was sent to."""
     device = ""
     """Label of the device that it was sent to."""
@@ -271,7 +271,7 @@ class InFlightRequest:
         if state != QUEUED and self.tenant != PROBE:
             _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
             batch, dataset = self.digest(), self.evaluation.dataset_id
-            self.connection.report(InterruptedBatch(self.engine, dataset, batch, state == ALONE))
+            self.connection.report(InterruptedBatch(self.process, dataset, batch, state == ALONE))
 
 
 def unavailable() -> UnavailableError:

@@ -53,8 +53,8 @@ _ARRAYS: Final = ("codes", "values", "lengths", "parameter_counts", "parameters"
 class InterruptedBatch:
     """A batch that an engine had begun when the connection to the engine was lost."""
 
-    engine: int
-    """Number of the engine process, from 1."""
+    process: int
+    """Number of the engine process, from 1; no two processes of any engine have the same."""
     dataset: bytes
     batch: bytes
     """Its digest, see `digest`."""
@@ -176,22 +176,22 @@ class _Record:
     is_dataset: bool
     last: float = 0.0
     """``time.monotonic()`` of the last crash."""
-    engines: set[int] = field(default_factory=set)
-    """Numbers of the first few engines that died while it ran."""
+    processes: set[int] = field(default_factory=set)
+    """Numbers of the first few engine processes that died while it ran."""
     alone: set[bytes] = field(default_factory=set)
     """Batches that were all that ran when an engine died; also the data set itself, if an engine
     that did nothing else died of loading it."""
 
-    def accuse(self, engine: int, alone: bytes | None) -> None:
+    def accuse(self, process: int, alone: bytes | None) -> None:
         """Add a crash.
 
         Args:
-            engine: number of the engine.
+            process: number of the engine process.
             alone: what was all that ran, if that is known.
 
         """
-        if len(self.engines) < _MOST_COUNTED:
-            self.engines.add(engine)
+        if len(self.processes) < _MOST_COUNTED:
+            self.processes.add(process)
         if alone is not None and len(self.alone) < _MOST_COUNTED:
             self.alone.add(alone)
 
@@ -199,12 +199,12 @@ class _Record:
         """Return whether it belongs into quarantine."""
         if self.is_dataset and len(self.alone - {name}) >= 2:
             return True
-        return len(self.engines) >= 2 and name in self.alone
+        return len(self.processes) >= 2 and name in self.alone
 
     @property
     def seconds(self) -> float:
         """Seconds that it may run alone."""
-        return float(min(_LONGEST_ALONE, _ALONE_SECONDS * 4.0 ** (len(self.engines) - 1)))
+        return float(min(_LONGEST_ALONE, _ALONE_SECONDS * 4.0 ** (len(self.processes) - 1)))
 
 
 class Quarantine:
@@ -237,21 +237,21 @@ class Quarantine:
         with self._lock:
             if isinstance(outcome, ClearedSuspect):
                 self._clear(outcome)
-            elif outcome.engine not in self._deaths:
+            elif outcome.process not in self._deaths:
                 self._waiting = [*self._waiting, (self._clock(), outcome)][-_MOST_RECORDS:]
                 return
-            elif self._deaths[outcome.engine]:
+            elif self._deaths[outcome.process]:
                 self._accuse(outcome)
             known = self._judge()
         self._publish(known)
 
     def engine_died(
-        self, engine: int, *, is_blamed: bool, loading: bytes | None, at_start: bool
+        self, process: int, *, is_blamed: bool, loading: bytes | None, at_start: bool
     ) -> None:
-        """Take in an engine's death.
+        """Take in the death of an engine process.
 
         Args:
-            engine: its number.
+            process: its number.
             is_blamed: whether what it ran may be the cause.
             loading: key of the data set that it was loading, if any.
             at_start: whether it did so as it started, when it did nothing else.
@@ -259,15 +259,15 @@ class Quarantine:
         """
         with self._lock:
             now = self._clock()
-            self._deaths[engine] = is_blamed and not (loading and at_start)
+            self._deaths[process] = is_blamed and not (loading and at_start)
             self._deaths = dict(list(self._deaths.items())[-_MOST_DEATHS:])
-            waiting = [entry for entry in self._waiting if entry[1].engine == engine]
-            self._waiting = [entry for entry in self._waiting if entry[1].engine != engine]
+            waiting = [entry for entry in self._waiting if entry[1].process == process]
+            self._waiting = [entry for entry in self._waiting if entry[1].process != process]
             if is_blamed and loading:
                 record = self._record(loading, is_dataset=True)
-                record.accuse(engine, loading if at_start else None)
+                record.accuse(process, loading if at_start else None)
             for since, batch in waiting:
-                if now - since < _TOGETHER_SECONDS and self._deaths[engine]:
+                if now - since < _TOGETHER_SECONDS and self._deaths[process]:
                     self._accuse(batch)
             known = self._judge()
         self._publish(known)
@@ -288,7 +288,7 @@ class Quarantine:
     def _accuse(self, batch: InterruptedBatch) -> None:
         for name, is_dataset in ((batch.dataset, True), (batch.batch, False)):
             record = self._record(name, is_dataset=is_dataset)
-            record.accuse(batch.engine, batch.batch if batch.alone else None)
+            record.accuse(batch.process, batch.batch if batch.alone else None)
 
     def _clear(self, suspect: ClearedSuspect) -> None:
         for name in (suspect.batch, suspect.dataset):

@@ -170,7 +170,7 @@ class EngineSupervisor:
             self._tell(messages.RequestCounters())
 
     def connect(self) -> tuple[int, socket.socket]:
-        """Make a connection to the engine; return the engine's number and the front end's end.
+        """Make a connection to the engine; return the process's number and the front end's end.
 
         Raises:
             UnavailableError: if no engine is ready.
@@ -235,8 +235,8 @@ class EngineSupervisor:
     def _connect(self) -> None:
         """Open this process's connection, if there is an engine."""
         try:
-            number, end = self.connect()
-            self.connection.open(end, number)
+            process, end = self.connect()
+            self.connection.open(end, process)
         except UnavailableError:
             return  # the next engine brings a connection
         except ResourceExhaustedError as error:

@@ -18,7 +18,6 @@ from typing import Final
 #: Register class of each type width: predicate, 16, 32 and 64 bits. Registers are untyped.
 CLASSES: Final = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
 _CLASS_OF_PREFIX: Final = {"p": "p", "rs": "h", "h": "h", "r": "r", "f": "r", "rd": "d", "fd": "d"}
-_WIDTH_CLASS: Final = {"pred": "p", "16": "h", "32": "r", "64": "d"}
 #: A function with more instructions than this is called instead.
 LONGEST_INLINE: Final = 160
 
