@@ -145,6 +145,17 @@ def _comparison(
     )  # fmt: skip
 
 
+def _function(
+    code: int, name: str, numpy: Callable[..., Array], *derivative: str, **fields: Any
+) -> Operator:
+    """Return a row that is called by its name everywhere, as far as ``fields`` say nothing else."""
+    call = f"{name}({', '.join('abc'[: len(derivative)])})"
+    usual = {"kernel": call, "sympy": call, "latex": rf"\{name}\left({{a}}\right)"}
+    same = {"code": code, "name": name, "numpy": numpy, "derivative": derivative}
+    return Operator(arity=len(derivative), **same, **(usual | fields))  # type: ignore[arg-type]
+
+
+_CIRCULAR: Final = "radians; NaN at ±inf"
 _ROWS: Final = (
     # Arithmetic
     Operator(
@@ -183,25 +194,20 @@ _ROWS: Final = (
         code=21, name="neg", arity=1, symbol="-", precedence=70, numpy=np.negative,
         kernel="-a", derivative=("-1",), latex="-{a:60}", latex_precedence=50, sympy="-a",
     ),
-    Operator(
-        code=22, name="abs", arity=1, numpy=np.abs, kernel="abs(a)",
-        derivative=("select(a > 0, 1, select(a < 0, -1, 0))",),
-        latex=r"\left|{a}\right|", sympy="Abs(a)",
-        slope_notes="0 at 0",
+    _function(
+        22, "abs", np.abs, "select(a > 0, 1, select(a < 0, -1, 0))", latex=r"\left|{a}\right|",
+        sympy="Abs(a)", slope_notes="0 at 0",
     ),
     # Exponentials, logarithms, roots and powers
-    Operator(
-        code=23, name="log", arity=1, numpy=np.log, kernel="log(a)", derivative=("1 / a",),
-        latex=r"\ln\left({a}\right)", cuda_fast="__logf(a)", sympy="log(a)",
+    _function(
+        23, "log", np.log, "1 / a", latex=r"\ln\left({a}\right)", cuda_fast="__logf(a)",
         notes="natural; NaN for a < 0, -inf at 0",
     ),
-    Operator(
-        code=24, name="exp", arity=1, numpy=np.exp, kernel="exp(a)", derivative=("r",),
-        latex="e^{{{a}}}", latex_precedence=80, cuda_fast="__expf(a)", sympy="exp(a)",
+    _function(
+        24, "exp", np.exp, "r", latex="e^{{{a}}}", latex_precedence=80, cuda_fast="__expf(a)"
     ),
-    Operator(
-        code=25, name="sqrt", arity=1, numpy=np.sqrt, kernel="sqrt(a)",
-        derivative=("0.5 / r",), latex=r"\sqrt{{{a}}}", cuda_fast="fast_sqrt(a)", sympy="sqrt(a)",
+    _function(
+        25, "sqrt", np.sqrt, "0.5 / r", latex=r"\sqrt{{{a}}}", cuda_fast="fast_sqrt(a)",
         notes="NaN for a < 0",
     ),
     Operator(
@@ -217,9 +223,8 @@ _ROWS: Final = (
         code=28, name="cube", arity=1, numpy=lambda a: a * a * a, kernel="a * a * a",
         derivative=("3 * a * a",), latex="{{{a:91}}}^3", latex_precedence=80, sympy="a ** 3",
     ),
-    Operator(
-        code=29, name="cbrt", arity=1, numpy=np.cbrt, kernel="cbrt(a)",
-        derivative=("1 / (3 * r * r)",), latex=r"\sqrt[3]{{{a}}}",
+    _function(
+        29, "cbrt", np.cbrt, "1 / (3 * r * r)", latex=r"\sqrt[3]{{{a}}}",
         sympy="sign(a) * Abs(a) ** Rational(1, 3)", notes="real root, also for a < 0",
     ),
     # Selection
@@ -238,89 +243,53 @@ _ROWS: Final = (
         slope_notes="a tie passes to a",
     ),
     # Trigonometric and hyperbolic
-    Operator(
-        code=32, name="sin", arity=1, numpy=np.sin, kernel="sin(a)", derivative=("cos(a)",),
-        latex=r"\sin\left({a}\right)", cuda_fast="__sinf(a)", sympy="sin(a)",
-        notes="radians; NaN at ±inf",
+    _function(32, "sin", np.sin, "cos(a)", cuda_fast="__sinf(a)", notes=_CIRCULAR),
+    _function(33, "cos", np.cos, "-sin(a)", cuda_fast="__cosf(a)", notes=_CIRCULAR),
+    _function(34, "tan", np.tan, "1 + r * r", cuda_fast="__tanf(a)", notes=_CIRCULAR),
+    _function(
+        35, "asin", np.arcsin, "1 / sqrt((1 - a) * (1 + a))", latex=r"\arcsin\left({a}\right)",
+        notes="NaN for |a| > 1",
     ),
-    Operator(
-        code=33, name="cos", arity=1, numpy=np.cos, kernel="cos(a)", derivative=("-sin(a)",),
-        latex=r"\cos\left({a}\right)", cuda_fast="__cosf(a)", sympy="cos(a)",
-        notes="radians; NaN at ±inf",
+    _function(
+        36, "acos", np.arccos, "-1 / sqrt((1 - a) * (1 + a))", latex=r"\arccos\left({a}\right)",
+        notes="NaN for |a| > 1",
     ),
-    Operator(
-        code=34, name="tan", arity=1, numpy=np.tan, kernel="tan(a)",
-        derivative=("1 + r * r",), latex=r"\tan\left({a}\right)", cuda_fast="__tanf(a)",
-        sympy="tan(a)", notes="radians; NaN at ±inf",
+    _function(37, "atan", np.arctan, "1 / (1 + a * a)", latex=r"\arctan\left({a}\right)"),
+    _function(
+        38, "atan2", np.arctan2,
+        "select(abs(b) >= abs(a), 1 / (b * (1 + (a / b) * (a / b))), "
+        "(b / a) / (a * (1 + (b / a) * (b / a))))",
+        "select(abs(a) >= abs(b), -1 / (a * (1 + (b / a) * (b / a))), "
+        "-(a / b) / (b * (1 + (a / b) * (a / b))))",
+        latex=r"\operatorname{{atan2}}\left({a}, {b}\right)", notes="angle of the point (b, a)",
     ),
-    Operator(
-        code=35, name="asin", arity=1, numpy=np.arcsin, kernel="asin(a)",
-        derivative=("1 / sqrt((1 - a) * (1 + a))",), latex=r"\arcsin\left({a}\right)",
-        sympy="asin(a)", notes="NaN for |a| > 1",
+    _function(39, "sinh", np.sinh, "cosh(a)"),
+    _function(40, "cosh", np.cosh, "sinh(a)"),
+    _function(
+        41, "tanh", np.tanh,
+        "4 * exp(-2 * abs(a)) / ((1 + exp(-2 * abs(a))) * (1 + exp(-2 * abs(a))))",
+        cuda_fast="fast_tanh(a)",
     ),
-    Operator(
-        code=36, name="acos", arity=1, numpy=np.arccos, kernel="acos(a)",
-        derivative=("-1 / sqrt((1 - a) * (1 + a))",), latex=r"\arccos\left({a}\right)",
-        sympy="acos(a)", notes="NaN for |a| > 1",
+    _function(
+        42, "log1p", np.log1p, "1 / (1 + a)", latex=r"\ln\left(1 + {a:51}\right)",
+        sympy="log(1 + a)", notes="NaN for a < -1",
     ),
-    Operator(
-        code=37, name="atan", arity=1, numpy=np.arctan, kernel="atan(a)",
-        derivative=("1 / (1 + a * a)",), latex=r"\arctan\left({a}\right)", sympy="atan(a)",
+    _function(
+        43, "expm1", np.expm1, "exp(a)", latex="e^{{{a}}} - 1", latex_precedence=50,
+        sympy="exp(a) - 1",
     ),
-    Operator(
-        code=38, name="atan2", arity=2, numpy=np.arctan2, kernel="atan2(a, b)",
-        derivative=(
-            "select(abs(b) >= abs(a), 1 / (b * (1 + (a / b) * (a / b))), "
-            "(b / a) / (a * (1 + (b / a) * (b / a))))",
-            "select(abs(a) >= abs(b), -1 / (a * (1 + (b / a) * (b / a))), "
-            "-(a / b) / (b * (1 + (a / b) * (a / b))))",
-        ),
-        latex=r"\operatorname{{atan2}}\left({a}, {b}\right)", sympy="atan2(a, b)",
-        notes="angle of the point (b, a)",
-    ),
-    Operator(
-        code=39, name="sinh", arity=1, numpy=np.sinh, kernel="sinh(a)", derivative=("cosh(a)",),
-        latex=r"\sinh\left({a}\right)", sympy="sinh(a)",
-    ),
-    Operator(
-        code=40, name="cosh", arity=1, numpy=np.cosh, kernel="cosh(a)", derivative=("sinh(a)",),
-        latex=r"\cosh\left({a}\right)", sympy="cosh(a)",
-    ),
-    Operator(
-        code=41, name="tanh", arity=1, numpy=np.tanh, kernel="tanh(a)",
-        derivative=(
-            "4 * exp(-2 * abs(a)) / ((1 + exp(-2 * abs(a))) * (1 + exp(-2 * abs(a))))",
-        ),
-        latex=r"\tanh\left({a}\right)", cuda_fast="fast_tanh(a)",
-        sympy="tanh(a)",
-    ),
-    Operator(
-        code=42, name="log1p", arity=1, numpy=np.log1p, kernel="log1p(a)",
-        derivative=("1 / (1 + a)",), latex=r"\ln\left(1 + {a:51}\right)", sympy="log(1 + a)",
-        notes="NaN for a < -1",
-    ),
-    Operator(
-        code=43, name="expm1", arity=1, numpy=np.expm1, kernel="expm1(a)",
-        derivative=("exp(a)",), latex="e^{{{a}}} - 1", latex_precedence=50, sympy="exp(a) - 1",
-    ),
-    Operator(
-        code=44, name="log2", arity=1, numpy=np.log2, kernel="log2(a)",
-        derivative=("1.4426950408889634 / a",), latex=r"\log_2\left({a}\right)",
+    _function(
+        44, "log2", np.log2, "1.4426950408889634 / a", latex=r"\log_2\left({a}\right)",
         cuda_fast="__log2f(a)", sympy="log(a, 2)", notes="NaN for a < 0, -inf at 0",
     ),
-    Operator(
-        code=45, name="log10", arity=1, numpy=np.log10, kernel="log10(a)",
-        derivative=("0.4342944819032518 / a",), latex=r"\log_{{10}}\left({a}\right)",
+    _function(
+        45, "log10", np.log10, "0.4342944819032518 / a", latex=r"\log_{{10}}\left({a}\right)",
         cuda_fast="__log10f(a)", sympy="log(a, 10)", notes="NaN for a < 0, -inf at 0",
     ),
     # Steps
-    Operator(
-        code=46, name="floor", arity=1, numpy=np.floor, kernel="floor(a)", derivative=("0",),
-        latex=r"\left\lfloor {a} \right\rfloor", sympy="floor(a)",
-    ),
-    Operator(
-        code=47, name="ceil", arity=1, numpy=np.ceil, kernel="ceil(a)", derivative=("0",),
-        latex=r"\left\lceil {a} \right\rceil", sympy="ceiling(a)",
+    _function(46, "floor", np.floor, "0", latex=r"\left\lfloor {a} \right\rfloor"),
+    _function(
+        47, "ceil", np.ceil, "0", latex=r"\left\lceil {a} \right\rceil", sympy="ceiling(a)"
     ),
     Operator(
         code=48, name="sign", arity=1, numpy=np.sign,
@@ -410,10 +379,9 @@ _ROWS: Final = (
         latex=r"\sigma\left({a}\right)", sympy="1 / (1 + exp(-a))",
         notes="1 / (1 + exp(-a)), without overflow",
     ),
-    Operator(
-        code=65, name="erf", arity=1, numpy=_erf, kernel="erf(a)",
-        derivative=("1.1283791670955126 * exp(-a * a)",),
-        latex=r"\operatorname{{erf}}\left({a}\right)", sympy="erf(a)",
+    _function(
+        65, "erf", _erf, "1.1283791670955126 * exp(-a * a)",
+        latex=r"\operatorname{{erf}}\left({a}\right)",
     ),
     Operator(
         code=66, name="relu", arity=1, numpy=lambda a: np.maximum(a, 0.0),
