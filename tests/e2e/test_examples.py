@@ -23,7 +23,7 @@ def test_kepler_finds_the_third_law():
     assert "distance" in law
     assert "mass" not in law
     assert "eccentricity" not in law
-    (exponent,) = re.findall(r"period = distance \^ (-?[0-9.]+)", out)[-1:]
+    (exponent,) = re.findall(r"distance \^ (-?[0-9.]+)", out)[-1:]
     assert abs(abs(float(exponent)) - 1.5) < 0.003, out
 
 
