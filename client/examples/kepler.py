@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     described = "HOST:PORT of a server (default: WARPFIT_ADDRESS, or start one)"
     parser.add_argument("--address", default=os.environ.get("WARPFIT_ADDRESS"), help=described)
-    parser.add_argument("--generations", type=int, default=20)
+    parser.add_argument("--generations", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if not options.address:
