@@ -16,6 +16,8 @@ from warpfit.request import Evaluation, Loss, Precision, Tier
 from warpfit.expressions.workload import thesis_mix
 from warpfit_server.engine.interface import Outputs, run_to_end
 from warpfit_server.engine.cuda.engine import CudaEngine
+from warpfit_server.engine.cuda.interpreter import loss_launch
+from warpfit_server.engine.cuda.jit import graph_launch
 
 def answers(engine, dataset, tier, precision, loss):
     for scale in range(6):
@@ -40,6 +42,8 @@ for dtype in ("float32", "float64"):
                 answers(engine, dataset, tier, precision, Loss.MSE)
                 answers(engine, dataset, tier, precision, Loss.R2)
         engine.unload(dataset.content_id)
+loss_launch.load()  # other processes compile these types ahead
+graph_launch.load()
 print(*sorted(compiled() - before), sep="\\n")
 engine.close()
 """

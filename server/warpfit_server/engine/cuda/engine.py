@@ -99,6 +99,8 @@ class CudaEngine:
         self._interpreter = InterpreterTier(self._device, tuning)
         started = time.perf_counter()
         where = self._device.cache_directory, self._device.architecture
+        # Beside what the engine waits for: `_load_derivatives` finds it compiled, or waits for it.
+        BACKGROUND.submit(parts.compile_group, "derivatives", *where, self._threads, urgent=False)
         parts.compile_group("values", *where, self._threads)
         self._interpreter.prepare_all()
         _LOG.info("interpreter ready after %.2f s", time.perf_counter() - started)

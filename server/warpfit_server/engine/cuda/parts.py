@@ -19,9 +19,10 @@ from typing import Final, NamedTuple
 from warpfit_server.engine import validate
 from warpfit_server.engine.cuda.derivatives import lowering as derivative_lowering
 from warpfit_server.engine.cuda.derivatives import tier as derivatives
-from warpfit_server.engine.cuda.interpreter import lowering
+from warpfit_server.engine.cuda.interpreter import loss_launch, lowering
 from warpfit_server.engine.cuda.interpreter import tier as interpreter
 from warpfit_server.engine.cuda.interpreter.source import Variant
+from warpfit_server.engine.cuda.jit import graph_launch
 from warpfit_server.engine.cuda.runtime.device import cached_cubin
 from warpfit_server.engine.native import compile_processes, numba_cache
 
@@ -48,8 +49,8 @@ def _compile_lowering(architecture: int, directory: Path) -> None:
     cached_cubin(directory, key, lambda: lowering.lowering_cubin(architecture))
 
 
-def _compile_check(_architecture: int, _directory: Path) -> None:
-    validate.load()
+def _compile_host_code(load: Callable[[], None], _architecture: int, _directory: Path) -> None:
+    load()
 
 
 def _compile_derivative_lowering(_architecture: int, directory: Path) -> None:
@@ -73,7 +74,9 @@ _DERIVATIVES: Final = dict(zip(derivatives.VARIANTS, (5.2, 11.8, 7.7), strict=Tr
 GROUPS: Final = {
     "values": {
         "lowering": Part(1.0, _compile_lowering),
-        "check": Part(0.8, _compile_check),
+        "check": Part(0.8, partial(_compile_host_code, validate.load)),
+        "losses": Part(8.0, partial(_compile_host_code, loss_launch.load)),
+        "graphs": Part(5.0, partial(_compile_host_code, graph_launch.load)),
         **_variants(_compile_interpreter, _INTERPRETERS),
     },
     "derivatives": {

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from warpfit.ir import Batch
+from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
     INTERPRETER_ARGUMENTS,
@@ -215,6 +216,21 @@ def _addresses(
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
+
+
+def load() -> None:
+    """Load the compiled functions, or compile them, for the arrays of requests."""
+    kinds = (LaunchHandles, InterpreterGeometry, DeviceAddresses, BatchLayout)
+    numbers = [kind(*[0] * len(kind._fields)) for kind in kinds]
+    batch = Batch.of([Program.variable(0)])
+    BatchLayout.of(batch)
+    max_slots(1, 1)
+    some_bytes, sums = np.zeros(1, dtype=np.uint8), np.zeros(1)
+    given = (
+        *(np.zeros(1, dtype=np.int64), *numbers, LaunchBuffers.allocate(), TokenArrays.of(batch)),
+        *(0, 0, some_bytes, some_bytes, np.zeros(1, dtype=np.uint32), sums, sums),
+    )
+    compute_losses.compile(tuple(map(numba.typeof, given)))
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from warpfit.ir import Batch, Program
 from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.cpu.sum_tree import carry, node_sums
 from warpfit_server.engine.cuda.jit.graph import CapturedGraph, GraphBuffers, row_arguments
@@ -113,6 +115,20 @@ def evaluate_losses(
 
 
 # ------------------------------------------------------------------------------ compiled by Numba
+
+
+def load() -> None:
+    """Load the compiled functions, or compile them, for the arrays of requests."""
+    indices, numbers = np.zeros(1, dtype=np.int64), np.zeros(1)
+    arguments = np.zeros(1, dtype=np.uint64)
+    batch = Batch.of([Program.variable(0)])
+    sources = InputSources(indices, indices, np.zeros(1, dtype=np.bool_))
+    for dtype in (np.float32, np.float64):
+        given = (
+            *(indices, GraphHandles(0, 0, 0, 0), GraphBuffers.allocate(arguments, indices), 0),
+            *(TokenArrays.of(batch), sources, np.zeros((1, 1), dtype), numbers, numbers),
+        )
+        launch_losses.compile(tuple(map(numba.typeof, given)))
 
 
 @numba_cache.njit(nogil=True)  # type: ignore[untyped-decorator]
