@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Final, TypeAlias, TypedDict
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from warpfit.calls.batches import Parameters, PopulationCache, build_batch
@@ -31,6 +32,9 @@ class UploadOptions(TypedDict, total=False):
     dtype: DTypeLike
     """float32 (default) or float64: what the server computes in; "auto" for float64 where float32
     would lose digits that matter."""
+    shards: int
+    """Devices of the server to divide the rows among; 0 (default): only if no device has room for
+    all of them, 1: not even then."""
     progress: Progress | bool | None
     """Callable(bytes_done, bytes_total), or True for a tqdm bar."""
 
@@ -62,6 +66,8 @@ class OpenOptions(TypedDict, total=False):
     """Column of the rows' weights."""
     dtype: DTypeLike
     """float32 (default) or float64: what the server computes in."""
+    shards: int
+    """As for `upload`."""
 
 
 class EvaluateOptions(SharedOptions, total=False):
@@ -81,6 +87,10 @@ class EvaluateOptions(SharedOptions, total=False):
     """Ask for Pearson's correlation of values and target."""
 
 
+#: Most shards that fit into the message.
+_MOST_SHARDS: Final = 2**32 - 1
+
+
 def build_dataset(
     X: Any,
     y: Any = None,
@@ -89,6 +99,7 @@ def build_dataset(
     x: Sequence[str] | str | None = None,
     names: Sequence[str] | None = None,
     dtype: DTypeLike = "float32",
+    shards: int = 0,
 ) -> ClientDataset:
     """Turn a table into a data set; arguments, errors and warnings as for `warpfit.Client.upload`.
 
@@ -96,14 +107,26 @@ def build_dataset(
         InvalidArgumentError: if a cell is no number, or the arguments do not fit together.
 
     """
-    return client_dataset(open_table(X, y, weights, x), names=names, dtype=dtype)
+    table, shards = open_table(X, y, weights, x), _checked_shards(shards)
+    return client_dataset(table, names=names, dtype=dtype, shards=shards)
+
+
+def _checked_shards(shards: object) -> int:
+    if isinstance(shards, int | np.integer) and 0 <= shards <= _MOST_SHARDS:
+        return int(shards)
+    raise InvalidArgumentError(
+        f"shards is {shards!r}",
+        "BAD_SHARDS",
+        "Give a number of devices, or 0 to let the server decide",
+        "shards",
+    )
 
 
 def build_file(name: str, options: OpenOptions) -> ServerFile:
     """Turn the arguments of `open` into a file of a server.
 
     Raises:
-        InvalidArgumentError: if the dtype is neither float32 nor float64.
+        InvalidArgumentError: if the dtype is neither float32 nor float64, or shards no number.
 
     """
     x = options.get("x") or ()
@@ -113,6 +136,7 @@ def build_file(name: str, options: OpenOptions) -> ServerFile:
         y=options.get("y") or "",
         weights=options.get("weights") or "",
         dtype=canonical_dtype(options.get("dtype", "float32")),
+        shards=_checked_shards(options.get("shards", 0)),
     )
 
 

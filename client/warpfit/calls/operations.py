@@ -92,6 +92,7 @@ class ClientOperations:
                 x=options.get("x"),
                 names=options.get("names"),
                 dtype=options.get("dtype", "float32"),
+                shards=options.get("shards", 0),
             )
         )
         retries = self._retries(None)

@@ -70,7 +70,7 @@ def upload_messages(dataset: ClientDataset, chunk_bytes: int) -> Iterator[bytes]
     The pieces are framed by hand, because protobuf would copy each of them twice more.
     """
     layout = layout_to_message(dataset.layout)
-    header = pb.UploadHeader(layout=layout, content_id=dataset.content_id)
+    header = pb.UploadHeader(layout=layout, content_id=dataset.content_id, shards=dataset.shards)
     yield pb.UploadVariablesRequest(header=header).SerializeToString()
     for chunk in dataset.chunks(chunk_bytes):
         yield b"".join((_DATA_TAG, varint(len(chunk)), chunk))
@@ -79,14 +79,20 @@ def upload_messages(dataset: ClientDataset, chunk_bytes: int) -> Iterator[bytes]
 def open_message(file: ServerFile) -> pb.OpenDatasetRequest:
     """Encode the request of OpenDataset."""
     return pb.OpenDatasetRequest(
-        name=file.name, x=file.x, y=file.y, weights=file.weights, dtype=WIRE_DTYPES[file.dtype]
+        name=file.name,
+        x=file.x,
+        y=file.y,
+        weights=file.weights,
+        dtype=WIRE_DTYPES[file.dtype],
+        shards=file.shards,
     )
 
 
 def open_request(message: pb.OpenDatasetRequest) -> ServerFile:
     """Decode the request of OpenDataset; raise InvalidArgumentError for an unknown dtype."""
     dtype = _dtype(message.dtype, "dtype")
-    return ServerFile(message.name, tuple(message.x), message.y, message.weights, dtype)
+    columns = tuple(message.x), message.y, message.weights
+    return ServerFile(message.name, *columns, dtype, message.shards)
 
 
 def opened_dataset(message: pb.DatasetInfo, file: ServerFile) -> OpenedDataset:
@@ -165,7 +171,13 @@ def check_content_id(content_id: bytes) -> bytes:
     return content_id
 
 
-def dataset_info(content_id: bytes, layout: Layout, lost_digits: str = "") -> pb.DatasetInfo:
+def dataset_info(
+    content_id: bytes, layout: Layout, lost_digits: str = "", shards: int = 0
+) -> pb.DatasetInfo:
     """Encode the answer to UploadVariables, OpenDataset and GetVariables."""
-    layout_message = layout_to_message(layout)
-    return pb.DatasetInfo(content_id=content_id, layout=layout_message, lost_digits=lost_digits)
+    return pb.DatasetInfo(
+        content_id=content_id,
+        layout=layout_to_message(layout),
+        lost_digits=lost_digits,
+        shards=shards,
+    )

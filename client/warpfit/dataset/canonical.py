@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -88,6 +88,8 @@ class Dataset:
 
     layout: Layout
     matrix: NDArray[Any]
+    shards: int = 0
+    """Devices to divide the rows among; 0 if the server decides."""
 
     @classmethod
     def of(
@@ -125,15 +127,18 @@ class Dataset:
         layout: Layout,
         sources: Iterable[Columns],
         tell: Callable[[str], None] = warn_of_lost_digits,
+        shards: int = 0,
     ) -> Dataset:
         """Convert columns to a canonical matrix; see `content_id` for ``tell`` and errors."""
         matrix = np.empty((layout.columns, layout.rows), dtype=layout.dtype)
-        return cls.resident(layout, matrix, content_id(layout, sources, matrix, tell))
+        return cls.resident(layout, matrix, content_id(layout, sources, matrix, tell), shards)
 
     @classmethod
-    def resident(cls, layout: Layout, matrix: NDArray[Any], content_id: bytes) -> Dataset:
+    def resident(
+        cls, layout: Layout, matrix: NDArray[Any], content_id: bytes, shards: int = 0
+    ) -> Dataset:
         """Wrap a canonical matrix whose content id is known, without hashing it again."""
-        dataset = cls(layout, matrix)
+        dataset = cls(layout, matrix, shards)
         dataset.__dict__["content_id"] = content_id
         return dataset
 
@@ -178,6 +183,7 @@ class ColumnsInPlace:
     layout: Layout
     content_id: bytes
     sources: tuple[Columns, ...]
+    shards: int = 0
 
     @property
     def target(self) -> NDArray[Any] | None:
@@ -222,6 +228,7 @@ class DatasetReference:
     content_id: bytes
     target: None = None
     weights: None = None
+    shards: int = 0
 
     def chunks(self, size: int) -> Iterator[memoryview]:
         """Raise the error of `_missing`."""
@@ -251,6 +258,8 @@ class ServerFile:
     weights: str
     """Weights, or empty."""
     dtype: np.dtype[Any]
+    shards: int = field(default=0, compare=False)
+    """Devices to divide the rows among; 0 if the server decides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +280,11 @@ ClientDataset: TypeAlias = Dataset | ColumnsInPlace | DatasetReference
 
 
 def client_dataset(
-    table: Table, *, names: Sequence[str] | None = None, dtype: DTypeLike = np.float32
+    table: Table,
+    *,
+    names: Sequence[str] | None = None,
+    dtype: DTypeLike = np.float32,
+    shards: int = 0,
 ) -> ClientDataset:
     """Hash a table for an upload; copy it only if it is small.
 
@@ -279,6 +292,7 @@ def client_dataset(
         table: the columns.
         names: one name for each variable; None takes the table's.
         dtype: float32, float64, or "auto": float64 where float32 would be refused or warned of.
+        shards: devices to divide the rows among; 0 if the server decides.
 
     Raises:
         InvalidArgumentError: as `Dataset.of`, and for missing values and what is no number.
@@ -288,23 +302,27 @@ def client_dataset(
 
     """
     if not (isinstance(dtype, str) and dtype == "auto"):
-        return _client_dataset(table, names, dtype, warn_of_lost_digits)
+        return _client_dataset(table, names, dtype, warn_of_lost_digits, shards)
     try:
-        return _client_dataset(table, names, np.float32, _refuse_lost_digits)
+        return _client_dataset(table, names, np.float32, _refuse_lost_digits, shards)
     except InvalidArgumentError as error:
         if error.reason not in ("OVERFLOW", _LOST_DIGITS):
             raise
-    return _client_dataset(table, names, np.float64, warn_of_lost_digits)
+    return _client_dataset(table, names, np.float64, warn_of_lost_digits, shards)
 
 
 def _client_dataset(
-    table: Table, names: Sequence[str] | None, dtype: DTypeLike, tell: Callable[[str], None]
+    table: Table,
+    names: Sequence[str] | None,
+    dtype: DTypeLike,
+    tell: Callable[[str], None],
+    shards: int,
 ) -> ClientDataset:
     layout = checked_layout(table, names, dtype)
     if layout.nbytes <= _COPIED_BYTES:
-        return Dataset.loaded(layout, table.sources, tell)
+        return Dataset.loaded(layout, table.sources, tell, shards)
     identity = content_id(layout, table.sources, tell=tell)
-    return ColumnsInPlace(layout, identity, table.sources)
+    return ColumnsInPlace(layout, identity, table.sources, shards)
 
 
 def _refuse_lost_digits(text: str) -> None:

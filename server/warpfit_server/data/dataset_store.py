@@ -17,6 +17,7 @@ from warpfit.server_info import Limits
 from warpfit_server.data.upload import Upload
 from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.limits import check_dataset
+from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.tenants import ANONYMOUS
 
 _LOG: Final = logging.getLogger("warpfit.datasets")
@@ -44,6 +45,13 @@ class StoredDataset:
     last_use: float = field(default_factory=time.monotonic)
     released: bool = False
     """Whether new calls cannot use it any more; it is removed when the last use ends."""
+    shards: Shards | None = None
+    """Set if each of several engines computes on some of the rows."""
+
+    @property
+    def shard_count(self) -> int:
+        """Number of its shards; 0 if it is not sharded."""
+        return 0 if self.shards is None else len(self.shards.engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,12 @@ class DatasetStore:
         """Return what the store holds now."""
         with self._lock:
             return StoreUsage(len(self._resident), self._held.total(), self._evictions)
+
+    def shard_counts(self, tenant: str) -> list[int]:
+        """Return the number of shards of each resident data set of a tenant, 0 for whole ones."""
+        with self._lock:
+            own = [d for d in self._resident.values() if d.tenant == tenant and not d.released]
+            return [dataset.shard_count for dataset in own]
 
     def leased(self) -> Iterator[StoredDataset]:
         """Yield every resident data set, each with a lease while the caller has it."""
@@ -198,8 +212,12 @@ class DatasetStore:
             self._held[upload.tenant] -= upload.reserved
             self._announced[upload.tenant] -= upload.cost - upload.reserved
 
-    def commit(self, upload: Upload) -> StoredDataset:
+    def commit(self, upload: Upload, shards: Shards | None = None) -> StoredDataset:
         """Make a finished upload resident; if its content already is, the older copy stays.
+
+        Args:
+            upload: the upload.
+            shards: of the data set, if it is to be sharded.
 
         Raises:
             InvalidArgumentError: if bytes are missing or the digest does not match.
@@ -208,9 +226,8 @@ class DatasetStore:
         """
         upload.verify()
         self._reserve(upload, upload.cost - upload.reserved)
-        fresh = StoredDataset(
-            upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
-        )
+        own = upload.key, upload.content_id, upload.tenant, upload.layout, upload.segment
+        fresh = StoredDataset(*own, shards=shards)
         with self._lock:
             dataset = self._resident.setdefault(upload.key, fresh)
             dataset.released = False

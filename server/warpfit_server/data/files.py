@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from warpfit.dataset import (
+    Layout,
     ParquetColumns,
     RoundingCheck,
     ServerFile,
@@ -23,6 +24,7 @@ from warpfit.errors import InvalidArgumentError, UnimplementedError
 from warpfit.server_info import Limits
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
 from warpfit_server.limits import check_names
+from warpfit_server.row_blocks import Shards
 from warpfit_server.system.shortages import shortage
 
 #: Files and columns of them whose content ids are remembered.
@@ -80,6 +82,7 @@ class DataFolder:
         limits: Limits,
         check_wanted: Callable[[], None],
         reserve: Callable[[int], AbstractContextManager[None]],
+        divide: Callable[[Layout, int], Shards | None] = lambda layout, shards: None,
     ) -> tuple[StoredDataset, str]:
         """Read columns of a file and make them resident.
 
@@ -89,6 +92,7 @@ class DataFolder:
             limits: of the tenant; they are checked before numbers are read.
             check_wanted: called between blocks; raises an error if the call has ended.
             reserve: counts bytes of memory while the file is decompressed.
+            divide: divides the rows into as many shards as the file's request asks for.
 
         Returns:
             The data set, and what is said of columns that float32 rounds too coarsely, or "".
@@ -112,7 +116,7 @@ class DataFolder:
                 columns = ParquetColumns(_path_of(descriptor))
                 table = open_table(columns, file.y or None, file.weights or None, file.x or None)
                 with reserve(min(columns.group_bytes, _MOST_PAGE_BYTES)):
-                    found = self._store_table(table, file, tenant, limits, check)
+                    found = self._store_table(table, file, tenant, limits, check, divide)
             except InvalidArgumentError as error:
                 if error.reason != "BAD_FILE":
                     raise
@@ -129,9 +133,11 @@ class DataFolder:
         tenant: str,
         limits: Limits,
         check: Callable[[], None],
+        divide: Callable[[Layout, int], Shards | None],
     ) -> tuple[StoredDataset, str]:
         layout = table.layout(None, file.dtype)
         check_names(layout.names, limits)
+        shards = divide(layout, file.shards)
         rounding = RoundingCheck(layout)
         upload = self._store.begin(layout, b"", tenant, limits)
         try:
@@ -140,7 +146,7 @@ class DataFolder:
                 rounding.check(block.numbers, block.given, block.first, block.start)
                 self._store.add(upload, block.numbers.reshape(-1).data.cast("B"))
             check()
-            return self._store.commit(upload), rounding.lost_digits()
+            return self._store.commit(upload, shards), rounding.lost_digits()
         except BaseException:
             self._store.abandon(upload)
             raise

@@ -33,11 +33,13 @@ from warpfit.request import Timings
 from warpfit_server.engine.hang_detector import EXIT_BROKEN
 from warpfit_server.engine.interface import Engine, EngineBrokenError
 from warpfit_server.engine.isolation import Isolation
+from warpfit_server.engine.peers import PeerLostError
 from warpfit_server.engine.request import FrontEndConnection, Request, problem_of
 from warpfit_server.engine.runner import RequestRunner, merge_key
 from warpfit_server.engine.scheduler import Scheduler
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
+from warpfit_server.ipc.in_flight_request import unavailable
 from warpfit_server.observability.logs import set_logged_request_id
 from warpfit_server.system.resources import available_cores
 from warpfit_server.system.shortages import shortage
@@ -212,7 +214,7 @@ class Loop:
 
     def _merge_key(self, request: Request) -> Hashable:
         """Return what requests must share to be merged; None if it does not gain from merging."""
-        if request.is_fit or request.alone:
+        if request.is_fit or request.alone or self._runner.is_shared(request):
             return None
         key = merge_key(request.evaluation)
         try:
@@ -285,12 +287,15 @@ class Loop:
         """Answer a request with an error; raise what ends the process."""
         if isinstance(error, EngineBrokenError):
             raise error
+        lost = None
+        if isinstance(error, PeerLostError):
+            lost, error = error.lost, unavailable()
         if not isinstance(error, WarpfitError):
             _LOG.error("a request failed", exc_info=error)
             failure = InternalError("the engine failed on this batch", "ENGINE_FAILURE")
             error = shortage(error) or failure
         request.connection.requests.discard(request)
-        request.connection.send(messages.RequestFinished(request.number, error=error))
+        request.connection.send(messages.RequestFinished(request.number, error=error, lost=lost))
 
 
 def _cancelled() -> CancelledError:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,36 +23,41 @@ from warpfit_server.engine.hang_detector import EXIT_CANNOT_RUN, HangDetector
 from warpfit_server.engine.interface import Engine
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.native.compile_processes import BACKGROUND
+from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
-from warpfit_server.ipc.segments import Segment
+from warpfit_server.ipc.segments import Segment, SegmentPool
 from warpfit_server.observability.logs import configure_logging
-from warpfit_server.system.shortages import shortage
+from warpfit_server.system.shortages import shortage, too_many_files
 from warpfit_server.system.worker_threads import take_short_turns
 
 _LOG: Final = logging.getLogger("warpfit.engine")
 
 
 class EngineProcess:
-    """An engine, its data sets and its loop, driven by the supervisor."""
+    """An engine, its data sets and its loop, driven by the supervisor.
 
-    def __init__(
-        self,
-        engine: Engine,
-        channel: Channel,
-        chunk_bytes: int,
-        cache_directory: Path | None,
-        stuck_seconds: float,
-    ) -> None:
+    Args:
+        engine: that computes.
+        channel: to the supervisor.
+        number: of the engine in ``config.engines``.
+        config: the server's configuration.
+
+    """
+
+    def __init__(self, engine: Engine, channel: Channel, number: int, config: Config) -> None:
         self._engine = engine
         self._channel = channel
         self._datasets: dict[bytes, Dataset] = {}
-        self._cache_directory = cache_directory
-        runner = RequestRunner(engine, self._datasets, chunk_bytes, cache_directory)
+        self._peers = Peers(number, SegmentPool(config.idle_bytes), self._request_connection)
+        self._cache_directory = config.cache_path
+        runner = RequestRunner(
+            engine, self._datasets, config.chunk_bytes, config.cache_path, self._peers
+        )
         self._loop = Loop(engine, runner)
-        self._hang_detector = HangDetector(stuck_seconds, self._loop.flags)
+        self._hang_detector = HangDetector(config.stuck_seconds, self._loop.flags)
 
     def run(self) -> None:
         """Serve until the supervisor says `messages.Stop`.
@@ -72,6 +78,8 @@ class EngineProcess:
                 case messages.ConnectFrontEnd() if descriptors:
                     channel = Channel(socket.socket(fileno=descriptors[0]))
                     self._loop.add(FrontEndConnection(channel))
+                case messages.ConnectEngine():
+                    self._connect(message, descriptors)
                 case messages.ConnectFrontEnd():  # the front end notices, and asks again
                     _LOG.error("a connection was lost: too many open files")
                 case messages.LoadDataset():
@@ -79,6 +87,7 @@ class EngineProcess:
                 case messages.UnloadDataset():
                     self._engine.unload(message.key)
                     self._datasets.pop(message.key, None)
+                    self._peers.shards.pop(message.key, None)
                 case messages.RequestCounters():
                     self._channel.send(messages.EngineCounters(self._engine.counters()))
                 case _:
@@ -92,7 +101,12 @@ class EngineProcess:
             matrix = segment.array(layout.dtype, (layout.columns, layout.rows))
             segment.close()  # the matrix keeps the mapping
             dataset = Dataset.resident(layout, matrix, message.key)
-            self._engine.load(dataset)
+            if message.shards is None:
+                self._engine.load(dataset)
+            else:
+                own = message.shards.parts((0, layout.rows))[self._peers.number]
+                self._engine.load(dataset, own)
+                self._peers.shards[dataset.content_id] = message.shards
             self._datasets[dataset.content_id] = dataset
         except WarpfitError as refused:
             error = refused
@@ -101,6 +115,21 @@ class EngineProcess:
             if error is None:
                 raise
         self._channel.send(messages.DatasetLoaded(message.key, error))
+
+    def _connect(self, message: messages.ConnectEngine, descriptors: Sequence[int]) -> None:
+        """Use a connection to another engine."""
+        try:
+            if not descriptors:
+                raise too_many_files()
+            end = socket.socket(fileno=descriptors[0])
+            self._peers.connect(message.engine, message.process, end)
+        except WarpfitError as error:  # requests on sharded data sets fail meanwhile
+            _LOG.error("no connection to engine %d: %s", message.engine, error)
+
+    def _request_connection(self, engine: int) -> None:
+        """Ask for a new connection to another engine; the next one of it brings one, too."""
+        with suppress(ChannelClosedError):  # `run` finds out that the supervisor is gone
+            self._channel.send(messages.RequestConnection(engine))
 
 
 def _load_fits(cache_directory: Path | None) -> None:
@@ -135,9 +164,7 @@ def main(arguments: Sequence[str]) -> None:
             memory_share=device.share,
             cache_directory=config.cache_path,
         )
-        EngineProcess(
-            engine, channel, config.chunk_bytes, config.cache_path, config.stuck_seconds
-        ).run()
+        EngineProcess(engine, channel, int(number), config).run()
     except ChannelClosedError:
         _LOG.info("the supervisor is gone")
     except WarpfitError as error:

@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from warpfit.dataset import Dataset
-from warpfit.errors import DatasetNotFoundError
+from warpfit.errors import DatasetNotFoundError, InternalError
 from warpfit.fitting import FitProgress, FitRequest
 from warpfit.ir import Batch
 from warpfit.request import Evaluation, Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
-from warpfit_server.engine.interface import Engine, Outputs, Steps, run_to_end
+from warpfit_server.engine.interface import (
+    Engine,
+    Evaluator,
+    Outputs,
+    Steps,
+    run_to_end,
+    timed,
+)
+from warpfit_server.engine.peers import Peers, ShardedEvaluator
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.segment_layout import FIT_SETTING_ARRAYS
@@ -33,6 +42,7 @@ class RequestRunner:
         datasets: that the engine has loaded, by content id.
         chunk_bytes: least size of final values that is worth a progress message.
         cache_directory: where the compiled code of fits is kept.
+        peers: the other engines, which have rows of sharded data sets.
 
     """
 
@@ -42,18 +52,33 @@ class RequestRunner:
         datasets: Mapping[bytes, Dataset],
         chunk_bytes: int,
         cache_directory: Path | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._engine = engine
         self._datasets = datasets
         self._chunk_bytes = chunk_bytes
         self._cache_directory = cache_directory
+        self._peers = peers
         self._finalizer = Finalizer()
 
     def begin(self, request: Request) -> Steps[Timings]:
         """Return the steps of a request; after the last one its results are in its segment."""
         if isinstance(request.message, messages.SubmitFit):
             return self._optimize(request, request.message)
+        if request.problem.part is not None:
+            return self._sum_part(request, request.problem.part)
         return self._evaluate(request)
+
+    def is_shared(self, request: Request) -> bool:
+        """Return whether several engines compute a request, so that it cannot be merged."""
+        problem = request.problem
+        sharded = {} if self._peers is None else self._peers.shards
+        return problem.part is not None or problem.dataset_id in sharded
+
+    def _evaluator(self, request: Request, dataset: Dataset) -> Evaluator:
+        if self._peers is None:
+            return self._engine
+        return self._peers.evaluator(self._engine, request, dataset.layout)
 
     def run_merged(self, requests: Sequence[Request]) -> Timings:
         """Evaluate requests with the same `merge_key` as one batch; fill in the losses of each."""
@@ -73,18 +98,9 @@ class RequestRunner:
         evaluation = request.evaluation
         dataset = self._dataset(evaluation.dataset_id)
         results = request.problem.segment_layout.results(request.segment)
-        outputs = Outputs(
-            values=results.get("values"),
-            losses=results.get("losses"),
-            cancelled=request.cancelled,
-            ready=self._value_progress(request),
-            gradients=results.get("gradients"),
-            jacobian=results.get("jacobian"),
-            variable_gradients=results.get("variable_gradients"),
-            reductions=results.get("reductions"),
-        )
+        outputs = _outputs(request, results, self._value_progress(request))
         of_sums, sums = reduce_to_sums(evaluation, outputs)
-        timings = yield from self._engine.evaluate(of_sums, sums)
+        timings = yield from self._evaluator(request, dataset).evaluate(of_sums, sums)
         self._finalizer.finalize(
             evaluation,
             dataset,
@@ -94,6 +110,26 @@ class RequestRunner:
             results.get("correlations"),
         )
         return timings
+
+    def _sum_part(self, request: Request, part: messages.Part) -> Steps[Timings]:
+        """Sum up the nodes of this engine's rows for another one."""
+        evaluation = request.evaluation
+        results = request.problem.segment_layout.results(request.segment)
+        shard = _SummedPart(part, results["nodes"])
+        if part.curvature is None:
+            outputs = _outputs(request, results, lambda programs: None)
+            of_sums, sums = reduce_to_sums(evaluation, replace(outputs, shard=shard))
+            return (yield from self._engine.evaluate(of_sums, sums))
+        assert evaluation.custom_loss is not None  # the row loss of the fit
+        steps = self._engine.linearise(
+            evaluation,
+            evaluation.custom_loss.row,
+            curvature=part.curvature,
+            cancelled=request.cancelled,
+            shard=shard,
+        )
+        _, compute = yield from timed(steps)
+        return Timings(compute=compute)
 
     def _optimize(self, request: Request, message: messages.SubmitFit) -> Steps[Timings]:
         # Imported on first use, because importing it delays the start of the server.
@@ -105,9 +141,11 @@ class RequestRunner:
         # Engines keep the lowered programs as long as these arrays live: not in a shared segment.
         evaluation = replace(request.evaluation, batch=request.evaluation.batch.copy())
         fit = FitRequest(evaluation, replace(message.settings, **bounds))
+        dataset = self._dataset(problem.dataset_id)
+        evaluator = self._evaluator(request, dataset)
         context = FitContext(
-            engine=self._engine,
-            dataset=self._dataset(problem.dataset_id),
+            engine=evaluator,
+            dataset=dataset,
             cancelled=request.cancelled,
             deadline=message.deadline,
             report=_fit_progress(request, message),
@@ -116,7 +154,8 @@ class RequestRunner:
         result = yield from optimize(fit, context)
         for name, array in layout.results(segment).items():
             np.copyto(array, getattr(result, name))
-        return result.timings
+        peers = evaluator.peers_compute if isinstance(evaluator, ShardedEvaluator) else 0
+        return replace(result.timings, compute=result.timings.compute + peers)
 
     def _dataset(self, content_id: bytes) -> Dataset:
         dataset = self._datasets.get(content_id)
@@ -137,6 +176,36 @@ class RequestRunner:
                 request.connection.send(messages.ValuesReady(request.number, programs))
 
         return ready
+
+
+class _SummedPart:
+    """The rows of an evaluation that another engine leads; implements `interface.RowShard`."""
+
+    leads = False
+
+    def __init__(self, part: messages.Part, nodes: NDArray[np.float64]) -> None:
+        self.rows, self.level = part.rows, part.level
+        self._nodes = nodes
+
+    def begin(self, width: int) -> None:
+        """Check that both engines sum up the same numbers."""
+        if width != self._nodes.shape[1]:
+            expected = self._nodes.shape[1]
+            text = f"{width} sums of a node where the leading engine has {expected}"
+            raise InternalError(text, "ENGINE_FAILURE")
+
+    def join(self, nodes: NDArray[np.float64]) -> Steps[None]:
+        """Hand the sums to the engine that leads."""
+        self._nodes[...] = nodes
+        yield from ()
+
+
+def _outputs(
+    request: Request, results: Mapping[str, NDArray[Any]], ready: Callable[[int], None]
+) -> Outputs:
+    names = ("values", "losses", "gradients", "jacobian", "variable_gradients", "reductions")
+    arrays: dict[str, Any] = {name: results.get(name) for name in names}
+    return Outputs(cancelled=request.cancelled, ready=ready, **arrays)
 
 
 def merge_key(evaluation: Evaluation) -> Hashable:

@@ -41,10 +41,17 @@ class EngineConnection:
     Args:
         pool: provides the segments.
         suspects: what may have crashed an engine.
+        reads_alone: whether a thread of its own reads the replies, because none waits for them.
 
     """
 
-    def __init__(self, pool: SegmentPool, suspects: KnownSuspects | None = None) -> None:
+    def __init__(
+        self,
+        pool: SegmentPool,
+        suspects: KnownSuspects | None = None,
+        *,
+        reads_alone: bool = False,
+    ) -> None:
         self.pool = pool
         pool.on_close.append(self._unmap)
         self.on_loss: Callable[[], None] = lambda: None
@@ -60,6 +67,7 @@ class EngineConnection:
         self._mapped: set[int] = set()
         """Identifiers of the segments that the engine has mapped."""
         self._numbers = itertools.count()
+        self._reads_alone = reads_alone
         self._lock = threading.Lock()
 
     def open(self, end: socket.socket, process: int = 0) -> None:
@@ -174,14 +182,12 @@ class EngineConnection:
         if isinstance(reply, messages.RequestFinished):
             self._in_flight.pop(reply.request, None)
         if request is not None:
-            if isinstance(reply, messages.FitProgressed):
-                request.progress = reply.progress
-            request.queue.put(reply)
+            request.take(reply)
 
     def _watch(self, channel: Channel, replies: ReplyDispatcher) -> None:
         """Fail the requests in flight once the engine is gone."""
         began = time.monotonic()
-        replies.watch()
+        replies.watch(reads=self._reads_alone)
         with self._lock:
             is_lost = channel is self._channel
             lost = self._detach()[1] if is_lost else {}

@@ -228,6 +228,9 @@ class InFlightRequest:
         if self.alone and not self._is_cancelled:
             dataset = self.evaluation.dataset_id
             self.connection.report(ClearedSuspect(dataset, self.digest()))
+        if reply.lost is not None:
+            process, alone = reply.lost
+            self._report(process, alone=alone)
         if reply.error is not None:
             if reply.error.reason == TOO_MANY_FILES:
                 self.connection.was_not_mapped(self.segment)
@@ -242,9 +245,15 @@ class InFlightRequest:
                 self._is_cancelled = True
                 self.notice(_ENDED)
 
-    def notice(self, entry: object) -> None:
-        """Put something into the queue that the engine has not sent."""
+    def take(self, entry: object) -> None:
+        """Take a reply of the engine, for `next_reply`; any thread may call this."""
+        if isinstance(entry, messages.FitProgressed):
+            self.progress = entry.progress
         self.queue.put(entry)
+
+    def notice(self, entry: object) -> None:
+        """Take something that the engine has not sent."""
+        self.take(entry)
         if self.replies is not None:
             self.replies.wake(self.queue)
 
@@ -269,9 +278,13 @@ class InFlightRequest:
         """Report the request if the engine had begun it when it was lost."""
         state = int(self.segment_layout.state(self.segment)[0])
         if state != QUEUED and self.tenant != PROBE:
-            _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
-            batch, dataset = self.digest(), self.evaluation.dataset_id
-            self.connection.report(InterruptedBatch(self.process, dataset, batch, state == ALONE))
+            self._report(self.process, alone=state == ALONE)
+
+    def _report(self, process: int, *, alone: bool) -> None:
+        """Report that an engine process was lost which had begun the request."""
+        _LOG.warning("a batch of tenant %s was in an engine that was lost", self.tenant)
+        batch, dataset = self.digest(), self.evaluation.dataset_id
+        self.connection.report(InterruptedBatch(process, dataset, batch, alone))
 
 
 def unavailable() -> UnavailableError:

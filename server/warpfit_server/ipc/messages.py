@@ -21,6 +21,7 @@ from warpfit_server.ipc.quarantine import ClearedSuspect, InterruptedBatch, Susp
 from warpfit_server.ipc.segment_layout import SegmentLayout
 from warpfit_server.ipc.segments import Segment
 from warpfit_server.observability.measurements import MetricsDelta
+from warpfit_server.row_blocks import Shards
 
 #: Outputs of an evaluation that a message names.
 OUTPUTS: Final = (
@@ -46,6 +47,8 @@ class LoadDataset:
     layout: Layout
     segment: int
     size: int
+    shards: Shards | None = None
+    """Set if the engine is to compute on its own shard only."""
 
 
 class UnloadDataset(_AboutDataset):
@@ -86,7 +89,21 @@ class EngineCounters:
     counters: Mapping[str, float]
 
 
-# ------------------------------------------------------------------------ front end -> engine
+# ---------------------------------------------- front end -> engine, and between engines
+
+
+class Part(NamedTuple):
+    """What an engine is told of an evaluation of which it has some rows only.
+
+    It writes the sums of their nodes into the array ``nodes`` of the segment.
+    """
+
+    rows: tuple[int, int]
+    """Rows of the whole evaluation."""
+    level: int
+    """Level of the nodes."""
+    curvature: bool | None
+    """Whether the pass of a fit needs curvatures; None if it is an evaluation."""
 
 
 class SubmitEvaluation(NamedTuple):
@@ -117,6 +134,8 @@ class SubmitEvaluation(NamedTuple):
     """Id of the call, for the engine's log lines."""
     alone: float = 0.0
     """Seconds for which nothing may run beside it, as it may have crashed an engine; 0: no."""
+    part: Part | None = None
+    """Set if another engine, which sends this, makes the outputs."""
 
     def evaluation(self, segment: Segment) -> Evaluation:
         """Return the evaluation; its batch is a view of the segment."""
@@ -182,6 +201,9 @@ class RequestFinished(NamedTuple):
     """Nanoseconds of each stage, in the order of `Timings`."""
     tier: str = Tier.INTERPRETER.name
     cache_hits: int = 0
+    lost: tuple[int, bool] | None = None
+    """Number of an engine process that was lost while it computed a part of the request, and
+    whether nothing else ran there."""
 
     @classmethod
     def of(cls, request: int, timings: Timings, waited: int) -> RequestFinished:
@@ -253,7 +275,7 @@ class MetricsRecorded:
     delta: MetricsDelta
 
 
-# ------------------------------------------------------ main process -> front-end process
+# -------------------------------------- main process -> front-end process, or engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +310,8 @@ class DatasetLease:
     layout: Layout | None = None
     engines: tuple[int, ...] = ()
     """Numbers of the engines that have loaded it."""
+    shards: Shards | None = None
+    """Set if it is sharded."""
     error: WarpfitError | None = None
     """Set if there is no lease."""
 

@@ -4,6 +4,9 @@ The estimates are those of admission. What is outstanding in all front ends stan
 quotas, which they share. An engine that lacks the data set counts as busy for as long as loading it
 takes. Among engines that are about equally busy a batch goes to the same one each time, which may
 have compiled kernels of it. A request of several milliseconds is split over idle engines.
+
+A request on a sharded data set goes to one of the engines that have the rows, which asks the others
+for their part (`warpfit_server.engine.peers`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Final, Protocol
 
 import numpy as np
@@ -23,6 +27,7 @@ from warpfit_server.ipc.engine_connection import EngineConnection
 from warpfit_server.ipc.in_flight_request import InFlightRequest, unavailable
 from warpfit_server.ipc.segment_layout import MOST_PARTS
 from warpfit_server.ipc.split_request import SplitRequest, end_parts
+from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.quotas import QuotaTable
 
 #: Bytes of a data set that an engine loads in a nanosecond.
@@ -42,6 +47,10 @@ class Leased(Protocol):
     @property
     def layout(self) -> Layout:
         """Layout of the data set."""
+
+    @property
+    def shards(self) -> Shards | None:
+        """Its shards, each of which one engine loads; None if engines load all of it."""
 
     def has(self, engine: int) -> bool:
         """Return whether an engine has loaded it, as far as this process knows."""
@@ -91,6 +100,8 @@ class Router:
                 room for the data set.
 
         """
+        if data.shards is not None:
+            return self._start_sharded(request, data, data.shards, nanoseconds)
         waits = self._waits(data)
         order = self._order(request.evaluation.batch, waits, nanoseconds)
         engines = self._idle(order, waits, nanoseconds)
@@ -138,6 +149,35 @@ class Router:
                 pool.release(segment)
             raise
         return SplitRequest(request, sent)
+
+    def _start_sharded(
+        self, request: InFlightRequest, data: Leased, shards: Shards, nanoseconds: int
+    ) -> InFlightRequest:
+        """Send a request to the engine that leads it; all that have rows of it must be there."""
+        evaluation = request.evaluation
+        parts = shards.parts(evaluation.row_range(data.layout))
+        outstanding = self._table.work()
+        if self._connections[0].suspects.check(evaluation.dataset_id, request.digest):
+            leader = min(parts)  # suspects that lead each other's peers would wait for each other
+        else:
+            leader = min(parts, key=lambda number: outstanding[number])
+        for number in parts:
+            if not self._connections[number].is_open:
+                raise unavailable()
+            if not data.has(number):
+                data.load(number).result()
+        request.device = ",".join(self._labels[number] for number in parts)
+        share = nanoseconds // len(parts)
+        charges = ExitStack()
+        for number in parts:
+            charges.callback(self._charge(number, share))
+        request.on_end = charges.close
+        try:
+            self._connections[leader].submit(request)
+        except BaseException:
+            request.on_end()
+            raise
+        return request
 
     def _send(
         self,

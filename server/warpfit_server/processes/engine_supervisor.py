@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -86,6 +86,8 @@ class EngineSupervisor:
         """The engine's counters when they were last asked for."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called whenever an engine process is gone."""
+        self.on_request_connection: Callable[[int], None] = lambda engine: None
+        """Called with the number of another engine when this one has lost its connection to it."""
         self._config = config
         self._lock = threading.Lock()
         self._process_numbers = process_numbers
@@ -191,6 +193,23 @@ class EngineSupervisor:
                     raise
             return self._process_number, ours
 
+    def introduce(self, engine: int, process: int, end: socket.socket) -> None:
+        """Give the engine a connection to another one.
+
+        Args:
+            engine: number of the other one.
+            process: number of its process.
+            end: this engine's end of the connection.
+
+        """
+        with self._lock, end:
+            self._tell(messages.ConnectEngine(engine, process), [end.fileno()])
+
+    @property
+    def process_number(self) -> int:
+        """Number of the engine process, from 1; each process of any engine has another one."""
+        return self._process_number
+
     def has(self, key: bytes) -> bool:
         """Return whether an engine process has loaded a data set, or loads it as it starts."""
         with self._lock:
@@ -208,6 +227,8 @@ class EngineSupervisor:
                 self.quarantine.suspects.check_dataset(dataset.key)
             except FailedPreconditionError as error:
                 return _settled(error)
+            if dataset.shards is not None and self.number not in dataset.shards.engines:
+                return _settled(unavailable())  # of a call that came before it was sharded
             self._wanted.add(dataset.key)
             if self._channel is None:
                 return _settled()
@@ -251,7 +272,9 @@ class EngineSupervisor:
         future = self._loads[dataset.key] = Future()
         segment = dataset.segment
         layout = replace(dataset.layout, names=())  # as long as a caller likes, and not needed
-        load = messages.LoadDataset(dataset.key, layout, segment.identifier, segment.size)
+        load = messages.LoadDataset(
+            dataset.key, layout, segment.identifier, segment.size, dataset.shards
+        )
         try:
             channel.send(load, [segment.descriptor])
         except ChannelClosedError:
@@ -262,11 +285,11 @@ class EngineSupervisor:
             future.set_exception(error)
         return future
 
-    def _tell(self, message: messages.Message) -> None:
+    def _tell(self, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
         """Send to the engine if there is one; a dying engine need not get it."""
         if self._channel is not None:
             try:
-                self._channel.send(message)
+                self._channel.send(message, descriptors)
             except (ChannelClosedError, WarpfitError) as error:
                 _LOG.warning("the engine was not sent %s: %s", type(message).__name__, error)
 
@@ -340,6 +363,8 @@ class EngineSupervisor:
                 self._settle_load(message)
             case messages.EngineCounters():
                 self.counters = message.counters
+            case messages.RequestConnection():
+                self.on_request_connection(message.engine)
             case _:
                 _LOG.error("unexpected message %s with %d files", message, len(descriptors))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,9 +12,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, UnavailableError
+from warpfit.errors import (
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+    WarpfitError,
+)
 from warpfit.server_info import Device
 from warpfit_server.config import Config
 from warpfit_server.data.dataset_store import DatasetStore, StoredDataset
@@ -21,7 +30,10 @@ from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.router import Router
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_supervisor import EngineSupervisor
+from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.quotas import QuotaTable
+
+_LOG: Final = logging.getLogger("warpfit.engines")
 
 
 class Engines:
@@ -46,6 +58,8 @@ class Engines:
         labels = [device.label for device in config.engines]
         self.router = Router([s.connection for s in self.supervisors], labels, table)
         """Routes the calls of this process."""
+        self._introduced: set[tuple[int, int]] | None = None  # None before any data set is sharded
+        self._introducing = threading.Lock()
 
     def start(
         self,
@@ -64,8 +78,15 @@ class Engines:
             UnavailableError: if none can run on this machine; the log says why.
 
         """
+
+        def ready(supervisor: EngineSupervisor) -> None:
+            if self._introduced is not None:
+                self._introduce_all()
+            on_ready(supervisor)
+
         for supervisor in self.supervisors:
-            supervisor.start(resident, partial(on_ready, supervisor))
+            supervisor.on_request_connection = partial(self._introduce_again, supervisor)
+            supervisor.start(resident, partial(ready, supervisor))
         end = time.monotonic() + self._start_seconds
         started = [s.wait_started(max(0.0, end - time.monotonic())) for s in self.supervisors]
         if not any(started):
@@ -103,24 +124,71 @@ class Engines:
         """Return the numbers of the engines that have loaded a data set."""
         return tuple(s.number for s in self.supervisors if s.has(key))
 
-    def place(self, dataset: StoredDataset) -> None:
-        """Load a new data set into one engine, which tells whether any device has room for it.
+    def shards(self, layout: Layout, count: int) -> Shards | None:
+        """Divide a data set among the engines that have least data.
+
+        Args:
+            layout: of the data set.
+            count: shards that are wanted, fewer if there are few rows; 0 or 1 for none.
 
         Raises:
-            ResourceExhaustedError: if none has.
+            InvalidArgumentError: if there are fewer devices.
+
+        """
+        if count > len(self.supervisors):
+            raise InvalidArgumentError(
+                f"{count} shards for {len(self.supervisors)} devices",
+                "TOO_MANY_SHARDS",
+                "Ask for at most as many shards as the server has devices (warpfit info)",
+                "shards",
+            )
+        return Shards.of(layout, tuple(s.number for s in self._by_load()[: max(1, count)]))
+
+    def place(self, dataset: StoredDataset, *, whole: bool = False) -> None:
+        """Load a new data set into its engines, or into one, and if none has room into all.
+
+        Args:
+            dataset: the data set.
+            whole: whether it is not to be sharded where no device has room for it.
+
+        Raises:
+            ResourceExhaustedError: if they have no room either.
             FailedPreconditionError: if engines have died of the data set.
+            UnimplementedError: if the engines do not compute on shards.
 
         """
         if self.holders(dataset.key):
             return
+        if dataset.shards is not None:
+            self._place_shards(dataset, dataset.shards)
+            return
+        try:
+            self._place_whole(dataset)
+        except ResourceExhaustedError as refusal:
+            shards = None if whole else self.shards(dataset.layout, len(self.supervisors))
+            if shards is None:
+                raise
+            _LOG.info("a data set is sharded, because no device has room for it: %s", refusal)
+            dataset.shards = shards
+            try:
+                self._place_shards(dataset, shards)
+            except UnimplementedError:
+                raise refusal from None
+
+    def _place_shards(self, dataset: StoredDataset, shards: Shards) -> None:
+        with self._introducing:
+            self._introduced = self._introduced or set()
+        self._introduce_all()
+        try:
+            for load in [self.supervisors[number].load(dataset) for number in shards.engines]:
+                load.result()
+        except WarpfitError:
+            self.unload(dataset.key)
+            raise
+
+    def _place_whole(self, dataset: StoredDataset) -> None:
         refusal: ResourceExhaustedError | None = None
-        serving = self.router.serving
-
-        def rank(supervisor: EngineSupervisor) -> tuple[bool, bool, int]:
-            serves = supervisor.device.label in serving
-            return not serves, not supervisor.is_ready, supervisor.loads
-
-        for supervisor in sorted(self.supervisors, key=rank):
+        for supervisor in self._by_load():
             try:
                 supervisor.load(dataset).result()
             except ResourceExhaustedError as error:
@@ -129,6 +197,44 @@ class Engines:
                 return
         assert refusal is not None  # there is an engine at least
         raise refusal
+
+    def _by_load(self) -> list[EngineSupervisor]:
+        """Return the engines, those first that serve and have few data sets."""
+        serving = self.router.serving
+
+        def rank(supervisor: EngineSupervisor) -> tuple[bool, bool, int]:
+            serves = supervisor.device.label in serving
+            return not serves, not supervisor.is_ready, supervisor.loads
+
+        return sorted(self.supervisors, key=rank)
+
+    def _introduce_all(self) -> None:
+        """Give each engine a connection to every other one that it has none to."""
+        for one, other in itertools.permutations(self.supervisors, 2):
+            self._introduce(one, other)
+
+    def _introduce_again(self, one: EngineSupervisor, number: int) -> None:
+        """Give an engine a connection in place of one that it has lost."""
+        other = self.supervisors[number]
+        with self._introducing:
+            if self._introduced is not None:
+                self._introduced.discard((one.process_number, other.process_number))
+        self._introduce(one, other)
+
+    def _introduce(self, one: EngineSupervisor, other: EngineSupervisor) -> None:
+        with self._introducing:
+            pair = one.process_number, other.process_number
+            is_new = self._introduced is not None and pair not in self._introduced
+            if not (is_new and one.is_ready and other.is_ready):
+                return  # the next engine process is introduced when it is ready
+            try:
+                process, end = other.connect()
+            except WarpfitError as error:
+                _LOG.error("no connection of %s to %s: %s", one.device, other.device, error)
+                return
+            one.introduce(other.number, process, end)
+            assert self._introduced is not None
+            self._introduced.add(pair)
 
     def unload(self, key: bytes) -> None:
         """Make every engine forget a data set."""
@@ -160,6 +266,11 @@ class HostLease:
     def layout(self) -> Layout:
         """Layout of the data set."""
         return self._dataset.layout
+
+    @property
+    def shards(self) -> Shards | None:
+        """Its shards if it is sharded."""
+        return self._dataset.shards
 
     def has(self, engine: int) -> bool:
         """Return whether an engine has loaded the data set."""

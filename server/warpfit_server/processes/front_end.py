@@ -37,6 +37,7 @@ from warpfit_server.observability.logs import configure_logging
 from warpfit_server.observability.measurements import Recorder
 from warpfit_server.observability.tracing import make_tracer
 from warpfit_server.processes.probe import Probe
+from warpfit_server.row_blocks import Shards
 from warpfit_server.rpc.health import Health
 from warpfit_server.rpc.interceptor import Interceptor
 from warpfit_server.rpc.port import listen, make_server
@@ -73,6 +74,8 @@ class _LeasedDataset:
     def __init__(self, key: bytes, request_load: Callable[[int, bytes], Future[None]]) -> None:
         self.answer: Future[Layout] = Future()
         """Its layout, once the main process has answered."""
+        self.shards: Shards | None = None
+        """Its shards if it is sharded, likewise."""
         self.loads: dict[int, Future[None]] = {}
         """Engines that have loaded it, or were asked to."""
         self.uses = 0
@@ -147,6 +150,7 @@ class BorrowedLeases:
                 return
             dataset = self._leased[lease.key]
             dataset.loads = dict.fromkeys(lease.engines, _LOADED)
+            dataset.shards = lease.shards
             dataset.answer.set_result(lease.layout)
             if dataset.is_released:
                 self._return(lease.key)

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from warpfit import codec
+from warpfit.dataset import Layout
 from warpfit.errors import (
     CancelledError,
     DatasetNotFoundError,
@@ -45,6 +46,7 @@ from warpfit_server.limits import (
     check_tokens,
 )
 from warpfit_server.observability import calls
+from warpfit_server.row_blocks import Shards
 from warpfit_server.tenancy.admission import Admission, CallCost
 from warpfit_server.tenancy.tenant_semaphore import TenantSemaphore
 from warpfit_server.tenancy.tenants import key_of, tenant_of
@@ -71,8 +73,11 @@ class EngineHost(Protocol):
     def devices(self) -> tuple[Device, ...]:
         """Devices of the engines."""
 
-    def place(self, dataset: StoredDataset) -> None:
-        """Load a new data set into an engine that has room for it."""
+    def shards(self, layout: Layout, count: int) -> Shards | None:
+        """Divide a data set among so many engines."""
+
+    def place(self, dataset: StoredDataset, *, whole: bool = False) -> None:
+        """Load a new data set into engines that have room for it."""
 
 
 class ComputeServicer:
@@ -111,6 +116,7 @@ class ComputeServicer:
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
             size = check_result(evaluation, layout, limits)
+            size *= 1 + (data.shards is not None)  # what has rows is copied together
             size += evaluation.batch.values.nbytes - len(request.programs.values)
             cost = CallCost.of_evaluation(evaluation, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
@@ -250,18 +256,19 @@ class MainServicer(ComputeServicer):
         key = key_of(tenant, content_id)
         self._host.quarantine.suspects.check_dataset(key)
         with suppress(DatasetNotFoundError), self._datasets.lease(key) as resident:
-            return codec.dataset_info(content_id, resident.layout).SerializeToString()
+            return _info(resident)
+        shards = self._host.shards(layout, first.header.shards)
         upload = self._datasets.begin(layout, content_id, tenant, limits)
         try:
             for message in requests:
                 self._datasets.add(upload, codec.upload_data(message))
-            self._datasets.commit(upload)
+            dataset = self._datasets.commit(upload, shards)
         except BaseException:
             self._datasets.abandon(upload)
             raise
-        self._place(key)
+        self._place(key, whole=first.header.shards == 1)
         calls.record_upload(layout.nbytes)
-        return codec.dataset_info(content_id, layout).SerializeToString()
+        return _info(dataset)
 
     def open_dataset(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Read a data set from a file of the server; few calls of a tenant do so at a time."""
@@ -277,23 +284,23 @@ class MainServicer(ComputeServicer):
                 key = key_of(tenant, known[0])
                 self._host.quarantine.suspects.check_dataset(key)
                 with suppress(DatasetNotFoundError), self._datasets.lease(key) as dataset:
-                    info = codec.dataset_info(known[0], dataset.layout, known[1])
-                    return info.SerializeToString()
+                    return _info(dataset, known[1])
             reserve = partial(self._admission.reserve_bytes, tenant)
-            dataset, lost_digits = self._folder.read(file, tenant, limits, check_wanted, reserve)
+            dataset, lost_digits = self._folder.read(
+                file, tenant, limits, check_wanted, reserve, self._host.shards
+            )
         finally:
             self._reading.release(tenant)
         self._host.quarantine.suspects.check_dataset(dataset.key)
-        self._place(dataset.key)
+        self._place(dataset.key, whole=file.shards == 1)
         calls.record_upload(dataset.layout.nbytes)
-        info = codec.dataset_info(dataset.content_id, dataset.layout, lost_digits)
-        return info.SerializeToString()
+        return _info(dataset, lost_digits)
 
-    def _place(self, key: bytes) -> None:
-        """Have an engine load a data set that has come, or release it."""
+    def _place(self, key: bytes, *, whole: bool) -> None:
+        """Have engines load a data set that has come, or release it."""
         with self._datasets.lease(key) as dataset:
             try:
-                self._host.place(dataset)
+                self._host.place(dataset, whole=whole)
             except WarpfitError:
                 self._datasets.release(key)
                 raise
@@ -304,7 +311,7 @@ class MainServicer(ComputeServicer):
         key = key_of(tenant_of(context), codec.check_content_id(request.content_id))
         self._host.quarantine.suspects.check_dataset(key)
         with self._datasets.lease(key) as dataset:
-            return codec.dataset_info(dataset.content_id, dataset.layout).SerializeToString()
+            return _info(dataset)
 
     def release_variables(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Release a data set."""
@@ -317,14 +324,23 @@ class MainServicer(ComputeServicer):
     def get_server_info(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Describe the server."""
         codec.parse_message(pb.GetServerInfoRequest, message)
+        shards = self._datasets.shard_counts(tenant_of(context))
         info = ServerInfo(
             version=version("warpfit"),
             engine=self._host.engine,
             devices=self._host.devices,
             limits=self._admission.limits(tenant_of(context)),
             operators=codec.operator_infos(),
+            datasets=len(shards),
+            sharded_datasets=sum(count > 0 for count in shards),
         )
         return codec.info_to_message(info).SerializeToString()
+
+
+def _info(dataset: StoredDataset, lost_digits: str = "") -> bytes:
+    """Describe a data set."""
+    own = dataset.content_id, dataset.layout, lost_digits, dataset.shard_count
+    return codec.dataset_info(*own).SerializeToString()
 
 
 def _of_tenant(evaluation: Evaluation, tenant: str) -> Evaluation:

@@ -22,7 +22,7 @@ def table(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answers(
-    client: warpfit.Client, rows: int, programs: int, fits: int
+    client: warpfit.Client, rows: int, programs: int, fits: int, **upload: Any
 ) -> tuple[dict[str, str], dict[str, set[str]]]:
     """Ask for every kind of output.
 
@@ -31,12 +31,13 @@ def answers(
         rows: of the data set.
         programs: of the batches; a tenth of them for outputs that have a number for each row.
         fits: programs that are fitted, from two starts each.
+        **upload: options of the upload.
 
     Returns:
         A hash of all bits of each answer, and the labels of the devices that it came from.
 
     """
-    data = client.upload(*table(rows))
+    data = client.upload(*table(rows), **upload)
     expressions, parameters = thesis_mix(_SEED, programs, variables=4)
     few = expressions[: programs // 10], parameters[: programs // 10]
     calls: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -47,6 +48,10 @@ def answers(
         "statistics": (
             (expressions, parameters),
             {"loss": "mse", "linear_scaling": True, "reductions": True},
+        ),
+        "some rows": (
+            (expressions, parameters),
+            {"loss": "huber", "correlation": True, "rows": (rows // 5, rows - 7)},
         ),
         "values": (few, {"values": True}),
         "jacobian": (few, {"jacobian": True, "values": True}),

@@ -36,8 +36,8 @@ def sum_nodes(nodes: NDArray[np.float64], first: int) -> NDArray[np.float64]:
             for other in others:
                 nodes = nodes + other
             first //= RADIX
-    total: NDArray[np.float64] = nodes[0]
-    return total
+    # Which of two NaNs a sum keeps, with its sign, is up to NumPy.
+    return np.where(np.isnan(nodes[0]), np.nan, nodes[0])
 
 
 @inlined
