@@ -61,8 +61,6 @@ class RowShard(Protocol):
     """Rows of the whole evaluation; this engine is given some of them."""
     level: int
     """Level of the nodes to sum up in the tree of sums, see `warpfit_server.row_blocks`."""
-    leads: bool
-    """Whether this engine makes the outputs. If not, the batch is in shared memory."""
 
     def begin(self, width: int) -> None:
         """Let the other engines begin.
@@ -262,7 +260,7 @@ class Engine(Protocol):
                 mention the weight, each row counts w times.
             curvature: whether curvatures are requested.
             cancelled: as in `Outputs`.
-            shard: as in `Outputs`; the arrays of an engine that does not lead are undefined.
+            shard: as in `Outputs`; the result is undefined if `RowShard.join` has returned None.
             selection: the programs as a selection of a batch that comes again and is lowered once.
                 Both are the same objects with every pass, the batch until the fit ends, the
                 indices until programs drop out. None if the programs do not come again.

@@ -30,7 +30,14 @@ from warpfit.errors import ResourceExhaustedError, UnimplementedError
 from warpfit.ir import Program
 from warpfit.losses import Closing, LossFunction
 from warpfit.request import Evaluation, Tier, Timings
-from warpfit_server.engine.interface import Engine, Evaluator, Linearisation, Outputs, Steps
+from warpfit_server.engine.interface import (
+    Engine,
+    Evaluator,
+    Linearisation,
+    Outputs,
+    Selection,
+    Steps,
+)
 from warpfit_server.engine.request import Request
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.engine_connection import EngineConnection
@@ -187,6 +194,7 @@ class ShardedEvaluator:
         *,
         curvature: bool,
         cancelled: NDArray[np.uint8],
+        selection: Selection | None = None,
     ) -> Steps[Linearisation]:
         """Compute a pass of a fit."""
         problem = replace(
@@ -199,6 +207,7 @@ class ShardedEvaluator:
                 curvature=curvature,
                 cancelled=cancelled,
                 shard=gathering,
+                selection=selection,
             )
         self.peers_compute += gathering.compute
         return found
@@ -237,8 +246,6 @@ class _Gathering:
         curvature: whether a pass of a fit needs curvatures; None if it is an evaluation.
 
     """
-
-    leads = True
 
     def __init__(
         self,

@@ -181,8 +181,6 @@ class RequestRunner:
 class _SummedPart:
     """The rows of an evaluation that another engine leads; implements `interface.RowShard`."""
 
-    leads = False
-
     def __init__(self, part: messages.Part, nodes: NDArray[np.float64]) -> None:
         self.rows, self.level = part.rows, part.level
         self._nodes = nodes

@@ -8,10 +8,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from support.servers.requests import DATA
-from warpfit.errors import ResourceExhaustedError
+from warpfit.dataset import Layout
+from warpfit.errors import ResourceExhaustedError, UnimplementedError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.engine.hang_detector import EXIT_STUCK
 from warpfit_server.ipc import messages
@@ -115,5 +117,62 @@ def test_a_new_data_set_does_not_wait_for_an_engine_that_hangs(monkeypatch):
         return loaded
 
     monkeypatch.setattr(EngineSupervisor, "load", load)
-    engines.place(SimpleNamespace(key=b"data"))
+    engines.place(SimpleNamespace(key=b"data", shards=None))
     assert asked == [1]
+
+
+class TestShards:
+    LAYOUT = Layout(np.dtype("<f4"), 2, 100_000)
+
+    @pytest.fixture
+    def place(self, monkeypatch):
+        """Place a data set of which engines refuse some, and return what they were asked for."""
+
+        def place(refuse, **options):
+            asked = []
+
+            def load(supervisor, dataset):
+                asked.append((supervisor.number, dataset.shards is not None))
+                loaded = Future()
+                error = refuse(supervisor.number, dataset)
+                loaded.set_exception(error) if error else loaded.set_result(None)
+                return loaded
+
+            monkeypatch.setattr(EngineSupervisor, "load", load)
+            monkeypatch.setattr(EngineSupervisor, "unload", lambda one, key: asked.append("gone"))
+            engines = Engines(Config(devices="cpu:2"), SegmentPool(0), QuotaTable.create(1, 2))
+            dataset = SimpleNamespace(key=b"data", layout=self.LAYOUT, shards=None)
+            try:
+                engines.place(dataset, **options)
+            except WarpfitError as error:
+                return asked, error.reason
+            return asked, dataset.shards
+
+        return place
+
+    @staticmethod
+    def refuse_whole(number, dataset):
+        return None if dataset.shards else ResourceExhaustedError("no room", "MEMORY")
+
+    def test_a_data_set_that_fits_on_no_device_is_sharded(self, place):
+        asked, shards = place(self.refuse_whole)
+        assert asked == [(0, False), (1, False), (0, True), (1, True)]
+        assert shards.engines == (0, 1)
+        assert shards.bounds == (0, 49_152, 100_000)
+
+    def test_unless_the_caller_wants_it_whole(self, place):
+        assert place(self.refuse_whole, whole=True) == ([(0, False), (1, False)], "MEMORY")
+
+    def test_if_a_shard_does_not_fit_either_no_engine_keeps_one(self, place):
+        def refuse(number, dataset):
+            return None if dataset.shards and number else ResourceExhaustedError("", "MEMORY")
+
+        asked, reason = place(refuse)
+        assert (asked[-2:], reason) == (["gone", "gone"], "MEMORY")
+
+    def test_engines_that_cannot_compute_on_shards_are_no_reason(self, place):
+        def refuse(number, dataset):
+            refusal = self.refuse_whole(number, dataset)
+            return refusal or UnimplementedError("whole data sets only", "ENGINE_CANNOT")
+
+        assert place(refuse)[1] == "MEMORY"

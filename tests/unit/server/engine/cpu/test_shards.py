@@ -33,7 +33,6 @@ class Shard:
 
     def __init__(self, shards, rows, parts=None):
         self.rows, self.level = rows, shards.level
-        self.leads = parts is not None
         self.parts = parts
         self.width = None
         self.nodes = None
@@ -46,7 +45,7 @@ class Shard:
         assert nodes.shape[1] == self.width
         self.nodes = nodes
         yield None
-        return np.concatenate([nodes, *self.parts]) if self.leads else None
+        return np.concatenate([nodes, *self.parts]) if self.parts is not None else None
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_a_pass_of_a_fit_has_the_bits_of_one_engine(engines, key):
 def test_shards_are_whole_nodes_of_about_the_same_size(rows, count, key):
     layout = replace(DATA[key].layout, rows=rows)
     shards = Shards.of(layout, tuple(range(count)))
-    nodes = -(-rows // node_rows(layout, 1))
+    nodes = -(-rows // node_rows(layout, 2))
     if shards is None:
         assert min(nodes, count) == 1
         return
@@ -142,7 +141,7 @@ def test_shards_are_whole_nodes_of_about_the_same_size(rows, count, key):
     assert all(bound % size == 0 for bound in shards.bounds[:-1])
     assert min(sizes) > 0
     assert max(sizes) - min(sizes) <= 2 * size
-    assert shards.nodes((0, rows), layout) < 64 * count + 1
+    assert shards.nodes((0, rows), layout) <= 32 * count + 1
     if nodes >= 16 * count:
         assert max(sizes) <= rows / count * (1 + 1 / 16)
     middle = rows // 3, rows // 3 + rows // 2 + 1
