@@ -426,7 +426,7 @@ class _PartRequest(InFlightRequest):
             state = int(self.segment_layout.state(self.segment)[0])
             if state == QUEUED:
                 raise unavailable()
-            raise PeerLostError(self.engine, alone=state == ALONE)
+            raise PeerLostError(self.process, alone=state == ALONE)
         if outcome.error is not None:
             if outcome.error.reason == TOO_MANY_FILES:
                 self.connection.was_not_mapped(self.segment)
