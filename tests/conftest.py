@@ -17,7 +17,9 @@ os.environ.update(engine_environment(None))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure: nothing here is timed.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
 
 #: Each process of the tests loads libraries and keeps a server: about a gigabyte.

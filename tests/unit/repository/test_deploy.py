@@ -23,7 +23,6 @@ from support.repository.deployments import (
     DEPLOY,
     ROOT,
     can_render,
-    check_command,
     check_environment,
     check_schemas,
     render,
@@ -394,37 +393,6 @@ def dockerfile() -> str:
 def test_hadolint():
     ran = subprocess.run(["hadolint", str(ROOT / "Dockerfile")], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
-
-
-# ------------------------------------------------------------- commands that READMEs show
-
-IMAGES = {"warpfit:cpu": "server", "warpfit:cuda": "cuda13"}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "docker build -t warpfit:cuda --build-arg VARIANT=cuda14 .",
-        "docker build -t warpfit --build-arg VARIANTS=server .",
-        "docker build --tags warpfit .",
-        "docker run -p 127.0.0.1:50551:50552:50553 warpfit:cpu",
-        "docker run -p 127.0.0.1:50551:50560 warpfit:cpu",
-        "docker run -p 0.0.0.0:50551:50551 warpfit:cpu",
-        "docker run -v cache:/var/lib/warpfit warpfit:cpu",
-        "docker run -e WARPFIT_FRONT_END=1 warpfit:cpu",
-        "docker run --gpus all warpfit:cpu",
-        "docker run --read-only warpfit:cpu",
-        "docker run warpfit:latest",
-        "COMPOSE_PROFILES=tpu docker compose -f deploy/compose.yaml up -d",
-        "COMPOSE_PROFILES=cpu docker compose -f deploy/compose.yml up -d",
-        "helm install warpfit deploy/kubernetes --set image.name=x",
-        "helm install warpfit deploy/helm",
-        "helm instal warpfit deploy/kubernetes",
-    ],
-)
-def test_mistakes_in_commands_are_found(command):
-    with pytest.raises((AssertionError, KeyError, OSError, TypeError, ValueError)):
-        check_command(shlex.split(command), IMAGES)
 
 
 def test_dashboard_panels_do_not_overlap():
