@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from support.machines.reference_lowering import Instruction
 from warpfit.ir import Batch
 from warpfit_server.engine.cuda.interpreter import bytecode, lowering
 from warpfit_server.engine.cuda.runtime.batch_layout import BatchLayout, TokenArrays, pack
 
+#: Word 0 without an index, the leaf that is loaded, and word 1 or the leaf that it names. A leaf is
+#: the index of a variable, or a slot: first token, end, first parameter, parameters.
+Instruction = tuple[int, Any, Any]
 #: Bytes on both sides of the memory that nobody may write to.
 GUARD = 256
 GARBAGE = 0xA5

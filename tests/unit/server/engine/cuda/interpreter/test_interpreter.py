@@ -6,15 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from support.engines.strategies import programs
-from support.machines.bytecode import Machine
 from support.machines.device_lowering import lower_on_host
 from warpfit.errors import InternalError
-from warpfit.expressions.reference import evaluate_program
-from warpfit.expressions.workload import random_program, thesis_mix
+from warpfit.expressions.workload import thesis_mix
 from warpfit.ir import Batch, Program
 from warpfit.ops import OPERATORS
 from warpfit.request import Precision
@@ -23,62 +18,11 @@ from warpfit_server.engine.cuda.interpreter.jump_table import with_jump_table
 from warpfit_server.engine.cuda.interpreter.source import Variant, costly_codes, interpreter_source
 from warpfit_server.engine.cuda.math.prelude import render
 
-COLUMNS = np.random.default_rng(0).normal(size=(3, 7))
 VARIANTS = [
     Variant(np.dtype(np.float32), Precision.FAST, 8),
     Variant(np.dtype(np.float32), Precision.PRECISE, 4),
     Variant(np.dtype(np.float64), Precision.PRECISE, 2),
 ]
-
-
-def assert_agrees_with_reference(batch: Batch) -> int:
-    lowered = lower_on_host(batch)
-    machine = Machine(lowered, COLUMNS)
-    with np.errstate(all="ignore"):
-        for index in range(len(batch)):
-            program, vector = batch.program(index), batch.program_parameters(index)[0]
-            expected = evaluate_program(program, COLUMNS, vector)
-            np.testing.assert_array_equal(machine.run(index), expected)
-    assert machine.highest == lowered.needs().max()
-    return machine.highest
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(programs(max_tokens=60), min_size=1, max_size=4))
-def test_lowered_programs_compute_the_same(drawn):
-    vectors = [[0.5, -1.25][: program.parameters] for program in drawn]
-    assert_agrees_with_reference(Batch.of(drawn, vectors))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_lowered_random_programs_compute_the_same(seed):
-    rng = np.random.default_rng(seed)
-    drawn = [
-        random_program(rng, int(rng.integers(1, 150)), variables=3, operators=tuple(OPERATORS))
-        for _ in range(40)
-    ]
-    vectors = [rng.normal(size=program.parameters) for program in drawn]
-    assert_agrees_with_reference(Batch.of(drawn, vectors))
-
-
-@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.arity > 1])
-def test_stack_stays_flat_on_long_chains(name):
-    row = OPERATORS[name]
-    leaf = Program.variable(0)
-    for position in range(row.arity):
-        program = leaf
-        for _ in range(200):
-            operands = [Program.variable(1)] * row.arity
-            operands[position] = program
-            program = Program.apply(row, *operands)
-        assert assert_agrees_with_reference(Batch.of([program])) <= 2
-
-
-def test_stack_is_logarithmic():
-    program = Program.variable(0)
-    for _ in range(8):
-        program = Program.apply("add", program, program)
-    assert assert_agrees_with_reference(Batch.of([program])) == 7
 
 
 def test_row_invariant_subtrees_are_hoisted():
