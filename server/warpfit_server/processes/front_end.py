@@ -24,7 +24,12 @@ from typing import Any, Final
 import grpc
 
 from warpfit.dataset import Layout
-from warpfit.errors import ResourceExhaustedError, UnavailableError, WarpfitError
+from warpfit.errors import (
+    CancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+    WarpfitError,
+)
 from warpfit_server.config import Config
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
@@ -226,6 +231,8 @@ def _forwarding(method: Any) -> Callable[[Any, grpc.ServicerContext], bytes]:
         try:
             answer: bytes = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError):
+            if call.code() is grpc.StatusCode.CANCELLED:
+                raise CancelledError("the call has ended", "CANCELLED") from None
             context.set_trailing_metadata(tuple(call.trailing_metadata() or ()))
             context.abort(call.code(), call.details() or "")
         return answer

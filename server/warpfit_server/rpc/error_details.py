@@ -11,6 +11,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from warpfit.codec import ERROR_METADATA_KEY, error_to_detail
 from warpfit.errors import (
+    CancelledError,
+    DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -35,6 +37,10 @@ def fail_call(context: Any, error: Exception, trailing: tuple[tuple[str, str], .
     if isinstance(error, grpc.RpcError) and not context.is_active():
         _LOG.debug("the client went away")
         return
+    if isinstance(error, CancelledError) and context.time_remaining() == 0:
+        error = DeadlineExceededError(  # gRPC ends such a call as if its caller had cancelled it
+            "the deadline of the call passed", "DEADLINE_EXCEEDED", "Raise timeout="
+        )
     if not isinstance(error, WarpfitError):
         known = shortage(error)
         if known is None:

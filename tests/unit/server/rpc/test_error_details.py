@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import grpc
@@ -11,11 +12,12 @@ from grpc_status import rpc_status
 
 from warpfit.codec import error_to_detail
 from warpfit.errors import (
+    CancelledError,
     InvalidArgumentError,
     ProgramError,
     ResourceExhaustedError,
 )
-from warpfit_server.rpc.error_details import STATUS_METADATA_KEY, status_details
+from warpfit_server.rpc.error_details import STATUS_METADATA_KEY, fail_call, status_details
 
 
 class FailedCall:
@@ -73,3 +75,12 @@ def test_an_error_that_quotes_much_fits_the_metadata_of_a_call(character):
     encoded = [4 * -(-len(entry) // 3) for entry in entries]
     assert len(message) + sum(encoded) < 7_500
     assert error.message.endswith("...")
+
+
+@pytest.mark.parametrize(("remaining", "status"), [(0.0, "DEADLINE_EXCEEDED"), (1.0, "CANCELLED")])
+def test_a_call_whose_deadline_has_passed_is_not_called_cancelled(remaining, status):
+    context = Mock()
+    context.code.return_value = None
+    context.time_remaining.return_value = remaining
+    fail_call(context, CancelledError("the call has ended", "CANCELLED"), ())
+    context.set_code.assert_called_once_with(grpc.StatusCode[status])
