@@ -48,6 +48,8 @@ _LOG: Final = logging.getLogger("warpfit.engine")
 #: Seconds for which a thread polls without sleeping after a step: the next request of a search
 #: follows soon, and an idle core of a virtual machine takes 50 to 100 microseconds to wake up.
 _BUSY_POLL_SECONDS: Final = 0.003
+#: Seconds between two looks whether requests that wait for a future were cancelled.
+_LOOK_SECONDS: Final = 0.05
 #: Least number of cores for busy polling, which takes one of them.
 _MANY_CORES: Final = 8
 #: Only one thread is woken for a socket, until it has read from it and arms the socket again.
@@ -71,9 +73,11 @@ class Loop:
         )
         self._isolation = Isolation(self._scheduler)
         self._lock = threading.Lock()
-        """Guards the scheduler, the isolation, `_running` and `_idle`."""
+        """Guards the scheduler, the isolation, `_running`, `_waiting` and `_idle`."""
         self._running: set[Request] = set()
         """Requests of which a step is running."""
+        self._waiting: set[Request] = set()
+        """Requests that wait for a future."""
         self._idle = 0
         """Threads that have found nothing to do."""
         self._busy_polling = threading.Lock()
@@ -124,6 +128,7 @@ class Loop:
 
     def _choose(self) -> list[Request]:
         with self._lock:
+            self._end_wait([request for request in self._waiting if request.cancelled[0]])
             requests = self._isolation.next()
             self._running.update(requests)
             if not requests:  # nothing waits, or everything waits until a suspect has run
@@ -143,7 +148,7 @@ class Loop:
                         return
             finally:
                 self._busy_polling.release()
-        self._receive(self._isolation.timeout)
+        self._receive(_LOOK_SECONDS if self._waiting else self._isolation.timeout)
 
     def _step(self, requests: list[Request]) -> None:
         """Run a step, answer what is finished, and queue the rest again."""
@@ -159,14 +164,21 @@ class Loop:
             self._running.difference_update(requests)
             if waits_for is None:
                 self._isolation.ended(requests, unfinished)
+            else:
+                self._waiting.update(requests)
         if waits_for is not None:
             waits_for.add_done_callback(lambda _: self._resume(requests))
 
     def _resume(self, requests: list[Request]) -> None:
-        """Queue a request again that has waited for a future."""
+        """Queue a request again that has waited for a future, unless it was cancelled meanwhile."""
         with self._lock:
-            self._isolation.ended(requests, requests)
+            self._end_wait([request for request in requests if request in self._waiting])
         os.eventfd_write(self._wake, 1)
+
+    def _end_wait(self, requests: list[Request]) -> None:
+        """Queue requests that wait for a future; under the lock."""
+        self._waiting.difference_update(requests)
+        self._isolation.ended(requests, requests)
 
     # ------------------------------------------------------------------------- receiving
 

@@ -284,6 +284,16 @@ class TestCancellation:
         assert engine.steps < STEPS
         assert front.answer(front.start(2.0)) == [2.0]
 
+    def test_while_it_waits_for_code_that_is_being_compiled(self, run_loop):
+        engine, front = run_loop()
+        run = front.start(1.0, constant=WAITS, values=True)
+        wait_until(lambda: engine.batches)
+        run.cancel()
+        assert isinstance(front.answer(run), CancelledError)
+        engine.promised.set_result(None)
+        assert front.answer(front.start(1.0, constant=WAITS, values=True)) == [1.0]
+        assert engine.batches == [1, 1]
+
 
 class TestSharing:
     @pytest.mark.parametrize("tenant", ["me", "another"])
