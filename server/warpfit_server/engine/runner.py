@@ -15,7 +15,7 @@ from warpfit.dataset import Dataset
 from warpfit.errors import DatasetNotFoundError, InternalError
 from warpfit.fitting import FitProgress, FitRequest
 from warpfit.ir import Batch
-from warpfit.request import Evaluation, Timings
+from warpfit.request import Evaluation, Tier, Timings
 from warpfit_server.engine.finalize import Finalizer, reduce_to_sums
 from warpfit_server.engine.interface import (
     Engine,
@@ -226,7 +226,11 @@ def merge_key(evaluation: Evaluation) -> Hashable:
 
 
 def _merge(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Concatenate the programs of evaluations with the same `merge_key`."""
+    """Concatenate the programs of evaluations with the same `merge_key`.
+
+    They are new, or `Engine.gains_from_merging` would have said no, so that nothing is compiled for
+    them yet: no engine needs to look.
+    """
     batches = [evaluation.batch for evaluation in evaluations]
     batch = Batch(
         codes=np.concatenate([batch.codes for batch in batches]),
@@ -236,7 +240,7 @@ def _merge(evaluations: Sequence[Evaluation]) -> Evaluation:
         parameters=np.concatenate([batch.parameters for batch in batches]),
         vectors=batches[0].vectors,
     )
-    return replace(evaluations[0], batch=batch)
+    return replace(evaluations[0], batch=batch, tier=Tier.INTERPRETER)
 
 
 def _fit_progress(
