@@ -14,7 +14,6 @@ from warpfit.errors import InvalidArgumentError
 from warpfit.frontends import as_program
 from warpfit.ir import Program
 from warpfit.losses import as_function, as_loss
-from warpfit.ops import CONSTANT, PARAMETER
 from warpfit.sklearn.estimator import Floats, FormulaRegressor, TrainingData
 
 
@@ -118,7 +117,7 @@ class ParameterOptimizer(FormulaRegressor):
         self.loss_, self.reason_ = float(fit.loss[0]), fit.reason[0]
         # scikit-learn wants at least one iteration to be reported.
         self.n_iter_ = max(1, int(fit.iterations[0]))
-        return _with_numbers(program, self.parameters_)
+        return program.bind(self.parameters_)
 
     def _start_vectors(self, program: Program) -> Floats:
         """Return the start vectors, [starts, n]."""
@@ -134,10 +133,3 @@ class ParameterOptimizer(FormulaRegressor):
         tags = super().__sklearn_tags__()
         tags.regressor_tags.poor_score = True
         return tags
-
-
-def _with_numbers(program: Program, parameters: Floats) -> Program:
-    is_parameter = program.codes == PARAMETER
-    values = program.values.copy()
-    values[is_parameter] = parameters[program.values[is_parameter].astype(np.int64)]
-    return Program(np.where(is_parameter, np.uint8(CONSTANT), program.codes), values)
