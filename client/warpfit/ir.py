@@ -9,212 +9,25 @@ variable or parameter (from 0), the constant itself, or 0 for an operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from warpfit.errors import InvalidArgumentError, ProgramError
+from warpfit.errors import InvalidArgumentError
 from warpfit.expressions.parameter_vectors import ParameterVectors
-from warpfit.expressions.printing import to_latex, to_text
+from warpfit.expressions.printing import to_text
 from warpfit.expressions.token_checks import (
     are_well_formed,
     check_indices,
     check_structure,
     needed_parameters,
 )
-from warpfit.formulas import methods
-from warpfit.ops import ARITIES, BY_CODE, CONSTANT, OPERATORS, PARAMETER, VARIABLE, Operator
-
-T = TypeVar("T")
-
-
-class Program:
-    """One expression: immutable postfix tokens.
-
-    ``codes`` is uint8 [tokens] and ``values`` float64 [tokens], both read-only. Equality and hash
-    are those of the tokens (NaN constants with equal bits are equal).
-
-    Raises:
-        ProgramError: if the tokens are not one well-formed expression.
-
-    """
-
-    # Stored as bytes, because joining bytes to a batch takes a tenth of the time that arrays take.
-    __slots__ = ("__dict__", "__weakref__", "_codes", "_values")
-
-    _codes: bytes
-    _values: bytes
-
-    def __init__(self, codes: ArrayLike, values: ArrayLike) -> None:
-        """Copy and validate the tokens."""
-        code_array, value_array = _token_arrays(codes, values)
-        Population(code_array, value_array, np.array([len(code_array)]))._check_structure()
-        self._codes, self._values = code_array.tobytes(), value_array.tobytes()
-
-    @classmethod
-    def _unchecked(
-        cls, codes: bytes | NDArray[np.uint8], values: bytes | NDArray[np.float64]
-    ) -> Program:
-        """Make a program of tokens, or their bytes, that are known to be well-formed."""
-        program = object.__new__(cls)
-        program._codes, program._values = bytes(codes), bytes(values)
-        return program
-
-    @cached_property
-    def codes(self) -> NDArray[np.uint8]:
-        """Token codes, [tokens], read-only."""
-        return np.frombuffer(self._codes, dtype=np.uint8)
-
-    @cached_property
-    def values(self) -> NDArray[np.float64]:
-        """Token values, [tokens], read-only."""
-        return np.frombuffer(self._values)
-
-    @classmethod
-    def variable(cls, index: int) -> Program:
-        """Return the program that is one variable, by its index from 0."""
-        return cls([VARIABLE], [index])
-
-    @classmethod
-    def parameter(cls, index: int) -> Program:
-        """Return the program that is one parameter, by its index from 0."""
-        return cls([PARAMETER], [index])
-
-    @classmethod
-    def constant(cls, value: float) -> Program:
-        """Return the program that is one constant, any float64 including NaN and infinities."""
-        return cls([CONSTANT], [value])
-
-    @classmethod
-    def apply(cls, operator: str | Operator, *operands: Program) -> Program:
-        """Apply an operator to programs.
-
-        Args:
-            operator: the operator or its name.
-            operands: as many as the operator takes; for ``add`` and ``mul`` two or more, which are
-                combined from left to right.
-
-        Raises:
-            ProgramError: for another number of operands.
-
-        """
-        op = OPERATORS.get(operator) if isinstance(operator, str) else operator
-        if op is None or not all(isinstance(operand, Program) for operand in operands):
-            raise ProgramError(
-                f"{operator!r} is no operator, or an operand is no Program",
-                "UNKNOWN_OPERATOR",
-                "Use a name of OPERATORS.md, and Program.variable(0) and the like as operands",
-            )
-        is_chain = op.name in ("add", "mul") and len(operands) > 2
-        if len(operands) != op.arity and not is_chain:
-            raise ProgramError(
-                f"operator {op.name} takes {op.arity} operands, got {len(operands)}",
-                "WRONG_ARITY",
-                "Give each operand of the operator",
-            )
-        root = bytes([op.code]), bytes(8)
-        pieces = [(operand._codes, operand._values) for operand in operands]
-        if is_chain:
-            pieces = [pieces[0], *(part for piece in pieces[1:] for part in (piece, root))]
-        else:
-            pieces.append(root)
-        codes, values = zip(*pieces, strict=True)
-        return cls._unchecked(b"".join(codes), b"".join(values))
-
-    def __len__(self) -> int:
-        """Count the tokens."""
-        return len(self._codes)
-
-    def __eq__(self, other: object) -> bool:
-        """Compare token for token."""
-        if not isinstance(other, Program):
-            return NotImplemented
-        return self._codes == other._codes and self._values == other._values
-
-    def __hash__(self) -> int:
-        """Agree with ``==``."""
-        return hash((self._codes, self._values))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle as the two arrays."""
-        return Program, (self.codes, self.values)
-
-    @cached_property
-    def variables(self) -> int:
-        """Number of variables that the program needs: the highest index plus one."""
-        return self._needed(VARIABLE)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Number of parameters that the program needs: the highest index plus one."""
-        return self._needed(PARAMETER)
-
-    def _needed(self, code: int) -> int:
-        used = self.values[self.codes == code]
-        return int(used.max()) + 1 if len(used) else 0
-
-    @cached_property
-    def depth(self) -> int:
-        """Height of the evaluation stack that the program needs."""
-        return int(np.cumsum(1 - ARITIES[self.codes].astype(np.int64)).max())
-
-    def lift_constants(self) -> tuple[Program, NDArray[np.float64]]:
-        """Make every constant a parameter, so that it can be fitted.
-
-        Returns:
-            The program, whose new parameters follow those that it has, in the order of the
-            constants; and the constants, float64 [constants].
-
-        """
-        constant = self.codes == CONSTANT
-        values = self.values.copy()
-        values[constant] = self.parameters + np.arange(int(constant.sum()))
-        codes = np.where(constant, np.uint8(PARAMETER), self.codes)
-        return Program._unchecked(codes, values), self.values[constant]
-
-    def fold(
-        self, leaf: Callable[[int, float], T], operator: Callable[[Operator, list[T]], T]
-    ) -> T:
-        """Evaluate the program over any algebra.
-
-        Args:
-            leaf: called with the code (VARIABLE, PARAMETER or CONSTANT) and the value of a leaf.
-            operator: called with the operator and the list of its operands' results.
-
-        """
-        stack: list[T] = []
-        for code, value in zip(self.codes.tolist(), self.values.tolist(), strict=True):
-            row = BY_CODE.get(code)
-            if row is None:
-                stack.append(leaf(code, value))
-            else:
-                operands = stack[-row.arity :]
-                del stack[-row.arity :]
-                stack.append(operator(row, operands))
-        return stack.pop()
-
-    bind = methods.bind
-    simplify = methods.simplify
-    to_numpy = methods.to_numpy
-    code = methods.code
-    latex = methods.latex
-    sympy = methods.sympy
-
-    def __str__(self) -> str:
-        """Return the text that `warpfit.parse` reads back, over x1, x2, ... and p1, p2, ...."""
-        return to_text(self)
-
-    def __repr__(self) -> str:
-        """Show the text form."""
-        return f"Program({str(self)!r})"
-
-    def _repr_latex_(self) -> str:
-        return f"${to_latex(self)}$"
+from warpfit.formulas.program import Program as Program
+from warpfit.ops import CONSTANT, PARAMETER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -507,23 +320,6 @@ class Batch(Population):
                     "Make lengths, codes, values, parameter_counts and parameters agree",
                     field,
                 )
-
-
-def _token_arrays(
-    codes: ArrayLike, values: ArrayLike
-) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    try:
-        given = np.array(codes, ndmin=1)
-        code_array, value_array = given.astype(np.uint8), np.array(values, np.float64, ndmin=1)
-    except (TypeError, ValueError) as error:
-        raise ProgramError(
-            f"the tokens are no numbers: {error}", "BAD_TOKENS", "Parse texts with warpfit.parse"
-        ) from error
-    if value_array.shape != code_array.shape or code_array.ndim != 1:
-        raise ProgramError("codes and values differ in length", "LENGTH_MISMATCH")
-    if (code_array != given).any():
-        raise ProgramError("a code is no whole number from 0 to 255", "BAD_TOKENS")
-    return code_array, value_array
 
 
 def _starts(lengths: NDArray[Any]) -> NDArray[np.int64]:
