@@ -256,7 +256,7 @@ class _ReferenceEngine:
         self._dataset = dataset
 
     def linearise(
-        self, evaluation: Evaluation, row_loss: Program, *, curvature: bool, cancelled: Any
+        self, evaluation: Evaluation, row_loss: Program, *, curvature: bool, **_: Any
     ) -> Any:
         from warpfit_server.engine.interface import Linearisation
 
