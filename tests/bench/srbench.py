@@ -1,7 +1,7 @@
 """SRBench's tracks for `SymbolicRegressor`, pyoperon and gplearn, in the same time.
 
     python tests/bench/srbench.py --track feynman --noise 0 --seconds 30 --out runs.jsonl
-    python tests/bench/srbench.py --summary runs.jsonl
+    python tests/bench/srbench.py --summary runs.jsonl more.jsonl
 
 Ground truth: the 100 Feynman equations (`tests/data/feynman`) and the 14 Strogatz equations, which
 are simulated here: two-variable systems from four starts, 100 points each, with the derivative as
@@ -12,17 +12,21 @@ solution* by SRBench's rule (`support.repository.symbolic`) and an *accuracy sol
 on the test part. Black-box: regression sets that ship with scikit-learn, judged by R2 and size.
 
 Each finished run is a line of the file, so a run that was interrupted goes on where it stopped;
-runs are seeded. ``--shard 0/4`` takes each fourth problem. With ``--slow 10`` every call of the
-client takes ten times as long, which tells what the service's speed is worth.
+runs are seeded. ``--shard 0/4`` takes each fourth problem. The summary judges the formulas, which
+takes SymPy up to a minute each. With ``--slow 10`` a call of the client takes ten times as long,
+which tells what the service's speed is worth.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,32 +138,45 @@ def blackbox(rows: int, seed: int) -> Iterator[Problem]:
             yield Problem("blackbox", name, rest, table.data[:, place].astype(float))
 
 
+@dataclass(frozen=True)
+class Server:
+    """Where warpfit computes, and the threads that it and pyoperon have."""
+
+    address: str
+    threads: int
+
+
 TRACKS = {"feynman": feynman, "strogatz": strogatz, "blackbox": blackbox}
 
 
-def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int, address: str) -> Any:
+def fit_warpfit(X: Floats, y: Floats, seconds: float, seed: int, server: Server) -> Any:
     """Return predictor, text and size."""
     from warpfit.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(
-        address=address, operators=OURS, generations=10**6, max_seconds=seconds, random_state=seed
+        address=server.address,
+        operators=OURS,
+        generations=10**6,
+        max_seconds=seconds,
+        random_state=seed,
     ).fit(X, y)
     return model.predict, to_text(model.program_), len(model.program_)
 
 
-def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int, address: str) -> Any:
+def fit_pyoperon(X: Floats, y: Floats, seconds: float, seed: int, server: Server) -> Any:
     """Return predictor, text and size."""
     from pyoperon.sklearn import SymbolicRegressor
 
     model = SymbolicRegressor(
         allowed_symbols=OPERONS, optimizer_iterations=5, max_length=40, generations=10**6,
-        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=2, random_state=seed,
+        max_evaluations=10**9, max_time=max(1, round(seconds)), n_threads=server.threads,
+        random_state=seed,
     ).fit(X, y)  # fmt: skip
     text = model.get_model_string(model.model_, 12)
     return model.predict, text.replace("X", "x").replace("**", "^"), model.model_.Length
 
 
-def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int, address: str) -> Any:
+def fit_gplearn(X: Floats, y: Floats, seconds: float, seed: int, server: Server) -> Any:
     """Evolve generation by generation until the time is over."""
     from gplearn.genetic import SymbolicRegressor
 
@@ -183,8 +200,10 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run(problem: Problem, method: str, options: argparse.Namespace, address: str) -> dict[str, Any]:
-    """Fit one problem with one method and judge the formula."""
+def run(
+    problem: Problem, method: str, options: argparse.Namespace, server: Server
+) -> dict[str, Any]:
+    """Fit one problem with one method."""
     rng = np.random.default_rng([options.seed, len(problem.name)])
     order = rng.permutation(len(problem.y))
     train, test = np.split(order, [int(0.75 * len(order))])
@@ -192,7 +211,7 @@ def run(problem: Problem, method: str, options: argparse.Namespace, address: str
     heard = problem.y[train] + rng.normal(0.0, 1.0, len(train)) * scale
     started = time.perf_counter()
     predict, text, size = METHODS[method](
-        problem.X[train], heard, options.seconds, options.seed, address
+        problem.X[train], heard, options.seconds, options.seed, server
     )
     seconds = time.perf_counter() - started
     with np.errstate(all="ignore"):
@@ -206,9 +225,7 @@ def run(problem: Problem, method: str, options: argparse.Namespace, address: str
     }
     if problem.formula is not None:
         case["accurate"] = case["r2"] > TRUE_R2
-        case["solved"] = bool(
-            case["r2"] > 0.9 and is_solution(text, problem.formula, problem.names)
-        )
+        case["formula"], case["names"] = problem.formula, problem.names
     return case
 
 
@@ -224,6 +241,14 @@ def slowed(factor: float) -> None:
             time.sleep((factor - 1.0) * (time.perf_counter() - started))
 
     Client._perform = slow  # type: ignore[method-assign]
+
+
+def judged(case: dict[str, Any]) -> dict[str, Any]:
+    """Return a run with the judgement whether its formula is the true one."""
+    if "formula" not in case:
+        return case
+    texts = (case["expression"], case["formula"], case["names"])
+    return case | {"solved": case["r2"] > 0.9 and is_solution(*texts)}
 
 
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -258,11 +283,16 @@ def main() -> None:
     add("--problems", nargs="*", help="names (default: all)")
     add("--slow", type=float, default=1.0, metavar="FACTOR")
     add("--out", type=Path, default=Path("srbench.jsonl"))
-    add("--summary", type=Path, metavar="FILE", help="write the table of results of a file")
+    add("--address", help="of a running server (default: one is started, on the CPU)")
+    add("--threads", type=int, default=2, help="of the server that is started, and of pyoperon")
+    add("--summary", type=Path, nargs="+", metavar="FILE", help="judge and count the runs of files")
+    add("--directory", type=Path, help="where the summary is written (default: the results)")
     options = parser.parse_args()
     if options.summary:
-        lines = [json.loads(line) for line in options.summary.read_text().splitlines()]
-        save("srbench", {"summary": summary(lines), "runs": lines})
+        texts = [line for path in options.summary for line in path.read_text().splitlines()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            lines = list(pool.map(judged, map(json.loads, texts)))
+        save("srbench", {"summary": summary(lines), "runs": lines}, options.directory)
         return
     if options.slow > 1.0:
         slowed(options.slow)
@@ -271,16 +301,19 @@ def main() -> None:
     done = {tuple(json.loads(line)[key] for key in keys) for line in written}
     part, parts = map(int, options.shard.split("/"))
     problems = list(TRACKS[options.track](options.rows, options.seed))[part::parts]
-    with embedded_server(["--devices", "cpu"]) as address, options.out.open("a") as out:
+    flags = ["--devices", "cpu", "--threads", str(options.threads), "--front-ends", "1"]
+    started = nullcontext(options.address) if options.address else embedded_server(flags)
+    with started as address, options.out.open("a") as out:
+        server = Server(address, options.threads)
         # A server compiles its fits beside the first calls.
-        fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0, address)
+        fit_warpfit(np.random.default_rng(0).normal(size=(99, 2)), np.arange(99.0), 3, 0, server)
         for problem in problems:
             for method in options.methods:
                 values = (options.track, problem.name, method, options.noise, options.seconds)
                 key = (*values, options.seed, options.slow, options.rows)
                 if key in done or (options.problems and problem.name not in options.problems):
                     continue
-                case = dict(zip(keys, key, strict=True)) | run(problem, method, options, address)
+                case = dict(zip(keys, key, strict=True)) | run(problem, method, options, server)
                 out.write(json.dumps(case) + "\n")
                 out.flush()
                 print(json.dumps(case), flush=True)

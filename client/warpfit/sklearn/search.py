@@ -28,7 +28,7 @@ from warpfit.client import Client
 from warpfit.fitting import Reason
 from warpfit.losses import Loss, LossFunction, as_function
 from warpfit.sklearn.genomes import Floats, Genomes, Indices, Mask, hashes, joined, simplified
-from warpfit.sklearn.pairs import PairSearch
+from warpfit.sklearn.pairs.search import PairSearch
 from warpfit.sklearn.pool import Pool, merged
 from warpfit.sklearn.variation import Breeder
 
@@ -45,7 +45,7 @@ _PROGRESS: Final = 0.9
 #: Populations that evolve side by side.
 _ISLANDS: Final = 2
 #: Generations between steps of the search for pairs, and members of the population that take part.
-_PAIR_EVERY: Final = 4
+_PAIR_EVERY: Final = 2
 _PAIRED: Final = 50
 #: How often a structure with constants may be tried, about: each time from other numbers.
 _ATTEMPTS: Final = 4
@@ -168,8 +168,10 @@ class Search:
             self._pair()
 
     def _pair(self) -> None:
+        """Let the best pairs into the first island, with their constants fitted."""
         first = self.islands[0]
-        self._admit(first, self.pairs.step(first.population.genomes[:_PAIRED]))
+        found = self.pairs.step(first.population.genomes[:_PAIRED])
+        self._admit(first, found, fits=len(found))
 
     def _settled(self) -> Island:
         """Return an island with a new population."""
@@ -190,16 +192,23 @@ class Search:
         absent = np.arange(_TOURNAMENT) >= rng.integers(1, _TOURNAMENT + 1, size=(count, 1))
         return np.asarray(np.where(absent, size, entrants).min(axis=1))
 
-    def _admit(self, island: Island, genomes: Genomes) -> None:
-        """Score what is new, fit what promises most, and let the best of old and new survive."""
-        fresh = self._fresh(island, simplified(genomes))
-        pool = merged([island.population, self._scored(fresh)]).distinct()
+    def _admit(self, island: Island, genomes: Genomes, fits: int = 0) -> None:
+        """Score what is new, fit what promises most, and let the best of old and new survive.
+
+        With ``fits`` so many of the new ones are fitted before they are compared with the old.
+        """
+        fresh = self._scored(self._fresh(island, simplified(genomes)))
+        chosen = np.flatnonzero(~fresh.settled & np.isfinite(fresh.losses))[:fits]
+        if len(chosen):
+            fitted = self._fitted(fresh[chosen], self.sample, self.settings.fit_iterations)
+            fresh = merged([fresh[np.setdiff1d(np.arange(len(fresh)), chosen)], fitted])
+        pool = merged([island.population, fresh]).distinct()
         waiting = ~pool.settled
         ranks = np.lexsort((pool.losses, pool.layers))
         squares = as_function(self.settings.loss).is_squares
         # Least squares say little about other losses before the fit.
-        fits = math.ceil((_FITS if squares else 1.0) * self.settings.population)
-        chosen = ranks[waiting[ranks]][:fits]
+        most = math.ceil((_FITS if squares else 1.0) * self.settings.population)
+        chosen = ranks[waiting[ranks]][:most]
         if len(chosen):
             fitted = self._fitted(pool[chosen], self.sample, self.settings.fit_iterations)
             pool = merged([pool[np.setdiff1d(np.arange(len(pool)), chosen)], fitted]).distinct()

@@ -27,8 +27,9 @@ from warpfit.sklearn.constraints import (
 from warpfit.sklearn.equations import SELECTIONS, Equation, build_front, selected
 from warpfit.sklearn.estimator import Floats, TrainingData
 from warpfit.sklearn.genomes import Genomes, Indices
-from warpfit.sklearn.library import library
-from warpfit.sklearn.pairs import PairSearch, views
+from warpfit.sklearn.pairs.library import arguments, library
+from warpfit.sklearn.pairs.search import PairSearch
+from warpfit.sklearn.pairs.views import views
 from warpfit.sklearn.pool import Pool
 from warpfit.sklearn.progress import Progress
 from warpfit.sklearn.search import Search, Settings
@@ -42,7 +43,9 @@ _NO_INTERCEPT: Final = 1e-10
 #: Rows on which pairs of formulas are compared.
 _PAIR_ROWS: Final = 128
 #: Formulas of the library for each member of the population.
-_LIBRARY: Final = 6
+_LIBRARY: Final = 15
+#: The same of arguments of functions for which many factors are tried.
+_ARGUMENTS: Final = 0.6
 #: Iterations of the last fit.
 _LAST_ITERATIONS: Final = 200
 #: Part of the time that is kept for what follows the search, and least time of it in seconds.
@@ -156,16 +159,23 @@ class TargetSearch:
     ) -> PairSearch:
         chosen = np.sort(self.rng.permutation(rows)[:_PAIR_ROWS])
         data = self._part(stack, chosen)
-        weights = self.training.weights[chosen]
+        X, y, weights = (part[chosen] for part in self.training)
 
         def values(genomes: Genomes) -> Floats:
             return np.asarray(self.client.evaluate(data, genomes.population()).T)
 
         options = self.options
-        variables, most = self.training.rows.shape[1], _LIBRARY * options.population
-        short = library(operators, variables, options.max_size, most, self.rng)
-        targets = views(operators, self.training.target[chosen], weights / weights.sum())
-        return PairSearch(operators, values, list(targets), short[settings.admissible(short)])
+        width, most = options.max_size, _LIBRARY * options.population
+        short = library(operators, X.shape[1], width, most, self.rng)
+        targets = views(operators, X, y, weights / weights.sum(), width)
+        inner = arguments(operators, X.shape[1], width, math.ceil(_ARGUMENTS * options.population))
+        return PairSearch(
+            operators,
+            values,
+            list(targets),
+            short[settings.admissible(short)],
+            inner[settings.admissible(inner)],
+        )
 
     def _settings(self, progress: Progress) -> Settings:
         options = self.options

@@ -63,7 +63,11 @@ def _agree(found: Any, true: Any) -> bool:
 
     Multiplied out, 0.6629870^2 * 1.1375223 is 0.5 and not 0.663^2 * 1.138.
     """
-    return any(_solves(_rounded(shape(found)), true) for shape in _SHAPES)
+    return any(
+        _solves(_rounded(shape(found)), wanted)
+        for shape in _SHAPES
+        for wanted in (_rounded(sympy.simplify(sympy.N(true))), _exact(true))
+    )
 
 
 def _as_powers(expression: Any) -> Any:
@@ -81,8 +85,13 @@ def _rounded(expression: Any) -> Any:
     return expression.xreplace(numbers)
 
 
+def _exact(expression: Any) -> Any:
+    """Take the numbers as fractions: 1/3 is not 0.333."""
+    return sympy.nsimplify(expression, rational=True, tolerance=1e-12)
+
+
 def _solves(found: Any, true: Any) -> bool:
-    found, true = sympy.simplify(found), _rounded(sympy.simplify(sympy.N(true)))
+    found = sympy.simplify(found)
     if found.is_constant():
         return False
     difference = sympy.simplify(_rounded(sympy.N(sympy.expand(found - true))))

@@ -12,8 +12,9 @@ pytest.importorskip("sklearn")
 from warpfit import parse
 from warpfit.expressions import reference
 from warpfit.ops import OPERATORS
-from warpfit.sklearn.library import library
-from warpfit.sklearn.pairs import PairSearch, views
+from warpfit.sklearn.pairs.library import arguments, library
+from warpfit.sklearn.pairs.search import PairSearch
+from warpfit.sklearn.pairs.views import factor_exponents, views
 from warpfit.sklearn.pool import pareto_layers
 
 NAMES = ("add", "sub", "mul", "div", "square", "sqrt", "exp", "log", "sin", "asin", "tanh")
@@ -28,8 +29,9 @@ def evaluate(genomes):
 def best_errors(text, steps):
     """Least part of the target's variance that a + b f of a pair leaves, step by step."""
     target = reference.evaluate_program(parse(text), X.T)
-    seeds = library(NAMES, 3, 25, 300, np.random.default_rng(1))
-    search = PairSearch(NAMES, evaluate, list(views(NAMES, target, WEIGHTS)), seeds)
+    seeds = library(NAMES, 3, 25, 900, np.random.default_rng(1))
+    seen = list(views(NAMES, X, target, WEIGHTS, 25))
+    search = PairSearch(NAMES, evaluate, seen, seeds, arguments(NAMES, 3, 25, 60))
     for _ in range(steps):
         with np.errstate(all="ignore"):
             found = search.step(seeds[:0])
@@ -49,32 +51,45 @@ def best_errors(text, steps):
         "exp(x1*x2/3) ",
         "asin(x1/(5*x2))",
         "tanh(x1/x2)",
+        "x3*(x1 - x2)*(sin(x1) + 2.5)",
     ],
 )
 def test_pairs_find_products_and_sums_inside_of_outer_functions(text):
-    assert any(error < 1e-12 for error in best_errors(text, 11))
+    assert any(error < 1e-12 for error in best_errors(text, 25))
+
+
+def test_factors_inside_of_functions_are_found_up_to_a_fit():
+    assert any(error < 1e-6 for error in best_errors("square(x3)*(exp(0.37*x1*x2/x3) - 1)", 25))
 
 
 @pytest.mark.parametrize("text", ["x1*x2 + 0.5*sin(x3) + square(x1)", "x1*sin(x2)*(x3 + x1)"])
 def test_beams_find_what_takes_three_of_the_library(text):
-    assert any(error < 1e-12 for error in best_errors(text, 11))
+    assert any(error < 1e-12 for error in best_errors(text, 25))
 
 
 def test_views_leave_out_functions_that_the_target_or_the_operators_do_not_allow():
-    names = {view.outer for view in views(NAMES, X[:, 0] - 2.0, WEIGHTS)}
+    names = {view.outer for view in views(NAMES, X, X[:, 0] - 2.0, WEIGHTS, 25)}
     assert ("exp",) not in names
     assert {(), ("inv",)} <= names
-    assert {view.outer for view in views(("add",), X[:, 0], WEIGHTS)} == {()}
+    assert {view.outer for view in views(("add",), X, X[:, 0], WEIGHTS, 25)} == {()}
 
 
-def test_libraries_are_short_and_different_and_have_products_of_powers():
-    found = library(NAMES, 3, 25, 300, np.random.default_rng(1))
+def test_libraries_are_short_and_different_and_have_products_sums_and_functions():
+    found = library(NAMES, 3, 25, 700, np.random.default_rng(1))
     texts = {str(program) for program in found.population()}
-    assert 200 < len(texts) == len(found) <= 300
+    assert 500 < len(texts) == len(found) <= 700
     assert {"x1", "x1 - x2", "x1 / x2", "square(x3)", "x1 * x2 / x3"} <= texts
+    assert {"1 - x1 * x2", "exp(x1 / x2)", "square(1 + x3)"} <= texts
     assert np.all(np.diff(found.sizes) >= 0)
     assert len(library(("exp",), 2, 2, 50, np.random.default_rng(1))) == 4
     assert OPERATORS["exp"].code in library(("exp",), 2, 2, 50, np.random.default_rng(1)).codes
+
+
+def test_factors_are_the_variables_that_a_target_is_a_product_of_powers_in():
+    noise = 1.0 + 0.001 * np.random.default_rng(2).normal(size=(60,))
+    target = X[:, 0] ** 2 / np.sqrt(X[:, 1]) * (1.0 + np.sin(X[:, 2])) * noise
+    assert factor_exponents(X, target, WEIGHTS) == {0: 2.0, 1: -0.5}
+    assert factor_exponents(X, X @ [1.0, 2.0, 3.0], WEIGHTS) == {}
 
 
 @settings(deadline=None)
