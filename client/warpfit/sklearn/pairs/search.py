@@ -89,12 +89,15 @@ class PairSearch:
         place = self._next_view()
         view, (beam, _), turn = self.views[place], self._beams[place], self._turns[place]
         self._turns[place] += 1
-        kind, start = turn % _KINDS, (turn + 1) // 2 * BLOCK % max(1, len(self._known))
+        rounds, kind = divmod(turn, _KINDS)
+        block = rounds if kind in (_SCALING, _ADDING) else 3 * rounds + kind // 2
+        start = block * BLOCK % max(1, len(self._known))
         best = self._table(joined([beam, others]))
-        left = stacked([best, self._known[start : start + BLOCK]])
+        # The part of the library is a block of its own, that the best do not outdo.
+        left = stacked([self._known[start : start + BLOCK], best])
         base = self._known[:0]
         if kind == _ADDING and len(beam):
-            base = self._table(beam[[turn // 2 % min(_BASES, len(beam))]])
+            base = self._table(beam[[rounds % min(_BASES, len(beam))]])
         right = stacked([self._functions if kind == _SCALING else self._known, best])
         sharpen = self._sharpened if kind == _SCALING else lambda v, _: v
         count = _SHARPENED if kind == _SCALING else _KEPT
@@ -129,11 +132,9 @@ class PairSearch:
         self._beams[place] = beam[order], errors[order]
 
     def _next_view(self) -> int:
-        """Give each view a turn, then the first, the one with the least error, and all others."""
-        step, places = sum(self._turns), range(len(self.views))
-        if step >= len(self.views) and step % 3 == 0:
-            return 0
-        if step >= len(self.views) and step % 3 == 1:
+        """Return in turn the view with the least error and the one with the fewest steps."""
+        places = range(len(self.views))
+        if min(self._turns) > 0 and sum(self._turns) % 2:
             return min(places, key=lambda place: min(self._beams[place][1], default=np.inf))
         return min(places, key=lambda place: self._turns[place])
 
