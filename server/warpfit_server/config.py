@@ -60,7 +60,8 @@ class Config:
     """Every setting of the server.
 
     Each field ``some_name`` is the flag ``--some-name`` and the variable ``WARPFIT_SOME_NAME``; a
-    flag wins over a variable. A name that ends with ``bytes`` is a size, with ``port`` a port.
+    flag wins over a variable. Names that end with ``bytes`` or ``memory`` are sizes, those that end
+    with ``port`` are ports.
     """
 
     host: str = _option("127.0.0.1", "address to listen on")
@@ -69,6 +70,9 @@ class Config:
         "auto",
         "one engine for each: all GPUs, their numbers such as 0,1,3, cpu, or cpu:2 for two CPU "
         "engines; auto takes all GPUs, or else cpu",
+    )
+    device_memory: int | None = _option(
+        None, "bytes of each GPU to use; larger data sets are streamed (default: 90 percent)"
     )
     address_file: str = _option(
         "", "write HOST:PORT into FILE.HOST-PORT while the server is ready, for file://FILE"
@@ -252,7 +256,7 @@ def _parser_of(setting: Any) -> Callable[[str], Any]:
     """Return what reads the text of a setting, by its name, choices or type."""
     if setting.name == "devices":
         return _with_reason(check_devices)
-    if setting.name.endswith("bytes"):
+    if setting.name.endswith(("bytes", "memory")):
         return _with_reason(parse_bytes)
     if setting.name.endswith("port"):
         return _with_reason(parse_port)

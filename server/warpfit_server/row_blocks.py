@@ -17,7 +17,7 @@ BLOCK_BYTES: Final = 4096
 #: Children of a node.
 RADIX: Final = 2
 #: Least level of the nodes that shards are made of: that of the blocks of CUDA engines.
-_LEAST_LEVEL: Final = 2
+LEAST_LEVEL: Final = 2
 #: Nodes of a shard at least, if there are as many rows: no shard is larger by more than 1/16.
 _NODES_A_SHARD: Final = 16
 
@@ -50,7 +50,7 @@ class Shards(NamedTuple):
             The shards; None if there are rows for one only.
 
         """
-        level = _LEAST_LEVEL
+        level = LEAST_LEVEL
         while layout.rows >= _NODES_A_SHARD * len(engines) * node_rows(layout, level + 1):
             level += 1
         size = node_rows(layout, level)

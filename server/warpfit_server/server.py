@@ -21,7 +21,7 @@ from warpfit_server.rpc.port import check_free, listen, make_server
 from warpfit_server.rpc.servicer import SERVICE_NAME, MainServicer
 from warpfit_server.rpc.tls import check_exposure
 from warpfit_server.system.compile_cache import usable_cache_directory
-from warpfit_server.system.devices import resolve_devices
+from warpfit_server.system.devices import check_device_memory, resolve_devices
 from warpfit_server.system.server_directory import ServerDirectory
 from warpfit_server.tenancy.quotas import QuotaTable
 
@@ -41,6 +41,7 @@ class Server:
                 usable_cache_directory(config.cache_path, within=str(self._directory.path))
             )
             devices = resolve_devices(config.devices)
+            check_device_memory(devices, config.device_memory)
             self._assemble(replace(config, cache_dir=str(cache), devices=devices))
         except BaseException:
             self._directories.close()

@@ -173,13 +173,14 @@ def test_losses(evaluate: Evaluate, dtype, kind, weighted, span):
     programs = [Program.apply("add", X[0], P[0]), Program.apply("mul", X[1], X[2]), X[2]]
     vectors = [rng.normal(size=(4, 1)).astype(dtype), np.zeros((4, 0)), np.zeros((4, 0))]
     dataset = Dataset.of(data.T, target, weights, dtype=dtype)
-    result = evaluate(dataset, programs, vectors, loss=kind, rows=span)
+    options = {"loss": kind, "rows": span, "tier": Tier.INTERPRETER}
+    result = evaluate(dataset, programs, vectors, **options)
     start, stop = span or (0, 5000)
     part = weights[start:stop] if weighted else None
     with np.errstate(all="ignore"):
         expected = reference_loss(kind, result.values, target[start:stop], part)
     np.testing.assert_allclose(result.losses, expected, rtol=1e-10)
-    alone = evaluate(dataset, programs, vectors, loss=kind, rows=span, values=False)
+    alone = evaluate(dataset, programs, vectors, values=False, **options)
     np.testing.assert_array_equal(alone.losses, result.losses)
     wide = np.stack([evaluate_program(programs[0], data[:, start:stop], v) for v in vectors[0]])
     np.testing.assert_array_equal(result.values[0], wide.astype(dtype))
@@ -312,7 +313,7 @@ def test_out_of_memory_is_reported_and_survived(engine):
     helper = Evaluate(small)
     try:
         with pytest.raises(ResourceExhaustedError) as refused:
-            helper(Dataset.of(np.zeros((4_000_000, 1))), [X[0]])
+            helper(Dataset.of(np.zeros((1_000_000, 1))), [X[0]] * 64)
         assert refused.value.needed > refused.value.available >= 0
         data = np.arange(1000, dtype=np.float32)
         got = helper(Dataset.of(data), [X[0]] * 4).values

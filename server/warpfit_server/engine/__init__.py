@@ -16,6 +16,7 @@ def create_engine(
     *,
     threads: int | None = None,
     memory_share: float = 1.0,
+    device_memory: int | None = None,
     cache_directory: Path | None = None,
 ) -> Engine:
     """Create an engine of a kind, ``"cpu"`` or ``"cuda"``; the latter on the first visible GPU.
@@ -24,6 +25,7 @@ def create_engine(
         kind: of the engine.
         threads: threads of the CPU engine, or that lower for the CUDA engine; None for all cores.
         memory_share: part of the GPU's memory that is for this engine.
+        device_memory: bytes of the GPU's memory to use; None for most of it.
         cache_directory: where compiled code is kept.
 
     Raises:
@@ -42,4 +44,10 @@ def create_engine(
             "NO_CUDA",
             "Install them (pip install 'warpfit[cuda13]' or '[cuda12]'), or run with --devices cpu",
         ) from error
-    return CudaEngine(memory_share=memory_share, cache_directory=cache_directory, threads=threads)
+    limit = None if device_memory is None else int(device_memory * memory_share)
+    return CudaEngine(
+        memory_limit=limit,
+        memory_share=memory_share,
+        cache_directory=cache_directory,
+        threads=threads,
+    )

@@ -162,6 +162,7 @@ def main(arguments: Sequence[str]) -> None:
             device.kind,
             threads=config.engine_threads(int(number)),
             memory_share=device.share,
+            device_memory=config.device_memory,
             cache_directory=config.cache_path,
         )
         EngineProcess(engine, channel, int(number), config).run()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import InvalidArgumentError, UnavailableError
 
 _LOG: Final = logging.getLogger("warpfit.devices")
 #: Most engines of a server.
@@ -100,6 +100,22 @@ def resolve_devices(text: str) -> str:
         _LOG.info("%s; the CPU engine serves", error)
         return "cpu"
     return ",".join(map(str, range(count)))
+
+
+def check_device_memory(devices: str, memory: int | None) -> None:
+    """Check that resolved devices are GPUs if their memory is limited.
+
+    Raises:
+        InvalidArgumentError: if they are not.
+
+    """
+    if memory is not None and any(device.kind == "cpu" for device in engine_devices(devices)):
+        raise InvalidArgumentError(
+            "--device-memory limits the memory of GPUs, and the CPU engine serves",
+            "BAD_OPTION",
+            "Leave it out, or limit data sets by --max-resident-bytes",
+            "device_memory",
+        )
 
 
 def _count_gpus() -> int:

@@ -1,4 +1,4 @@
-"""A machine for the PTX that sums over a block of threads, all of which run in step."""
+"""A machine for the PTX that sums over the warps of a block, whose threads run in step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 class Machine:
     """Runs straight-line code in 32-bit integers, float32 and float64.
 
+    Loads from global memory leave numbers as they are; addresses are 0.
+
     Args:
         threads: of the block.
         registers: of all threads, [threads]; those that are missing are 0.
@@ -21,47 +23,31 @@ class Machine:
     def __init__(self, threads: int, registers: dict[str, NDArray[Any]]) -> None:
         self._threads = np.arange(threads)
         self._registers = {**registers, "%thread": self._threads, "%laneid": self._threads % 32}
-        self._shared: dict[int, float] = {}
         self.stored: dict[int, float] = {}
-        """What each thread has stored in global memory."""
+        """What has been stored in global memory, by address."""
 
     def run(self, lines: list[str]) -> None:
-        """Run code; a branch leaves out threads until its label."""
-        active = np.ones(len(self._threads), dtype=bool)
+        """Run code."""
         for line in lines:
-            if line.endswith(":"):
-                active[:] = True
-            elif branch := re.fullmatch(r"@(%\w+) bra \w+;", line):
-                active &= ~self._get(branch[1])
+            operation, *operands = re.findall(r"[%\w.+-]+", re.sub(r"[{}]", " ", line))
+            if operation.startswith(("cvta", "ld.global")):
+                if operation.endswith("nc.u64"):
+                    self._registers.pop(operands[0], None)
+            elif operation.startswith("st."):
+                pairs = zip(*map(self._get, operands), strict=True)
+                self.stored.update((int(place), float(value)) for place, value in pairs)
+            elif "{" in line:
+                self._split_or_join(operands, joins=line.endswith("};"))
             else:
-                operation, *operands = re.findall(r"[%\w.+-]+", re.sub(r"[{}]", " ", line))
-                self._step(operation, operands, line, active)
-
-    def _step(
-        self, operation: str, operands: list[str], line: str, active: NDArray[np.bool_]
-    ) -> None:
-        kind = operation.split(".")[0]
-        if kind == "bar" or operation.startswith(("cvta", "ld.global")):
-            return
-        if kind == "st":
-            self._store(operation, *operands, active)
-        elif kind == "mov" and "{" in line:
-            self._split_or_join(operands, joins="= {" in line or line.rstrip(";").endswith("}"))
-        else:
-            target, *sources = operands
-            values = [self._get(source) for source in sources]
-            self._registers[target] = self._compute(operation, values)
+                target, *sources = operands
+                self._registers[target] = self._compute(operation, [*map(self._get, sources)])
 
     def _compute(self, operation: str, values: list[NDArray[Any]]) -> NDArray[Any]:
         kind = operation.split(".")[0]
-        if operation == "ld.shared.b64":
-            return np.array([self._shared.get(int(place), np.nan) for place in values[0]])
         if kind == "shfl":
             return values[0][self._threads ^ int(values[1][0])]
-        if kind == "selp":
-            return np.where(values[2], values[0], values[1])
         if kind == "setp":
-            holds = {"ne": np.not_equal, "ge": np.greater_equal, "lt": np.less}
+            holds = {"ne": np.not_equal, "lt": np.less}
             found = holds[operation.split(".")[1]](values[0], values[1])
             return found & values[2] if ".and." in operation else found
         simple = {
@@ -71,16 +57,9 @@ class Machine:
             "and": lambda a, b: a & b,
             "shr": lambda a, b: a >> b,
             "mad": lambda a, b, c: a * b + c,
+            "selp": lambda a, b, c: np.where(c, a, b),
         }
         return np.asarray(simple[kind](*values))
-
-    def _store(self, operation: str, place: str, value: str, active: NDArray[np.bool_]) -> None:
-        places, values = self._get(place), self._get(value)
-        for thread in self._threads[active].tolist():
-            if "shared" in operation:
-                self._shared[int(places[thread])] = float(values[thread])
-            else:
-                self.stored[thread] = float(values[thread])
 
     def _split_or_join(self, operands: list[str], *, joins: bool) -> None:
         if joins:
@@ -93,8 +72,7 @@ class Machine:
             self._registers[low], self._registers[high] = halves.T
 
     def _get(self, operand: str) -> NDArray[Any]:
-        name, _, offset = operand.partition("+")
-        if name in self._registers:
-            return self._registers[name] + int(offset) if offset else self._registers[name]
-        number = int(name) if re.fullmatch(r"-?\d+", name) else 0
-        return np.full(len(self._threads), number + int(offset or 0))
+        if operand in self._registers:
+            return self._registers[operand]
+        is_number = re.fullmatch(r"-?\d+", operand)
+        return np.full(len(self._threads), int(operand) if is_number else 0)

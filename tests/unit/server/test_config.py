@@ -43,6 +43,7 @@ def test_wrong_settings_are_refused(arguments, environment, capsys):
 )
 def test_sizes_may_have_units(text, size):
     assert parse_bytes(text) == size
+    assert Config.from_arguments(["--device-memory", text], {}).device_memory == size
 
 
 def test_help_names_every_flag(capsys):

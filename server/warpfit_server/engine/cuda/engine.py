@@ -40,6 +40,8 @@ from warpfit_server.engine.cuda.planner import (
 )
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import EvaluationTier, ResidentDataset, upload
+from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset, must_stream
+from warpfit_server.engine.cuda.streaming import evaluate_on
 from warpfit_server.engine.interface import (
     Device,
     EngineBrokenError,
@@ -138,7 +140,7 @@ class CudaEngine:
         ]
 
     def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
-        """Copy a data set to the device.
+        """Copy a data set to the device, or stream it from the host's memory if it is too large.
 
         Raises:
             ResourceExhaustedError: if the device has no room for it.
@@ -152,7 +154,9 @@ class CudaEngine:
                 "Leave shards= out, or upload fewer rows",
                 "shards",
             )
-        resident = upload(self._device, dataset)
+        is_streamed = must_stream(dataset.layout, self._device.memory_limit)
+        place = StreamedDataset if is_streamed else upload
+        resident = place(self._device, dataset)
         with self._lock:
             self._residents[dataset.content_id] = resident
 
@@ -276,10 +280,13 @@ class CudaEngine:
             interpreter = yield from self._derivative_tier()
         started = time.perf_counter()
         if tier is Tier.COMPILED:
-            timings = yield from self._compiled.evaluate(resident, evaluation, outputs, plan)
+            timings = yield from evaluate_on(self._compiled, resident, evaluation, outputs, plan)
+        elif interpreter is self._interpreter:
+            timings = yield from evaluate_on(interpreter, resident, evaluation, outputs)
         else:
             timings = yield from interpreter.evaluate(resident, evaluation, outputs)
-        if tier is Tier.INTERPRETER or timings.cache_hits:  # nothing waited for a compiler
+        # What waited for a compiler, or for rows, says nothing about the rates of the tiers.
+        if not resident.is_streamed and (tier is Tier.INTERPRETER or timings.cache_hits):
             mode, token_rows = _mode_and_work(resident, evaluation)
             seconds = time.perf_counter() - started
             self._planner.observe(tier, mode, token_rows, seconds)

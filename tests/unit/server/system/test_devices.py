@@ -7,10 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from warpfit.errors import UnavailableError
+from warpfit.errors import InvalidArgumentError, UnavailableError
 from warpfit_server.config import Config
 from warpfit_server.system import devices
-from warpfit_server.system.devices import check_devices, engine_devices, resolve_devices
+from warpfit_server.system.devices import (
+    check_device_memory,
+    check_devices,
+    engine_devices,
+    resolve_devices,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,14 @@ def test_every_engine_has_a_label_of_its_own(text, labels):
 def test_what_names_no_devices_is_refused(text):
     with pytest.raises(ValueError, match="names no devices"):
         check_devices(text)
+
+
+def test_only_the_memory_of_gpus_is_limited():
+    check_device_memory("0,1", 1 << 30)
+    check_device_memory("cpu:2", None)
+    with pytest.raises(InvalidArgumentError, match="--device-memory") as refused:
+        check_device_memory("cpu", 1 << 30)
+    assert refused.value.field == "device_memory"
 
 
 def test_engines_on_the_same_gpu_divide_its_memory():

@@ -81,13 +81,16 @@ struct Arguments {
   double* gradients;          // as the parameters
   double* variable_gradients; // [jobs, variable count]
   double* curvatures;         // triangles, row by row
+  double* nodes;              // for each job [node_count, sums]; null: these are all rows
   long long first_parameter;  // of the first job, in the Jacobian
   unsigned long long stride;  // bytes between variables
-  long long first_row;        // rows of the first tile to leave out
-  long long end_row;          // end of the rows, counted from the first row of the first tile
   long long first_tile;       // number of the first tile, counted from the data set's first row
+  int first_row;              // rows of the first tile to leave out
+  int end_row;                // end of the rows, counted from the first row of the first tile
   int tiles;
   int blocks;
+  int node;                   // place of these rows among the nodes
+  int node_count;
   int first_job;
   int vectors;
   int variable_count;
@@ -129,8 +132,8 @@ struct Tile {
   Place levels;           // this lane's part of the first level
   unsigned long long stride;
   bool full;              // no row is left out
-  int row;                // this lane's first row in the tile
-  int first_row;          // in the tile
+  int row;                // this lane's first row
+  int first_row;
   int end_row;
 
   __device__ __forceinline__ bool inside(int g, int j) const {
@@ -420,12 +423,12 @@ __device__ __forceinline__ void add_sums(const Tile& tile, const Arguments& argu
 __device__ __forceinline__ void add_tile(const Arguments& arguments, const Program& program,
                                          int job, int vector, int number, Place levels,
                                          double* sums, double& loss, int lane) {
-  const long long tile_row = (long long)number * TILE, offset = tile_row + lane * LANES;
+  const int tile_row = number * TILE, offset = tile_row + lane * LANES;
   Tile tile;
-  tile.row = lane * LANES;
-  tile.first_row = (int)max(arguments.first_row - tile_row, 0ll);
-  tile.end_row = (int)min(arguments.end_row - tile_row, (long long)TILE);
-  tile.full = tile.first_row == 0 && tile.end_row == TILE;
+  tile.row = offset;
+  tile.first_row = arguments.first_row;
+  tile.end_row = arguments.end_row;
+  tile.full = tile_row >= arguments.first_row && tile_row + TILE <= arguments.end_row;
   tile.stride = arguments.stride;
   tile.variables = (const char*)(arguments.variables + offset);
   tile.weights = arguments.weights ? (const char*)(arguments.weights + offset) : 0;
@@ -468,9 +471,6 @@ linearise(const __grid_constant__ Arguments arguments) {
   const unsigned need = own_bytes;
 #endif
   double* const sums = (double*)(memory + warp * need);
-  double* const partials =
-      arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.blocks +
-      (unsigned long long)blockIdx.x * count;
   // Tiles of the launch; those of the first block may begin before it.
   const int first_tile =
       (int)(blockIdx.x * BLOCK_TILES - arguments.first_tile % BLOCK_TILES);
@@ -493,6 +493,10 @@ linearise(const __grid_constant__ Arguments arguments) {
       if (lane == 0) sums[0] = loss;
     }
     __syncthreads();
+    double* const partials =
+        arguments.partials +
+        (program.sum + (unsigned long long)vector * count) * arguments.blocks +
+        (unsigned long long)blockIdx.x * count;
     for (unsigned k = threadIdx.x; k < count; k += blockDim.x) {
       double sum = done ? partials[k] : 0.0;
       for (int w = 0; w < min(workers, WARPS - done); ++w)
@@ -532,8 +536,8 @@ extern "C" __global__ void evaluate_scalars(const __grid_constant__ Arguments ar
   }
 }
 
-// Computes losses, gradients and curvatures from the sums over blocks, which it adds up first; a
-// block of threads a job.
+// Adds up the sums over blocks, and computes losses, gradients and curvatures from them unless they
+// are those of a node; a block of threads a job.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 combine(const __grid_constant__ Arguments arguments) {
   const int job = __ldg(arguments.order + blockIdx.x);
@@ -543,6 +547,13 @@ combine(const __grid_constant__ Arguments arguments) {
   double* const sums =
       arguments.partials + (program.sum + (unsigned long long)vector * count) * arguments.blocks;
   sum_nodes(sums, arguments.first_tile / BLOCK_TILES, arguments.blocks, count);
+  if (arguments.nodes) {
+    double* const nodes =
+        arguments.nodes + (program.sum + (unsigned long long)vector * count) * arguments.node_count;
+    for (unsigned k = threadIdx.x; k < count; k += COMBINE_THREADS)
+      nodes[(unsigned long long)arguments.node * count + k] = sums[k];
+    return;
+  }
   const real* const scalars =
       arguments.scalars + program.scalar + (unsigned long long)vector * program.scalars;
   const Entry* const entries = arguments.entries + program.entry;

@@ -22,8 +22,9 @@ from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset
 
 #: Bytes of rows that a thread works on at a time.
 ROW_BYTES: Final = 32
-#: Most bytes of results that one launch leaves on the device.
+#: Most bytes of results that one launch leaves on the device, and their part of its memory.
 _CHUNK_BYTES: Final = 64 << 20
+_CHUNK_SHARE: Final = 1 / 8
 #: Most memory of a warp, which the kernels count in 32 bits.
 _MAX_WARP_BYTES: Final = (1 << 31) - 1
 #: Most blocks in the second dimension of a grid.
@@ -35,10 +36,11 @@ DERIVATIVE_ARGUMENTS: Final = np.dtype(
         *((name, np.uint64) for name in ("entries", "loads", "constants", "parameters")),
         *((name, np.uint64) for name in ("scalars", "variables", "weights", "values")),
         *((name, np.uint64) for name in ("jacobian", "partials", "far", "losses", "gradients")),
-        *((name, np.uint64) for name in ("variable_gradients", "curvatures")),
-        *((name, np.int64) for name in ("first_parameter", "stride", "first_row", "end_row")),
-        ("first_tile", np.int64),
-        *((name, np.int32) for name in ("tiles", "blocks", "first_job", "vectors")),
+        *((name, np.uint64) for name in ("variable_gradients", "curvatures", "nodes")),
+        *((name, np.int64) for name in ("first_parameter", "stride", "first_tile")),
+        *((name, np.int32) for name in ("first_row", "end_row", "tiles", "blocks")),
+        *((name, np.int32) for name in ("node", "node_count")),
+        *((name, np.int32) for name in ("first_job", "vectors")),
         *((name, np.int32) for name in ("variable_count", "warp_bytes", "shared_bytes")),
         *((name, np.int32) for name in ("wants_loss", "wants_slopes", "wants_products")),
         *((name, np.int32) for name in ("is_squares", "weighs_loss", "deviation", "target")),
@@ -48,10 +50,11 @@ DERIVATIVE_ARGUMENTS: Final = np.dtype(
 #: The struct StatisticsArguments of statistics.cu.
 STATISTICS_ARGUMENTS: Final = np.dtype(
     [
-        *((name, np.uint64) for name in ("values", "target", "weights", "leaves")),
+        *((name, np.uint64) for name in ("values", "target", "weights", "leaves", "nodes")),
         *((name, np.uint64) for name in ("reductions", "moments")),
         *((name, np.int64) for name in ("pitch", "first_row", "end_row", "before")),
-        ("leaf_count", np.int32),
+        *((name, np.int64) for name in ("first_leaf", "rows")),
+        *((name, np.int32) for name in ("leaf_count", "node", "node_count")),
     ],
     align=True,
 )
@@ -119,10 +122,14 @@ class DerivativeGeometry:
         return -(-(self.first_tile + self.tiles) // BLOCK_TILES) - self.first_tile // BLOCK_TILES
 
     @property
+    def first_leaf(self) -> int:
+        """Number of the first leaf of statistics, counted from the data set's first row."""
+        return (self.aligned + self.first_row) // LEAF_ROWS
+
+    @property
     def leaves(self) -> int:
         """Leaves of statistics that have some of the rows."""
-        first = (self.aligned + self.first_row) // LEAF_ROWS
-        return -(-(self.aligned + self.end_row) // LEAF_ROWS) - first
+        return -(-(self.aligned + self.end_row) // LEAF_ROWS) - self.first_leaf
 
     @property
     def pitch(self) -> int:
@@ -169,7 +176,8 @@ def plan_launches(
 ) -> LaunchPlan:
     """Plan the launches of an evaluation."""
     geometry = _geometry(device, resident, evaluation, code)
-    chunks = tuple(_chunks(code, geometry, wanted))
+    most = min(_CHUNK_BYTES, int(device.memory_limit * _CHUNK_SHARE))
+    chunks = tuple(_chunks(code, geometry, wanted, most))
     chunk_of_job = np.repeat(np.arange(len(chunks)), [c.jobs[1] - c.jobs[0] for c in chunks])
     work = code.records.work.repeat(code.vectors)
     scalars = int(code.records.programs["scalars"].sum(dtype=np.int64)) * code.vectors
@@ -221,9 +229,9 @@ def _check_memory(need: int) -> None:
 
 
 def _chunks(
-    code: DeviceCode, geometry: DerivativeGeometry, wanted: RequestedOutputs
+    code: DeviceCode, geometry: DerivativeGeometry, wanted: RequestedOutputs, most: int
 ) -> Iterator[DerivativeChunk]:
-    """Cut the jobs so that the results of one launch fit in `_CHUNK_BYTES`."""
+    """Cut the jobs so that the results of one launch fit in ``most`` bytes."""
     vectors = code.vectors
     counts = code.records.programs["parameters"].repeat(vectors).astype(np.int64)
     sums = code.records.sums.repeat(vectors)
@@ -233,7 +241,7 @@ def _chunks(
     sizes += geometry.pitch * (stores_values(wanted) + counts * (wanted.jacobian is not None))
     if geometry.spills:
         sizes += geometry.blocks * WARPS * geometry.warp_bytes
-    if code.jobs <= _MAX_JOBS and sizes.sum() <= _CHUNK_BYTES:
+    if code.jobs <= _MAX_JOBS and sizes.sum() <= most:
         yield DerivativeChunk((0, code.jobs), (0, int(sums.sum())), (0, int(counts.sum())), 0)
         return
     parameter_edges, sum_edges, used = (
@@ -241,7 +249,7 @@ def _chunks(
     )
     first = number = 0
     while first < code.jobs:
-        stop = int(np.searchsorted(used, used[first] + _CHUNK_BYTES, side="right")) - 1
+        stop = int(np.searchsorted(used, used[first] + most, side="right")) - 1
         stop = min(max(stop, first + 1), first + _MAX_JOBS)
         yield DerivativeChunk(
             (first, stop),

@@ -19,10 +19,11 @@ from warpfit_server.engine.cuda.derivatives.launch_plan import (
     STATISTICS_ARGUMENTS,
     DerivativeChunk,
     DerivativeGeometry,
+    DeviceCode,
     LaunchPlan,
     stores_values,
 )
-from warpfit_server.engine.cuda.derivatives.source import COMBINE_THREADS, WARPS
+from warpfit_server.engine.cuda.derivatives.source import BLOCK_TILES, COMBINE_THREADS, WARPS
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
 from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
 from warpfit_server.engine.cuda.runtime.streams import StreamContext
@@ -47,6 +48,39 @@ class DerivativeKernels:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowNodes:
+    """Memory for what is summed up of nodes of rows, which pass through the device in turn."""
+
+    sums: int
+    """Device address of the sums of each job, [node, sums]."""
+    statistics: int
+    """Device address of the statistics, [jobs, node, NODE_STATISTICS]; 0 if none are wanted."""
+    first: int
+    """Number of the first node on its level."""
+    count: int
+    rows: int
+    """Rows of all nodes."""
+
+    @classmethod
+    def allocate(
+        cls, context: StreamContext, wanted: RequestedOutputs, code: DeviceCode,
+        first: int, count: int, rows: int,
+    ) -> RowNodes:  # fmt: skip
+        """Make room for so many nodes, of which the first has a number on its level.
+
+        Raises:
+            ResourceExhaustedError: if the device has no room.
+
+        """
+        size = 8 * count * int(code.records.sums.sum()) * code.vectors
+        sums, statistics = context.buffer("node sums", size), 0
+        if wanted.reductions is not None or wanted.moments is not None:
+            size = 8 * count * code.jobs * NODE_STATISTICS
+            statistics = context.buffer("node statistics", size)
+        return cls(sums, statistics, first, count, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DerivativeLaunch:
     """State that the launches of all chunks of one evaluation share."""
 
@@ -58,6 +92,12 @@ class DerivativeLaunch:
     """The plan's, with the addresses of buffers."""
     small: dict[str, tuple[int, int]]
     """Device address and number of float64 of each small result."""
+    nodes: RowNodes | None = None
+    """Set if these are the rows of one node, and other nodes follow or came before."""
+    node: int = 0
+    """Number of this node among them."""
+    columns: slice | None = None
+    """Where the rows are among those of the outputs, if they are not all."""
 
 
 def allocate_small_results(
@@ -95,12 +135,31 @@ def run_chunks(
             _copy_large_results(context, launch, chunks[number - 1], ready)
             yield None
             device.use()
+    is_last = launch.nodes is None or launch.node == launch.nodes.count - 1
+    if launch.nodes is not None and is_last:
+        _combine_nodes(context, launch, launch.nodes)
     context.mark("computed")
-    small = download_small_results(context, launch)
+    small = download_small_results(context, launch) if is_last else {}
     context.stream.synchronize()
     _copy_large_results(context, launch, chunks[-1], ready)
     copy_small_results(small, launch.wanted)
     return context.nanoseconds("start", "computed")
+
+
+def _combine_nodes(context: StreamContext, launch: DerivativeLaunch, nodes: RowNodes) -> None:
+    """Launch the computation of all results from the sums of all nodes."""
+    jobs, arguments = launch.plan.code.jobs, launch.arguments.copy()
+    if launch.small.keys() & set(SUMS):
+        arguments["partials"], arguments["blocks"] = nodes.sums, nodes.count
+        arguments["first_tile"] = nodes.first * BLOCK_TILES
+        threads = (COMBINE_THREADS, 1, 1)
+        context.launch(launch.kernels.combine, (jobs, 1, 1), threads, [arguments])
+    if nodes.statistics:
+        merged = _statistics_arguments(launch, (0, jobs))
+        merged["leaves"], merged["leaf_count"] = nodes.statistics, nodes.count
+        merged["first_leaf"], merged["rows"] = nodes.first, nodes.rows
+        threads = (_STATISTICS_THREADS, 1, 1)
+        context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), threads, [merged])
 
 
 def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: DerivativeChunk) -> None:
@@ -119,6 +178,9 @@ def launch_chunk(context: StreamContext, launch: DerivativeLaunch, chunk: Deriva
     if stores_values(wanted):
         size = jobs * geometry.pitch
         arguments["values"] = context.buffer(f"values {chunk.side}", size)
+    if launch.nodes is not None:
+        arguments["nodes"], arguments["node"] = launch.nodes.sums, launch.node
+        arguments["node_count"] = launch.nodes.count
     parameters = chunk.parameters[1] - chunk.parameters[0]
     if wanted.jacobian is not None and parameters:
         size = parameters * geometry.pitch
@@ -142,21 +204,33 @@ def _launch_statistics(
     """Launch the statistics of a chunk's values, which lie at the address ``values``."""
     geometry, resident = launch.plan.geometry, launch.resident
     jobs = chunk.jobs[1] - chunk.jobs[0]
-    arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
+    arguments = _statistics_arguments(launch, chunk.jobs)
     arguments["values"], arguments["before"] = values, geometry.aligned
     arguments["pitch"] = geometry.pitch // geometry.variant.dtype.itemsize
     arguments["first_row"], arguments["end_row"] = geometry.first_row, geometry.end_row
+    arguments["rows"] = geometry.end_row - geometry.first_row
     size = jobs * geometry.leaves * NODE_STATISTICS * 8
     arguments["leaves"], arguments["leaf_count"] = context.buffer("leaves", size), geometry.leaves
-    for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
-        if name in launch.small:
-            arguments[name] = launch.small[name][0] + 8 * numbers * chunk.jobs[0]
+    arguments["first_leaf"] = geometry.first_leaf
     if "moments" in launch.small:
         arguments["target"] = resident.target_address(geometry.aligned)
         arguments["weights"] = resident.weights_address(geometry.aligned)
+    if launch.nodes is not None:
+        skipped = 8 * NODE_STATISTICS * launch.nodes.count * chunk.jobs[0]
+        arguments["nodes"] = launch.nodes.statistics + skipped
+        arguments["node"], arguments["node_count"] = launch.node, launch.nodes.count
     grid, threads = (-(-geometry.leaves * 32 // _STATISTICS_THREADS), jobs, 1), _STATISTICS_THREADS
     context.launch(launch.kernels.measure, grid, (threads, 1, 1), [arguments])
     context.launch(launch.kernels.merge_leaves, (jobs, 1, 1), (threads, 1, 1), [arguments])
+
+
+def _statistics_arguments(launch: DerivativeLaunch, jobs: tuple[int, int]) -> NDArray[np.void]:
+    """Return the arguments that say where the statistics of some jobs are written."""
+    arguments = np.zeros((), dtype=STATISTICS_ARGUMENTS)
+    for name, numbers in (("reductions", 5), ("moments", MOMENTS)):
+        if name in launch.small:
+            arguments[name] = launch.small[name][0] + 8 * numbers * jobs[0]
+    return arguments
 
 
 def download_small_results(
@@ -191,8 +265,8 @@ def _copy_large_results(
     context.wait(f"chunk {chunk.side}")
     for name, array, (first, stop) in _large_results(launch, chunk):
         staging = _staging(context, launch.plan.geometry, f"{name} {chunk.side}", stop - first)
-        array[first:stop] = staging
-    if launch.wanted.values is not None:
+        array[first:stop, launch.columns or slice(None)] = staging
+    if launch.wanted.values is not None and launch.nodes is None:
         ready(chunk.jobs[1] // launch.plan.code.vectors)
 
 

@@ -18,13 +18,18 @@ struct StatisticsArguments {
   const real* target;    // null: no moments
   const real* weights;   // null: 1 for every row
   Statistics* leaves;    // [jobs, leaf_count]
+  Statistics* nodes;     // [jobs, node_count]; null: these are all rows
   double* reductions;    // [jobs, 5]; null: not wanted
   double* moments;       // [jobs, 7]; null: not wanted
   long long pitch;
   long long first_row;   // rows of the first tile to leave out
   long long end_row;     // end of the rows, counted from the first row of the first tile
   long long before;      // rows of the data set before the first tile
+  long long first_leaf;  // number of the first leaf
+  long long rows;        // all rows
   int leaf_count;
+  int node;              // place of these rows among the nodes
+  int node_count;
 };
 
 #define SLOPE(s) ((s).squares_f == 0.0 ? 0.0 : (s).products / (s).squares_f)
@@ -129,8 +134,7 @@ measure(const __grid_constant__ StatisticsArguments arguments) {
   const int lane = threadIdx.x % 32;
   const long long leaf = blockIdx.x * (STATISTICS_THREADS / 32) + threadIdx.x / 32;
   if (leaf >= arguments.leaf_count) return;
-  const long long at = (arguments.before + arguments.first_row) / LEAF_ROWS * LEAF_ROWS +
-                       leaf * LEAF_ROWS - arguments.before;
+  const long long at = (arguments.first_leaf + leaf) * LEAF_ROWS - arguments.before;
   const long long first = max(at, arguments.first_row);
   const long long end = min(at + LEAF_ROWS, arguments.end_row);
   const real* const f = arguments.values + blockIdx.y * arguments.pitch;
@@ -144,7 +148,7 @@ measure(const __grid_constant__ StatisticsArguments arguments) {
 extern "C" __global__ void __launch_bounds__(STATISTICS_THREADS)
 merge_leaves(const __grid_constant__ StatisticsArguments arguments) {
   Statistics* const leaves = arguments.leaves + (long long)blockIdx.x * arguments.leaf_count;
-  const long long start = (arguments.before + arguments.first_row) / LEAF_ROWS;
+  const long long start = arguments.first_leaf;
   const long long last = start + arguments.leaf_count - 1;
   for (int level = 0; start >> level != last >> level; ++level) {
     // The left of each pair of nodes; a node stays where its first leaf was.
@@ -158,11 +162,15 @@ merge_leaves(const __grid_constant__ StatisticsArguments arguments) {
   }
   if (threadIdx.x) return;
   const Statistics& all = leaves[0];
+  if (arguments.nodes) {
+    arguments.nodes[(long long)blockIdx.x * arguments.node_count + arguments.node] = all;
+    return;
+  }
   if (arguments.reductions) {
     double* const results = arguments.reductions + 5ll * blockIdx.x;
     const double nan = __longlong_as_double(0x7ff8000000000000);
     results[0] = all.sum;
-    results[1] = all.sum / (double)(arguments.end_row - arguments.first_row);
+    results[1] = all.sum / (double)arguments.rows;
     results[2] = all.missing > 0.0 ? nan : all.least;
     results[3] = all.missing > 0.0 ? nan : all.greatest;
     results[4] = all.strange;

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +38,7 @@ from warpfit_server.engine.cuda.derivatives.launches import (
     SUMS,
     DerivativeKernels,
     DerivativeLaunch,
+    RowNodes,
     allocate_small_results,
     copy_small_results,
     download_small_results,
@@ -49,13 +51,19 @@ from warpfit_server.engine.cuda.interpreter.compile import Switch
 from warpfit_server.engine.cuda.interpreter.source import Variant
 from warpfit_server.engine.cuda.math.modes import Mode
 from warpfit_server.engine.cuda.runtime.device import CudaDevice
-from warpfit_server.engine.cuda.runtime.resident_data import ResidentDataset, check_cancelled
+from warpfit_server.engine.cuda.runtime.resident_data import (
+    ResidentDataset,
+    check_cancelled,
+    cut_rows,
+)
 from warpfit_server.engine.cuda.runtime.streams import ElapsedTime, StreamContext
 from warpfit_server.engine.interface import Linearisation, Outputs, Selection, Steps
 from warpfit_server.engine.lowering_cache import LoweringCache
 from warpfit_server.engine.validate import check_tokens
 
 _ALIGNMENT: Final = 256
+#: Most rows of which values are on the device at a time, a power of two.
+_MOST_VALUES: Final = 1 << 24
 #: Variants of the kernels for programs that do not spill.
 VARIANTS: Final = tuple(Variant.of(mode, ROW_BYTES) for mode in Mode)
 
@@ -136,12 +144,60 @@ class DerivativeTier:
     ) -> Steps[int]:
         """Evaluate by a plan; return the nanoseconds of the device."""
         has_large_results = wanted.values is not None or wanted.jacobian is not None
+        most = min(
+            resident.window_rows, _MOST_VALUES if has_large_results else resident.window_rows
+        )
+        spans = cut_rows(evaluation.row_range(resident.dataset.layout), most)
         with self._device.stream() as context:
+            if resident.is_streamed or len(spans) > 1:
+                nodes = spans, spans[0][0] // most
+                run = self._run_windows(
+                    context, resident, evaluation, wanted, plan, cancelled, *nodes
+                )
+                computed = yield from run
+                ready(len(evaluation.batch))
+                return computed
             if len(plan.chunks) == 1 and not has_large_results:
                 check_cancelled(cancelled)
                 return self._run_at_once(context, resident, evaluation, wanted, plan)
             launch = self._begin(context, resident, evaluation, wanted, plan)
             return (yield from run_chunks(self._device, context, launch, cancelled, ready))
+
+    def _run_windows(
+        self,
+        context: StreamContext,
+        resident: ResidentDataset,
+        evaluation: Evaluation,
+        wanted: RequestedOutputs,
+        plan: LaunchPlan,
+        cancelled: NDArray[np.uint8],
+        spans: Sequence[tuple[int, int]],
+        first: int,
+    ) -> Steps[int]:
+        """Evaluate on nodes of rows in turn, from the node with the number ``first`` on.
+
+        Returns:
+            Nanoseconds of the device.
+
+        """
+        start, stop = spans[0][0], spans[-1][1]
+        nodes = RowNodes.allocate(context, wanted, plan.code, first, len(spans), stop - start)
+        computed = 0
+        with (yield from resident.turn()), closing(resident.windows(spans)) as windows:
+            for number, (window, span) in enumerate(windows):
+                part = replace(evaluation, rows=span)
+                own = plan_launches(self._device, window, part, wanted, plan.code)
+                launch = replace(
+                    self._begin(context, window, part, wanted, own),
+                    nodes=nodes,
+                    node=number,
+                    columns=slice(span[0] - start, span[1] - start),
+                )
+                run = run_chunks(self._device, context, launch, cancelled, _ignore)
+                computed += yield from run
+                yield None
+                self._device.use()
+        return computed
 
     def _run_at_once(
         self,

@@ -112,7 +112,7 @@ class InterpreterTier:
         mode = Mode.of(resident.dataset.layout.dtype, evaluation.precision)
         most = Variant.of(mode, _MOST_BYTES[mode])
         if self._tuning.rows:
-            return replace(most, rows=self._tuning.rows)
+            return replace(most, rows=max(self._tuning.rows, _LEAST_BYTES // mode.dtype.itemsize))
         programs, vectors, _ = evaluation.shape(resident.dataset.layout)
         is_much = programs * vectors >= self._jobs_to_fill_device(resident, evaluation, most.rows)
         return most if is_much else Variant.of(mode, _LEAST_BYTES)

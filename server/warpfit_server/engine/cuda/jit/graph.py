@@ -35,13 +35,13 @@ _SUM_THREADS: Final = 128
 
 
 def _sum_source() -> str:
-    """Return the kernel that adds up each job's sums over blocks; a block of threads a job."""
+    """Return the kernel that adds up each job's partial sums; a block of threads a job."""
     words = {name: offset // 8 for name, offset in ARGUMENT_OFFSETS.items()}
     return f"""{sum_tree()}
-extern "C" __global__ void sum_partials(const long long *request, double *sums) {{
-  const long long blocks = request[{words["block_count"]}];
-  double *own = (double *)request[{words["partials"]}] + blockIdx.x * blocks;
-  sum_nodes(own, request[{words["first_block"]}], blocks, 1);
+extern "C" __global__ void sum_partials(const long long *request, double *sums, int warps) {{
+  const long long count = request[{words["block_count"]}] * warps;
+  double *own = (double *)request[{words["partials"]}] + blockIdx.x * count;
+  sum_nodes(own, request[{words["first_block"]}] * warps, count, 1);
   if (threadIdx.x == 0) sums[blockIdx.x] = own[0];
 }}
 """
@@ -201,7 +201,7 @@ class CapturedGraph:
     def place_partials(self, context: StreamContext, blocks: int) -> None:
         """Make room for the partial sums of launches over at most so many blocks of rows."""
         if self._jobs:
-            size = 8 * self._jobs * blocks
+            size = 8 * self._jobs * blocks * (self._layout.threads // 32)
             self.set_arguments({"partials": context.buffer("compiled partials", size)})
 
     def launch(self, context: StreamContext) -> None:
@@ -230,7 +230,11 @@ class CapturedGraph:
             self._capturer.sum_partials(
                 (self._jobs, 1, 1),
                 (_SUM_THREADS, 1, 1),
-                (np.uint64(self._device_block.ptr), np.uint64(self.sums.ctypes.data)),
+                (
+                    np.uint64(self._device_block.ptr),
+                    np.uint64(self.sums.ctypes.data),
+                    np.int32(self._layout.threads // 32),
+                ),
                 stream=main,
             )
         graph = main.end_capture()

@@ -23,7 +23,7 @@ ARGUMENT_OFFSETS: Final = {
             "first_block",  # number of the first block, counted from the data set's first row
             "block_count",  # blocks that have some of the rows
             "input_stride",  # bytes from one parameter vector's inputs to the next
-            "partials",  # address of float64 [sums, K, block_count]
+            "partials",  # address of float64 [sums, K, block_count, warps]
             "values",  # address of the values of the first row of the range
             "pitch",  # bytes from the values of one program and vector to the next
         )
@@ -48,7 +48,7 @@ class Output:
     """Sum up the derivatives of half the squares, or of the absolute deviations, by each input in
     `Shape.wanted`, too."""
     threads: int = 128
-    """Threads of a block: whole warps, at least as many as there are sums in a kernel."""
+    """Threads of a block: warps, of which there are a power of two."""
     rows: int = 4
     """Rows a thread works on at a time: 1, 2 or 4, at most 2 in float64. The address of a block's
     first row is a multiple of this many values."""

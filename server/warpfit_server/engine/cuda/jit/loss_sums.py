@@ -97,20 +97,30 @@ class LossSums:
                 self._graph.body += [*lines, self._accumulate(total, slope, weight)]
 
     def reduction(self) -> list[str]:
-        """Sum over the threads in a fixed order; thread e stores sum e of the block of rows."""
-        count = len(self.registers)
-        lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;", "bar.sync 0;"]
-        for start in range(0, count, _LANES):
-            lines += ["mov.u32 %pool, sums;", f"mad.lo.u32 %pool, %warp, {8 * count}, %pool;"]
-            lines += self._sum_over_warp(self.registers[start : start + _LANES])
-            lines.append(f"st.shared.b64 [%pool+{8 * start}], %wide;")
-        return [*lines, "bar.sync 0;", *self._store_partial(count)]
+        """Sum over each warp in a fixed order and store the sums of the block of rows."""
+        warps = self._output.threads // _LANES
+        lines = ["mov.u32 %lane, %laneid;", "shr.u32 %warp, %thread, 5;"]
+        for start in range(0, len(self.registers), _LANES):
+            lines += [
+                *self._sum_over_warp(self.registers[start : start + _LANES]),
+                f"add.u32 %place, %place, {start};",
+                "add.u32 %place, %place, %output;",
+                "mad.lo.u32 %place, %place, %vectors, %vector;",
+                *load_argument("block_count", "%index", "u32"),
+                "mad.lo.u32 %place, %place, %index, %block;",
+                f"ld.global.nc.u64 %at, [%request+{ARGUMENT_OFFSETS['partials']}];",
+                "cvta.to.global.u64 %at, %at;",
+                f"mad.wide.u32 %at, %place, {8 * warps}, %at;",
+                "mad.wide.u32 %at, %warp, 8, %at;",
+                "st.global.b64 [%at], %wide;",
+            ]
+        return lines
 
     def _sum_over_warp(self, totals: Sequence[str]) -> list[str]:
         """Sum each of up to 32 registers over the warp.
 
         In each step, half of the lanes go on with half of the sums and the others with the rest.
-        The sum that a lane ends with is left in %wide, its place among the sums is added to %pool.
+        A lane ends with one sum in %wide, and with its place among the sums in %place.
         """
         lines, steps, count = [], [], len(totals)
         for distance in (16, 8, 4, 2, 1):
@@ -132,7 +142,7 @@ class LossSums:
                     "selp.b32 %place, %high, %place, %first;",
                 ]
         widen = "cvt.f64.f32" if self._is_fast else "mov.b64"
-        return [*lines, "mad.lo.u32 %pool, %place, 8, %pool;", f"{widen} %wide, {totals[0]};"]
+        return [*lines, f"{widen} %wide, {totals[0]};"]
 
     def _accumulate(self, total: str, first: str, second: str = "") -> str:
         """Add a term, or a product of two factors, where the row is in the range."""
@@ -172,29 +182,3 @@ class LossSums:
                 "mov.b64 %widest, {%low, %high};",
             ]
         return [*lines, f"add.{self._suffix} {total}, {total}, {sent};"]
-
-    def _store_partial(self, count: int) -> list[str]:
-        lines = [
-            f"setp.ge.u32 %first, %thread, {count};",
-            "@%first bra STORED;",
-            "mov.u32 %pool, sums;",
-            "mad.lo.u32 %pool, %thread, 8, %pool;",
-            "ld.shared.b64 %wide, [%pool];",
-        ]
-        for warp in range(1, self._output.threads // 32):
-            lines += [
-                f"ld.shared.b64 %widest, [%pool+{8 * count * warp}];",
-                "add.f64 %wide, %wide, %widest;",
-            ]
-        return [
-            *lines,
-            "add.u32 %place, %output, %thread;",
-            "mad.lo.u32 %place, %place, %vectors, %vector;",
-            *load_argument("block_count", "%index", "u32"),
-            "mad.lo.u32 %place, %place, %index, %block;",
-            f"ld.global.nc.u64 %at, [%request+{ARGUMENT_OFFSETS['partials']}];",
-            "cvta.to.global.u64 %at, %at;",
-            "mad.wide.u32 %at, %place, 8, %at;",
-            "st.global.b64 [%at], %wide;",
-            "STORED:",
-        ]

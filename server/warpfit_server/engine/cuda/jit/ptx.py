@@ -9,7 +9,7 @@ A kernel evaluates a group of expressions in straight-line code::
             load each variable once, several rows a thread
             for each expression: compute it for each row; store it, or add its loss, and if wanted
                 the loss's derivatives, to accumulators
-        reduce the accumulators over the threads and store their partial sums
+        reduce the accumulators over each warp and store their partial sums
 
 All numbers are read through pointers, so a kernel works for any data, parameters and row range, and
 a captured graph stays valid when they change; see `kernel_interface.ARGUMENT_OFFSETS`.
@@ -151,12 +151,11 @@ class _Kernel:
     # Frame
 
     def _assemble(self, entry: Entry, expressions: list[str]) -> str:
-        count = len(self.sums.registers)
         lines = [
             f".visible .entry {entry.name}(.param .u64 a, .param .u64 b, .param .u32 c)",
             f".maxntid {self.output.threads}, 1, 1",
             "{",
-            *self._registers(count),
+            *self._registers(),
             *self._prologue(),
             *self.pool.filled([*self._input_loads(), *self.graph.uniform]),
             *self._loop_start(),
@@ -178,13 +177,13 @@ class _Kernel:
         ]
         return "\n".join(lines)
 
-    def _registers(self, sums: int) -> list[str]:
+    def _registers(self) -> list[str]:
         declared = [
             ".reg .b64 %request, %slots, %variables, %target, %weights, %at, %from, %to, %step;",
             ".reg .b64 %pitch, %origin, %wide, %widest;",
             ".reg .b32 %thread, %lane, %warp, %block, %blocks, %vector, %vectors, %output, %tile;",
-            ".reg .b32 %rows, %end, %row, %last, %head, %stop, %stride, %place, %pool, %other;",
-            ".reg .b32 %low, %high, %index;",
+            ".reg .b32 %rows, %end, %row, %last, %head, %stop, %stride, %place, %other, %low;",
+            ".reg .b32 %high, %index;",
             ".reg .pred %more, %first, %whole, %aligned, "
             + ", ".join(f"%single{letter}" for letter in self.letters)
             + ";",
@@ -193,9 +192,6 @@ class _Kernel:
             declared.append(f".reg .b32 {', '.join(self.pool.flags)};")
         if self.pool.size:
             declared.append(f".shared .align 16 .b8 uniforms[{self.pool.size}];")
-        if self.output.loss:
-            size = 8 * sums * (self.output.threads // 32)
-            declared.append(f".shared .align 8 .b8 sums[{size}];")
         for prefix, count in self.graph.counts().items():
             letters = self.letters if prefix[1] == ROW else UNIFORM
             declared += [

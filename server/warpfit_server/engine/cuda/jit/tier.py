@@ -359,7 +359,7 @@ def _is_one_command_list(resident: ResidentDataset, evaluation: Evaluation) -> b
 
 def _block_rows(plan: KernelPlan, resident: ResidentDataset, evaluation: Evaluation) -> int:
     start, stop = evaluation.row_range(resident.dataset.layout)
-    return block_rows(plan.output, stop - start)
+    return block_rows(plan.output, resident.sum_rows or stop - start)
 
 
 def _fill_gradients(

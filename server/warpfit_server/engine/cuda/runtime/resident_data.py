@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ from warpfit_server.engine.interface import Outputs, Steps
 ROW_MULTIPLE: Final = 32
 #: Rows after the last column that a kernel may read but never uses.
 SLACK_ROWS: Final = 512
+#: Most rows that kernels count.
+_MOST_ROWS: Final = 1 << 30
 #: Bytes of each copy to the device.
 _CHUNK_BYTES: Final = 8 << 20
 
@@ -31,6 +35,14 @@ class ResidentDataset:
     dataset: Dataset
     columns: Any
     """CuPy array [columns, stride]: variables, then target, then weights; padding is 0."""
+    first_row: int = 0
+    """Row of the data set that the columns begin with."""
+    sum_rows: int | None = None
+    """Rows of the evaluation if it has more than those that are on the device; else None."""
+    window_rows: int = _MOST_ROWS
+    """Most rows that one evaluation of a tier takes, a power of two."""
+    is_streamed: ClassVar[bool] = False
+    """Whether only windows of the rows are on the device."""
 
     @property
     def variables(self) -> Any:
@@ -42,10 +54,23 @@ class ResidentDataset:
         """Elements from one variable to the next, a multiple of `ROW_MULTIPLE`."""
         return int(self.columns.shape[1])
 
+    def turn(self) -> Steps[Any]:
+        """Wait until no other evaluation uses the windows; return a context that ends the use."""
+        return nullcontext()
+        yield
+
+    def windows(
+        self, spans: Sequence[tuple[int, int]]
+    ) -> Generator[tuple[ResidentDataset, tuple[int, int]]]:
+        """Yield each of some ranges of rows, from `cut_rows`, with data that has them."""
+        for span in spans:
+            yield self, span
+
     def address(self, column: int, row: int) -> int:
         """Return the device address of one element."""
         size = self.dataset.layout.dtype.itemsize
-        return int(self.columns.data.ptr) + (column * self.stride + row) * size
+        place = column * self.stride + row - self.first_row
+        return int(self.columns.data.ptr) + place * size
 
     def target_address(self, row: int) -> int:
         """Return the device address of the target at ``row``."""

@@ -17,7 +17,7 @@ from warpfit.losses import SQUARES, LossFunction, huber
 from warpfit.request import Evaluation, Loss
 from warpfit_server.engine.cpu.engine import CpuEngine
 from warpfit_server.engine.interface import run_to_end
-from warpfit_server.row_blocks import Shards, node_rows
+from warpfit_server.row_blocks import LEAST_LEVEL, Shards, node_rows
 
 ROWS = 41_000
 DATA = {
@@ -33,6 +33,7 @@ class Shard:
 
     def __init__(self, shards, rows, parts=None):
         self.rows, self.level = rows, shards.level
+        self.leads = parts is not None
         self.parts = parts
         self.width = None
         self.nodes = None
@@ -45,7 +46,7 @@ class Shard:
         assert nodes.shape[1] == self.width
         self.nodes = nodes
         yield None
-        return np.concatenate([nodes, *self.parts]) if self.parts is not None else None
+        return np.concatenate([nodes, *self.parts]) if self.leads else None
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_a_pass_of_a_fit_has_the_bits_of_one_engine(engines, key):
 def test_shards_are_whole_nodes_of_about_the_same_size(rows, count, key):
     layout = replace(DATA[key].layout, rows=rows)
     shards = Shards.of(layout, tuple(range(count)))
-    nodes = -(-rows // node_rows(layout, 2))
+    nodes = -(-rows // node_rows(layout, LEAST_LEVEL))
     if shards is None:
         assert min(nodes, count) == 1
         return
@@ -141,7 +142,7 @@ def test_shards_are_whole_nodes_of_about_the_same_size(rows, count, key):
     assert all(bound % size == 0 for bound in shards.bounds[:-1])
     assert min(sizes) > 0
     assert max(sizes) - min(sizes) <= 2 * size
-    assert shards.nodes((0, rows), layout) <= 32 * count + 1
+    assert shards.nodes((0, rows), layout) < 64 * count + 1
     if nodes >= 16 * count:
         assert max(sizes) <= rows / count * (1 + 1 / 16)
     middle = rows // 3, rows // 3 + rows // 2 + 1

@@ -303,8 +303,8 @@ def test_a_gradient_reuses_values() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 20, 24, 33])
 @pytest.mark.parametrize("mode", [Mode.FAST, Mode.DOUBLE])
-def test_every_sum_of_a_block_is_stored_by_its_thread(mode: Mode, count: int) -> None:
-    threads = 64
+def test_every_sum_of_a_warp_is_stored_in_its_place(mode: Mode, count: int) -> None:
+    threads, warps = 64, 2
     programs = [Program.apply("mul", Program.variable(0), Program.parameter(0))] * count
     text = text_of(mode, Output(loss="squares", rows=1, threads=threads), *programs)
     start = text.split("BLOCK:")[1].split("add.u32 %end")[0]
@@ -312,7 +312,10 @@ def test_every_sum_of_a_block_is_stored_by_its_thread(mode: Mode, count: int) ->
     assert len(registers) == count
     dtype = np.float32 if mode is Mode.FAST else np.float64
     terms = np.random.default_rng(2).integers(-1000, 1000, size=(count, threads)).astype(dtype)
-    machine = Machine(threads, dict(zip(registers, terms, strict=True)))
+    given = {name: np.full(threads, value) for name, value in (("%vectors", 3), ("%index", 5))}
+    machine = Machine(threads, {**given, **dict(zip(registers, terms, strict=True))})
     flush = text.split("@%more bra.uni LOOP;")[1].split("add.u32 %block")[0]
     machine.run(flush.strip().splitlines())
-    assert machine.stored == dict(enumerate(terms.sum(axis=1).tolist()))
+    sums = terms.reshape(count, warps, 32).sum(axis=2)
+    places = 8 * (np.arange(count)[:, np.newaxis] * 3 * 5 * warps + np.arange(warps))
+    assert machine.stored == dict(zip(places.ravel().tolist(), sums.ravel().tolist(), strict=True))

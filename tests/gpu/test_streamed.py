@@ -1,0 +1,137 @@
+"""Data sets that are larger than the device's memory have the bits of resident ones."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from support.engines.derivative_suite import make_dataset, smooth_programs
+from support.engines.derivatives import derive, linearise
+from support.engines.evaluations import Evaluate
+from support.engines.fits import fit
+from warpfit.expressions.workload import thesis_mix
+from warpfit.ir import Batch
+from warpfit.losses import ABSOLUTE, SQUARES
+from warpfit.request import Evaluation, Loss, Precision, Tier
+from warpfit_server.engine.cuda.runtime.streamed_data import StreamedDataset
+from warpfit_server.engine.interface import Outputs, run_to_end
+
+MEMORY = 32 << 20
+ROWS = {"float32": 1_100_003, "float64": 550_003}
+MODES = [
+    ("float32", Precision.FAST),
+    ("float32", Precision.PRECISE),
+    ("float64", Precision.PRECISE),
+]
+
+
+@pytest.fixture(scope="module")
+def small():
+    """An engine with so little memory that it streams."""
+    from warpfit_server.engine.cuda.engine import CudaEngine
+
+    pytest.importorskip("cupy")
+    engine = CudaEngine(memory_limit=MEMORY)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=MODES, ids=str)
+def case(request, engine, small):
+    """A data set that one engine streams and the other does not, with the precision."""
+    dtype, precision = request.param
+    data = make_dataset(ROWS[dtype], dtype, weights=True)
+    for each in (engine, small):
+        each.load(data)
+    assert isinstance(small._resident(data.content_id), StreamedDataset)
+    assert not isinstance(engine._resident(data.content_id), StreamedDataset)
+    yield data, precision
+    for each in (engine, small):
+        each.unload(data.content_id)
+
+
+def assert_same(one, other) -> None:
+    names = ("losses", "gradients", "curvatures", "variable_gradients", "reductions", "moments")
+    for name in names:
+        if getattr(one, name, None) is not None:
+            np.testing.assert_array_equal(getattr(other, name), getattr(one, name), err_msg=name)
+
+
+@pytest.mark.parametrize("rows", [None, (5000, 300_001), (70, 90)])
+def test_passes_of_fits(engine, small, case, rows):
+    data, precision = case
+    programs, parameters = smooth_programs()
+    found = [
+        linearise(each, data, programs, parameters, SQUARES, rows=rows, precision=precision)
+        for each in (engine, small)
+    ]
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("rows", [(0, 140_000), (131_000, 300_001)])
+def test_derivatives_and_statistics(engine, small, case, rows):
+    data, precision = case
+    found = [
+        derive(
+            each, data, *smooth_programs(), row_loss=ABSOLUTE, statistics=True, rows=rows,
+            precision=precision,
+        )
+        for each in (engine, small)
+    ]  # fmt: skip
+    assert_same(*found)
+    for name in ("values", "jacobian"):
+        np.testing.assert_array_equal(getattr(found[1], name), getattr(found[0], name))
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("tier", [Tier.INTERPRETER, Tier.COMPILED])
+def test_losses_and_values(engine, small, case, tier, values):
+    data, precision = case
+    programs, parameters = thesis_mix(3, 40, variables=4)
+    options = {"tier": tier, "precision": precision, "values": values, "loss": Loss.MSE}
+    one, other = (
+        Evaluate(each)(data, programs, parameters, rows=(300, ROWS["float64"]), **options)
+        for each in (engine, small)
+    )
+    np.testing.assert_array_equal(other.losses, one.losses)
+    if values:
+        np.testing.assert_array_equal(other.values, one.values)
+
+
+def test_compiled_gradients(engine, small, case):
+    data, precision = case
+    batch = Batch.of(*thesis_mix(3, 20, variables=4))
+    evaluation = Evaluation(
+        data.content_id, batch, loss=Loss.MSE, values=False, gradient=True, tier=Tier.COMPILED,
+        precision=precision,
+    )  # fmt: skip
+    found = []
+    for each in (engine, small):
+        gradients, flag = np.empty(len(batch.parameters)), np.zeros(1, np.uint8)
+        outputs = Outputs(None, np.empty((20, 1)), flag, lambda _: None, gradients=gradients)
+        run_to_end(each.evaluate(evaluation, outputs))
+        found.append(outputs)
+    assert_same(*found)
+
+
+def test_several_evaluations_at_the_same_time(small, case):
+    data, precision = case
+    mixes = [thesis_mix(seed, 10, variables=4) for seed in range(4)]
+
+    def losses(mix) -> bytes:
+        options = {"precision": precision, "loss": Loss.MSE, "values": False}
+        return Evaluate(small)(data, *mix, tier=Tier.INTERPRETER, **options).losses.tobytes()
+
+    alone = [losses(mix) for mix in mixes]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(losses, mixes)) == alone
+
+
+def test_fits(engine, small, case):
+    data, _ = case
+    texts, starts = ["p1 * exp(-p2 * x1) + p3 * x2"], [[1.0, 0.5, 0.1]]
+    one, other = (fit(data, texts, starts, engine=each) for each in (engine, small))
+    np.testing.assert_array_equal(np.concatenate(other.parameters), np.concatenate(one.parameters))
+    np.testing.assert_array_equal(other.losses, one.losses)

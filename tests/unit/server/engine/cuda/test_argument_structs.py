@@ -1,0 +1,56 @@
+"""The kernels' arguments: their fields lie where the CUDA sources say."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib import resources
+
+import numpy as np
+import pytest
+
+from support.machines.device_lowering import compile_for_host
+from warpfit_server.engine.cuda.derivatives.encoding import PROGRAM
+from warpfit_server.engine.cuda.derivatives.launch_plan import (
+    DERIVATIVE_ARGUMENTS,
+    NODE_STATISTICS,
+    STATISTICS_ARGUMENTS,
+)
+from warpfit_server.engine.cuda.interpreter.kernel_arguments import (
+    INTERPRETER_ARGUMENTS,
+    SLOT_ARGUMENTS,
+)
+
+STRUCTS = [
+    ("interpreter/interpreter.cu", "Arguments", INTERPRETER_ARGUMENTS),
+    ("interpreter/interpreter.cu", "SlotArguments", SLOT_ARGUMENTS),
+    ("derivatives/derivatives.cu", "Arguments", DERIVATIVE_ARGUMENTS),
+    ("derivatives/derivatives.cu", "Program", PROGRAM),
+    ("derivatives/statistics.cu", "StatisticsArguments", STATISTICS_ARGUMENTS),
+]
+
+
+def struct(path: str, name: str) -> str:
+    source = resources.files("warpfit_server.engine.cuda").joinpath(path).read_text()
+    found = re.search(rf"^struct {name} {{.*?^}};", source, re.DOTALL | re.MULTILINE)
+    assert found
+    return found[0]
+
+
+@pytest.mark.parametrize(("path", "name", "dtype"), STRUCTS, ids=lambda given: str(given)[:30])
+def test_fields_lie_where_the_source_says(path, name, dtype):
+    others = "".join(f"struct {other};" for other in ("Program", "Entry", "Load", "Statistics"))
+    places = ", ".join(f"__builtin_offsetof({name}, {field})" for field in dtype.names)
+    library = compile_for_host(
+        f"typedef float real; {others} {struct(path, name)}\n"
+        f'extern "C" long places[] = {{{places}, (long)sizeof({name})}};'
+    )
+    found = (ctypes.c_long * (len(dtype.names) + 1)).in_dll(library, "places")
+    expected = [dtype.fields[field][1] for field in dtype.names]
+    assert list(found) == [*expected, dtype.itemsize]
+
+
+def test_statistics_have_as_many_numbers_as_their_memory():
+    text = struct("derivatives/statistics.cu", "Statistics")
+    assert len(re.findall(r"\w+(?=[,;])", text)) == NODE_STATISTICS
+    assert np.dtype(np.float64).itemsize * NODE_STATISTICS == 112
