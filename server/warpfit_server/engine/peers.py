@@ -273,7 +273,7 @@ class _Gathering:
         self._missing = len(self._rows_of) - 1
         self._done: Future[None] = Future()
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._is_done = False
 
     def evaluation_of(self, engine: int) -> Evaluation:
         """Return the evaluation over the rows of one engine."""
@@ -354,7 +354,8 @@ class _Gathering:
         with self._lock:
             is_closed = self._is_closed
             self._missing -= 1
-            is_done = (not self._missing or part.has_failed) and not self._done.done()
+            is_done = not self._is_done and (not self._missing or part.has_failed)
+            self._is_done |= is_done
         if is_closed:
             part.give_back()
         elif is_done:
