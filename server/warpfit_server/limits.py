@@ -24,6 +24,8 @@ _LOWERED_BYTES: Final = 100
 _TOKEN_BYTES: Final = 18
 _SEARCH_BYTES: Final = 600
 _PARAMETER_BYTES: Final = 200
+#: Sums of which linear scaling and correlations are made.
+_MOMENTS: Final = 7
 #: Matrices that are alive during a pass. Levenberg-Marquardt has triangles of all searches, of
 #: those that still run, and of what the pass returns; BFGS has squares of the first two.
 _TRIANGLES: Final = 3
@@ -74,8 +76,20 @@ def check_dataset(layout: Layout, limits: Limits) -> None:
     _check("TOO_MANY_ROWS", "rows in the data set", layout.rows, limits.rows, "rows", *place)
 
 
-def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
-    """Refuse an answer that is too large; return its size in bytes. The rows have been checked."""
+def check_result(evaluation: Evaluation, layout: Layout, limits: Limits, nodes: int = 0) -> int:
+    """Refuse an answer that is too large.
+
+    Args:
+        evaluation: whose rows have been checked.
+        layout: of its data set.
+        limits: of the tenant.
+        nodes: of the rows, if engines that share them sum up each one.
+
+    Returns:
+        Bytes of the answer; with nodes those of their sums, too, and both twice, because the
+        engines' parts are copied together.
+
+    """
     programs, vectors, rows = evaluation.shape(layout)
     cells, parameters = programs * vectors, len(evaluation.batch.parameters)
     numbers = evaluation.values * cells + evaluation.jacobian * parameters
@@ -83,7 +97,8 @@ def check_result(evaluation: Evaluation, layout: Layout, limits: Limits) -> int:
     small = cells * (1 + 5 * evaluation.reductions + variables) + evaluation.gradient * parameters
     needed = 8 * small + numbers * rows * layout.dtype.itemsize
     _check("RESULT_TOO_LARGE", "bytes of results", needed, limits.result_bytes, "result-bytes")
-    return needed
+    sums = small + _MOMENTS * cells * evaluation.needs_moments
+    return 2 * (needed + 8 * nodes * sums) if nodes else needed
 
 
 def check_fit(request: FitRequest, layout: Layout, limits: Limits) -> int:

@@ -200,7 +200,7 @@ def _identity(file: ServerFile, descriptor: int) -> Any:
     """Return what tells columns of a file from others, and from those of its earlier contents."""
     status = os.fstat(descriptor)
     place = status.st_dev, status.st_ino
-    return replace(file, name=""), *place, status.st_size, status.st_mtime_ns
+    return replace(file, name="", shards=0), *place, status.st_size, status.st_mtime_ns
 
 
 def _no_file(name: str) -> InvalidArgumentError:

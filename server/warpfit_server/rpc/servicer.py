@@ -110,8 +110,9 @@ class ComputeServicer:
             check_batch(evaluation.batch, limits)
             evaluation.check_options(layout)
             evaluation.batch.check_shapes()  # the engine looks at the tokens
-            size = check_result(evaluation, layout, limits)
-            size *= 1 + (data.shards is not None)  # what has rows is copied together
+            rows, shards = evaluation.row_range(layout), data.shards
+            nodes = 0 if shards is None else shards.nodes(rows, layout)
+            size = check_result(evaluation, layout, limits, nodes)
             size += evaluation.batch.values.nbytes - len(request.programs.values)
             cost = CallCost.of_evaluation(evaluation, layout)
             held.enter_context(self._admission.reserve(tenant, cost, size, len(message)))
