@@ -18,7 +18,6 @@ from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
-from warpfit.dataset import ClientDataset
 from warpfit.errors import WarpfitError
 from warpfit.server_info import ServerInfo
 from warpfit.transport.addresses import Address
@@ -34,12 +33,7 @@ T = TypeVar("T")
 class AsyncUploadedDataset(DatasetHandle):
     """Handle that releases the data set when its ``async with`` block ends."""
 
-    def __init__(self, dataset: ClientDataset, client: AsyncClient) -> None:
-        super().__init__(dataset)
-        self._client = client
-
-    def _owner(self) -> tuple[Any, ...]:
-        return (self._client,)
+    _client: AsyncClient
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,11 +64,7 @@ class AsyncClient:
         return type(self).of, (self._connection,)
 
     async def upload(
-        self,
-        X: Any,
-        y: Any = None,
-        weights: Any = None,
-        **options: Unpack[UploadOptions],
+        self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
     ) -> AsyncUploadedDataset:
         """Make a data set resident on the server."""
         dataset = await self._run(self._operations.upload(X, y, weights, options))
@@ -238,5 +228,4 @@ def connect_async(
     replicas: int = 2,
 ) -> AsyncClient:
     """Make an asyncio client inside a running event loop; arguments as for `warpfit.connect`."""
-    arguments = address, token, tls, retry, transport, wait, replicas
-    return AsyncClient.of(Connection.of(*arguments))
+    return AsyncClient.of(Connection.of(address, token, tls, retry, transport, wait, replicas))

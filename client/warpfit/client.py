@@ -20,7 +20,6 @@ from warpfit.calls.fit_arguments import FitOptions
 from warpfit.calls.operations import ClientOperations
 from warpfit.calls.results import Answer, Fit
 from warpfit.calls.simplification import Simplification, SimplifyOptions
-from warpfit.dataset import ClientDataset
 from warpfit.embedded import embedded_server
 from warpfit.errors import InvalidArgumentError, WarpfitError
 from warpfit.server_info import ServerInfo
@@ -37,12 +36,7 @@ T = TypeVar("T")
 class UploadedDataset(DatasetHandle):
     """Handle that releases the data set when its ``with`` block ends."""
 
-    def __init__(self, dataset: ClientDataset, client: Client) -> None:
-        super().__init__(dataset)
-        self._client = client
-
-    def _owner(self) -> tuple[Any, ...]:
-        return (self._client,)
+    _client: Client
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +74,7 @@ class Client:
         return type(self).of, (self._connection,)
 
     def upload(
-        self,
-        X: Any,
-        y: Any = None,
-        weights: Any = None,
-        **options: Unpack[UploadOptions],
+        self, X: Any, y: Any = None, weights: Any = None, **options: Unpack[UploadOptions]
     ) -> UploadedDataset:
         """Make a data set resident on the server; send nothing if its content is there already.
 
@@ -409,8 +399,7 @@ def connect(
             leave this machine in plain text without ``tls=False``.
 
     """
-    arguments = address, token, tls, retry, transport, wait, replicas
-    return Client.of(Connection.of(*arguments))
+    return Client.of(Connection.of(address, token, tls, retry, transport, wait, replicas))
 
 
 @contextmanager

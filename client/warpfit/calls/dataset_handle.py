@@ -17,8 +17,8 @@ class DatasetHandle:
     without them, as its client, layout and content id.
     """
 
-    def __init__(self, dataset: ClientDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: ClientDataset, client: Any = None) -> None:
+        self.dataset, self._client = dataset, client
         self._statistics: TargetStatistics | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -26,11 +26,7 @@ class DatasetHandle:
         own = self.dataset
         is_reference = isinstance(own, DatasetReference)
         reference = own if is_reference else DatasetReference(self.layout, self.content_id)
-        return type(self), (reference, *self._owner())
-
-    def _owner(self) -> tuple[Any, ...]:
-        """Return the client that made the handle, as the constructor takes it."""
-        return ()
+        return type(self), (reference, self._client)
 
     def __deepcopy__(self, _: Any) -> Self:
         """Return the handle itself, which never changes."""
