@@ -49,8 +49,9 @@ class Loss(StrEnum):
     """Loss of predictions f against the target y with weights w (1 without weights).
 
     Losses are computed in float64 from values rounded to the data's type. In fast mode a GPU may
-    round f - y, and add up the rows of a block of threads, in float32; server/README.md has the
-    error. NaN in any used row makes the loss NaN, also where the weight is 0.
+    round f - y, and compiled kernels add up each block of rows, in float32; server/README.md has
+    the errors. Sums of blocks of rows are added up in pairs, in float64. NaN in any used row makes
+    the loss NaN, also where the weight is 0.
     """
 
     SSE = "sse"

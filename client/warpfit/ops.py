@@ -2,8 +2,8 @@
 
 The parser, the printers, the NumPy reference, the CPU engine, the CUDA interpreter, the PTX
 transpiler, ``GetServerInfo`` and the documentation are generated from these rows, and the tests are
-parametrised over them. To add an operator, add one row. A wire code is never reused and never
-changes its meaning.
+parametrised over them. To add an operator, add one row; `client/README.md` says what else there may
+be to do. A wire code is never reused and never changes its meaning.
 
 Kernel language
 ---------------

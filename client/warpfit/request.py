@@ -33,7 +33,8 @@ class Tier(StrEnum):
     interpreter's in the last bits; the other two always give the same bits. Values, and the
     built-in losses with their gradients, can be interpreted or compiled; Jacobians, derivatives by
     variables, custom losses, statistics and fits are always interpreted. `Timings.tier` says which
-    evaluator was used.
+    evaluator was used; the kernels of derivatives interpret, and count as INTERPRETER there and in
+    the metrics.
     """
 
     AUTO = "auto"
@@ -53,7 +54,8 @@ class Evaluation:
     """One call of Evaluate: programs, data set and the outputs that are requested."""
 
     dataset_id: bytes
-    """SHA-256 content id of the data set, 32 bytes."""
+    """Names the data set, 32 bytes: for clients its SHA-256 content id; inside a server the key of
+    the tenant's data set, see `warpfit_server.tenancy.tenants.key_of`."""
     batch: Batch
     rows: tuple[int, int] | None = None
     """Half-open row range; None for all rows."""

@@ -137,7 +137,10 @@ class Dataset:
     def resident(
         cls, layout: Layout, matrix: NDArray[Any], content_id: bytes, shards: int = 0
     ) -> Dataset:
-        """Wrap a canonical matrix whose content id is known, without hashing it again."""
+        """Wrap a canonical matrix whose id is known, without hashing it.
+
+        Engines give the tenant's key of the data set here, which `Evaluation.dataset_id` names.
+        """
         dataset = cls(layout, matrix, shards)
         dataset.__dict__["content_id"] = content_id
         return dataset

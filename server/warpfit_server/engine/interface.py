@@ -197,10 +197,10 @@ class Engine(Protocol):
         """Describe what the engine computes on."""
 
     def load(self, dataset: Dataset, rows: tuple[int, int] | None = None) -> None:
-        """Make a data set usable under its ``content_id``; its arrays stay valid until unload.
+        """Make a data set usable under its id, `Evaluation.dataset_id`; its arrays stay valid.
 
         Args:
-            dataset: the data set.
+            dataset: the data set, whose ``content_id`` is that id.
             rows: the only rows that evaluations will name, from a block's first row on; None for
                 all.
 
@@ -210,7 +210,7 @@ class Engine(Protocol):
 
         """
 
-    def unload(self, content_id: bytes) -> None:
+    def unload(self, dataset_id: bytes) -> None:
         """Forget a data set once the evaluations that use it have ended."""
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
@@ -223,8 +223,8 @@ class Engine(Protocol):
         """Evaluate a batch into ``outputs``, step by step.
 
         The batch has passed `Batch.check_shapes`, the row range is inside the data set, and a loss
-        is requested only if there is a target. The engine checks the tokens itself
-        (`warpfit_server.engine.validate`), which no front end does.
+        is requested only if there is a target. The engine checks the tokens itself, which no front
+        end does: by `warpfit_server.engine.validate`, or on a GPU as it lowers them.
 
         Returns:
             How long the stages took; ``queue`` is the time that it has waited in the engine.

@@ -4,7 +4,7 @@ The simple form, of each of the few threads that run steps:
 
     while True:
         queue.extend(connections.receive())     # sleeps if there is nothing to do
-        step = scheduler.next()                 # who goes next is decided there and nowhere else
+        step = isolation.next()                 # a probe, a suspect, or what the scheduler says
         run the step                            # copy in, lower, launch, wait: no lock held
         answer what is finished, put the rest back into the queue
 

@@ -157,8 +157,8 @@ class RequestRunner:
         peers = evaluator.peers_compute if isinstance(evaluator, ShardedEvaluator) else 0
         return replace(result.timings, compute=result.timings.compute + peers)
 
-    def _dataset(self, content_id: bytes) -> Dataset:
-        dataset = self._datasets.get(content_id)
+    def _dataset(self, dataset_id: bytes) -> Dataset:
+        dataset = self._datasets.get(dataset_id)
         if dataset is None:
             raise DatasetNotFoundError
         return dataset

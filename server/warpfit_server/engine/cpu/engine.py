@@ -110,9 +110,9 @@ class CpuEngine:
         """Keep a data set; its arrays are used in place, whichever rows are wanted of it."""
         self._datasets[dataset.content_id] = dataset
 
-    def unload(self, content_id: bytes) -> None:
+    def unload(self, dataset_id: bytes) -> None:
         """Forget a data set."""
-        self._datasets.pop(content_id, None)
+        self._datasets.pop(dataset_id, None)
 
     def counters(self) -> Mapping[str, float]:
         """Return nothing: no code is compiled for a batch."""

@@ -160,10 +160,10 @@ class CudaEngine:
         with self._lock:
             self._residents[dataset.content_id] = resident
 
-    def unload(self, content_id: bytes) -> None:
+    def unload(self, dataset_id: bytes) -> None:
         """Forget a data set; its memory is freed once the evaluations that use it have ended."""
         with self._lock:
-            self._residents.pop(content_id, None)
+            self._residents.pop(dataset_id, None)
 
     def gains_from_merging(self, evaluation: Evaluation) -> bool:
         """Return whether a batch is new: a merged batch would never get compiled kernels."""
@@ -292,9 +292,9 @@ class CudaEngine:
             self._planner.observe(tier, mode, token_rows, seconds)
         return timings
 
-    def _resident(self, content_id: bytes) -> ResidentDataset:
+    def _resident(self, dataset_id: bytes) -> ResidentDataset:
         with self._lock:
-            resident = self._residents.get(content_id)
+            resident = self._residents.get(dataset_id)
         if resident is None:
             raise DatasetNotFoundError
         return resident
