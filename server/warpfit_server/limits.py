@@ -46,7 +46,7 @@ def check_batch(batch: Batch, limits: Limits) -> None:
     _check("TOO_MANY_VECTORS", "parameter vectors", batch.vectors, limits.vectors, "vectors")
 
 
-def check_tokens(tokens: int, limits: Limits) -> None:
+def check_token_count(tokens: int, limits: Limits) -> None:
     """Refuse a batch of too many tokens, before their values are unpacked."""
     _check("TOO_MANY_TOKENS", "tokens in the batch", tokens, limits.tokens, "tokens")
 

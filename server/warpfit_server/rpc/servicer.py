@@ -38,7 +38,7 @@ from warpfit_server.limits import (
     check_loss,
     check_names,
     check_result,
-    check_tokens,
+    check_token_count,
 )
 from warpfit_server.observability import calls
 from warpfit_server.row_blocks import Shards
@@ -102,7 +102,7 @@ class ComputeServicer:
         with ExitStack() as held:
             limits = self._admission.limits(tenant)
             request = codec.parse_message(pb.EvaluateRequest, message)
-            check_tokens(len(request.programs.codes), limits)
+            check_token_count(len(request.programs.codes), limits)
             check_loss(len(request.loss_function.codes), limits)
             evaluation = _of_tenant(codec.evaluation_from_message(request), tenant)
             data = held.enter_context(self._lease(evaluation.dataset_id))
@@ -134,7 +134,7 @@ class ComputeServicer:
         with ExitStack() as held:
             limits = self._admission.limits(tenant)
             parsed = codec.parse_message(pb.OptimizeRequest, message)
-            check_tokens(len(parsed.problem.programs.codes), limits)
+            check_token_count(len(parsed.problem.programs.codes), limits)
             check_loss(len(parsed.problem.loss_function.codes), limits)
             request = codec.fit_from_message(parsed)
             request = replace(request, problem=_of_tenant(request.problem, tenant))

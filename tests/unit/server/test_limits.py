@@ -25,8 +25,8 @@ def check_batch(limits):
     module.check_batch(an_evaluation().batch, limits)
 
 
-def check_tokens(limits):
-    module.check_tokens(len(an_evaluation().batch.codes), limits)
+def check_token_count(limits):
+    module.check_token_count(len(an_evaluation().batch.codes), limits)
 
 
 def check_result(limits):
@@ -42,7 +42,7 @@ def check_dataset(limits):
     [
         (check_batch, "programs", 7, "TOO_MANY_PROGRAMS"),
         (check_batch, "program_tokens", 45, "PROGRAM_TOO_LONG"),
-        (check_tokens, "tokens", 196, "TOO_MANY_TOKENS"),
+        (check_token_count, "tokens", 196, "TOO_MANY_TOKENS"),
         (check_batch, "vectors", 1, "TOO_MANY_VECTORS"),
         (check_result, "result_bytes", RESULT_BYTES, "RESULT_TOO_LARGE"),
         (check_dataset, "dataset_bytes", 200, "DATASET_TOO_LARGE"),

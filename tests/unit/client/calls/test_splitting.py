@@ -15,7 +15,7 @@ from warpfit import codec, testing
 from warpfit.calls.splitting import bounds_below, even_bounds
 from warpfit.errors import ProgramError, ResourceExhaustedError
 from warpfit.server_info import Limits
-from warpfit_server.limits import check_batch, check_fit, check_result, check_tokens
+from warpfit_server.limits import check_batch, check_fit, check_result, check_token_count
 
 rng = np.random.default_rng(3)
 X = rng.uniform(0.5, 2.0, size=(30, 2))
@@ -57,7 +57,7 @@ class LimitedServer(testing.InProcessServer):
 
     def check(self, batch, size):
         check_batch(batch, self.limits)
-        check_tokens(len(batch.codes), self.limits)
+        check_token_count(len(batch.codes), self.limits)
         if size > self.limits.message_bytes:
             sizes = {"needed": size, "available": self.limits.message_bytes}
             raise ResourceExhaustedError("one message is too large", "MESSAGE_TOO_LARGE", **sizes)
