@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 from warpfit.errors import CancelledError, InternalError, ResourceExhaustedError, WarpfitError
 from warpfit.request import Timings
-from warpfit_server.engine.hang_detector import EXIT_BROKEN
 from warpfit_server.engine.interface import Engine, EngineBrokenError
 from warpfit_server.engine.isolation import Isolation
 from warpfit_server.engine.peers import PeerLostError
 from warpfit_server.engine.request import FrontEndConnection, Request, problem_of
 from warpfit_server.engine.runner import RequestRunner, merge_key
 from warpfit_server.engine.scheduler import Scheduler
+from warpfit_server.engine.stuck_detector import EXIT_BROKEN
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import ChannelClosedError
 from warpfit_server.ipc.in_flight_request import unavailable

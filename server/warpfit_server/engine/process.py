@@ -19,13 +19,13 @@ from warpfit.dataset import Dataset
 from warpfit.errors import InternalError, WarpfitError
 from warpfit_server.config import Config
 from warpfit_server.engine import create_engine
-from warpfit_server.engine.hang_detector import EXIT_CANNOT_RUN, HangDetector
 from warpfit_server.engine.interface import Engine
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.native.compile_processes import BACKGROUND
 from warpfit_server.engine.peers import Peers
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.engine.stuck_detector import EXIT_CANNOT_RUN, StuckDetector
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel, ChannelClosedError
 from warpfit_server.ipc.segments import Segment, SegmentPool
@@ -57,7 +57,7 @@ class EngineProcess:
             engine, self._datasets, config.chunk_bytes, config.cache_path, self._peers
         )
         self._loop = Loop(engine, runner)
-        self._hang_detector = HangDetector(config.stuck_seconds, self._loop.flags)
+        self._stuck_detector = StuckDetector(config.stuck_seconds, self._loop.flags)
 
     def run(self) -> None:
         """Serve until the supervisor says `messages.Stop`.
@@ -67,7 +67,7 @@ class EngineProcess:
 
         """
         self._loop.start()
-        self._hang_detector.start()
+        self._stuck_detector.start()
         self._channel.send(messages.EngineReady(self._engine.name, tuple(self._engine.devices())))
         BACKGROUND.submit(_load_fits, self._cache_directory)
         while True:

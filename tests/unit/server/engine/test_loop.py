@@ -24,11 +24,11 @@ from warpfit.ir import Batch
 from warpfit.parse import parse
 from warpfit.request import Evaluation, Loss, Precision, Timings
 from warpfit_server.engine import loop as loop_module
-from warpfit_server.engine.hang_detector import EXIT_BROKEN
 from warpfit_server.engine.interface import EngineBrokenError
 from warpfit_server.engine.loop import Loop
 from warpfit_server.engine.request import FrontEndConnection
 from warpfit_server.engine.runner import RequestRunner
+from warpfit_server.engine.stuck_detector import EXIT_BROKEN
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.engine_connection import EngineConnection

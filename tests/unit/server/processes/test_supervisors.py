@@ -15,7 +15,7 @@ from support.servers.requests import DATA
 from warpfit.dataset import Layout
 from warpfit.errors import ResourceExhaustedError, UnimplementedError, WarpfitError
 from warpfit_server.config import Config
-from warpfit_server.engine.hang_detector import EXIT_STUCK
+from warpfit_server.engine.stuck_detector import EXIT_STUCK
 from warpfit_server.ipc import messages
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool

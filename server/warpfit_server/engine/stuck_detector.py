@@ -1,8 +1,9 @@
-"""The hang detector: ends the engine process when an evaluation ignores its cancellation.
+"""The stuck detector: ends the engine process when an evaluation ignores its cancellation.
 
 Long evaluations are legitimate, so their length says nothing. But every engine polls the
-cancellation flag between blocks. An evaluation that goes on long after it was cancelled hangs and
-occupies a step for ever, and only a new process helps.
+cancellation flag between blocks. An evaluation that goes on for ``--stuck-seconds`` after it was
+cancelled occupies a step for ever, and only a new process helps. Engines that answer no probes are
+the watchdog's, `warpfit_server.processes.watchdog`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EXIT_BROKEN: Final = 4
 EXIT_STUCK: Final = 5
 
 
-class HangDetector:
+class StuckDetector:
     """Ends this process when an evaluation has ignored its cancellation for too long.
 
     Args:
@@ -44,16 +45,16 @@ class HangDetector:
 
     def start(self) -> None:
         """Start the thread that looks."""
-        threading.Thread(target=self._watch, name="hang-detector", daemon=True).start()
+        threading.Thread(target=self._watch, name="stuck-detector", daemon=True).start()
 
-    def hangs(self, now: float) -> bool:
+    def is_stuck(self, now: float) -> bool:
         """Note which evaluations are cancelled; return whether one has been for too long."""
         cancelled = [evaluation for evaluation, flag in self._flags() if flag[0]]
         self._since = {evaluation: self._since.get(evaluation, now) for evaluation in cancelled}
         return any(now - since > self._patience for since in self._since.values())
 
     def _watch(self) -> None:
-        while not self.hangs(time.monotonic()):
+        while not self.is_stuck(time.monotonic()):
             time.sleep(self._patience / 10)
         _LOG.error("an evaluation does not stop; the supervisor starts a new process")
         os._exit(EXIT_STUCK)
