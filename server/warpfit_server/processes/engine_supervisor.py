@@ -97,6 +97,7 @@ class EngineSupervisor:
         self._ready: messages.EngineReady | None = None  # of the last engine that was ready
         self._was_ready = False  # the current one
         self._spawned = 0.0
+        self._serves = False  # with its data sets
         self._cause = ""  # why this process has killed the engine
         self._out_of_memory = 0
         self._loads: dict[bytes, Future[None]] = {}
@@ -148,8 +149,8 @@ class EngineSupervisor:
 
     @property
     def starting_since(self) -> float | None:
-        """``time.monotonic()`` since when an engine process starts; None if one is ready."""
-        return None if self._channel is not None else self._spawned
+        """``time.monotonic()`` since when no engine process serves; None if one does."""
+        return None if self._serves else self._spawned
 
     @property
     def process_id(self) -> int | None:
@@ -384,6 +385,7 @@ class EngineSupervisor:
         # The engine serves the connection after all earlier messages: after the data sets.
         self._connect()
         self._on_ready()
+        self._serves = True
         self._started.set()
 
     def _loads_ahead(self) -> int:
@@ -409,7 +411,7 @@ class EngineSupervisor:
     def _lose_engine(self) -> dict[bytes, Future[None]]:
         """Go on without an engine; return the data sets that it had not loaded yet, in order."""
         with self._lock:
-            self._channel = None
+            self._channel, self._serves, self._spawned = None, False, time.monotonic()
             loads, self._loads = self._loads, {}
         self.connection.shut()
         self.on_loss()

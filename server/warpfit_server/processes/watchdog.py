@@ -142,6 +142,8 @@ class Watchdog:
             _LOG.warning("%s has not answered for %.1f s: not ready", self.label, now - asked)
             self.answers = False
         self._publish()
+        if starting is not None:
+            self._failing = None  # there is no engine that could answer
         if asked is not None and now - asked > self._config.hang_seconds:
             self._replace_once(asked, "hung")
         if starting is None and failing is not None and now - failing > self._config.hang_seconds:

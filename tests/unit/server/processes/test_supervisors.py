@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from warpfit.errors import ResourceExhaustedError, UnimplementedError, WarpfitEr
 from warpfit_server.config import Config
 from warpfit_server.engine.stuck_detector import EXIT_STUCK
 from warpfit_server.ipc import messages
+from warpfit_server.ipc.channel import Channel
 from warpfit_server.ipc.quarantine import Quarantine
 from warpfit_server.ipc.segments import SegmentPool
 from warpfit_server.processes.engine_deaths import cause_of_death
@@ -70,9 +72,9 @@ def test_leases_end_one_by_one(front_end):
         lease = ExitStack()
         lease.callback(ended.append, number)
         front_end.leases.setdefault(b"data", []).append((lease, None))
-    for count in (1, 2):
+    for number in (1, 2):
         front_end.end_lease(b"data")
-        assert len(ended) == count
+        assert len(ended) == number
     assert not front_end.leases
 
 
@@ -176,3 +178,22 @@ class TestShards:
             return refusal or UnimplementedError("whole data sets only", "ENGINE_CANNOT")
 
         assert place(refuse)[1] == "MEMORY"
+
+
+def test_an_engine_serves_when_it_has_its_data_sets_and_no_more_once_it_is_lost():
+    supervisor = EngineSupervisor(Config(devices="cpu"), 0, SegmentPool(0), Quarantine(), count(1))
+    channel, theirs = Channel.pair()
+    seen = []
+
+    def resident():
+        seen.append(supervisor.starting_since)
+        return iter(())
+
+    supervisor._resident = resident
+    supervisor._serve(channel, messages.EngineReady("cpu", ()))
+    assert seen == [0.0]
+    assert supervisor.starting_since is None
+    supervisor._lose_engine()
+    assert time.monotonic() - supervisor.starting_since < 10, "not since it was started"
+    channel.close()
+    theirs.close()

@@ -95,6 +95,16 @@ def test_an_engine_on_which_all_probes_fail_for_long_is_replaced():
     assert watched.watchdog._failing is None
 
 
+def test_an_engine_that_took_long_to_start_is_not_replaced_as_it_begins_to_serve():
+    watched = Watched(starting_since=100.0)
+    watched.probe(UnavailableError("the engine is restarting"))
+    watched.watchdog._failing = 100.0
+    watched.watchdog.look(159.0)
+    watched.watchdog._supervisor.starting_since = None
+    watched.watchdog.look(159.1)
+    assert not watched.replaced
+
+
 @pytest.mark.parametrize("error", [ResourceExhaustedError("no files"), OSError("no files")])
 def test_a_shortage_in_this_process_does_not_replace_the_engine(error):
     watched = Watched()
